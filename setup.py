@@ -49,8 +49,8 @@ setup(
             "models/configs/*/*.json",
             "models/configs/*/*/*.json",
             "data/inspect/*.html",
-            "engine/report/*.html",
-            "engine/sample/*.html",
+            "results/reports/*.html",
+            "sampling/*.html",
             "utils/*.css",
             "utils/*.html",
         ]

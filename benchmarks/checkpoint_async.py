@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from benchmarks.checkpoint_kills import make_background, make_state
-from finetrainers.engine.checkpoints.manifest import read_manifest
-from finetrainers.engine.checkpoints.save import reserve_memory, save_checkpoint
+from finetrainers.rundir.manifest import read_manifest
+from finetrainers.training.checkpoints.save import reserve_memory, save_checkpoint
 
 
 def timed(action: Any, *arguments: Any) -> float:

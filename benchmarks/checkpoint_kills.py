@@ -40,15 +40,15 @@ from torch import nn
 
 from finetrainers.cli.main import main as main_command
 from finetrainers.config.load import load_config
-from finetrainers.engine.checkpoints import save as saving
-from finetrainers.engine.checkpoints.async_save import BackgroundSave
-from finetrainers.engine.checkpoints.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
-from finetrainers.engine.checkpoints.restore import load_checkpoint
-from finetrainers.engine.checkpoints.staging import Staging
-from finetrainers.engine.run_dir import RunDirectory
-from finetrainers.engine.trainable import LORA_FILE
-from finetrainers.engine.watchdog import Watchdog
 from finetrainers.optim.factory import create_optimizer
+from finetrainers.plan.trainable import LORA_FILE
+from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
+from finetrainers.rundir.run_dir import RunDirectory
+from finetrainers.training.checkpoints import save as saving
+from finetrainers.training.checkpoints.async_save import BackgroundSave
+from finetrainers.training.checkpoints.restore import load_checkpoint
+from finetrainers.training.staging import Staging
+from finetrainers.training.watchdog import Watchdog
 from finetrainers.utils.hashed_files import Written, save_safetensors
 
 WIDTH = 256
@@ -299,7 +299,7 @@ def kill_while_saving(child: int, checkpoints: Path, draw: random.Random) -> boo
 
 def kill_commands(root: Path, *, kills: int, seed: int) -> tuple[int, int, bool]:
     """Kills that left a newest checkpoint that verifies, kills that hit a save, and whether the run ended as an undisturbed one."""
-    import_module("finetrainers.engine.run")  # here, so that not every fork has to
+    import_module("finetrainers.runs.run")  # here, so that not every fork has to
     log, draw = root / "log", random.Random(seed)
     run_command(log, "tiny", "ltx_video", str(root / "model"))
     run_command(log, "demo", "data", str(root / "clips"), "--items", "2")

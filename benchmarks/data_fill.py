@@ -48,10 +48,10 @@ from finetrainers import load_config  # noqa: E402
 from finetrainers.data.video.backends import backend_problem  # noqa: E402
 from finetrainers.demo.clips import video_folder  # noqa: E402
 from finetrainers.demo.data import write_dataset  # noqa: E402
-from finetrainers.engine.preflight import for_preparing  # noqa: E402
-from finetrainers.engine.prepare import prepare  # noqa: E402
-from finetrainers.engine.ready import get_ready  # noqa: E402
 from finetrainers.models.tiny import build_ltx_video, seeded, t5_encoder  # noqa: E402
+from finetrainers.plan.preflight import for_preparing  # noqa: E402
+from finetrainers.plan.ready import get_ready  # noqa: E402
+from finetrainers.runs.prepare import prepare  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 
 #: Filling should take at most this share of the plain loop's time.

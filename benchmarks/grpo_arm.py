@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from finetrainers.demo.rewarded import reward_config
-from finetrainers.engine.assemble import assemble
-from finetrainers.engine.init_distributed import make_strategy
-from finetrainers.engine.memory_recorder import MemoryRecorder
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.trainer import Trainer
-from finetrainers.engine.watchdog import Watchdog
 from finetrainers.methods.grpo.no_replay import RolloutGradients
+from finetrainers.plan.init_distributed import make_strategy
+from finetrainers.plan.preflight import preflight
+from finetrainers.training.assemble import assemble
+from finetrainers.training.memory_recorder import MemoryRecorder
+from finetrainers.training.trainer import Trainer
+from finetrainers.training.watchdog import Watchdog
 
 
 @dataclass

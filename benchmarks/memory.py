@@ -37,18 +37,6 @@ from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.config.root import TrainConfig  # noqa: E402
 from finetrainers.data.inspect.batch_counts import BatchCounts  # noqa: E402
 from finetrainers.data.inspect.plan import DatasetPlan  # noqa: E402
-from finetrainers.engine.block_swap import block_swap  # noqa: E402
-from finetrainers.engine.init_distributed import make_strategy  # noqa: E402
-from finetrainers.engine.memory_recorder import MemoryRecorder  # noqa: E402
-from finetrainers.engine.preflight import Preflight  # noqa: E402
-from finetrainers.engine.resume_plan import new_run  # noqa: E402
-from finetrainers.engine.run_dir import RunDirectory  # noqa: E402
-from finetrainers.engine.state import TrainState  # noqa: E402
-from finetrainers.engine.throughput import measure_calls, peak_flops  # noqa: E402
-from finetrainers.engine.trainable import attach, trainable_dtype, trainable_parameters  # noqa: E402
-from finetrainers.engine.trained_weights import load_trainable_transformer  # noqa: E402
-from finetrainers.engine.trainer import Trainer  # noqa: E402
-from finetrainers.engine.watchdog import Watchdog  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for, optimizer_state_bytes  # noqa: E402
 from finetrainers.methods.base import MethodParts, Step  # noqa: E402
@@ -57,6 +45,18 @@ from finetrainers.models import common  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.models.spec import Batch, Conditions, VAEStats, VideoMeta  # noqa: E402
 from finetrainers.optim.factory import create_optimizer  # noqa: E402
+from finetrainers.plan.block_swap import block_swap  # noqa: E402
+from finetrainers.plan.init_distributed import make_strategy  # noqa: E402
+from finetrainers.plan.preflight import Preflight  # noqa: E402
+from finetrainers.plan.resume_plan import new_run  # noqa: E402
+from finetrainers.plan.throughput import measure_calls, peak_flops  # noqa: E402
+from finetrainers.plan.trainable import attach, trainable_dtype, trainable_parameters  # noqa: E402
+from finetrainers.rundir.run_dir import RunDirectory  # noqa: E402
+from finetrainers.training.memory_recorder import MemoryRecorder  # noqa: E402
+from finetrainers.training.state import TrainState  # noqa: E402
+from finetrainers.training.trained_weights import load_trainable_transformer  # noqa: E402
+from finetrainers.training.trainer import Trainer  # noqa: E402
+from finetrainers.training.watchdog import Watchdog  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 from finetrainers.utils.process_state import free_memory  # noqa: E402
 

@@ -42,10 +42,6 @@ from published_networks import NETWORKS, published_model  # noqa: E402
 
 from finetrainers.cli.estimate import estimate_command  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
-from finetrainers.engine.memory_plan import RunMemory  # noqa: E402
-from finetrainers.engine.preflight import preflight  # noqa: E402
-from finetrainers.engine.sizes_plan import plan_sizes  # noqa: E402
-from finetrainers.engine.trainable import attach  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.count_zero import count_zero  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
@@ -57,6 +53,10 @@ from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
+from finetrainers.plan.memory_plan import RunMemory  # noqa: E402
+from finetrainers.plan.preflight import preflight  # noqa: E402
+from finetrainers.plan.sizes_plan import plan_sizes  # noqa: E402
+from finetrainers.plan.trainable import attach  # noqa: E402
 from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 

@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT / "tests"))
 from published_networks import NETWORKS, published_repository  # noqa: E402
 
 from finetrainers.config.load import load_config  # noqa: E402
-from finetrainers.engine.trainable import attach  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, Workload, estimate  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.parallel.sharding import WHOLE, Split  # noqa: E402
+from finetrainers.plan.trainable import attach  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "memory-figures.md"

@@ -40,14 +40,14 @@ from finetrainers.config.load import load_config
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.loading.batch_sampler import BatchSampler
 from finetrainers.data.loading.position import Segment
-from finetrainers.engine.checkpoints.manifest import share_of
-from finetrainers.engine.trainable import attach
-from finetrainers.engine.trained_weights import LEAST_FILE_BYTES
 from finetrainers.memory.count import StepShape
 from finetrainers.memory.count_sharded import Processes, count_sharded
 from finetrainers.models.registry import build_tiny, get_family
 from finetrainers.models.spec import ModelSpec, weight_files
 from finetrainers.parallel.fsdp import shard
+from finetrainers.plan.trainable import attach
+from finetrainers.rundir.manifest import share_of
+from finetrainers.training.trained_weights import LEAST_FILE_BYTES
 from finetrainers.utils.video import write_mp4
 
 GIB = 2**30
@@ -159,7 +159,7 @@ stat = os.stat
 os.stat = lambda path, *options, **named: (seen("examined", path), stat(path, *options, **named))[1]
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.ready import examine_weights, get_ready
+from finetrainers.plan.ready import examine_weights, get_ready
 
 examine_weights(get_ready(load_config(**json.loads(sys.argv[1]))))
 print(json.dumps(counts))

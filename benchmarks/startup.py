@@ -81,7 +81,7 @@ def startup_tables(case: Case, *, repeats: int, directory: Path) -> Iterator[str
     """Lines of the start-up report."""
     case.build(directory)
     family = get_family(case.family)
-    imports = f"import finetrainers.engine.run, {family.spec.partition(':')[0]}"
+    imports = f"import finetrainers.runs.run, {family.spec.partition(':')[0]}"
 
     def without_cache() -> float:
         shutil.rmtree(directory / "cache", ignore_errors=True)

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 #: Where each public name is defined; only `TrainState` needs torch there.
 _PUBLIC = {
-    "Callback": "finetrainers.engine.callbacks.base",
+    "Callback": "finetrainers.training.callbacks.base",
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
     "TrainConfig": "finetrainers.config.root",
-    "TrainResult": "finetrainers.engine.training",
-    "TrainState": "finetrainers.engine.state",
-    "check": "finetrainers.engine.check",
+    "TrainResult": "finetrainers.runs.training",
+    "TrainState": "finetrainers.training.state",
+    "check": "finetrainers.plan.check",
     "load_config": "finetrainers.config.load",
     "model_path": "finetrainers.utils.packaged",
     "register_method": "finetrainers.methods.registry",
     "register_model": "finetrainers.models.registry",
     "register_reward": "finetrainers.rewards.registry",
-    "train": "finetrainers.engine.training",
+    "train": "finetrainers.runs.training",
     "__version__": "finetrainers.utils.versions",
 }
 __all__ = [
@@ -44,14 +44,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from finetrainers.plan.check import check
+    from finetrainers.runs.training import TrainResult, train
+    from finetrainers.training.callbacks.base import Callback
+    from finetrainers.training.state import TrainState
+
     from .config.errors import ConfigError
     from .config.facts import Facts
     from .config.load import load_config
     from .config.root import TrainConfig
-    from .engine.callbacks.base import Callback
-    from .engine.check import check
-    from .engine.state import TrainState
-    from .engine.training import TrainResult, train
     from .methods.registry import register_method
     from .models.registry import Family, register_model
     from .rewards.registry import register_reward

@@ -30,7 +30,7 @@ from loopback_hub import hub  # noqa: F401
 from real_process import Python
 from shares import in_shares
 
-pytest_plugins = ["rotation"]
+pytest_plugins = ["rotation", "whole_runs"]
 torch.set_num_threads(1)
 with contextlib.suppress(ImportError):  # the tests of `gpu` need none
     import hypothesis

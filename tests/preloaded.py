@@ -29,12 +29,12 @@ from transformers import AutoTokenizer, T5EncoderModel
 import finetrainers.cli.main
 import finetrainers.config.flags
 import finetrainers.data.loading.training_data
-import finetrainers.engine.run
 import finetrainers.methods.grpo.method
 import finetrainers.methods.sft
 import finetrainers.models.ltx_video
 import finetrainers.rewards.pixels
 import finetrainers.rewards.reward_set
+import finetrainers.runs.run
 
 #: Lazily loaded by their packages, so naming them is what imports them.
 LOADED = (

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from finetrainers.demo.world import NEW_WORD
-from finetrainers.engine.preflight import preflight
+from finetrainers.plan.preflight import preflight
 
 pytestmark = pytest.mark.rotating
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import networkx
 import pytest
 
+import finetrainers
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "finetrainers"
 
@@ -29,9 +31,15 @@ LAYERS = {
     "methods": 5,
     "memory": 5,
     "optim": 5,
-    "engine": 6,
-    "demo": 7,
-    "cli": 8,
+    "rundir": 6,
+    "plan": 7,
+    "training": 8,
+    "sampling": 9,
+    "tools": 9,
+    "results": 10,
+    "runs": 11,
+    "demo": 12,
+    "cli": 13,
 }
 #: The wings of `data`, in the order in which data goes through them.
 WINGS = {"reading": 0, "buckets": 1, "video": 2, "inspect": 3, "cache": 4, "loading": 5}
@@ -110,14 +118,14 @@ def test_the_walk_sees_imports_of_all_kinds(tmp_path: Path, monkeypatch: pytest.
         "from typing import TYPE_CHECKING\n"
         "from .plan import Clip\n"
         "from ..models import spec\n"
-        "import finetrainers.engine.run as run\n"
+        "import finetrainers.runs.run as run\n"
         "if TYPE_CHECKING:\n    from finetrainers.cli.main import main\n"
         "def f():\n    from finetrainers.models.registry import families\n"
         "TARGET = 'finetrainers.methods.sft:SFT'\n"
         "TEXT = 'see finetrainers.methods.sft for more'\n"
     )
     assert sorted(".".join(parts) for _, parts in imports_of(module)) == [
-        "cli.main", "data.plan", "engine.run", "methods.sft", "models.registry", "models.spec",
+        "cli.main", "data.plan", "methods.sft", "models.registry", "models.spec", "runs.run",
     ]  # fmt: skip
 
 
@@ -171,6 +179,23 @@ def test_modules_have_no_import_cycle() -> None:
     graph = networkx.DiGraph()
     graph.add_edges_from((name, other) for name, others in module_imports().items() for other in others)
     assert [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1] == []
+
+
+def test_rooms_of_a_package_have_no_import_cycle() -> None:
+    """A room is a file of a package, or one of its folders as a whole."""
+    for package in LAYERS:
+        graph = networkx.DiGraph()
+        for name, others in module_imports().items():
+            rooms = {".".join(other.split(".")[:2]) for other in others if other.startswith(f"{package}.")}
+            if name.startswith(f"{package}."):
+                graph.add_edges_from((".".join(name.split(".")[:2]), room) for room in rooms)
+        graph.remove_edges_from([(room, room) for room in graph])
+        assert [sorted(found) for found in networkx.strongly_connected_components(graph) if len(found) > 1] == []
+
+
+def test_no_package_hides_a_public_name() -> None:
+    """Importing a package puts its module in the place of a function of its name."""
+    assert not {path.parent.name for path in PACKAGE.glob("*/__init__.py")} & set(finetrainers.__all__)
 
 
 def test_nothing_above_knows_which_strategy_runs() -> None:

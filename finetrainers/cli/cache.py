@@ -166,7 +166,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     from finetrainers.data.cache.encoder_index import recall_models
     from finetrainers.data.cache.keys import CacheKeys, text_key
     from finetrainers.data.inspect.file_facts import FileFacts
-    from finetrainers.engine.preflight import for_preparing, preflight
+    from finetrainers.plan.preflight import for_preparing, preflight
 
     keys: set[str] = set()
     digests = FileFacts(directory / "digests")

@@ -83,7 +83,7 @@ def check_command(argv: Sequence[str]) -> int:
 def _check(config: TrainConfig, own: argparse.Namespace) -> int:
     from finetrainers.data.inspect.html_report import make_page
     from finetrainers.data.inspect.probe_all import ProbeOptions
-    from finetrainers.engine.check import examine
+    from finetrainers.plan.check import examine
 
     with Stages() as progress:
         options = ProbeOptions(
@@ -113,7 +113,7 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
 
 def _place_problems(own: argparse.Namespace) -> list[Problem]:
     """Why reports cannot be written, which is said before hours of decoding, not after."""
-    from finetrainers.engine.ownership import json_problem, page_problem
+    from finetrainers.plan.ownership import json_problem, page_problem
 
     problems = []
     for option, file in (("--json", own.json), ("--html", own.html)):

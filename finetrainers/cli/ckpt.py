@@ -59,7 +59,7 @@ def _check_verify(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
-    from finetrainers.engine.checkpoints.manifest import damage
+    from finetrainers.rundir.manifest import damage
 
     problems = []
     for where, path in (("A", arguments.a), ("B", arguments.b)):
@@ -74,9 +74,9 @@ def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.checkpoints.best import best_checkpoint
-    from finetrainers.engine.checkpoints.find import checkpoints_dir, scan_checkpoints
-    from finetrainers.engine.checkpoints.manifest import lacks_optimizer
+    from finetrainers.rundir.best import best_checkpoint
+    from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
+    from finetrainers.rundir.manifest import lacks_optimizer
 
     found = scan_checkpoints(arguments.run_directory)
     copies = {one.step: one for one in scan_checkpoints(arguments.run_directory, weights_only=True)}
@@ -97,7 +97,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.checkpoints.manifest import damage, lacks_optimizer
+    from finetrainers.rundir.manifest import damage, lacks_optimizer
 
     damaged = False
     for path in (found for given in arguments.path for found in _checkpoints(given)):
@@ -110,7 +110,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _lora_damage(path: Path) -> str | None:
     """Return what is wrong with the LoRA that a whole checkpoint's run began with, or None if it is as stored or there is none."""
-    from finetrainers.engine.initial_weights import stored_lora
+    from finetrainers.plan.initial_weights import stored_lora
 
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     sha256 = (state.get("initial") or {}).get("sha256")
@@ -123,7 +123,7 @@ def _lora_damage(path: Path) -> str | None:
 
 
 def _ok(path: Path) -> str:
-    from finetrainers.engine.checkpoints.manifest import MANIFEST, is_sealed, read_manifest
+    from finetrainers.rundir.manifest import MANIFEST, is_sealed, read_manifest
 
     if is_sealed(read_manifest(path)):
         return "ok"
@@ -134,8 +134,8 @@ def _ok(path: Path) -> str:
 
 def _checkpoints(path: Path) -> list[Path]:
     """A checkpoint itself, or all of a run; none if it is neither."""
-    from finetrainers.engine.checkpoints.find import scan_checkpoints
-    from finetrainers.engine.checkpoints.manifest import MANIFEST
+    from finetrainers.rundir.find import scan_checkpoints
+    from finetrainers.rundir.manifest import MANIFEST
 
     if (path / MANIFEST).is_file() or (path / "state.json").is_file():
         return [path]
@@ -161,7 +161,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
     """What a checkpoint says of itself, by title."""
-    from finetrainers.engine.checkpoints.manifest import read_manifest
+    from finetrainers.rundir.manifest import read_manifest
 
     manifest = read_manifest(path)
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -199,7 +199,7 @@ def _tensor_places(path: Path) -> dict[str, Path]:
     """File of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
     from safetensors import safe_open
 
-    from finetrainers.engine.checkpoints.manifest import is_optimizer_state
+    from finetrainers.rundir.manifest import is_optimizer_state
 
     places = {}
     for file in sorted(path.rglob("*.safetensors")):

@@ -24,8 +24,8 @@ from .overview import described
 from .sync import seconds
 
 if TYPE_CHECKING:
-    from finetrainers.engine.doctor.findings import Finding, Needs
-    from finetrainers.engine.doctor.hosts import Fleet, Node
+    from finetrainers.tools.doctor.findings import Finding, Needs
+    from finetrainers.tools.doctor.hosts import Fleet, Node
 
 _MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared memory
 and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once over
@@ -72,7 +72,7 @@ def _mib(text: str) -> int:
 
 
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
-    from finetrainers.engine.doctor.hosts import read_hosts
+    from finetrainers.tools.doctor.hosts import read_hosts
 
     problems = []
     if arguments.hosts is None:
@@ -92,7 +92,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         arguments.disk_mib = _DISK_MIB
     if arguments.answer:
         return _answer(arguments)
-    from finetrainers.engine.doctor.findings import findings
+    from finetrainers.tools.doctor.findings import findings
 
     try:
         if arguments.every is not None:
@@ -107,7 +107,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(nodes, found, needs), indent=2))
     else:
-        from finetrainers.engine.doctor.table import report_lines
+        from finetrainers.tools.doctor.table import report_lines
 
         for line in report_lines(nodes, found, needs, width=min(shutil.get_terminal_size().columns, 160)):
             print(line)
@@ -116,9 +116,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _answer(arguments: argparse.Namespace) -> int:
     """Answer the questions on standard input until the facts are told; this is what runs on the other machines."""
-    from finetrainers.engine.doctor.facts import host_facts
-    from finetrainers.engine.doctor.health import health_facts
-    from finetrainers.engine.doctor.hosts import ANSWER, CLOCK, FACTS, HEALTH
+    from finetrainers.rundir.health import health_facts
+    from finetrainers.tools.doctor.facts import host_facts
+    from finetrainers.tools.doctor.hosts import ANSWER, CLOCK, FACTS, HEALTH
 
     for line in sys.stdin:
         if line.strip() == CLOCK:
@@ -134,10 +134,10 @@ def _answer(arguments: argparse.Namespace) -> int:
 
 def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
     """The machines with their facts."""
-    from finetrainers.engine.doctor.hosts import FACTS, Node, read_hosts
+    from finetrainers.tools.doctor.hosts import FACTS, Node, read_hosts
 
     if arguments.hosts is None:
-        from finetrainers.engine.doctor.facts import host_facts
+        from finetrainers.tools.doctor.facts import host_facts
 
         return [Node(socket.gethostname(), facts=host_facts(folder, disk_mib=arguments.disk_mib))]
     nodes = read_hosts(arguments.hosts)
@@ -148,8 +148,8 @@ def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
 
 def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> Fleet:
     """Return what asks the machines of the hosts file, with options for the command there."""
-    from finetrainers.engine.doctor.hosts import Fleet
-    from finetrainers.engine.sync import SSH
+    from finetrainers.tools.doctor.hosts import Fleet
+    from finetrainers.tools.sync import SSH
 
     timeout = arguments.timeout or arguments.every or 120.0
     asked = ["doctor", "--answer", *options]
@@ -158,9 +158,9 @@ def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> Fleet
 
 def _watch(arguments: argparse.Namespace) -> int:
     """Read the machines again and again until Ctrl-C; print what rose, and append each reading to the run."""
-    from finetrainers.engine.doctor.health import HEALTH as FILE
-    from finetrainers.engine.doctor.health import Rises, health_facts, reading, round_lines
-    from finetrainers.engine.doctor.hosts import HEALTH, Node, read_hosts
+    from finetrainers.rundir.health import HEALTH as FILE
+    from finetrainers.rundir.health import Rises, health_facts, reading, round_lines
+    from finetrainers.tools.doctor.hosts import HEALTH, Node, read_hosts
 
     run = _run_directory(arguments)
     nodes = [Node(socket.gethostname())] if arguments.hosts is None else read_hosts(arguments.hosts)
@@ -237,13 +237,13 @@ def _config(path: Path) -> Any:
 
 
 def _sizes_of(config: Any) -> Needs:
-    from finetrainers.engine.doctor.findings import Needs
+    from finetrainers.tools.doctor.findings import Needs
 
     from .estimate import checked_sizes
 
     checked, _ = checked_sizes(config)
-    from finetrainers.engine.room import disk_needs
-    from finetrainers.engine.trainable import network_without_weights
+    from finetrainers.plan.room import disk_needs
+    from finetrainers.plan.trainable import network_without_weights
 
     needs = disk_needs(checked, network_without_weights(checked))
     return Needs(needs.checkpoint, needs.least)

@@ -25,7 +25,7 @@ from finetrainers.utils.process_state import planning
 from .demo import positive_integer
 
 if TYPE_CHECKING:
-    from finetrainers.engine.preflight import Preflight
+    from finetrainers.plan.preflight import Preflight
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
 No weights are read: config files of the model are enough.
@@ -168,9 +168,9 @@ def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
 
 
 def _check(config: TrainConfig, *, has_data: bool) -> Preflight:
-    from finetrainers.engine.preflight import preflight
-    from finetrainers.engine.sizes_plan import plan_sizes
     from finetrainers.methods.registry import plan_work
+    from finetrainers.plan.preflight import preflight
+    from finetrainers.plan.sizes_plan import plan_sizes
 
     return preflight(config, preparing=True, weights=False, planner=plan_work if has_data else plan_sizes)
 
@@ -179,14 +179,14 @@ def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
     checked, no_data = checked_sizes(planned_for(config, own.gpu))
     gpu = planned_gpu(checked.config)
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
-        from finetrainers.engine.automatic import within_budget
-        from finetrainers.engine.init_distributed import check_strategy
-        from finetrainers.engine.memory_lines import as_json, fit_lines, memory_lines
-        from finetrainers.engine.memory_plan import RunMemory
-        from finetrainers.engine.ready import check_network
-        from finetrainers.engine.start_report import print_warnings
         from finetrainers.memory.estimate import GIB
         from finetrainers.memory.fit import fits
+        from finetrainers.plan.automatic import within_budget
+        from finetrainers.plan.init_distributed import check_strategy
+        from finetrainers.plan.memory_lines import as_json, fit_lines, memory_lines
+        from finetrainers.plan.memory_plan import RunMemory
+        from finetrainers.plan.ready import check_network
+        from finetrainers.plan.start_report import print_warnings
 
         print_warnings(checked.warnings)
         check_strategy(checked.config)

@@ -53,7 +53,7 @@ def add_export(commands: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
     """What is wrong, as far as headers tell; it finds the source, the formats and their folder."""
-    from finetrainers.engine.export_formats import find_source, source_problems
+    from finetrainers.results.export_formats import find_source, source_problems
 
     arguments.format = list(dict.fromkeys(arguments.format or ()))
     problems = []
@@ -79,7 +79,7 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.export_formats import export_formats, print_exported
+    from finetrainers.results.export_formats import export_formats, print_exported
 
     source, scale = arguments.source, 1.0 if arguments.lora_scale is None else arguments.lora_scale
     written = export_formats(

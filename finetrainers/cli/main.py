@@ -100,12 +100,12 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
     """Train with these flags; returns an exit code (`utils.exit_codes`). Unexpected errors are raised."""
 
     def train(config: TrainConfig) -> int:
-        from finetrainers.engine.ready import get_ready
+        from finetrainers.plan.ready import get_ready
 
         checked = get_ready(config)
         with gc_paused():
-            from finetrainers.engine.guards.hacking import HACKING_GUARD
-            from finetrainers.engine.run import run
+            from finetrainers.runs.run import run
+            from finetrainers.training.guards.hacking import HACKING_GUARD
 
             checked.family.load(checked.config.model)  # imports the networks' classes
 
@@ -150,12 +150,12 @@ def prepare_command(argv: Sequence[str]) -> int:
     """Encode what a training run with these flags would encode before its first step; returns an exit code."""
 
     def encode(config: TrainConfig) -> int:
-        from finetrainers.engine.preflight import for_preparing
-        from finetrainers.engine.ready import get_ready
+        from finetrainers.plan.preflight import for_preparing
+        from finetrainers.plan.ready import get_ready
 
         checked = get_ready(for_preparing(config), preparing=True)
         with gc_paused():
-            from finetrainers.engine.prepare import prepare
+            from finetrainers.runs.prepare import prepare
 
         quiet_progress_bars()
         prepare(checked)
@@ -248,7 +248,7 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
     """The error, together with what is wrong between the options that are valid by themselves."""
     if error.rest is None:
         return error
-    from finetrainers.engine.preflight import preflight
+    from finetrainers.plan.preflight import preflight
 
     try:
         preflight(error.rest, preparing=preparing)

@@ -29,7 +29,7 @@ def _check(_: argparse.Namespace) -> list[Problem]:
 
 def _plot_rollouts(directory: Path) -> Path | None:
     """The best and the worst clips of kept rollouts below each other, with their scores; None where none were kept."""
-    from finetrainers.engine.callbacks.samples import sheet_of
+    from finetrainers.training.callbacks.samples import sheet_of
     from finetrainers.utils.contact_sheet import spaced
 
     folders = [path.parent for path in sorted(directory.glob("rollouts/step-*/best.mp4"))]

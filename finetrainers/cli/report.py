@@ -42,7 +42,7 @@ def _count(text: str) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
-    from finetrainers.engine.report.run_records import run_problem
+    from finetrainers.rundir.run_records import run_problem
 
     arguments.directory = roots = list(dict.fromkeys(arguments.directory))
     problems = [Problem("RUN", f"{root} {problem}") for root in roots if (problem := run_problem(root)) is not None]
@@ -58,9 +58,9 @@ def _place(given: Path | None, roots: list[Path]) -> Path:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from finetrainers.engine.report.media import VideoLimits
-    from finetrainers.engine.report.page import MOST_VIDEOS, make_report
-    from finetrainers.engine.report.run_records import read_run
+    from finetrainers.results.reports.media import VideoLimits
+    from finetrainers.results.reports.page import MOST_VIDEOS, make_report
+    from finetrainers.rundir.run_records import read_run
     from finetrainers.utils.files import write_text_atomic
 
     roots: list[Path] = arguments.directory
@@ -89,7 +89,7 @@ def _names(roots: list[Path]) -> list[str]:
 
 def _place_problems(output: Path, *, given: bool) -> list[Problem]:
     """Why nothing can be written there."""
-    from finetrainers.engine.ownership import page_problem
+    from finetrainers.plan.ownership import page_problem
 
     if output.is_dir():
         return [Problem("--output", f"{output} is a folder; give the name of a file")]

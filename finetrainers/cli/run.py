@@ -175,7 +175,7 @@ def _number(text: str) -> int | None:
 
 def _plan(stages: Sequence[Stage], own: argparse.Namespace) -> int:
     """Check all stages, and print what they will do; an exit code."""
-    from finetrainers.engine.stages_plan import plan_stages
+    from finetrainers.runs.stages_plan import plan_stages
     from finetrainers.utils.logs import quiet_progress_bars
 
     quiet_progress_bars()
@@ -189,7 +189,7 @@ def _plan(stages: Sequence[Stage], own: argparse.Namespace) -> int:
 
 def _train_all(stages: Sequence[Stage], own: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
     """Train what is not finished; an exit code."""
-    from finetrainers.engine.stages import look_at, set_aside, start_flags
+    from finetrainers.runs.stages import look_at, set_aside, start_flags
 
     for was, now in set_aside(look_at(stages, again_from=own.again_from)):
         print(f"{was} is set aside: {now}")

@@ -18,7 +18,7 @@ from finetrainers.utils.text import plural
 from .options import options_parser, read_arguments
 
 if TYPE_CHECKING:
-    from finetrainers.engine.sample.plan import SamplePlan
+    from finetrainers.sampling.plan import SamplePlan
 
 _ABOUT = """Sample clips of what was trained, without training. A TARGET is a run directory
 (its result, else its newest checkpoint), a checkpoint, a LoRA in safetensors, or
@@ -81,7 +81,7 @@ def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    from finetrainers.engine.sample.plan import plan_samples
+    from finetrainers.sampling.plan import plan_samples
 
     given = read_arguments(_parser(), SampleSection, argv)
     problems = [*given.problems]
@@ -100,8 +100,8 @@ def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
 
 
 def _dry_run(plan: SamplePlan) -> int:
-    from finetrainers.engine.sample.memory import sampling_bytes
-    from finetrainers.engine.sample.run import check_weights
+    from finetrainers.sampling.memory import sampling_bytes
+    from finetrainers.sampling.run import check_weights
     from finetrainers.utils.text import file_size
 
     check_weights(plan)
@@ -140,7 +140,7 @@ def _sample(plan: SamplePlan) -> int:
     if is_main:
         print("\n".join(_said(plan)), flush=True)
     with gc_paused():
-        from finetrainers.engine.sample.run import draw
+        from finetrainers.sampling.run import draw
     quiet_progress_bars()
     gc.freeze()  # as for training: the libraries' objects live to the end
     drawn = draw(plan)

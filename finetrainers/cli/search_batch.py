@@ -25,9 +25,9 @@ from .demo import positive_integer
 from .estimate import checked_sizes, gpu, planned_environment, planned_for
 
 if TYPE_CHECKING:
-    from finetrainers.engine.batch_search.report import Searched
-    from finetrainers.engine.batch_search.request import BucketSearch
-    from finetrainers.engine.preflight import Preflight
+    from finetrainers.plan.preflight import Preflight
+    from finetrainers.tools.batch_search.report import Searched
+    from finetrainers.tools.batch_search.request import BucketSearch
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
 First the estimate says how many clips of each bucket fit. Then, where there is a GPU,
@@ -136,7 +136,7 @@ def _search(config: TrainConfig, own: argparse.Namespace) -> int:
     found = _found(checked, own, reason)
     if launched_rank() != 0:
         return exit_codes.DONE
-    from finetrainers.engine.batch_search.report import as_json, report_lines
+    from finetrainers.tools.batch_search.report import as_json, report_lines
 
     for line in report_lines(found):
         print(line)
@@ -152,8 +152,8 @@ def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, s
     Raises:
         ConfigError: everything that is wrong, at once.
     """
-    from finetrainers.engine.batch_search.request import search_problems, searched_config, why_not_measured
     from finetrainers.methods.registry import method_names, method_spec
+    from finetrainers.tools.batch_search.request import search_problems, searched_config, why_not_measured
 
     problems = search_problems(config)
     config = searched_config(config)
@@ -165,7 +165,7 @@ def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, s
     try:
         reason = reason or why_not_measured(config, no_data=no_data)
         if reason is None and not problems:
-            from finetrainers.engine.ready import preflight_by_model
+            from finetrainers.plan.ready import preflight_by_model
 
             checked = preflight_by_model(config, preparing=True)
         else:
@@ -179,7 +179,7 @@ def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, s
 
 def _own_problems(own: argparse.Namespace) -> Iterator[Problem]:
     """What is wrong with the options of this command on this machine."""
-    from finetrainers.engine.ownership import json_problem
+    from finetrainers.plan.ownership import json_problem
 
     on_gpu = likely_device_type() == "cuda"
     if own.measure_on_cpu and own.estimate_only:
@@ -210,12 +210,12 @@ def _why_not_here(own: argparse.Namespace) -> str | None:
 
 def _found(checked: Preflight, own: argparse.Namespace, reason: str | None) -> Searched:
     """The search; progress goes to stderr, where libraries speak, too."""
-    from finetrainers.engine.batch_search.estimate import estimate_sizes
-    from finetrainers.engine.batch_search.report import Searched, estimate_line
-    from finetrainers.engine.batch_search.request import buckets_of, tokens_of, without_clips
-    from finetrainers.engine.memory_plan import gib_of_this_gpu
-    from finetrainers.engine.start_report import print_line, print_warnings
     from finetrainers.memory.estimate import GIB
+    from finetrainers.plan.memory_plan import gib_of_this_gpu
+    from finetrainers.plan.start_report import print_line, print_warnings
+    from finetrainers.tools.batch_search.estimate import estimate_sizes
+    from finetrainers.tools.batch_search.report import Searched, estimate_line
+    from finetrainers.tools.batch_search.request import buckets_of, tokens_of, without_clips
     from finetrainers.utils.host_memory import room
     from finetrainers.utils.logs import quiet_progress_bars
 
@@ -244,10 +244,10 @@ def _measure(
     """Measure each bucket to fit so many GiB; on which device, and how many of them could be taken."""
     import torch
 
-    from finetrainers.engine.batch_search.measure import loaded_bench, measure_sizes
-    from finetrainers.engine.batch_search.report import trial_line
-    from finetrainers.engine.ready import examine_weights
-    from finetrainers.engine.start_report import print_line
+    from finetrainers.plan.ready import examine_weights
+    from finetrainers.plan.start_report import print_line
+    from finetrainers.tools.batch_search.measure import loaded_bench, measure_sizes
+    from finetrainers.tools.batch_search.report import trial_line
 
     noun = checked.plan.noun
     with loaded_bench(examine_weights(checked)) as bench:

@@ -16,7 +16,7 @@ from finetrainers.utils.text import duration, quoted
 from .overview import described
 
 if TYPE_CHECKING:
-    from finetrainers.engine.sync import Sync
+    from finetrainers.tools.sync import Sync
 
 _MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
 `finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
@@ -61,7 +61,7 @@ def seconds(text: str) -> float:
 
 
 def _of(arguments: argparse.Namespace) -> Sync:
-    from finetrainers.engine.sync import Sync
+    from finetrainers.tools.sync import Sync
 
     return Sync(arguments.run_directory, arguments.target, arguments.rsh, arguments.prune)
 
@@ -76,7 +76,7 @@ def _sync(arguments: argparse.Namespace) -> int:
 
 def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
     """Copy, and copy again; a failure is reported, and retried after a pause that grows."""
-    from finetrainers.engine.sync import TransferError, told
+    from finetrainers.tools.sync import TransferError, told
 
     failures = 0
     if not once:

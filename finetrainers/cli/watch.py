@@ -20,7 +20,7 @@ from finetrainers.utils.text import plural
 from .options import options_parser, read_arguments
 
 if TYPE_CHECKING:
-    from finetrainers.engine.watch.plan import WatchPlan
+    from finetrainers.sampling.watch.plan import WatchPlan
 
 _ABOUT = """Sample each checkpoint of a run as soon as it is published, and score its
 clips, in a process and on a device of its own. Training does not wait. RUN is a
@@ -88,7 +88,7 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
         problems.append(Problem("RUN", "give one run directory: finetrainers watch runs/mystyle"))
     if given.unclear or len(given.targets) != 1:
         raise ConfigError(problems, of="this watch")
-    from finetrainers.engine.watch.plan import plan_watch, use_device
+    from finetrainers.sampling.watch.plan import plan_watch, use_device
 
     try:
         use_device(given.options.device)
@@ -111,7 +111,7 @@ def _said(plan: WatchPlan) -> list[str]:
         lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {one.output_dir}")
     lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
     for tracker in [] if plan.options.no_track else plan.config.run.report_to:
-        from finetrainers.engine.watch.tracked import whose_run
+        from finetrainers.sampling.watch.tracked import whose_run
 
         lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}")
     warnings = dict.fromkeys(warning for one in plan.presets.values() for warning in one.warnings)
@@ -132,7 +132,7 @@ def _watch(plan: WatchPlan) -> int:
     from finetrainers.utils.process_state import gc_paused
 
     with gc_paused():
-        from finetrainers.engine.watch.server import watch
+        from finetrainers.sampling.watch.server import watch
     quiet_progress_bars()
     gc.freeze()  # as for training: the libraries' objects live to the end
     before = signal.signal(signal.SIGTERM, _stop)

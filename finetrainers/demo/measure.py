@@ -13,9 +13,9 @@ from diffusers import LTXPipeline
 from numpy.typing import NDArray
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.engine.ready import get_ready
-from finetrainers.engine.run import run
-from finetrainers.engine.start_report import print_line
+from finetrainers.plan.ready import get_ready
+from finetrainers.plan.start_report import print_line
+from finetrainers.runs.run import run
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.seeding import generator
 

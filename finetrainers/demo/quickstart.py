@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.engine.start_report import print_line
+from finetrainers.plan.start_report import print_line
 from finetrainers.utils.video import write_mp4
 
 from .base import SHIFT

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.engine.start_report import print_line
+from finetrainers.plan.start_report import print_line
 from finetrainers.utils.files import write_text_atomic
 
 from .base import SHIFT

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from finetrainers.cli.main import main
-from finetrainers.engine.checkpoints.best import mark_best
-from finetrainers.engine.checkpoints.manifest import write_manifest
+from finetrainers.rundir.best import mark_best
+from finetrainers.rundir.manifest import write_manifest
 
 ROOT = Path(__file__).parents[2]
 

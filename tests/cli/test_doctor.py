@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from finetrainers.cli.main import main
-from finetrainers.engine.doctor import facts, findings
-from finetrainers.engine.doctor.findings import Needs
-from finetrainers.engine.doctor.hosts import Node
-from finetrainers.engine.doctor.torch_facts import ask_torch
+from finetrainers.tools.doctor import facts, findings
+from finetrainers.tools.doctor.findings import Needs
+from finetrainers.tools.doctor.hosts import Node
+from finetrainers.tools.doctor.torch_facts import ask_torch
 from finetrainers.utils.versions import __version__
 
 
@@ -52,7 +52,7 @@ def test_a_library_that_is_too_old_is_a_problem_of_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facts, "torch_facts", lambda: {"torch_error": "ImportError: no libcudart"})
-    for module in ("cli.main", "engine.doctor.facts"):
+    for module in ("cli.main", "tools.doctor.facts"):
         monkeypatch.setattr(f"finetrainers.{module}.version_problem", lambda: "peft 0.1 installed, which cannot work")
     assert main(["doctor", "--disk_mib", "0", "--output_dir", str(tmp_path)]) == 1
     said, err = capsys.readouterr()

@@ -18,11 +18,11 @@ from torch import nn
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.engine import export_formats as module
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.sample.weights import find_target
 from finetrainers.models import cogvideox, lora_formats, saving
 from finetrainers.models.registry import get_family
+from finetrainers.plan.preflight import preflight
+from finetrainers.results import export_formats as module
+from finetrainers.sampling.weights import find_target
 
 LORA = "pytorch_lora_weights.safetensors"
 FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox")

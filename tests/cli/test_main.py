@@ -19,7 +19,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import fields
 from finetrainers.config.shape import is_list
 from finetrainers.demo import quickstart, rewarded, scratch
-from finetrainers.engine.preflight import preflight
+from finetrainers.plan.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 

@@ -201,7 +201,7 @@ def test_a_dry_run_encodes_nothing_and_mistakes_are_said_as_in_training(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("finetrainers.engine.prepare.prepare", interrupted)
+        patched.setattr("finetrainers.runs.prepare.prepare", interrupted)
         assert main(["prepare", *prepared.flags("none")]) == 130
     assert capsys.readouterr().err.endswith("the same command encodes what is not in the cache yet\n")
     with pytest.raises(SystemExit, match="0"):

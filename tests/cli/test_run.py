@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from finetrainers.cli.main import main
 from finetrainers.config.given import Given
 from finetrainers.config.stages import read_stages
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.report.run_records import read_run
-from finetrainers.engine.report.sections import facts_of
+from finetrainers.plan.preflight import preflight
+from finetrainers.results.reports.sections import facts_of
+from finetrainers.rundir.run_records import read_run
 from finetrainers.utils.video import write_mp4
 
 ROOT = Path(__file__).parents[2]

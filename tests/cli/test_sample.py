@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from finetrainers.cli.main import main
 from finetrainers.cli.sample import _parser
 from finetrainers.config.sample import SampleSection, options_of_runs
-from finetrainers.engine.sample import run
+from finetrainers.sampling import run
 from finetrainers.utils.versions import __version__
 
 

@@ -15,7 +15,7 @@ from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.names import DEPENDENT, INSTEAD, SAME, VALUES, unknown_option
 from finetrainers.config.root import fields
 from finetrainers.config.shape import choices
-from finetrainers.engine.run_dir import without_secrets
+from finetrainers.rundir.run_dir import without_secrets
 
 BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
 FLAGS = [part for name, value in BASE.items() for part in (f"--{name}", value)]

@@ -18,7 +18,7 @@ from finetrainers.config.load import load_config
 from finetrainers.data.video import pyav
 from finetrainers.data.video.backends import backend_of, backend_problem, open_video, reason_against
 from finetrainers.data.video.timeline import Timeline, timeline_from_index, timeline_from_packets
-from finetrainers.engine.preflight import preflight
+from finetrainers.plan.preflight import preflight
 
 FRAMES = 60
 #: Name of the file, what it is written with, and why decord and torchcodec may show other pixels; None: they may not.

@@ -11,8 +11,8 @@ from finetrainers.config.frame_conditioning import KINDS, read_frame_conditionin
 from finetrainers.config.load import load_config
 from finetrainers.demo.base import SHIFT
 from finetrainers.demo.data import training_scenes, write_clips
-from finetrainers.engine.callbacks.base import Callback
-from finetrainers.engine.training import train
+from finetrainers.runs.training import train
+from finetrainers.training.callbacks.base import Callback
 
 STEPS = 16
 LABELS = ("prefix:5", "suffix:4", *KINDS)

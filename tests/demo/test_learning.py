@@ -23,9 +23,9 @@ from finetrainers.demo.quickstart import (
     quickstart_config,
     write_quickstart_clips,
 )
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import run
-from finetrainers.engine.state import TrainState
+from finetrainers.plan.preflight import preflight
+from finetrainers.runs.run import run
+from finetrainers.training.state import TrainState
 from finetrainers.utils.packaged import model_path
 
 pytestmark = pytest.mark.timeout(600)

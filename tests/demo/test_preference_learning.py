@@ -12,7 +12,7 @@ from finetrainers.demo.color_preference import CHOICES, choice_captions, preferr
 from finetrainers.demo.data import FPS
 from finetrainers.demo.measure import load_pipeline, measure
 from finetrainers.demo.world import caption, draw_scene, render
-from finetrainers.engine.training import train
+from finetrainers.runs.training import train
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.video import write_mp4
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 from finetrainers.demo.measure import measure
 from finetrainers.demo.rewarded import reward_config, rewarded
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import run
+from finetrainers.plan.preflight import preflight
+from finetrainers.runs.run import run
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -26,8 +26,8 @@ from finetrainers.demo.build import build, build_config
 from finetrainers.demo.data import held_out_scenes
 from finetrainers.demo.measure import MODEL, load_pipeline, measure
 from finetrainers.demo.world import caption
-from finetrainers.engine.preflight import preflight
 from finetrainers.models.registry import get_family
+from finetrainers.plan.preflight import preflight
 from finetrainers.utils.packaged import model_path
 
 ROOT = Path(__file__).parents[2]

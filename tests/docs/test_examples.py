@@ -22,11 +22,11 @@ from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.demo.data import training_scenes
 from finetrainers.demo.world import caption
-from finetrainers.engine.dry_run import dry_run_report
-from finetrainers.engine.preflight import Preflight, preflight
 from finetrainers.memory.estimate import estimate_for
 from finetrainers.models.registry import families
 from finetrainers.parallel.sharding import Split
+from finetrainers.plan.dry_run import dry_run_report
+from finetrainers.plan.preflight import Preflight, preflight
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

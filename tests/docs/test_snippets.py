@@ -83,9 +83,9 @@ ELSEWHERE = {
     "OMP_NUM_THREADS=1 python benchmarks/checkpoint_kills.py": "tests/test_benchmark_checkpoint_kills.py",
     "finetrainers run ": "tests/cli/test_run.py",
     "finetrainers report runs/look": "tests/cli/test_run.py",
-    "finetrainers sync": "tests/engine/test_sync.py",
+    "finetrainers sync": "tests/tools/test_sync.py",
     "finetrainers doctor": "tests/cli/test_doctor.py",
-    "finetrainers search-batch": "tests/engine/batch_search/test_measure.py",
+    "finetrainers search-batch": "tests/tools/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
 }
 NOT_RUN = {

@@ -13,7 +13,7 @@ import pytest
 from real_process import Python, RealProcess
 from safetensors.torch import load_file
 
-from finetrainers.engine.checkpoints.find import scan_checkpoints
+from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.utils.video import write_mp4
 
 STEPS = 8

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from finetrainers.engine.checkpoints.find import scan_checkpoints
+from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.utils import exit_codes
 
 #: Kills in one run, each of the process that continued after the one before; and the checkpoints that are left then.

@@ -19,10 +19,10 @@ from torch import nn
 
 import finetrainers
 from finetrainers.config.sections import TrainingSection
-from finetrainers.engine.checkpoints import publish
-from finetrainers.engine.checkpoints.find import find_checkpoint
-from finetrainers.engine.trainable import LORA_FILE, attach
-from finetrainers.engine.trained_weights import load_lora_weights
+from finetrainers.plan.trainable import LORA_FILE, attach
+from finetrainers.rundir import publish
+from finetrainers.rundir.find import find_checkpoint
+from finetrainers.training.trained_weights import load_lora_weights
 
 
 def crafted(header: object, data: bytes = b"", *, length: int | None = None) -> bytes:

@@ -59,8 +59,8 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(tiny_repo: Callable[..., Path], clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """`start(device, family, **options)`: a bf16 run of three steps on a device."""
     from finetrainers.config.load import load_config
-    from finetrainers.engine.ready import get_ready
-    from finetrainers.engine.run import run
+    from finetrainers.plan.ready import get_ready
+    from finetrainers.runs.run import run
 
     def build(device: str, family: str = "ltx_video", **changes: Any) -> Run:
         root = tmp_path_factory.mktemp("run")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from on_devices import Run, assert_equal, fp32
 
-from finetrainers.engine import automatic
-from finetrainers.engine.activation_memory import ActivationPlanner
-from finetrainers.engine.automatic import link_bandwidth
+from finetrainers.plan import automatic
+from finetrainers.plan.automatic import link_bandwidth
+from finetrainers.training.activation_memory import ActivationPlanner
 
 pytestmark = pytest.mark.gpu
 

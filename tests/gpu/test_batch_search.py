@@ -11,10 +11,10 @@ import torch
 from on_devices import devices, fp32
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.batch_search.measure import loaded_bench, measure_sizes
-from finetrainers.engine.batch_search.request import BucketSearch, searched_config
-from finetrainers.engine.ready import preflight_by_model
 from finetrainers.methods.sft import SFT
+from finetrainers.plan.ready import preflight_by_model
+from finetrainers.tools.batch_search.measure import loaded_bench, measure_sizes
+from finetrainers.tools.batch_search.request import BucketSearch, searched_config
 
 _HUNGER = 256 << 20  # bytes that a clip takes on a GPU
 _TOO_MUCH = 1 << 60

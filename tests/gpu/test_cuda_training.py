@@ -12,7 +12,7 @@ import torch
 from every_family import FAMILIES
 from on_devices import Run, assert_equal, cases, devices, fp32
 
-from finetrainers.engine import trainer
+from finetrainers.training import trainer
 
 Start = Callable[..., Run]
 

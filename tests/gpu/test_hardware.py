@@ -12,9 +12,9 @@ import pytest
 import torch
 from on_devices import Run
 
-from finetrainers.engine.doctor.gpus import gpu_facts
-from finetrainers.engine.hardware import GpuReader, HardwareMonitor, hardware_monitor
+from finetrainers.training.hardware import GpuReader, HardwareMonitor, hardware_monitor
 from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.nvidia_smi import gpu_facts
 
 NAMES = {"gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"}
 #: Of what a GPU can draw, sensors tell a little more now and then.
@@ -73,7 +73,7 @@ def test_a_run_records_them(start: Callable[..., Run], monkeypatch: pytest.Monke
         found.look()  # three small steps may end before the thread has read
         return found
 
-    monkeypatch.setattr("finetrainers.engine.trainer.hardware_monitor", read_at_once)
+    monkeypatch.setattr("finetrainers.training.trainer.hardware_monitor", read_at_once)
     done = start("cuda")
     records = [record for record in read_jsonl(done.root / "metrics.jsonl")[0] if "loss" in record]
     assert records

@@ -10,8 +10,8 @@ import torch
 from on_devices import Run, assert_equal, devices
 from safetensors.torch import load_file
 
-from finetrainers.engine.checkpoints import staging as module
-from finetrainers.engine.checkpoints.staging import Staging, tensors_in
+from finetrainers.training import staging as module
+from finetrainers.training.staging import Staging, tensors_in
 
 _SIDE = 2048
 

@@ -12,10 +12,10 @@ from on_devices import Run, assert_equal, devices, fp32
 from torch import nn
 
 from finetrainers.config.sections import OptimizerSection
-from finetrainers.engine.guards import memory_probe
-from finetrainers.engine.guards.memory import OutOfMemory, is_out_of_memory
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.training import memory_probe
+from finetrainers.training.guards.memory import OutOfMemory, is_out_of_memory
 
 Start = Callable[..., Run]
 _HUNGER = 256 << 20  # bytes that a sample takes on a GPU
@@ -120,7 +120,7 @@ def test_dry_batches_see_the_peak_of_training(
             probe_memory(*arguments)
             torch.cuda.reset_peak_memory_stats()
 
-        monkeypatch.setattr("finetrainers.engine.trainer.probe_memory", then_reset)
+        monkeypatch.setattr("finetrainers.training.trainer.probe_memory", then_reset)
     run = start(device, dry_batches="on", training_type="full-finetune", checkpointing_steps=2)
     [event] = [e for e in run.events if e["event"] == "dry_batch"]
     assert (event["size"], event["samples"]) == ("9x64x64", 2)

@@ -12,9 +12,9 @@ from on_devices import cases
 from torch import nn
 
 from finetrainers.config.sections import OptimizerSection
-from finetrainers.engine.checkpoints.staging import tensors_in
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.table import RECIPES
+from finetrainers.training.staging import tensors_in
 
 LR = {"prodigy": 1.0, "adafactor": 3e-2, "muon": 1e-2}
 ON_DEVICES = ["adamw", *(name for name, recipe in RECIPES.items() if not recipe.on_host and name != "adamw")]

@@ -13,10 +13,10 @@ from every_family import FAMILIES
 from on_devices import Run, cases, devices
 
 from finetrainers.config.attention import BACKENDS
-from finetrainers.engine.trainer import Trainer
 from finetrainers.memory.quantization import QuantizedLinear
 from finetrainers.methods.sft import SFT
 from finetrainers.models.attention import check_backend
+from finetrainers.training.trainer import Trainer
 
 Start = Callable[..., Run]
 ROOT = Path(__file__).parents[2]

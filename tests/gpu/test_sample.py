@@ -13,8 +13,8 @@ from every_family import FAMILIES
 from on_devices import Run, cases, devices, fp32
 
 from finetrainers.cli.main import main
-from finetrainers.engine.callbacks import validation
-from finetrainers.engine.sample import run
+from finetrainers.sampling import run
+from finetrainers.training.callbacks import validation
 from finetrainers.utils.video import read_mp4
 
 

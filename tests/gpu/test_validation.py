@@ -11,7 +11,7 @@ import torch
 from every_family import FAMILIES
 from on_devices import Run, assert_equal, cases
 
-from finetrainers.engine.callbacks.validation import Validation
+from finetrainers.training.callbacks.validation import Validation
 
 
 @pytest.mark.parametrize(("device", "family", "offload"), cases(*product(FAMILIES, (False, True))))
@@ -42,7 +42,7 @@ def test_sampling_leaves_training_as_it_was(
     )  # fmt: skip
     assert seen == [1, 1]
     if device == "cpu":
-        return  # what other steps would have been is tested in engine/
+        return  # what other steps would have been is tested in training/
     straight = start(device, family, **options)
     assert sampled.curve() == pytest.approx(straight.curve(), rel=1e-4)
     torch.cuda.synchronize()

@@ -11,12 +11,12 @@ from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.activation_auto import ActivationModel, activation_model, with_choice
 from finetrainers.memory.activation_plan import Machine, recomputed
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.memory.phases import Surroundings
 from finetrainers.models.registry import get_family
+from finetrainers.plan.trainable import attach
 
 
 @pytest.fixture(scope="module")

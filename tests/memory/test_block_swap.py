@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ActivationMemory, ModelSection
-from finetrainers.engine.trainable import attach
 from finetrainers.memory import block_swap
 from finetrainers.memory.block_swap import BlockSwap, swap_blocks
 from finetrainers.memory.casting import enable_layerwise_upcasting
@@ -26,6 +25,7 @@ from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.memory.swap_plan import chosen_blocks, fewest_blocks, swap_sizes
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+from finetrainers.plan.trainable import attach
 
 CPU = torch.device("cpu")
 #: HunyuanVideo has two blocks of each kind.

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ActivationMemory
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.casting import cast_adapter_for_each_use
 from finetrainers.memory.count import (
     LiveStorages,
@@ -29,6 +28,7 @@ from finetrainers.memory.count import (
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.exchange import GradientExchange
+from finetrainers.plan.trainable import attach
 
 
 def test_live_storages_by_hand() -> None:

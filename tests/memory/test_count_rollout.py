@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.count import LiveStorages, StepShape, cuda_autocast, fake_weights
 from finetrainers.memory.estimate import GIB, estimate_for
@@ -25,6 +24,7 @@ from finetrainers.methods.grpo.gradient_plan import plan_gradients
 from finetrainers.methods.grpo.no_replay import RolloutGradients
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
+from finetrainers.plan.trainable import attach
 from finetrainers.rewards.reward_set import HeadScores, Scores
 
 #: Of each clip of two prompts.

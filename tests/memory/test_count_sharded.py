@@ -11,13 +11,13 @@ import torch
 from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.count import StepShape
 from finetrainers.memory.count_sharded import Processes, count_sharded
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.fsdp import shard
 from finetrainers.parallel.sharding import expected_split
+from finetrainers.plan.trainable import attach
 
 
 @pytest.mark.rotating

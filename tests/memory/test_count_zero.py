@@ -12,7 +12,6 @@ import torch
 from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.count import StepShape
 from finetrainers.memory.count_zero import CountedZero, count_zero
 from finetrainers.memory.estimate import GIB, MemoryPlan, estimate_for
@@ -21,6 +20,7 @@ from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights, whole_weights
+from finetrainers.plan.trainable import attach
 
 pytest.importorskip("deepspeed")
 

@@ -18,7 +18,6 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.count import StepShape, count_step
 from finetrainers.memory.estimate import GIB, estimate_for
@@ -34,6 +33,7 @@ from finetrainers.memory.quantization import (
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.sharding import Split
+from finetrainers.plan.trainable import attach
 
 KINDS = ("int8", "fp8", "nf4")
 SKIP = LTXVideoSpec.unquantized

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.sizes_plan import plan_sizes
-from finetrainers.engine.trainable import network_without_weights
+from finetrainers.plan.preflight import preflight
+from finetrainers.plan.sizes_plan import plan_sizes
+from finetrainers.plan.trainable import network_without_weights
 
 
 @pytest.fixture

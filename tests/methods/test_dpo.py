@@ -23,10 +23,10 @@ from finetrainers.data.loading.bad_samples import BadSample
 from finetrainers.data.loading.batch_sampler import MicroBatch
 from finetrainers.data.loading.loader import RawBatch
 from finetrainers.data.reading.status import UnusableError
-from finetrainers.engine.preflight import preflight
 from finetrainers.methods.dpo.method import DPO, Pairs
 from finetrainers.methods.dpo.pairs import PairFetch
 from finetrainers.models.spec import Batch
+from finetrainers.plan.preflight import preflight
 from finetrainers.utils.video import write_mp4
 
 #: Rows 0 and 1 are a pair, and rows 2 and 3.

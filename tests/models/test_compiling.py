@@ -15,9 +15,9 @@ from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.trainable import attach
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models import compiling
+from finetrainers.plan.trainable import attach
 
 pytestmark = pytest.mark.usefixtures("traced")
 

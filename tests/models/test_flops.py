@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.trainable import attach
 from finetrainers.models.flops import FlopMeter, Flops, Tokens
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
+from finetrainers.plan.trainable import attach
 
 aten = torch.ops.aten
 MEMORY_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "activation-memory.md"

@@ -148,7 +148,7 @@ def test_first_and_last_frame_are_in_their_places(parts: Parts) -> None:
 
 def test_other_families_are_given_no_frames_but_the_first(tiny_repo: Callable[..., Path]) -> None:
     from finetrainers.config.prompts import ValidationPrompt
-    from finetrainers.engine.sampling import EncodedPrompts, SamplingSettings, prompt_request
+    from finetrainers.training.sampling import EncodedPrompts, SamplingSettings, prompt_request
 
     section = ModelSection(model_name="cogvideox", pretrained_model_name_or_path=str(tiny_repo("cogvideox")))
     encoded = EncodedPrompts(

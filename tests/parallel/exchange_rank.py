@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from finetrainers.config.load import load_config
 from finetrainers.config.parallel import ParallelSection
-from finetrainers.engine.guards.memory import MemoryGuard
 from finetrainers.methods.base import Step
 from finetrainers.parallel import exchange
 from finetrainers.parallel.ddp import DDP
+from finetrainers.training.guards.memory import MemoryGuard
 
 #: Name -> what the network and the step are like. `micro_batches` of each rank; `spare`: those that use a layer.
 CASES: dict[str, dict[str, Any]] = {

@@ -31,16 +31,16 @@ from torch.distributed.tensor import DTensor
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine import activation_memory
-from finetrainers.engine.checkpoints import manifest
-from finetrainers.engine.checkpoints import save as saving
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import run
 from finetrainers.memory.activation_plan import Machine
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.parallel import exchange
 from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.preflight import preflight
+from finetrainers.rundir import manifest
+from finetrainers.runs.run import run
+from finetrainers.training import activation_memory
+from finetrainers.training.checkpoints import save as saving
 from finetrainers.utils.files import file_sha256
 
 RANK = int(os.environ["RANK"])
@@ -84,17 +84,17 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     save_weights, loss = saving.save_weights, SFT.loss
     patch = pytest.MonkeyPatch()
     if "_least_file_bytes" in options:
-        patch.setattr("finetrainers.engine.trained_weights.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
+        patch.setattr("finetrainers.training.trained_weights.LEAST_FILE_BYTES", options.pop("_least_file_bytes"))
     if options.pop("_copied", False):
-        patch.setattr("finetrainers.engine.assemble.mapped_dtype", lambda *_: None)
+        patch.setattr("finetrainers.training.assemble.mapped_dtype", lambda *_: None)
     hashed: list[str] = []
     if "_damaged" in options:
         damage(Path(options.pop("_damaged")))
-        patch.setattr("finetrainers.engine.checkpoints.find.SMALL_BYTES", -1)
+        patch.setattr("finetrainers.rundir.find.SMALL_BYTES", -1)
         patch.setattr(manifest, "file_sha256", lambda path: hashed.append(path.name) or file_sha256(path))
     measured_on = options.pop("_measured_on", None)
     if measured_on is not None:
-        patch.setattr("finetrainers.engine.automatic._machine", lambda *_: Machine(2.0**40, 2.0**40, 1e9, 1.0))
+        patch.setattr("finetrainers.plan.automatic._machine", lambda *_: Machine(2.0**40, 2.0**40, 1e9, 1.0))
         patch.setattr(activation_memory, "measured_peak", lambda _: 1.001 * 2**40 if measured_on == RANK else 0.0)
     SFT.loss = poisoned(options.pop("_poisoned", 0))  # type: ignore[method-assign]
 

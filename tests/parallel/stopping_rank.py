@@ -21,10 +21,10 @@ import torch
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine.guards.nonfinite import NonFiniteError
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import run
 from finetrainers.methods.sft import SFT
+from finetrainers.plan.preflight import preflight
+from finetrainers.runs.run import run
+from finetrainers.training.guards.nonfinite import NonFiniteError
 from finetrainers.utils.process_state import process_groups
 
 RANK = int(os.environ["RANK"])

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.checkpoints.manifest import damage, read_manifest
-from finetrainers.engine.training import train
 from finetrainers.methods.sft import SFT
+from finetrainers.rundir.manifest import damage, read_manifest
+from finetrainers.runs.training import train
 
 pytestmark = [
     pytest.mark.slow,

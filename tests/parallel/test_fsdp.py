@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection
-from finetrainers.engine.checkpoints.find import read_state
-from finetrainers.engine.checkpoints.manifest import damage, read_manifest
-from finetrainers.engine.training import train
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.fsdp import modules_of_another_dtype, shard
 from finetrainers.parallel.slices import read_whole
+from finetrainers.rundir.find import read_state
+from finetrainers.rundir.manifest import damage, read_manifest
+from finetrainers.runs.training import train
 
 pytestmark = pytest.mark.slow
 
@@ -222,7 +222,7 @@ def test_weights_of_files_become_fp32_part_by_part(
     found = {}
     for name in ("widened", "copied"):
         if name == "copied":
-            monkeypatch.setattr("finetrainers.engine.assemble.mapped_dtype", lambda *_: None)
+            monkeypatch.setattr("finetrainers.training.assemble.mapped_dtype", lambda *_: None)
         values = options(tmp_path / name, **{**OF_BF16, "pretrained_model_name_or_path": str(bf16_repo)})
         train(load_config(**values))
         found[name] = weights(tmp_path / name)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.training import train
+from finetrainers.runs.training import train
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,7 +15,7 @@ from real_process import Python
 from test_two_processes import close, metrics, weights
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.training import train
+from finetrainers.runs.training import train
 from finetrainers.utils.video import read_mp4
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
-from finetrainers.engine.checkpoints.find import scan_checkpoints
-from finetrainers.engine.training import train
+from finetrainers.rundir.find import scan_checkpoints
+from finetrainers.runs.training import train
 
 pytestmark = pytest.mark.slow
 

@@ -19,13 +19,13 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from finetrainers.config.load import load_config
 from finetrainers.config.rewards import RewardEntry, parse_reward
-from finetrainers.engine.preflight import preflight
-from finetrainers.engine.run import run
 from finetrainers.models.tiny_tokenizers import clip_tokenizer
+from finetrainers.plan.preflight import preflight
 from finetrainers.rewards.base import Reward
 from finetrainers.rewards.clip_models import Aesthetic, CLIPScore, HPSv2, PickScore, cropped, padded
 from finetrainers.rewards.frames import spread_indices
 from finetrainers.rewards.registry import reward_problems
+from finetrainers.runs.run import run
 
 PROMPTS = ["a red ball moves right", "the small blue square is still", "dog"]
 WIDTH, TEXT, VISION, LAYERS, HEADS, PATCH, SIZE = 12, 16, 24, 2, 2, 8, 32

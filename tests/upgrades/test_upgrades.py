@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from upgrades.make import STOPPED_AT, TOTAL, machine, metrics
 
 from finetrainers import Callback, TrainState, load_config, train
-from finetrainers.engine.checkpoints.find import scan_checkpoints
-from finetrainers.engine.checkpoints.save import take_snapshot
+from finetrainers.rundir.find import scan_checkpoints
+from finetrainers.training.checkpoints.save import take_snapshot
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.parent.name for path in HERE.glob("*/expected.json"))

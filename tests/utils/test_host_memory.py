@@ -1,4 +1,4 @@
-"""Freed memory that serves the next tensors; what is measured of host memory is in `tests/engine/test_memory_recorder.py`."""
+"""Freed memory that serves the next tensors; what is measured of host memory is in `tests/training/test_memory_recorder.py`."""
 
 from __future__ import annotations
 

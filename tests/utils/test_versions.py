@@ -12,7 +12,7 @@ from packaging.version import Version
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine.preflight import preflight
+from finetrainers.plan.preflight import preflight
 from finetrainers.utils import exit_codes, versions
 
 ROOT = Path(__file__).parents[2]

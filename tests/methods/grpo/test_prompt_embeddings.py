@@ -10,15 +10,15 @@ import torch
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
-from finetrainers.engine.memory_plan import RunMemory
-from finetrainers.engine.preflight import for_preparing, preflight
-from finetrainers.engine.prepare import prepare
-from finetrainers.engine.start_report import sizes_on_disk
-from finetrainers.engine.training import train
 from finetrainers.methods.grpo.plan import PromptPlan
 from finetrainers.methods.grpo.prompt_embeddings import check_embeddings
 from finetrainers.methods.grpo.prompts import Prompt, read_prompts
 from finetrainers.models.registry import get_family
+from finetrainers.plan.memory_plan import RunMemory
+from finetrainers.plan.preflight import for_preparing, preflight
+from finetrainers.plan.start_report import sizes_on_disk
+from finetrainers.runs.prepare import prepare
+from finetrainers.runs.training import train
 from finetrainers.utils.phases import ENCODING_TEXT
 
 

@@ -1,1 +1,0 @@
-"""The search for the batch size of each bucket: by the estimate, then by measured training steps."""

@@ -1,1 +1,0 @@
-"""`finetrainers sample`: clips of given weights, without training."""

@@ -1,1 +1,0 @@
-"""`finetrainers watch`: sample and score the checkpoints of a run as they are published."""

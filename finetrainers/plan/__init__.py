@@ -1,0 +1,1 @@
+"""Everything that is checked, decided and reported before a run trains."""

@@ -1,0 +1,210 @@
+"""Joining the processes of a run, and what their device and their strategy cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from accelerate.utils import DynamoBackend
+
+from finetrainers.config.checks.kernels import kernel_problems
+from finetrainers.config.checks.options import quantization_problems
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import target_device
+from finetrainers.memory.advice import EXACT_SWITCHES
+from finetrainers.memory.estimate import computed_bytes
+from finetrainers.methods.registry import method_spec
+from finetrainers.optim.rules import optimizer_problems
+from finetrainers.parallel.select import open_strategy, planned_strategy
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.rundir.find import read_state
+from finetrainers.utils.device import device_problem
+from finetrainers.utils.gpus import Capability
+from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.process_state import leave_groups, process_groups
+
+from .resume_plan import Start
+
+
+def join(config: TrainConfig) -> Strategy:
+    """Join the other processes of the launcher.
+
+    Raises:
+        ConfigError: a GPU that torch cannot use.
+    """
+    check_device()
+    torch.backends.cuda.matmul.allow_tf32 = config.run.allow_tf32
+    torch.backends.cudnn.allow_tf32 = config.run.allow_tf32
+    groups = process_groups()
+    try:
+        return open_strategy(config)
+    except BaseException:
+        leave_groups(groups)
+        raise
+
+
+def make_strategy(config: TrainConfig) -> Strategy:
+    """Join the other processes, and check what depends on the device.
+
+    Raises:
+        ConfigError: options that this device cannot serve, or a GPU that torch cannot use.
+    """
+    parallel = join(config)
+    capability = torch.cuda.get_device_capability(parallel.device) if parallel.device.type == "cuda" else None
+    problems = [*_problems(config, parallel, capability=capability), *_gpu_problems(config, parallel)]
+    if problems:
+        parallel.close()
+        raise ConfigError(problems)
+    return parallel
+
+
+def check_device() -> None:
+    """Refuse to train on the CPU of a machine whose GPU torch cannot use.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    unusable = device_problem()
+    if unusable is not None:
+        raise ConfigError([Problem("GPU", unusable)])
+
+
+def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
+    """Check what `make_strategy` would, as far as it is known without joining other processes.
+
+    Args:
+        config: the run.
+        start: where it begins; None: nothing is resumed.
+
+    Returns:
+        The strategy, which has joined no process: its attributes alone can be used.
+
+    Raises:
+        ConfigError: see `make_strategy`; or the optimizer's state is that of another strategy.
+    """
+    device = target_device(config)
+    parallel = planned_strategy(config, device_type=device.type)
+    problems = [
+        problem
+        for problem in _problems(config, parallel, capability=device.capability)
+        if not (device.is_elsewhere and problem.is_local)  # which is a warning already
+    ]
+    # One process may only plan, for others that are launched together.
+    if start is not None and launched_processes() > 1 and (problem := layout_problem(start, parallel)) is not None:
+        problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    return parallel
+
+
+def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
+    """Return why a strategy, joined or planned, cannot read the optimizer's state of a checkpoint, or None if it can."""
+    if start.checkpoint is None or "optimizer" in start.resets:
+        return None
+    then, now = read_state(start.checkpoint)["engine"], parallel.optimizer_layout
+    if parallel.reads_optimizer_of(then):
+        return None
+    message = (
+        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
+        "start the optimizer from scratch with --reset optimizer"
+    )
+    return Problem("--resume_from_checkpoint", message)
+
+
+def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
+    """Return why a step that ran out of memory cannot be retried, or None if it can.
+
+    Args:
+        option: `--oom_retry`.
+        parallel: the processes of the run.
+        in_backward: whether weights are updated during backward.
+    """
+    if option == "off":
+        return "--oom_retry is off"
+    if in_backward:
+        return "--optimizer_in_backward has changed weights in this step already"
+    return parallel.why_no_retry
+
+
+def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+    """Refuse options that each machine has chosen for its own GPUs, where they differ."""
+    if config.memory.fit_gpu:
+        chosen = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
+        if any(other != chosen for other in parallel.gather_objects([chosen])):
+            message = (
+                "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
+            )
+            yield Problem("--fit_gpu", message)
+
+
+def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:
+    """What this device and this strategy cannot serve."""
+    # Preflight guessed the device and knew one process; its warnings have been shown.
+    errors, _ = optimizer_problems(
+        config,
+        device_type=parallel.device.type,
+        num_processes=parallel.world_size,
+        updates_parts=parallel.updates_shards,
+    )
+    yield from errors
+    yield from quantization_problems(config, device_type=parallel.device.type)
+    device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
+    yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability).errors
+    if config.memory.compile != "none" and not parallel.compiles_blocks:
+        yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
+    training = config.training
+    if training.on_nonfinite == "rollback" and not parallel.weights_are_plain:
+        message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"
+        yield Problem("--on_nonfinite rollback", message)
+    if training.async_checkpointing and parallel.writes_own_files:
+        message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
+        yield Problem("--async_checkpointing", message)
+    if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
+        message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
+        yield Problem("--dry_batches on", message)
+    why_not = retry_refusal(config.memory.oom_retry, parallel=parallel)
+    if config.memory.oom_retry == "on" and why_not is not None:
+        yield Problem("--oom_retry on", why_not)
+    if training.use_ema and not parallel.weights_are_whole:
+        message = (
+            "averages need whole weights, and this strategy splits them; use DDP or DeepSpeed ZeRO-2, or leave it out"
+        )
+        yield Problem("--use_ema", message)
+    yield from method_spec(config).strategy_problems(config, parallel)
+    samples = config.validation
+    if samples.enable_model_cpu_offload and samples.validation_prompts and not parallel.weights_are_plain:
+        message = (
+            "it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its own; use "
+            "DDP, or leave it out: --enable_tiling lets decoding take less"
+        )
+        yield Problem("--enable_model_cpu_offload", message)
+    yield from _swap_problems(config, parallel)
+    yield from _precision_problems(config, parallel)
+
+
+def _precision_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+    if config.memory.layerwise_upcasting_modules and not parallel.weights_are_whole:
+        message = "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2"
+        yield Problem("--layerwise_upcasting_modules", message)
+    if config.memory.quantize_frozen != "none" and not parallel.takes_integer_weights:
+        message = (
+            "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2"
+        )
+        yield Problem("--quantize_frozen", message)
+    if not config.memory.lora_autocast and not parallel.uses_autocast:
+        message = "DeepSpeed computes in 16 bits without autocast anyway; leave it out"
+        yield Problem("--no-lora_autocast", message)
+
+
+def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+    if not config.memory.blocks_to_swap:
+        return
+    where = "--blocks_to_swap"
+    if parallel.why_no_swap is not None:
+        yield Problem(where, parallel.why_no_swap)
+    if parallel.device.type not in ("cuda", "cpu"):
+        yield Problem(where, f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out")
+    if parallel.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        message = "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it out"
+        yield Problem(where, message)

@@ -1,0 +1,1 @@
+"""What a run leaves: exported weights and the model card."""

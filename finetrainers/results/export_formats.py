@@ -1,0 +1,402 @@
+"""Export results in the formats of other programs: what is exported, whether that is possible, and the files, read back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import Facts
+from finetrainers.config.given import Given
+from finetrainers.config.load import build_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.lora_names import ARCHITECTURES, format_problem, readers
+from finetrainers.models.registry import Family, get_family, with_family
+from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
+from finetrainers.plan.ownership import EXPORTED, export_problem
+from finetrainers.rundir.find import step_of
+from finetrainers.rundir.identity import Identity, read_identity
+from finetrainers.sampling.weights import Weights, find_target, under
+from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
+from finetrainers.utils.text import plural
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from finetrainers.models.lora_files import Checked, Lora
+    from finetrainers.models.spec import ModelSpec
+
+#: Folder of a run for its exports.
+FOLDER = "export"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported.
+
+    Attributes:
+        given: as the user named it.
+        weights: where they are.
+        config: of the run that made them, or of the model that they are of.
+        name: of files.
+        folder: that exports go into unless another is named.
+        identity: of the run that made them, if it is known.
+    """
+
+    given: str
+    weights: Weights
+    config: TrainConfig
+    name: str
+    folder: Path
+    identity: Identity | None = None
+
+    @cached_property
+    def family(self) -> Family:
+        """The model's family."""
+        return get_family(self.config.model.model_name)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The facts of the network that is exported."""
+        return self.family.facts_of(self.config.model)
+
+    @cached_property
+    def is_dora(self) -> bool:
+        """Whether the file holds DoRA's magnitudes, by its header."""
+        if self.weights.kind != "lora" or self.weights.path is None:
+            return False
+        return any("magnitude" in name or "dora_scale" in name for name in read_lora_header(self.weights.path)[0])
+
+
+def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True) -> Source:
+    """What a path names to export: a run, a checkpoint, or a LoRA file; reads no weights.
+
+    Args:
+        given: as the user named it.
+        options: of the model, by flat name; they override those of the run.
+        use_ema: whether a checkpoint's moving average replaces its trained weights.
+
+    Raises:
+        ConfigError: there is nothing to export, or it is not known of which model it is.
+    """
+    try:
+        target = find_target(given, use_ema=use_ema)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([Problem("SOURCE", str(error))]) from None
+    if target.weights.kind == "base" or target.weights.path is None:
+        message = f"{given} is a model without training; give a run, a checkpoint or a LoRA in safetensors"
+        raise ConfigError([Problem("SOURCE", message)])
+    overrides = Given(dict(options), {name: f"--{name}" for name in options})
+    if "pretrained_model_name_or_path" not in {**target.source.values, **options}:
+        message = (
+            f"is needed: nothing next to {given} tells which model it is of; give a folder, a hub id or demo://NAME"
+        )
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+    config = build_config([target.source, overrides])
+    try:
+        config = config.model_copy(update={"model": with_family(config.model)})
+        family = get_family(config.model.model_name)
+    except KeyError as error:
+        raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+    path, model = target.weights.path, target.weights.on(config.model)
+    if (options or path.is_file()) and (problems := family.problems(model, weights=model != config.model)):
+        raise ConfigError(under("SOURCE", problems, target.weights))
+    home = target.home or (path.parent if path.is_file() else path)
+    step = step_of(path.parent) if target.weights.is_checkpoint else None
+    named_itself = target.home is None and path.is_file() and path.name != LORA_FILE
+    name = path.stem if named_itself else home.resolve().name
+    identity = read_identity(home)
+    if step is not None:
+        folder = home / FOLDER / f"step-{step}"
+        return Source(given, target.weights, config, f"{_plain(name)}-step-{step}", folder, identity)
+    return Source(given, target.weights, config, _plain(name), home / FOLDER, identity)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "lora"
+
+
+def result_source(config: TrainConfig, root: Path) -> Source:
+    """The result of a run that has just written it."""
+    if config.training.training_type == "lora":
+        weights = Weights("result", "lora", root / LORA_FILE)
+    else:
+        weights = Weights("result", "full", root / get_family(config.model.model_name).facts_of(config.model).trained)
+    return Source(str(root), weights, config, _plain(root.resolve().name), root / FOLDER, read_identity(root))
+
+
+def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
+    """Return why an export is impossible, as far as headers tell."""
+    problems, is_lora = [], source.weights.kind == "lora"
+    for kind in formats:
+        why = format_problem(
+            source.family.name, kind, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
+        )
+        if why is not None:
+            problems.append(Problem("--format", why))
+        elif (folder / kind).exists() and not overwrite:
+            problems.append(Problem("--format", f"{folder / kind} exists; --overwrite replaces it"))
+        elif (other := _other_files(source, folder / kind)) is not None:
+            problems.append(Problem("--overwrite", other))
+    return problems
+
+
+def _other_files(source: Source, folder: Path) -> str | None:
+    return export_problem(folder, trained=source.family.facts.trained, identity=source.identity)
+
+
+def set_others_aside(source: Source, formats: Sequence[str]) -> Iterator[Path]:
+    """Rename the folders of formats that hold other files than an earlier export of this run; yield what they are now."""
+    for folder in (source.folder / kind for kind in formats):
+        if _other_files(source, folder) is not None:
+            name = f"replaced-{time.strftime('%Y%m%d-%H%M%S')}-{folder.name}"
+            yield folder.rename(folder.parent.with_name(name))  # not in export/, which may be uploaded
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One format that was written.
+
+    Attributes:
+        kind: the format.
+        path: its file, or its folder.
+        checked: what reading it back has shown; None: every tensor is equal.
+    """
+
+    kind: str
+    path: Path
+    checked: Checked | None
+
+
+def export_formats(
+    source: Source,
+    formats: Sequence[str],
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    lora_scale: float = 1.0,
+    one_file: bool = False,
+    overwrite: bool = False,
+) -> Iterator[Exported]:
+    """Write formats one after the other, each complete or not at all; what was written is read back before it gets its name.
+
+    Args:
+        source: what is exported.
+        formats: see `lora_names`.
+        folder: that gets a folder for each format.
+        dtype: of what is written; None: as trained, and bf16 for merged weights.
+        lora_scale: the strength with which `merged` adds the LoRA.
+        one_file: whether a network in diffusers layout is one file, not several of 10 GB at most.
+        overwrite: whether earlier exports are replaced.
+
+    Raises:
+        ConfigError: it is not possible.
+        ValueError: what was written is not what was trained; nothing is left of it.
+    """
+    problems = source_problems(source, formats, folder, overwrite=overwrite)
+    if problems:
+        raise ConfigError(problems)
+    from finetrainers.models.spec import DTYPES
+
+    spec = source.family.load(source.config.model)
+    wanted = None if dtype is None else DTYPES[dtype]
+    if source.weights.kind == "full":
+        yield from _export_full(source, spec, formats, folder, wanted, one_file=one_file)
+        return
+    from finetrainers.models.lora_files import cast, check_written, lora_metadata, write_lora
+
+    network = spec.transformer_on_meta()
+    lora = _read(source, spec, network)
+    for kind in formats:
+        if kind == "merged":
+            with _published(folder / kind, source) as temporary:
+                _merge(spec, lora, temporary, wanted or DTYPES["bf16"], lora_scale, one_file=one_file)
+            yield Exported(kind, folder / kind / spec.facts.trained, None)
+            continue
+        written = cast(lora, wanted)
+        metadata = lora_metadata(lora, architecture=_architecture(source), facts=_facts(source))
+        with _published(folder / kind, source) as temporary:
+            file = write_lora(temporary, source.name, written, kind, spec=spec, network=network, metadata=metadata)
+            checked = check_written(file, written, spec=spec, network=network, kind=kind)
+        yield Exported(kind, folder / kind / file.name, checked)
+
+
+def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
+    """The LoRA, which fits the model.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from safetensors.torch import load_file
+
+    from finetrainers.models.lora_files import check_outputs, with_averages
+    from finetrainers.plan.trainable import check_modules
+
+    assert source.weights.path is not None
+    try:
+        lora = spec.lora_of(source.weights.path)
+        check_modules(source.weights.path, lora.state(), network)
+        check_outputs(lora, network)
+    except ValueError as error:
+        raise ConfigError([Problem("SOURCE", str(error))]) from None
+    averages = source.weights.averages
+    return lora if averages is None else with_averages(lora, load_file(averages))
+
+
+def _architecture(source: Source) -> tuple[str, str]:
+    return ARCHITECTURES.get(source.family.name, (source.family.name, ""))
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    """What a file's metadata says of the run."""
+    from finetrainers.utils.versions import __version__
+
+    from .card_facts import license_of
+
+    config, path = source.config, source.weights.path
+    assert path is not None
+    license_facts = license_of(config)
+    return {
+        "name": source.name,
+        "base": config.model.pretrained_model_name_or_path,
+        "trigger": config.data.id_token,
+        "license": license_facts.get("license_name") or license_facts.get("license"),
+        "steps": step_of(path.parent) if source.weights.is_checkpoint else None,
+        "comment": f"trained with finetrainers {__version__}",
+    }
+
+
+def _merge(spec: ModelSpec, lora: Lora, folder: Path, dtype: torch.dtype, lora_scale: float, *, one_file: bool) -> None:
+    """Write the model's transformer with a LoRA added, in fp32 layer by layer."""
+    from peft import set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    network: Any = spec.load_transformer(dtype)
+    settings = lora.complete_settings()
+    network.load_lora_adapter(lora.state(), adapter_name="default", prefix=None, metadata=settings)
+    for name, parameter in network.named_parameters():  # which took the dtype of the network
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    set_peft_model_state_dict(network, lora.state())
+    for module in network.modules():
+        if isinstance(module, BaseTunerLayer):
+            kept = module.get_base_layer().weight.dtype
+            module.float()
+            module.scale_layer(lora_scale)  # type: ignore[operator]
+            module.merge()
+            module.to(kept)
+    network.unload_lora()
+    _write_network(folder, spec, network, network.state_dict(), one_file=one_file)
+
+
+def _write_network(
+    folder: Path, spec: ModelSpec, network: nn.Module, state: Mapping[str, Tensor], *, one_file: bool
+) -> None:
+    """Write a network in diffusers layout, and read it back."""
+    from finetrainers.models.spec import weight_files
+
+    spec.save_full(folder, network, state, weight_files(state, one_file=True) if one_file else None)
+    _check_network(folder / spec.facts.trained, state)
+
+
+def _export_full(
+    source: Source, spec: ModelSpec, formats: Sequence[str], folder: Path, dtype: torch.dtype | None, *, one_file: bool
+) -> Iterator[Exported]:
+    """Write all weights in diffusers layout, or in one file as the network's authors and ComfyUI name them."""
+    from safetensors.torch import load_file
+
+    from finetrainers.models.lora_files import save_original
+    from finetrainers.models.spec import DTYPES
+
+    assert source.weights.path is not None
+    if source.weights.path.is_file():
+        spec = source.family.load(source.weights.on(source.config.model))
+        if problems := spec.examine()[0]:
+            raise ConfigError(under("SOURCE", problems, source.weights), of="this command")
+    network = spec.load_transformer(dtype or DTYPES["bf16"], folder=source.weights.path)
+    if source.weights.averages is not None:
+        averages, weights = load_file(source.weights.averages), network.state_dict()
+        for name, average in averages.items():
+            weights[name].copy_(average)
+    state = network.state_dict()
+    for kind in formats:
+        with _published(folder / kind, source) as temporary:
+            if kind == "diffusers":
+                _write_network(temporary, spec, network, state, one_file=one_file)
+                written = spec.facts.trained
+            else:
+                written = f"{source.name}.safetensors"
+                save_original(temporary / written, network, state)
+        yield Exported(kind, folder / kind / written, None)
+
+
+def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
+    """Compare a written network with the weights that it is to have, bit for bit.
+
+    Raises:
+        ValueError: tensors are missing or differ.
+    """
+    from safetensors import safe_open
+
+    seen = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                seen.add(name)
+                if name not in expected or not file.get_tensor(name).equal(expected[name].cpu()):
+                    raise ValueError(f"{path} was read back with another {name}")
+    if lost := sorted(expected.keys() - seen):
+        raise ValueError(f"{folder} was read back without {plural(len(lost), 'tensor')}, e.g. {lost[0]}")
+
+
+@contextlib.contextmanager
+def _published(final: Path, source: Source) -> Iterator[Path]:
+    """A folder to write into, which gets its name at the end; an earlier one of that name goes then. On an error, nothing is left."""
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        files = sorted(path.name for path in temporary.iterdir())
+        write_json_atomic(temporary / EXPORTED, {"run": source.identity and source.identity.run, "files": files})
+        fsync_tree(temporary)
+        replaced = final.with_name(f".{final.name}.{os.getpid()}.replaced")
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        fsync_dir(final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def print_exported(one: Exported, source: Source, *, say: Callable[[str], None]) -> None:
+    """Where a format is, what reads it, and what reading it back has shown."""
+    say(f"{one.kind}: {one.path}")
+    is_lora = source.weights.kind == "lora"
+    reader = readers(source.family.name, one.kind, is_lora=is_lora)
+    if reader is not None:
+        say(f"  for {reader}")
+    if not is_lora and (note := source.facts.read_notes.get(one.kind)):
+        say(f"  {note}")
+    if one.checked is None:
+        say("  read back: every tensor is equal")
+        return
+    same = f"{plural(one.checked.layers, 'layer')} as trained"
+    say(f"  read back: {same}, relative error of their outputs at most {one.checked.error:.1e}")
+    if one.checked.by_diffusers is not None:
+        say(f"  read by diffusers' converter: {one.checked.by_diffusers} of {one.checked.layers} the same")
+    if one.checked.left_out:
+        more = f" and {len(one.checked.left_out) - 3} more" if len(one.checked.left_out) > 3 else ""
+        say(f"  {one.checked.left_out_by} does not read: {', '.join(one.checked.left_out[:3])}{more}")

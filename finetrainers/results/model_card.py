@@ -1,0 +1,289 @@
+"""The model card: what was trained on what, how to use it, samples, data, time and settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from huggingface_hub import ModelCardData
+
+from finetrainers.config.facts import Facts
+from finetrainers.config.root import TrainConfig, changed_options, fields
+from finetrainers.models.lora_names import READERS, format_problem
+from finetrainers.models.spec import ModelSpec
+from finetrainers.plan.preflight import Preflight
+from finetrainers.training.state import TrainState
+from finetrainers.utils.packaged import SCHEME
+from finetrainers.utils.text import plural
+from finetrainers.utils.versions import __version__
+
+from .card_facts import (
+    GRID,
+    Sample,
+    at_a_glance,
+    evaluated_samples,
+    facts,
+    figures,
+    folder_of,
+    license_of,
+    memory_by_phase,
+    newest_samples,
+    sampling_arguments,
+)
+
+_CARD = """---
+{{ metadata }}
+---
+
+# {{ title }}
+
+{{ "A LoRA for" if is_lora else "A finetune of" }} `{{ model.pretrained_model_name_or_path }}`
+{%- if own_transformer and is_lora %} with the transformer of `{{ own_transformer }}`, without which it is of no use
+{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{ version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
+{%- if data.id_token %} Put `{{ data.id_token }}` before your prompt.{% endif %}
+{% if grid %}
+![Samples after step {{ state.step }}]({{ grid }})
+{% endif %}
+{% for name, value in glance %}| {{ name }} | {{ value }} |
+{% if loop.first %}|---|---|
+{% endif %}{% endfor %}{% if samples | selectattr("video") | list %}
+<Gallery />
+{% endif %}
+## Use in diffusers
+
+```bash
+pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av{% if media %} imageio imageio-ffmpeg{% endif %}
+```
+
+```python
+import torch
+from diffusers import {{ pipeline }}{% if own_transformer or not is_lora %}, {{ transformer }}{% endif %}
+from diffusers.utils import encode_video{% if needs_image %}, load_image{% endif %}{% if media %}, load_video{% endif %}
+{%- if packaged %}
+from finetrainers import model_path
+{%- endif %}
+{%- if from_file %}
+from pathlib import Path
+from finetrainers.models.single_file import load_single_file
+{%- endif %}
+{% if is_lora %}
+{%- if from_file %}
+settings = {{ transformer }}.load_config({{ base }}, subfolder="{{ part }}")
+{{ part }}, _ = load_single_file({{ transformer }}, settings, Path({{ own_transformer | tojson }}), {{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+{%- elif own_transformer %}
+{{ part }} = {{ transformer }}.from_pretrained({{ own_transformer | tojson }}, {% if in_subfolder %}subfolder="{{ part }}", {% endif %}torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+{%- else %}
+pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
+{%- endif %}
+pipe.{{ load_call }}
+{%- if has_strength %}
+pipe.set_adapters(pipe.get_active_adapters(), 1.0)  # the strength
+{%- endif %}
+{% else %}
+{{ part }} = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="{{ part }}", torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+{% endif %}{% if not packaged %}pipe.to("cuda")
+{% endif %}video = pipe(
+    prompt={{ example | tojson }},{% if needs_image %}
+    image=load_image("first_frame.png"),{% endif %}
+{%- for name in media %}
+    {{ name }}=load_video("{{ name }}.mp4"),
+{%- else %}
+    num_frames={{ size[0] }},
+{%- endfor %}
+    height={{ size[1] }},
+    width={{ size[2] }},
+{%- if takes_rate %}
+    frame_rate={{ "%g" % frame_rate }},
+{%- endif %}
+{%- for name, value in as_sampled %}
+    {{ name }}={{ value }},
+{%- endfor %}
+).frames[0]
+encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
+```
+{% if comfyui %}
+## Use in ComfyUI
+
+`{{ "pytorch_lora_weights.safetensors" if is_lora else part + "/" }}` has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
+
+```bash
+finetrainers export . --format comfyui
+```
+
+{% if is_lora -%}
+Put the file from `export/comfyui/` into `ComfyUI/models/loras`, and choose it in the node *LoraLoaderModelOnly*, whose
+strength is the one above.
+{%- else -%}
+Put the file from `export/comfyui/` into `ComfyUI/models/diffusion_models`, and choose it in the node *Load Diffusion
+Model*.
+{%- endif %}
+{% endif %}
+{%- if results %}
+## Results
+
+| measured on held-out {{ held_out }} | step {{ results[0] }} | step {{ results[1] }} | best |
+|---|---|---|---|
+{%- for figure in results[2] %}
+| `{{ figure.name }}` | {{ figure.first }} | {{ figure.last }} | {{ figure.best }} |
+{%- endfor %}
+{% endif %}
+{%- for sample in samples + evaluated if sample.picture %}
+{%- if loop.first %}
+<details>
+<summary>Samples over the steps</summary>
+{% endif %}
+![{{ sample.text }}]({{ sample.picture }})
+{% if loop.last %}
+</details>
+{% endif %}
+{%- endfor %}
+## Training
+
+{% for name, value in facts %}| {{ name }} | {{ value }} |
+{% if loop.first %}|---|---|
+{% endif %}{% endfor %}
+| {{ table[0] | join(" | ") }} |
+|{{ "---|" * table[0] | length }}
+{%- for row in table[1:] %}
+| {{ row | join(" | ") }} |
+{%- endfor %}
+
+This, in the same folder, repeats it on the same data:
+
+```bash
+finetrainers train --config config.toml --output_dir repeated
+```
+
+<details>
+<summary>Settings that differ from the defaults (all are in <a href="config.toml">config.toml</a>)</summary>
+
+| option | value |
+|---|---|
+{%- for option, value in settings %}
+| `{{ option }}` | {{ value }} |
+{%- endfor %}
+
+</details>
+{% if memory %}
+<details>
+<summary>Peak memory of each phase of training, GiB</summary>
+
+{% for row in memory %}| {{ row | join(" | ") }} |
+{% if loop.first %}|{{ "---|" * row | length }}
+{% endif %}{% endfor %}
+</details>
+{% endif -%}
+"""
+
+
+@cache
+def _template() -> jinja2.Template:
+    return jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(_CARD)
+
+
+def model_card(state: TrainState, checked: Preflight) -> str:
+    """The README of the results, with metadata for the hub."""
+    config, plan, spec, start = state.config, checked.plan, state.spec, checked.start
+    is_lora = config.training.training_type == "lora"
+    base, own = config.model.pretrained_model_name_or_path, config.model.transformer_id
+    packaged, needs_image = base.startswith(SCHEME), spec.facts.needs_image
+    root = state.run_dir.root
+    samples = newest_samples(root, [prompt.prompt for prompt in checked.prompts])
+    location = config.run.hub_model_id or str(config.run.output_dir)
+    return _template().render(
+        metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
+        title=_title(config),
+        state=state,
+        model=config.model,
+        data=config.data,
+        plan=plan,
+        plural=plural,
+        is_lora=is_lora,
+        packaged=packaged,
+        base=f'model_path("{base}")' if packaged else json.dumps(base),
+        dtype="torch.float32" if packaged else "torch.bfloat16",
+        own_transformer=own if is_lora else None,
+        from_file=is_lora and own is not None and Path(own).is_file(),
+        in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
+        began_with=None if start.origin is None else start.origin["given"],
+        version=__version__,
+        samples=samples,
+        evaluated=evaluated_samples(root),
+        grid=GRID if (root / GRID).is_file() else None,
+        glance=at_a_glance(config, plan),
+        pipeline=spec.pipeline_class.__name__,
+        transformer=type(state.network).__name__,
+        part=spec.facts.trained,
+        location=location,
+        load_call=spec.load_call(location) if is_lora else "",
+        comfyui=not packaged and _comfyui_reads(config, spec.facts),
+        has_strength=spec.facts.trained == "transformer",
+        **_call(checked, spec),
+        needs_image=needs_image,
+        media=spec.facts.media,
+        facts=facts(state, checked),
+        table=plan.table(),
+        memory=memory_by_phase(state.memory.all_peaks),
+        results=figures(root),
+        held_out=f"{plan.noun}s",
+        settings=[(n, _shown(value)) for n, value in changed_options(config).items() if not fields()[n].local],
+    )
+
+
+def _call(checked: Preflight, spec: ModelSpec) -> dict[str, Any]:
+    """What the pipeline is called with: as for the first sample of validation, if there is one."""
+    first = checked.prompts[0] if checked.prompts else None
+    return {
+        "example": checked.plan.example if first is None else first.prompt,
+        "size": (None if first is None else first.size) or checked.plan.size,
+        "frame_rate": checked.frame_rate,
+        "takes_rate": "frame_rate" in signature(spec.pipeline_class.__call__).parameters,
+        "as_sampled": [] if first is None else sampling_arguments(checked.config, first.prompt),
+    }
+
+
+def _comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
+    """Whether the result can be exported for ComfyUI."""
+    family, training = config.model.model_name, config.training
+    is_lora, is_dora = training.training_type == "lora", training.use_dora
+    problem = format_problem(family, "comfyui", is_lora=is_lora, is_dora=is_dora, misread=facts.misread)
+    return family in READERS and problem is None
+
+
+def _shown(value: Any) -> str:
+    """An option's value as it is given, in a table's cell."""
+    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)).replace("|", "\\|")
+
+
+def _title(config: TrainConfig) -> str:
+    """`mystyle: a LoRA for SomeModel`."""
+    name = (config.run.hub_model_id or config.run.output_dir.resolve().name).rpartition("/")[2]
+    base = config.model.pretrained_model_name_or_path
+    kind = "LoRA for" if config.training.training_type == "lora" else "finetune of"
+    return f"{name}: a {kind} {base if base.startswith(SCHEME) else Path(base).name}"
+
+
+def _metadata(config: TrainConfig, samples: Sequence[Sample], *, needs_image: bool) -> ModelCardData:
+    """What the hub reads: a base model only where it is one on the hub, a license only where it is known."""
+    base = config.model.pretrained_model_name_or_path
+    task = "image-to-video" if needs_image else "text-to-video"
+    widget: list[dict[str, Any]] = [
+        {"text": sample.text, **({"output": {"url": sample.video}} if sample.video else {})} for sample in samples
+    ]
+    return ModelCardData(
+        base_model=None if folder_of(base) is not None else base,
+        library_name="diffusers",
+        pipeline_tag=task,
+        tags=["finetrainers", task, "lora" if config.training.training_type == "lora" else "full-finetune"],
+        widget=widget or None,
+        instance_prompt=config.data.id_token,
+        **license_of(config),
+    )

@@ -1,0 +1,1 @@
+"""`finetrainers report`: a page about run directories."""

@@ -1,0 +1,123 @@
+"""What the page says of the machines of a run, as `finetrainers doctor --every` has read them beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from finetrainers.rundir.health import Rises
+from finetrainers.rundir.run_records import RunRecords
+from finetrainers.utils.svg_chart import COLORS, Chart, Series
+from finetrainers.utils.text import plural
+
+from .charts import event_step
+
+_Reading = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunHealth:
+    """Machines of a run.
+
+    Attributes:
+        charts: step time and what the machines did at the same steps.
+        rises: rows of host, counter, by how much it rose, and the steps between which it did.
+        silent: rows of host, number of readings without an answer, and the last reason.
+        total: number of readings and machines, as text.
+    """
+
+    charts: list[Chart]
+    rises: list[tuple[str, str, str, str]]
+    silent: list[tuple[str, int, str]]
+    total: str
+
+
+def health_of(run: RunRecords) -> RunHealth | None:
+    """Return the health of a run's machines, or None if nothing was read."""
+    by_host: dict[str, list[_Reading]] = {}
+    for record in run.health:
+        by_host.setdefault(str(record["host"]), []).append(record)
+    if not by_host:
+        return None
+    rising = Rises()
+    risen = [(record, rising.of(record)) for record in run.health if "error" not in record]
+    silent = {host: [r for r in readings if "error" in r] for host, readings in by_host.items()}
+    return RunHealth(
+        charts=_charts(run, by_host, risen),
+        rises=_rise_rows(run, risen),
+        silent=[(host, len(failed), str(failed[-1]["error"])) for host, failed in silent.items() if failed],
+        total=f"{plural(max(map(len, by_host.values())), 'reading')} of {plural(len(by_host), 'machine')}",
+    )
+
+
+def _rise_rows(
+    run: RunRecords, risen: Sequence[tuple[_Reading, Mapping[str, float]]]
+) -> list[tuple[str, str, str, str]]:
+    found: dict[tuple[str, str], list[tuple[float, float | None]]] = {}
+    for record, rises in risen:
+        for name, by in rises.items():
+            found.setdefault((str(record["host"]), name), []).append((by, event_step(record, run)))
+    rows = []
+    for (host, name), changes in found.items():
+        steps = [f"{step:g}" for _, step in (changes[0], changes[-1]) if step is not None]
+        rows.append((host, name, f"{sum(by for by, _ in changes):g}", " to ".join(dict.fromkeys(steps))))
+    return rows
+
+
+def _charts(
+    run: RunRecords, by_host: Mapping[str, list[_Reading]], risen: Sequence[tuple[_Reading, Mapping[str, float]]]
+) -> list[Chart]:
+    """Return charts by step; none of a run that has recorded no step."""
+    if not run.times:
+        return []
+    errors = dict.fromkeys(by_host, 0.0)
+    counted: list[tuple[_Reading, float]] = []
+    for record, rises in risen:
+        errors[record["host"]] += sum(rises.values())
+        counted.append((record, errors[record["host"]]))
+    sums = {id(record): total for record, total in counted}
+    hosts_with_errors = {host for host, total in errors.items() if total}
+
+    def count(record: _Reading) -> float | None:
+        return sums.get(id(record)) if record["host"] in hosts_with_errors else None
+
+    charts = [
+        _by_host(run, by_host, "Errors since the first reading", count),
+        _by_host(run, by_host, "Slowest GPU clock, MHz", _of_gpus("clock_mhz", min)),
+        _by_host(run, by_host, "Hottest GPU, C", _of_gpus("temperature_c", max)),
+        _by_host(run, by_host, "Power of all GPUs, W", _of_gpus("power_w", sum)),
+    ]
+    found = [chart for chart in charts if chart.series]
+    steps = run.points("step_s")
+    return [*([Chart("Seconds per step", [Series("", steps, 0, "smoothed")])] if found and steps[0] else []), *found]
+
+
+def _of_gpus(name: str, choose: Callable[[list[float]], float]) -> Callable[[_Reading], float | None]:
+    def value(record: _Reading) -> float | None:
+        values = [gpu[name] for gpu in record.get("gpus", ()) if name in gpu]
+        return choose(values) if values else None
+
+    return value
+
+
+def _by_host(
+    run: RunRecords, by_host: Mapping[str, list[_Reading]], title: str, value: Callable[[_Reading], float | None]
+) -> Chart:
+    """Return a chart with a line for each machine; of many machines, for those that differ most from the median."""
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for host, readings in by_host.items():
+        for record in readings:
+            step, number = event_step(record, run), value(record)
+            if step is not None and number is not None:
+                xs, ys = lines.setdefault(host, ([], []))
+                xs.append(step)
+                ys.append(number)
+    note = ""
+    if len(lines) > COLORS:
+        usual = median(fmean(ys) for _, ys in lines.values())
+        ranked = sorted(lines, key=lambda host: -abs(fmean(lines[host][1]) - usual))[:COLORS]
+        note = f"the {COLORS} of {len(lines)} machines that differ most"
+        lines = {host: points for host, points in lines.items() if host in ranked}
+    return Chart(title, [Series(host, points, color) for color, (host, points) in enumerate(lines.items())], note=note)

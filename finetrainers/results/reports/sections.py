@@ -1,0 +1,374 @@
+"""What a page says of runs in words and tables: figures, memory, data, events, settings, and how to repeat it."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from finetrainers.data.inspect.html_report import shares_of
+from finetrainers.data.inspect.report import counts_of, reasons_of
+from finetrainers.plan.lineage import BEGAN_FROM, ancestors
+from finetrainers.rundir.run_records import (
+    Event,
+    RunRecords,
+    changed_options,
+    differing_options,
+    hacking_of,
+    option_value,
+    table_of,
+)
+from finetrainers.utils.phases import label
+from finetrainers.utils.text import duration, plural, shortened
+
+_STATUS = {
+    "finished": ("finished", "good"),
+    "stopped": ("stopped, with a checkpoint", "note"),
+    "training": ("training", "held"),
+    "ended": ("ended without a result", "bad"),
+}
+_MOST_EVENTS = 200
+_NAMED = 5  # files that a reason lists
+_LOWER_IS_BETTER = ("loss", "eval_loss")
+
+
+def status_of(run: RunRecords) -> tuple[str, str]:
+    """What became of a run, and the class of its color."""
+    stops = run.of_kind("stopped", "stopped_by_guard")
+    if run.status == "stopped" and stops[-1]["event"] == "stopped_by_guard":
+        return f"stopped by {stops[-1].get('by')}, with a checkpoint", "bad"
+    return _STATUS[run.status]
+
+
+def facts_of(run: RunRecords) -> list[tuple[str, str]]:
+    """What was trained how, when and where."""
+    given, environment = run.options, run.environment
+    found: list[tuple[str, str]] = []
+    if given.get("model_name"):
+        kind = "LoRA" if option_value(run, "training_type") == "lora" else "full finetune"
+        if kind == "LoRA":
+            kind += f" of rank {option_value(run, 'rank')}"
+        found.append(("training", f"{option_value(run, 'method')}, {kind}"))
+        found.append(("model", f"{given['model_name']}, {given.get('pretrained_model_name_or_path', '')}"))
+    total = given.get("train_steps")
+    found.append(("steps", f"{run.last_step} of {total}" if total else str(run.last_step)))
+    times = [record["time"] for record in (*run.events, *run.metrics) if isinstance(record.get("time"), int | float)]
+    if times:
+        begun, ended = (time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) for when in (min(times), max(times)))
+        found.append(("recorded", f"{begun} to {ended}"))
+    if run.training_seconds:
+        found.append(("training steps took", duration(run.training_seconds)))
+    for event in run.of_kind("reward_hacking")[-1:]:
+        back = f"; before it: {event['checkpoint']}" if event.get("checkpoint") else ""
+        found.append(("reward hacking", f"seen at step {event.get('step')}: {hacking_of(event)}{back}"))
+    resumes = [event for event in run.of_kind("start") if event.get("step")]
+    if resumes:
+        steps = ", ".join(str(event["step"]) for event in resumes)
+        found.append(("resumed", f"{plural(len(resumes), 'time')}, from step {steps}"))
+    found += [("and that from" if n else "began from", _origin(event)) for n, event in enumerate(ancestors(run.root))]
+    packages = environment.get("packages") or {}
+    versions = [f"{name} {packages[name]}" for name in ("finetrainers", "torch", "diffusers") if packages.get(name)]
+    if versions:
+        found.append(("made with", ", ".join([*versions, f"Python {environment.get('python', '?')}"])))
+    return found
+
+
+def _origin(event: Event) -> str:
+    """What a run began from: which weights, of which run, and the checkpoint that has them."""
+    what = {"full": "all weights", "lora": "a LoRA", "state": "weights, optimizer state"}.get(
+        str(event.get("load")), "weights"
+    )
+    if event.get("run") is None:
+        return f"{event.get('path')} ({what})"
+    step = "" if event.get("step") is None else f"step {event['step']} of "
+    checkpoint = f"; checkpoint {str(event['checkpoint'])[:12]}" if event.get("checkpoint") else ""
+    return f"{step}{event['run']} ({what}{checkpoint})"
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a run, for a tile or the cell of a table.
+
+    Attributes:
+        name: of the number.
+        value: as text.
+        note: what it was before, or what it consists of.
+    """
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def figures_of(run: RunRecords) -> list[Figure]:
+    """The numbers that say most of a run."""
+    return [*_progress(run), *_speed(run), *_memory_figure(run), *_power_figure(run)]
+
+
+def _progress(run: RunRecords) -> Iterator[Figure]:
+    """Losses and rewards, at first and at last."""
+    names = [n for n in run.names if n in ("eval_loss", "eval_accuracy") or n.startswith(("eval_reward/", "reward/"))]
+    order = ("eval_loss", "eval_accuracy", "eval_reward", "reward")
+    scored = any(name.startswith("reward/") for name in names)  # the loss of such a run says little
+    for name in sorted(
+        [*names, *([] if scored else ["loss"])],
+        key=lambda n: order.index(k) if (k := n.partition("/")[0]) in order else 9,
+    ):
+        steps, values = run.points(name)
+        if not values:
+            continue
+        best = (min if name in _LOWER_IS_BETTER else max)(values)
+        note = f"from {values[0]:.4g}" if len(values) > 1 else ""
+        if len(values) > 2 and name.startswith("eval") and best != values[-1]:
+            note += f"; best {best:.4g} at step {steps[values.index(best)]:g}"
+        called = (
+            name.replace("weighted_sum", "weighted sum")
+            .replace("eval_reward/", "held-out reward, ")
+            .replace("reward/", "rollout reward, ")
+        )
+        yield Figure(_NAMES.get(name, called), f"{values[-1]:.4g}", note)
+
+
+_NAMES = {"loss": "training loss", "eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
+
+
+def _speed(run: RunRecords) -> Iterator[Figure]:
+    """Seconds of a step with their parts, and rates: medians."""
+    seconds = run.values("step_s")
+    if not seconds:
+        return
+    step = median(seconds)
+    parts = []
+    for name in run.names:
+        if name.startswith("seconds/") or name == "waiting_s":
+            part = median(run.values(name) or [0.0])
+            called = "waiting for the slowest rank" if name == "waiting_s" else name.partition("/")[2]
+            parts.append(f"{called} {100 * part / step:.0f} %")
+    yield Figure("seconds per step", f"{step:.3g}", ", ".join(parts) or "median")
+    for name, called, shown in (("tokens_per_s", "tokens per second", "{:.4g}"), ("mfu", "MFU", "{:.1%}")):
+        if values := run.values(name):
+            yield Figure(called, shown.format(median(values)).replace("%", " %"), "median")
+
+
+def _memory_figure(run: RunRecords) -> Iterator[Figure]:
+    measured = run.measured_memory()
+    for what, called in (("allocated", "peak GPU memory"), ("host", "peak host memory")):
+        peaks = {phase: peak[what] for phase, peak in measured.items() if what in peak}
+        if peaks:
+            most = max(peaks, key=lambda phase: peaks[phase])
+            yield Figure(called, f"{peaks[most]:.3g} GiB", label(most))
+            return
+
+
+def _power_figure(run: RunRecords) -> Iterator[Figure]:
+    """Power of all GPUs, and what the hottest had."""
+    of_all = run.values("gpu_power_w/sum")
+    watts = of_all or run.values("gpu_power_w")
+    if not watts:
+        return
+    notes = ["median of all" if of_all else "median"]
+    if degrees := run.values("gpu_temperature_c"):
+        notes.append(f"hottest {max(degrees):.0f} C")
+    if shares := run.values("gpu_utilization_percent"):
+        notes.append(f"utilization {median(shares):.0f} %")
+    yield Figure("GPU power", f"{median(watts):.0f} W", ", ".join(notes))
+
+
+def compared(runs: Sequence[RunRecords]) -> list[tuple[str, list[Figure | None]]]:
+    """Rows of a table of several runs: a figure of each, or None. One run has tiles instead."""
+    if len(runs) == 1:
+        return []
+    of_runs = [{figure.name: figure for figure in figures_of(run)} for run in runs]
+    names = dict.fromkeys(name for figures in of_runs for name in figures)
+    return [(name, [figures.get(name) for figures in of_runs]) for name in names]
+
+
+# ---- data --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What became of the items of a run's data.
+
+    Attributes:
+        total: how many there are, with their noun.
+        shares: of uses, as on the page of `finetrainers check`.
+        buckets: size, clips trained on, clips held out.
+        reasons: why items are left out, and remarks.
+        rejected: names and reasons in full, the first ones.
+        later: what was found while training: text and count.
+    """
+
+    total: str
+    shares: list[dict[str, Any]]
+    buckets: list[tuple[str, int, int]]
+    reasons: list[dict[str, Any]]
+    rejected: list[tuple[str, str]]
+    later: list[str]
+
+
+def data_of(run: RunRecords) -> DataSummary | None:
+    """What became of the data; None where nothing says so."""
+    items = [item for item in run.items if "use" in item]
+    later = list(_found_later(run))
+    if not items and not later:
+        return None
+    clips = [item for item in items if "status" in item and "name" in item]
+    items = [{"status": "used", "marks": [], "name": item.get("prompt", ""), **item} for item in items]
+    buckets: dict[str, Counter[str]] = defaultdict(Counter)
+    for item in clips:
+        if item.get("bucket"):
+            buckets[str(item["bucket"])][item["use"]] += 1
+    return DataSummary(
+        total=plural(len(items), "item" if clips else "prompt"),
+        shares=shares_of(counts_of(items)),
+        buckets=[(bucket, uses["train"], uses["eval"]) for bucket, uses in sorted(buckets.items(), reverse=True)],
+        reasons=reasons_of(items),
+        rejected=[(str(item["name"]), str(item["reason"])) for item in items if item.get("reason")][:_MOST_EVENTS],
+        later=later,
+    )
+
+
+def _found_later(run: RunRecords) -> Iterator[str]:
+    """What was left out while training."""
+    bad = {str(event.get("file")): str(event.get("reason", "")) for event in run.of_kind("bad_sample")}
+    for file, reason in list(bad.items())[:_NAMED]:
+        yield f"{file}: {reason}"
+    if len(bad) > _NAMED:
+        yield f"and {len(bad) - _NAMED} more files that could not be read; events.jsonl has all (bad_sample)"
+    left_out = run.of_kind("left_out")
+    if left_out:
+        counts = [event.get("clips", 0) for event in left_out]
+        yield f"{min(counts)} to {max(counts)} clips an epoch fell through all buckets (bucket_keep_prob)"
+
+
+# ---- events ------------------------------------------------------------------------------------------------------------
+
+#: What an event says, and the class of its color. Events that are not here are told as they are written.
+_EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
+    "start": ("", lambda e: f"resumed from step {e['step']}" if e.get("step") else "started"),
+    "origin": ("", lambda e: "; ".join(f"{k.replace('_', ' ')}: {v}" for k, v in _details(e).items())),
+    BEGAN_FROM: ("", lambda e: f"began from {_origin(e)}"),
+    "finished": ("good", lambda e: "finished"),
+    "stopped": ("note", lambda e: f"stopped by {e.get('by')}"),
+    "stopped_by_guard": ("bad", lambda e: f"stopped by {e.get('by')}"),
+    "reward_hacking": ("bad", lambda e: f"reward hacking: {hacking_of(e)}"),
+    "spike": ("note", lambda e: f"spike: {e.get('values')}"),
+    "nonfinite": ("bad", lambda e: f"not finite: {e.get('values')}{'; step skipped' if e.get('skipped') else ''}"),
+    "rollback": ("bad", lambda e: f"rolled back, after step {e.get('failed')} was not finite"),
+    "out_of_memory": ("bad", lambda e: (
+        f"out of memory with {e.get('samples')} samples of {e.get('latent_size')}; retried with at most {e.get('now')} at once"
+    )),
+    "host_memory_low": ("bad", lambda e: f"host memory nearly full: {e.get('available_gib', 0):.2f} GiB left"),
+    "bad_sample": ("note", lambda e: f"clip left out: {e.get('file')}: {e.get('reason')}"),
+    "left_out": ("", lambda e: f"epoch {e.get('epoch')}: {e.get('clips')} clips fell through all buckets"),
+    "loader_restarted": ("note", lambda e: f"loader restarted: {e.get('why')}"),
+    "straggler": ("note", lambda e: f"the others wait {e.get('waiting_s')} s of each step for rank {e.get('rank')}"),
+    "set_aside": ("", lambda e: f"set aside: {e.get('path')}"),
+    "checkpoint_waited": ("", lambda e: f"waited {e.get('seconds')} s for the checkpoint before"),
+    "tracker": ("", lambda e: f"{e.get('tracker')} run: {e.get('run') or e.get('project')}"),
+    "tracker_failed": ("note", lambda e: f"{e.get('tracker')} failed: {e.get('error')}"),
+    "dry_batch": ("", lambda e: f"dry batch of {e.get('samples')} x {e.get('size')}: {e.get('seconds')} s"),
+}  # fmt: skip
+#: They are counted, and not listed: the page shows them elsewhere.
+_COUNTED = {"checkpoint": "checkpoint", "checkpoint_removed": "removed checkpoint", "samples": "round of samples",
+            "memory": "", "memory_planned": ""}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Events:
+    """What happened in a run: rows of time, step, text and color; what is only counted; and how many rows are left out."""
+
+    rows: list[tuple[str, str, str, str]]
+    counted: list[str]
+    left_out: int
+
+
+def events_of(run: RunRecords) -> Events | None:
+    """The events, those that need attention in color; None without any."""
+    if not run.events:
+        return None
+    counts = Counter(_COUNTED[k] for event in run.events if (k := event.get("event")) in _COUNTED and _COUNTED[k])
+    rows = [_event_row(event) for event in run.events if event.get("event") not in _COUNTED]
+    counted = [plural(count, name, name.replace("round", "rounds") if name.startswith("round") else None)
+               for name, count in counts.items()]  # fmt: skip
+    if len(rows) > _MOST_EVENTS:  # the first ones and the last ones
+        rows = [*rows[: _MOST_EVENTS // 2], *rows[-_MOST_EVENTS // 2 :]]
+    return Events(rows, counted, len([e for e in run.events if e.get("event") not in _COUNTED]) - len(rows))
+
+
+def _event_row(event: Event) -> tuple[str, str, str, str]:
+    kind = str(event.get("event", ""))
+    color, say = _EVENTS.get(kind, ("", None))  # type: ignore[assignment]
+    text = say(event) if say else f"{kind.replace('_', ' ')} {_values(event)}".strip()
+    moment = event.get("time")
+    when = time.strftime("%m-%d %H:%M:%S", time.localtime(moment)) if isinstance(moment, int | float) else ""
+    # The step of this event is one of the run that it began from, and is named in its text.
+    step = "" if kind == BEGAN_FROM else str(event.get("step", ""))
+    return when, step, shortened(text, 600), color
+
+
+def _details(event: Event) -> dict[str, Any]:
+    return {name: value for name, value in event.items() if name not in ("time", "event", "step")}
+
+
+def _values(event: Event) -> str:
+    return ", ".join(f"{name} {value}" for name, value in _details(event).items())
+
+
+# ---- settings ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option with its value in each run; `differs` if they are not all equal."""
+
+    table: str
+    name: str
+    values: list[str]
+    differs: bool
+
+
+def settings_of(runs: Sequence[RunRecords]) -> list[Setting]:
+    """The options that differ from their defaults in any run, and before them those in which runs differ."""
+    differing = differing_options(runs) if len(runs) > 1 else []
+    changed = dict.fromkeys(name for run in runs for name in changed_options(run))
+    return [
+        Setting(table_of(name), name, [_shown(option_value(run, name)) for run in runs], name in differing)
+        for name in [*differing, *(name for name in changed if name not in differing)]
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def commands_of(run: RunRecords) -> list[tuple[str, str]]:
+    """Commands, each with what it does: what repeats the run, what continues it, and how it was started."""
+    config = shlex.quote(str(run.root / "config.toml"))
+    found = []
+    if run.options:
+        found.append(
+            ("the same training on the same data", f"finetrainers train --config {config} --output_dir repeated")
+        )
+        if run.status in ("stopped", "ended"):
+            resume = f"finetrainers train --config {config} --resume_from_checkpoint latest"
+            found.append(("to continue it", resume))
+    command = run.environment.get("command")
+    if isinstance(command, list) and command:
+        program = "finetrainers" if str(command[0]).endswith(("finetrainers", "__main__.py")) else str(command[0])
+        commit = run.environment.get("git")
+        at = f", at commit {str(commit)[:12]}" if commit else ""
+        found.append((f"how it was last started{at}", shlex.join([program, *map(str, command[1:])])))
+    return found

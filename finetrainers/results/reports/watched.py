@@ -1,0 +1,76 @@
+"""What `finetrainers watch` has recorded next to a run: scores and clips of its checkpoints, by preset."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetrainers.rundir.best import best_checkpoint
+from finetrainers.rundir.find import step_of
+from finetrainers.rundir.run_records import RunRecords
+from finetrainers.utils.curves import Points, is_number
+from finetrainers.utils.files import read_jsonl
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The clips of a preset.
+
+    Attributes:
+        run: whose checkpoints they are of.
+        preset: its name.
+        folder: where the clips are.
+        records: by step, prompt and seed; of a step that was saved again those of the last time.
+        best: step of the checkpoint that is marked as the best.
+    """
+
+    run: RunRecords
+    preset: str
+    folder: Path
+    records: Mapping[tuple[int, str, int], Mapping[str, Any]]
+    best: int | None
+
+    @property
+    def labels(self) -> list[str]:
+        """The rewards that have scored."""
+        return list(dict.fromkeys(label for record in self.records.values() for label in record["scores"]))
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the checkpoints."""
+        return sorted({step for step, _, _ in self.records})
+
+    def means(self, label: str) -> Points:
+        """The mean score of each checkpoint by a reward."""
+        values: dict[int, list[float]] = defaultdict(list)
+        for (step, _, _), record in self.records.items():
+            if is_number(score := record["scores"].get(label)):
+                values[step].append(score)
+        return [float(step) for step in sorted(values)], [sum(values[s]) / len(values[s]) for s in sorted(values)]
+
+
+def watched_of(run: RunRecords) -> Iterator[Watched]:
+    """The presets of a run that have clips, also of those that another watch has sampled before."""
+    best = best_checkpoint(run.root)
+    for file in sorted((run.root / "watch").glob("*/scores.jsonl")):
+        found: dict[str, dict[tuple[int, str, int], dict[str, Any]]] = {}  # by manifest
+        newest: dict[int, str] = {}  # manifest of each step
+        for record in read_jsonl(file)[0]:
+            step, seed, manifest = record.get("step"), record.get("seed"), str(record.get("manifest"))
+            if not isinstance(step, int) or not isinstance(seed, int) or not isinstance(record.get("scores"), dict):
+                continue
+            place, known = (step, str(record.get("prompt")), seed), found.setdefault(manifest, {})
+            scores = {**known.get(place, {}).get("scores", {}), **record["scores"]}  # a reward that was added later
+            known[place] = {**record, "scores": scores}
+            newest[step] = manifest
+        clips = {
+            place: one
+            for step, manifest in newest.items()
+            for place, one in found[manifest].items()
+            if place[0] == step
+        }
+        if clips:
+            yield Watched(run, file.parent.name, file.parent, clips, None if best is None else step_of(best))

@@ -1,0 +1,205 @@
+"""The run directory: the resolved configuration, the environment, metrics and events of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.flags import is_secret
+from finetrainers.config.load import dump_toml
+from finetrainers.config.root import TrainConfig
+from finetrainers.utils.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
+
+from .find import checkpoints_dir, step_of
+from .identity import take_identity
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("finetrainers", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "deepspeed",
+             "bitsandbytes", "torchao")  # fmt: skip
+
+
+class RunDirectory:
+    """Paths and records of one run. Only the main process writes."""
+
+    def __init__(self, root: Path, *, writes: bool) -> None:
+        self.root = root
+        self.writes = writes
+        self.identity: str | None = None  # the run's id, once it has started; rank 0's
+        self.tracker_runs: dict[str, str] = {}  # the trackers' own names for this run, once it has some
+        self.recorded_step = -1  # the last step that was recorded before this start, of those that will be redone
+        self.metrics_file = root / "metrics.jsonl"
+        self.events_file = root / "events.jsonl"
+        self._lost: set[Path] = set()  # records that could not be written
+
+    @property
+    def resume_command(self) -> str:
+        """What continues this run: its own settings, and the newest checkpoint."""
+        return self.resume_from("latest")
+
+    def resume_from(self, checkpoint: str) -> str:
+        """What continues this run from a checkpoint, with its own settings."""
+        flags = (
+            f"--config {shlex.quote(str(self.root / 'config.toml'))} --resume_from_checkpoint {shlex.quote(checkpoint)}"
+        )
+        # How a launcher was called, nobody has told this process.
+        return f"the same launcher with train.py {flags}" if "RANK" in os.environ else f"finetrainers train {flags}"
+
+    def start(self, config: TrainConfig, *, resumed_step: int) -> None:
+        """Write the run's identity, the resolved configuration and the environment; drop metrics of steps to be redone."""
+        if not self.writes:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.identity = take_identity(self.root)
+        write_text_atomic(self.root / "config.toml", dump_toml(config))
+        write_json_atomic(self.root / "env.json", environment())
+        self._keep_metrics(resumed_step)
+        if resumed_step:
+            self._set_aside_later_than(resumed_step)
+        self.event("start", step=resumed_step)
+
+    def rewind(self, step: int) -> None:
+        """After a rollback: drop the metrics of later steps, and set their samples aside."""
+        self._keep_metrics(step)
+        self._set_aside_later_than(step)
+
+    def _keep_metrics(self, step: int) -> None:
+        """Drop what was measured after a step; all of it where there is none. Lines that are no records are put aside."""
+        if not self.metrics_file.exists():
+            return
+        with self.recording(self.metrics_file):
+            records, damaged = read_jsonl(self.metrics_file)
+            whole = [record for record in records if _has_step(record)]
+            damaged += [json.dumps(record).encode() for record in records if not _has_step(record)]
+            if damaged:
+                aside = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
+                with open(aside, "ab") as file:
+                    file.writelines(line + b"\n" for line in damaged)
+                logger.warning("%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, aside)
+            self.recorded_step = max((int(record["step"]) for record in whole), default=-1)
+            kept = [record for record in whole if step and record["step"] <= step]
+            write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def _set_aside_later_than(self, step: int) -> None:
+        """Rename checkpoints and samples of later steps: they belong to a continuation that is being replaced."""
+        found = [(path, step_of(path)) for path in sorted(checkpoints_dir(self.root).glob("*"))]
+        for path in sorted([*(self.root / "samples").glob("step-*"), *(self.root / "rollouts").glob("step-*")]):
+            number = path.name.removeprefix("step-")
+            found.append((path, int(number) if number.isdigit() else None))
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        for path, place in found:
+            if place is not None and place > step:
+                aside = _unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
+                path.rename(aside)
+                self.event("set_aside", path=str(aside))
+
+    @contextlib.contextmanager
+    def recording(self, path: Path) -> Iterator[None]:
+        """Within the block, an error of the disk costs this file's records, not the run; a warning says so once.
+
+        Raises:
+            FileNotFoundError: the folder is gone, and there is nowhere to save to either.
+        """
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if path not in self._lost:
+                self._lost.add(path)
+                logger.warning("%s cannot be written (%s); the run continues without this record", path, error.strerror)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Append one line of metrics."""
+        self._append(self.metrics_file, record)
+
+    @property
+    def tracker_run(self) -> str | None:
+        """What the trackers call this run; None if none has a name for it."""
+        return ", ".join(self.tracker_runs.values()) or None
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Append something that happened: a start, a checkpoint, a sample, the run at a tracker, its failure."""
+        self._append(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+
+    def _append(self, path: Path, record: dict[str, Any]) -> None:
+        if self.writes:
+            with self.recording(path):
+                append_jsonl(path, record)
+
+
+def _has_step(record: dict[str, Any]) -> bool:
+    return isinstance(record.get("step"), int | float)
+
+
+def _unused(path: Path) -> Path:
+    """The path, with a number where something has this name."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that decide over a run; None for those that are not installed."""
+    return {package: _installed_version(package) for package in _PACKAGES}
+
+
+@cache  # every checkpoint says it, and reading a package's metadata takes milliseconds
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for reproducing a run."""
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "command": without_secrets(sys.argv),
+        "packages": package_versions(),
+        "git": _git_commit(),
+    }
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line with tokens and keys blanked out."""
+    kept: list[str] = []
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        if kept and is_secret(kept[-1]) and "=" not in kept[-1] and not argument.startswith("--"):
+            argument = "***"
+        kept.append(f"{flag}=***" if equals and is_secret(flag) else argument)
+    return kept
+
+
+@cache
+def _git_commit() -> str | None:
+    """Commit of the checkout that the code runs from, if it is one."""
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            timeout=5,
+            check=False,
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

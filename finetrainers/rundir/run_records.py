@@ -1,0 +1,304 @@
+"""What a run directory says of its run, also while it trains, after a crash, and of earlier versions: what is missing is empty."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
+from finetrainers.utils.curves import Points, is_number, points, read_metrics
+from finetrainers.utils.files import not_there, read_jsonl
+from finetrainers.utils.phases import PHASES
+
+from .find import checkpoints_dir
+from .health import HEALTH, reading
+from .lock import in_use
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FILES = ("metrics.jsonl", "events.jsonl", "config.toml")
+_TAIL = 12  # lines of a failure's text that are shown
+_RESULTS = ("pytorch_lora_weights.safetensors", "transformer", "transformer_2")
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of a run.
+
+    Attributes:
+        root: the run directory.
+        name: what the page calls the run.
+        options: of `config.toml`, by flat name.
+        environment: of `env.json`.
+        metrics: of `metrics.jsonl`, without steps that were redone.
+        events: of `events.jsonl`.
+        items: of `manifest.jsonl`: clips or prompts.
+        status: `finished`, `stopped`, `training`, or `ended` for a run that left no result.
+        failures: texts that a failure has left, each with the file's name.
+        health: of `health.jsonl`, with a time and a host each, in the order of time.
+    """
+
+    root: Path
+    name: str
+    options: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
+    items: Sequence[Mapping[str, Any]]
+    status: str
+    failures: Sequence[tuple[str, str]] = field(default_factory=tuple)
+    health: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def last_step(self) -> int:
+        """Of the last record."""
+        return int(max((record["step"] for record in self.metrics), default=0))
+
+    def points(self, name: str, x: str = "step") -> Points:
+        """Points of a metric, by step or by another metric."""
+        return self._by_step.get(name, ([], [])) if x == "step" else points(self.metrics, name, x)
+
+    @cached_property
+    def _by_step(self) -> dict[str, Points]:
+        """Points of all metrics; one pass, since a long run has many."""
+        found: dict[str, Points] = defaultdict(lambda: ([], []))
+        for record in self.metrics:
+            step = record["step"]
+            for name, value in record.items():
+                if isinstance(value, float | int) and isfinite(value):  # `is_number`, where it is called most
+                    xs, ys = found[name]
+                    xs.append(step)
+                    ys.append(value)
+        return dict(found)
+
+    @cached_property
+    def times(self) -> list[float]:
+        """When each record was written, as far as it says so; never falling."""
+        found, last = [], 0.0
+        for record in self.metrics:
+            moment = record.get("time")
+            last = max(last, moment) if is_number(moment) else last
+            found.append(last)
+        return found if last else []
+
+    def values(self, name: str) -> list[float]:
+        """A metric's values."""
+        return self.points(name)[1]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics."""
+        return list(self._by_step)
+
+    @property
+    def training_seconds(self) -> float:
+        """How long training steps took in all, as recorded."""
+        return sum(r["step_s"] * r.get("steps", 1) for r in self.metrics if isinstance(r.get("step_s"), int | float))
+
+    def of_kind(self, *kinds: str) -> list[Event]:
+        """The events of these kinds."""
+        return [event for event in self.events if event.get("event") in kinds]
+
+    def measured_memory(self) -> dict[str, dict[str, float]]:
+        """GiB of each phase: the greatest of all processes where the run has ended, else of rank 0."""
+        found: dict[str, dict[str, float]] = {}
+        for event in self.of_kind("memory"):
+            _keep_greatest(found, event.get("gib"))
+        if not found:
+            for name, (_, values) in self._by_step.items():
+                prefix, _, rest = name.partition("/")
+                phase, _, what = rest.partition("/")
+                if prefix == "memory" and what:
+                    _keep_greatest(found, {phase: {what.removesuffix("_gib"): max(values)}})
+        return {phase: found[phase] for phase in PHASES if phase in found}
+
+    def planned_memory(self) -> dict[str, dict[str, float]]:
+        """GiB of each phase, as the last start has planned it."""
+        planned = self.of_kind("memory_planned")
+        return dict(planned[-1].get("gib") or {}) if planned else {}
+
+
+def _keep_greatest(found: dict[str, dict[str, float]], peaks: object) -> None:
+    for phase, peak in peaks.items() if isinstance(peaks, Mapping) else ():
+        for what, value in peak.items() if isinstance(peak, Mapping) else ():
+            if isinstance(value, int | float):
+                known = found.setdefault(phase, {})
+                known[what] = max(value, known.get(what, value))
+
+
+def run_problem(root: Path) -> str | None:
+    """Why a path is no run directory, in words that follow it; None if it is one."""
+    if not root.is_dir():
+        return not_there(root, folder=True)
+    if not any((root / name).is_file() for name in _FILES):
+        inside = sorted(path.parent.name for path in root.glob("*/metrics.jsonl"))
+        if inside:
+            return f"is no run directory, but contains some: {', '.join(str(root / name) for name in inside[:5])}"
+        above = next((folder for folder in root.absolute().parents if (folder / "metrics.jsonl").is_file()), None)
+        if above is not None:
+            return f"is a folder of a run; give the run directory, {above}"
+        return f"is no run directory: it has none of {', '.join(_FILES)}"
+    return None
+
+
+def read_run(root: Path, *, name: str = "") -> RunRecords:
+    """Read a run directory.
+
+    Args:
+        root: the directory.
+        name: what to call it; default: the end of its path.
+    """
+    events = _lines(root / "events.jsonl")
+    metrics = root / "metrics.jsonl"
+    return RunRecords(
+        root=root,
+        name=name or "/".join(root.resolve().parts[-2:] if root.is_absolute() else root.parts) or root.resolve().name,
+        options=_options(root / "config.toml"),
+        environment=_json(root / "env.json"),
+        metrics=read_metrics(metrics) if metrics.is_file() else [],
+        events=events,
+        items=_lines(root / "manifest.jsonl"),
+        status=_status(root, events),
+        failures=_failures(root),
+        health=_health(root),
+    )
+
+
+def _health(root: Path) -> list[dict[str, Any]]:
+    """Return the readings of machines, checked as those of a machine's answer: the file may have been edited."""
+    records = [r for r in _lines(root / HEALTH) if is_number(r.get("time")) and isinstance(r.get("host"), str)]
+    readings = [
+        reading(r["host"], None if "error" in r else r, r["time"], error=str(r.get("error", ""))) for r in records
+    ]
+    return sorted(readings, key=lambda record: record["time"])
+
+
+def run_status(root: Path) -> str:
+    """The status of a run, see `RunRecords`."""
+    return _status(root, _lines(root / "events.jsonl"))
+
+
+def _status(root: Path, events: Sequence[Event]) -> str:
+    starts = [number for number, event in enumerate(events) if event.get("event") == "start"]
+    since = [event.get("event") for event in events[starts[-1] if starts else 0 :]]
+    if "finished" in since:
+        return "finished"
+    if {"stopped", "stopped_by_guard"} & set(since):
+        return "stopped"
+    if in_use(root):
+        return "training"
+    # Earlier versions wrote no event at the end.
+    return "finished" if "memory" in since or _has_result(root) else "ended"
+
+
+def _has_result(root: Path) -> bool:
+    """Whether a result is there that is no older than the newest checkpoint."""
+    newest = max((path.stat().st_mtime for path in checkpoints_dir(root).glob("step-*")), default=0.0)
+    return any(path.stat().st_mtime >= newest for path in result_paths(root))
+
+
+def result_paths(root: Path) -> list[Path]:
+    """The weights that a run has left as its result."""
+    return [path for name in _RESULTS if (path := root / name).exists()]
+
+
+def _failures(root: Path) -> list[tuple[str, str]]:
+    """What failures have left, the end of each text."""
+    paths = [*sorted((root / "failures").glob("rank-*.txt")), *sorted((root / "hangs").glob("rank-*.txt"))]
+    found = []
+    for path in [root / "traceback.txt", *paths]:
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+            shown = lines[-_TAIL:] if path.name == "traceback.txt" else lines[: 2 * _TAIL]
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+            found.append((f"{path.relative_to(root).as_posix()}, {when}", "\n".join(shown)))
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return read_jsonl(path)[0] if path.is_file() else []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """The options of a `config.toml` by flat name; those that are no options any more keep the name of their table."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found: dict[str, Any] = {}
+    for table, values in tables.items():
+        if not isinstance(values, dict):
+            found[table] = values
+            continue
+        known = table if table in sections() else None
+        found |= {flat_name(key, known): value for key, value in values.items()}
+    return by_current_names(found)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Default values by flat name, as a file has them."""
+    found: dict[str, Any] = {}
+    for table, section in sections().items():
+        values = section.model_construct().model_dump(mode="json", warnings=False)
+        found |= {flat_name(key, table): value for key, value in values.items()}
+    return found
+
+
+def hacking_of(event: Event) -> str:
+    """What an event `reward_hacking` tells, in short."""
+
+    def change(before: str, now: str) -> str:
+        return " -> ".join(f"{event[name]:.3g}" if is_number(event.get(name)) else "?" for name in (before, now))
+
+    what = "KL" if event.get("judge") == "kl" else f"held-out reward {event.get('judge')}"
+    trained = change("trained_before", "trained_now")
+    return f"{what} {change('before', 'now')} since step {event.get('best_step')}, trained reward {trained}"
+
+
+def changed_options(run: RunRecords) -> dict[str, Any]:
+    """The options of a run that differ from the defaults of now, without where it wrote to."""
+    defaults = _defaults()
+    return {
+        name: value
+        for name, value in run.options.items()
+        if name != "output_dir" and (name not in defaults or defaults[name] != value)
+    }
+
+
+def option_value(run: RunRecords, name: str) -> Any:
+    """An option's value; a default that a file does not have counts."""
+    return run.options.get(name, _defaults().get(name) if run.options else None)
+
+
+def differing_options(runs: Sequence[RunRecords]) -> list[str]:
+    """Options in which runs differ, in the order of the reference; not where they wrote to."""
+    names = dict.fromkeys([*fields(), *(name for run in runs for name in run.options)])
+    return [name for name in names if name != "output_dir" and len({repr(option_value(r, name)) for r in runs}) > 1]
+
+
+def table_of(name: str) -> str:
+    """The table of a file that an option is in."""
+    table, _ = split_name(name)
+    return table or (fields()[name].section if name in fields() else "")

@@ -1,0 +1,1 @@
+"""Runs from start to results: `finetrainers.train`, `prepare`, and files of stages."""

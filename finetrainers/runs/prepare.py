@@ -1,0 +1,87 @@
+"""Encodes what a training run would encode beforehand, and stops: `finetrainers prepare`."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetrainers.data.loading.precompute import Encoded
+from finetrainers.data.loading.text_conditioning import cache_directory
+from finetrainers.methods.registry import method_spec
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.plan.dry_run import dry_run_report
+from finetrainers.plan.init_distributed import make_strategy
+from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.ready import examine_weights
+from finetrainers.plan.start_report import print_line
+from finetrainers.training.guards.memory import memory_advice
+from finetrainers.training.load_work import load_texts, load_work
+from finetrainers.training.watchdog import Watchdog
+from finetrainers.utils.faults import arm_faults
+from finetrainers.utils.phases import LOADING, phase
+from finetrainers.utils.text import duration, file_size, plural
+
+
+def prepare(checked: Preflight) -> Mapping[str, Encoded]:
+    """Encode captions, then clips, each with its encoders alone in memory; what came of it, on all ranks together.
+
+    Raises:
+        ConfigError: sizes that the loaded model refuses.
+    """
+    config = checked.config
+    if config.run.dry_run:
+        dry_run_report(checked)
+        return {}
+    checked = examine_weights(checked)
+    started = time.monotonic()
+    with contextlib.closing(make_strategy(config)) as parallel:
+        arm_faults()
+        print_line(parallel.describe())
+        watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
+        with watchdog.running(), phase(LOADING):
+            encoded = _encode(checked, parallel, watchdog)
+        for what, counts in encoded.items():
+            print_line(_summary(what, counts))
+        done = f"done in {duration(time.monotonic() - started)}"
+        scratch = method_spec(config).scratch_cache(config)
+        if scratch is None:
+            print_line(f"{done}; cache: {cache_directory(config)}{_how_to_train(checked)}")
+        else:
+            parallel.barrier()
+            if parallel.is_main:
+                shutil.rmtree(scratch)
+            print_line(f"{done}; {plural(checked.plan.count, checked.plan.noun)} in {scratch.parent}")
+    return encoded
+
+
+@memory_advice("loading and encoding")
+def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[str, Encoded]:
+    config = checked.config
+    watchdog.enter("loading")
+    spec = checked.family.load(config.model)
+    texts, _ = load_texts(checked, spec, parallel, watchdog)
+    try:
+        encoded = {checked.plan.texts: texts.encoded}
+        if checked.plan.encodes_clips:
+            source, _ = load_work(checked, spec, parallel, watchdog, texts)
+            encoded |= source.precomputed
+        return encoded
+    finally:
+        texts.keys.cache.release()
+
+
+def _summary(what: str, counts: Encoded) -> str:
+    left_out = f", {len(counts.bad)} left out (damaged)" if counts.bad else ""
+    return f"{what}: {counts.encoded} encoded, {counts.found} found{left_out}; {file_size(counts.size_bytes)} written"
+
+
+def _how_to_train(checked: Preflight) -> str:
+    """What the training command needs so that it finds the cache."""
+    if not checked.plan.encodes_clips:
+        return ""
+    directory = checked.config.data.precompute_dir
+    place = "" if directory is None else f" --precompute_dir {Path(directory)}"
+    return f"; train with --precompute_conditions{place}"

@@ -1,0 +1,140 @@
+"""Training from Python: `train`, and what a run has left. Imports no torch before there is something to load."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.registry import get_family
+from finetrainers.plan.initial_weights import LORA_FILE
+from finetrainers.plan.ready import get_ready
+from finetrainers.plan.start_report import print_line
+from finetrainers.training.callbacks.base import Callback, check_callbacks
+from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.logs import quiet_libraries
+from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run has left in its directory, read from there when asked for.
+
+    Attributes:
+        config: the configuration that was trained, `init_from` resolved.
+        step: the last optimizer step; 0 after a dry run.
+        stopped_by: what stopped the run before its last step, with a checkpoint; None: it is finished.
+    """
+
+    config: TrainConfig
+    step: int
+    stopped_by: str | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory, `output_dir`."""
+        return self.config.run.output_dir
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, those of steps before a resume included; none after a dry run."""
+        if self.config.run.dry_run:
+            return []
+        return read_jsonl(self.run_dir / "metrics.jsonl")[0]
+
+    @property
+    def samples(self) -> list[Path]:
+        """The sampled videos, by step and prompt; none after a dry run."""
+        return [] if self.config.run.dry_run else sorted((self.run_dir / "samples").glob("step-*/*.mp4"))
+
+    @property
+    def weights(self) -> Path | None:
+        """The LoRA file, or the folder of the transformer; None of a run that was stopped, and after a dry run."""
+        if self.config.run.dry_run or self.stopped_by is not None:
+            return None
+        model, is_lora = self.config.model, self.config.training.training_type == "lora"
+        return self.run_dir / (LORA_FILE if is_lora else get_family(model.model_name).facts_of(model).trained)
+
+    def pipeline(self, device: str | None = None, *, image_to_video: bool = False) -> Any:
+        """diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.
+
+        Args:
+            device: where to put it; default: on the GPU if there is one, else on the CPU.
+            image_to_video: whether it takes a first frame, for models that can do with and without.
+
+        Raises:
+            ValueError: there are no trained weights: a dry run, or a run that was stopped.
+        """
+        if self.weights is None:
+            why = "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
+            raise ValueError(f"there are no trained weights in {self.run_dir}: {why}")
+        with restored(), quiet_libraries():
+            import torch
+
+            from finetrainers.models.spec import DTYPES
+
+            model = self.config.model
+            spec = get_family(model.model_name).load(model)
+            folder = None if self.weights.is_file() else self.weights
+            pipeline = spec.pipeline(
+                spec.load_transformer(DTYPES[model.transformer_dtype], folder=folder),
+                spec.load_vae(),
+                spec.load_scheduler(),
+                spec.load_text_encoders(),
+                image_to_video=image_to_video,
+            )
+            if folder is None:
+                spec.load_into(pipeline, self.weights)
+            return pipeline.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def train(
+    config: TrainConfig, *, callbacks: Sequence[Callback] = (), handle_signals: bool | None = None
+) -> TrainResult:
+    """Check a configuration and train.
+
+    The state of the host program (see `restored`) does not change the run, and is afterwards as before.
+
+    Args:
+        config: from `load_config`.
+        callbacks: what watches the run besides the run's own callbacks, after these.
+        handle_signals: whether SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM and SIGUSR1 stop the run with a checkpoint
+            once it trains; `stopped_by` names the signal then, and a second one goes to the host program's handler.
+            None: if called in the main thread, as only there Python allows it. False: the host program's handlers stay;
+            a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the last step.
+
+    Raises:
+        ConfigError: the configuration cannot run; all reasons at once.
+        ValueError: `handle_signals` is True in another thread than the main one.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if handle_signals and not in_main_thread:
+        raise ValueError("handle_signals=True requires the main thread; use None or False in other threads")
+    with environment_restored():
+        use_expandable_segments()
+        check_callbacks(callbacks)
+        if (problem := host_group_problem()) is not None:
+            raise ConfigError([Problem("process group", problem)])
+        checked = get_ready(config)
+        with restored() as set_aside, quiet_libraries():
+            from .run import run
+
+            if set_aside:
+                print_line(f"note: settings of this program that do not apply to the run: {', '.join(set_aside)}")
+            handles = in_main_thread if handle_signals is None else handle_signals
+            state = run(checked, handle_signals=handles, second_exits=False, callbacks=callbacks)
+            if state is None:
+                return TrainResult(checked.config, step=0)
+            result = TrainResult(state.config, step=state.step, stopped_by=state.stopped_by)
+            if state.stopped_by is not None:
+                resume = f'load_config({str(result.run_dir / "config.toml")!r}, resume_from_checkpoint="latest")'
+                print_line(f"in Python:\n  train({resume})")
+            del state
+            gc.collect()  # networks and callbacks refer to each other, and the caller may want the memory now
+            return result

@@ -1,0 +1,1 @@
+"""`finetrainers sample`: sample clips from runs, checkpoints, LoRAs and models."""

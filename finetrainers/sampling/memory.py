@@ -1,0 +1,57 @@
+"""The memory that sampling takes, estimated, and whether parts of the model wait in host memory for it."""
+
+from __future__ import annotations
+
+import torch
+
+from finetrainers.config.sections import TrainingSection
+from finetrainers.memory.fit import fits, reserved
+from finetrainers.memory.phases import Surroundings, plan_run
+from finetrainers.models.spec import ModelSpec, frozen_bytes
+from finetrainers.plan.trainable import trainable_dtype
+from finetrainers.utils.phases import VALIDATION
+from finetrainers.utils.text import file_size
+
+from .plan import SamplePlan
+
+
+def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
+    """Bytes on the device at the peak of denoising and decoding, without a LoRA's own weights."""
+    config, sizes = plan.config, plan.sizes
+    widest = config.model.transformer_dtype
+    if any(one.weights.kind == "full" and one.weights.is_checkpoint for one in plan.variants):
+        widest = "fp32" if trainable_dtype(config) == torch.float32 else "bf16"
+    # Nothing is trained, and text encoders are freed before the network is loaded.
+    tables = {
+        "training": TrainingSection(),
+        "data": config.data.model_copy(update={"precompute_conditions": True}),
+        "model": config.model.model_copy(update={"transformer_dtype": widest}),
+    }
+    config = config.model_copy(update=tables)
+    network = spec.transformer_on_meta().requires_grad_(False)
+    parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
+    around = Surroundings(
+        bucket=max(sizes, key=lambda size: spec.facts.geometry.num_tokens(*size)),
+        sampled=tuple(sizes),
+        parts={part: size for part, size in parts.items() if size is not None},
+        total=sum(p.numel() for p in network.parameters()),
+    )
+    return plan_run(config, spec.facts.geometry, network, spec=spec, around=around).peaks[VALIDATION]
+
+
+def offloads(plan: SamplePlan, spec: ModelSpec, *, device: torch.device) -> tuple[bool, str]:
+    """Whether parts of the model that are not in use wait in host memory, as asked for or as it would not fit otherwise.
+
+    Returns:
+        That, and what to tell the user; empty: nothing.
+    """
+    asked = plan.config.validation.enable_model_cpu_offload
+    if asked is not None or device.type != "cuda":
+        return bool(asked), ""
+    planned, has = sampling_bytes(plan, spec), torch.cuda.mem_get_info(device)[1]
+    if fits(planned, has):
+        return False, ""
+    return True, (
+        f"note: parts of the model that are not in use wait in host memory: about {file_size(reserved(planned))} are needed otherwise, and "
+        f"the GPU has {file_size(has)} (--no-enable_model_cpu_offload)"
+    )

@@ -1,0 +1,168 @@
+"""Sample clips with several weights of one model: the base, LoRAs at several scales, whole networks; each part is loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.config.root import TrainConfig
+from finetrainers.memory.quantized_encoders import load_text_encoders
+from finetrainers.models.registry import Family
+from finetrainers.models.spec import DTYPES, are_mapped
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.trainable import trainable_dtype
+from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingParts, encode_prompts, sample_prompts
+from finetrainers.training.trained_weights import attach_lora, put_averages, replace_lora, store_frozen_weights
+from finetrainers.utils.process_state import free_memory
+
+from .weights import Weights
+
+
+class Sampler:
+    """Draws samples as validation does: the same pipeline, dtypes and memory options give the same frames.
+
+    Text encoders are loaded to encode prompts, and freed. The VAE and one network stay loaded. A LoRA of the shape of the one
+    before it is set without loading the network again, and so is a scale.
+    """
+
+    def __init__(self, config: TrainConfig, family: Family, parallel: Strategy, *, offload: bool = False) -> None:
+        """Args:
+        config: the model, and the dtypes and memory options of sampling.
+        family: of the model.
+        parallel: device and mixed precision; for processes that do not share weights.
+        offload: whether parts of the pipeline that are not in use wait in host memory.
+        """
+        self.config = config
+        self.spec = family.load(config.model)
+        self.parallel = parallel
+        self.offload = offload
+        self._scheduler = self.spec.load_scheduler()
+        self._vae: nn.Module | None = None
+        self._network: nn.Module | None = None
+        self._held: Weights | None = None  # whose weights the network has
+
+    def encode(
+        self, prompts: Sequence[ValidationPrompt], *, negative: str = "", failed: dict[int, Exception] | None = None
+    ) -> EncodedPrompts:
+        """Encode prompts, with the text encoders loaded for it; see `encode_prompts`."""
+        load = lambda: load_text_encoders(self.spec, self.parallel.device)  # noqa: E731
+        mapped = are_mapped(self.config.model, self.spec.facts.text_parts)
+        encoders = self.parallel.in_turns("loading the text encoders", load, together=mapped)
+        encoded = encode_prompts(self.spec, encoders, prompts, None, negative=negative, failed=failed)
+        del encoders
+        free_memory()
+        return encoded
+
+    def sample(
+        self, weights: Weights, scale: float, requests: Sequence[PromptRequest]
+    ) -> Iterator[np.ndarray | Exception]:
+        """Yield the frames `[T, H, W, 3]` uint8 of each request, or the error that it failed with.
+
+        Args:
+            weights: to sample with.
+            scale: of a LoRA; 0 is the network without it.
+            requests: with conditions in any dtype.
+
+        Raises:
+            ValueError: the weights do not belong to this model.
+        """
+        network = self._with(weights, scale)
+        dtype = self.parallel.compute_dtype(self._dtype(weights))
+        device = self.parallel.device
+        if self._vae is None:
+            self._vae = self.spec.load_vae()
+        if not self.offload:
+            network.to(device)
+            self._vae.to(device)
+        parts = SamplingParts(network, self._vae, self._scheduler, device, offload=self.offload)
+        waiting = [
+            replace(one, conditions=one.conditions.to("cpu", dtype), negative=one.negative.to("cpu", dtype))
+            for one in requests
+        ]
+        while waiting:
+            clips = sample_prompts(self.spec, parts, waiting)
+            while waiting:
+                try:
+                    with self._autocast():
+                        found: Any = next(clips)
+                except Exception as error:  # one clip's; the others are still drawn
+                    found = error
+                waiting = waiting[1:]
+                yield found
+                if isinstance(found, Exception):
+                    found.__traceback__ = None  # whose frames hold tensors
+                    del clips
+                    free_memory()
+                    break
+
+    def free(self) -> None:
+        """Free the network and the VAE."""
+        self._network = self._held = self._vae = None
+        free_memory()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return self.parallel.autocast() if self.parallel.uses_autocast else nullcontext()
+
+    def _dtype(self, weights: Weights) -> torch.dtype:
+        """The dtype that a network is loaded in: of a checkpoint of all weights, the one that they were trained in."""
+        is_trained = weights.kind == "full" and weights.is_checkpoint
+        return trainable_dtype(self.config) if is_trained else DTYPES[self.config.model.transformer_dtype]
+
+    def _with(self, weights: Weights, scale: float) -> nn.Module:
+        """The network with these weights."""
+        if self._network is None or not self._put(weights):
+            if self._network is not None:
+                self._network = self._held = None
+                free_memory()
+            self._network = self.parallel.in_turns("loading the transformer", lambda: self._load(weights))
+        if weights.kind != "base":
+            self._held = weights
+        _set_scale(self._network, 0.0 if weights.kind == "base" else scale)
+        return self._network
+
+    def _put(self, weights: Weights) -> bool:
+        """Whether the network that is loaded has these weights now."""
+        assert self._network is not None
+        held = self._held
+        if held is not None and weights == held:
+            return True
+        if weights.kind == "base":
+            return held is None or held.kind == "lora"  # without its adapter
+        if weights.kind == "full" or held is None or held.kind == "full":
+            return False
+        assert weights.path is not None
+        if not replace_lora(weights.path, self._network, spec=self.spec):
+            return False
+        if weights.averages is not None:
+            put_averages(weights.averages, self._network)
+        return True
+
+    def _load(self, weights: Weights) -> nn.Module:
+        dtype, folder = self._dtype(weights), weights.path if weights.kind == "full" else None
+        network = self.spec.load_transformer(dtype, folder=folder).requires_grad_(False)
+        if weights.kind == "lora":
+            assert weights.path is not None
+            attach_lora(weights.path, network, spec=self.spec)
+        if weights.averages is not None:
+            put_averages(weights.averages, network)
+        if weights.kind != "full":
+            device = None if self.offload else self.parallel.device
+            store_frozen_weights(network, self.config, self.spec, dtype=dtype, device=device)
+        return network.eval().requires_grad_(False)
+
+
+def _set_scale(network: nn.Module, scale: float) -> None:
+    """Set the scale of an attached adapter relative to its own alpha; 0 leaves it out, so that the base computes alone."""
+    for module in network.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(enabled=scale != 0)
+            if scale != 0:
+                module.set_scale("default", scale)  # type: ignore[operator]

@@ -1,0 +1,1 @@
+"""`finetrainers watch`: sample and score each new checkpoint of a run."""

@@ -1,0 +1,234 @@
+"""What `finetrainers watch` does with each checkpoint, checked before anything is loaded. Imports no torch but for rewards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from finetrainers.config.checks.findings import Findings
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.given import Given
+from finetrainers.config.load import build_config
+from finetrainers.config.prompts import MEDIA_OPTIONS, parse_validation_prompts
+from finetrainers.config.rewards import RewardEntry, parse_reward
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sample import SampleSection
+from finetrainers.config.watch import (
+    AS_VALIDATION,
+    Preset,
+    Size,
+    WatchSection,
+    class_size,
+    label_of,
+    read_presets,
+    rewards_of,
+)
+from finetrainers.models.hub import ask
+from finetrainers.plan.preflight import check_tracker, resolve_family
+from finetrainers.rewards.registry import not_to_be_had, reward_problems, weights_not_here
+from finetrainers.rundir.identity import Identity, are_different, read_identity, read_identity_file
+from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.files import not_there
+from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import nearest
+
+from ..plan import SamplePlan, plan_targets, size_of_run
+from ..weights import BASE, Target, run_source
+from .scores import recorded_labels
+
+#: A file in the folder of a preset that names the run whose clips are there.
+WATCHED = "watched.json"
+_TAKEN = ("prompts", *MEDIA_OPTIONS, "negative_prompt", "seed", "num", "frame_rate", "no_ema")
+
+
+@dataclass(frozen=True)
+class WatchPlan:
+    """What is done with each checkpoint.
+
+    Attributes:
+        run: the run directory.
+        presets: by name, the samples of a checkpoint, whose weights are still the base model's.
+        rewards: that score them.
+        labels: what the rewards are called in ledgers, in their order.
+        options: of the command.
+        output_dir: has a folder for each preset.
+        identity: of the run, where it has one.
+    """
+
+    run: Path
+    presets: dict[str, SamplePlan]
+    rewards: Sequence[RewardEntry]
+    labels: Sequence[str]
+    options: WatchSection
+    output_dir: Path
+    identity: Identity | None = None
+
+    @property
+    def config(self) -> TrainConfig:
+        """The model, and how it computes, which is the same for all presets."""
+        return next(iter(self.presets.values())).config
+
+
+def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
+    """Find out what to sample of each checkpoint, and check it.
+
+    Args:
+        run: the run directory.
+        options: of the command.
+        flags: options of a run that override its own.
+
+    Raises:
+        ConfigError: everything that is wrong, at once.
+    """
+    found = Findings()
+    if launched_processes() > 1:
+        found.error(
+            "launcher", "a watch is one process; start it without a launcher, on a device of its own (--device)"
+        )
+    if not (run / "config.toml").is_file():
+        why = "has no config.toml; give a run's --output_dir" if run.is_dir() else not_there(run, folder=True)
+        raise ConfigError([*found.errors, Problem("RUN", f"{run} {why}")])
+    wanted: dict[str, Preset | None] = {}
+    try:
+        wanted = read_presets(options)
+    except ConfigError as error:
+        found.errors += error.problems
+        wanted = {AS_VALIDATION: Preset()}  # prompts and images are wrong or right for all
+    target = Target(str(run), BASE, run_source(run), run)
+    config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
+    output_dir = options.output_dir or run / "watch"
+    rewards, best_by = _rewards(config, options, output_dir, found)
+    labels = [label_of(entry, rewards) for entry in rewards]
+    if not options.no_track:
+        check_tracker(config, found)
+    identity = read_identity(run)
+    for name in wanted:
+        if are_different(read_identity_file(output_dir / name / WATCHED), identity):
+            found.error("output_dir", f"{output_dir / name} holds the clips of another run; give another directory")
+    presets: dict[str, SamplePlan] = {}
+    for name, preset in wanted.items():
+        try:
+            sized = preset or Preset(size=_class_size(name, config, options, target))
+            presets[name] = _plan(target, options, flags, sized, output_dir / name)
+        except ConfigError as error:
+            found.errors += error.problems
+    if found.errors:
+        raise ConfigError(list(dict.fromkeys(found.errors)), of="this watch")
+    options = options.model_copy(update={"best_by": best_by})
+    return WatchPlan(run, presets, rewards, labels, options, output_dir, identity)
+
+
+def _plan(target: Target, options: WatchSection, flags: Given, preset: Preset, folder: Path) -> SamplePlan:
+    values = {name: getattr(options, name) for name in _TAKEN}
+    size = None if preset.size is None else "x".join(map(str, preset.size))
+    section = SampleSection.model_validate(
+        {
+            **values,
+            "size": size,
+            "num_inference_steps": preset.steps,
+            "guidance_scale": preset.guidance,
+            "output_dir": folder,
+        }
+    )
+    plan = plan_targets([target.given], [target], section, flags, Findings(), fixed_size=True)
+    return replace(plan, variants=[])
+
+
+def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
+    """The size that the run trains on, or else the largest that its prompts ask for.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    size = size_of_run(config, target)
+    section = config.validation
+    if options.prompts is not None:
+        update = {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
+        section = section.model_copy(update=update)
+    sizes = (
+        [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None] if size is None else []
+    )
+    size = size or max(sizes, key=lambda one: one[0] * one[1] * one[2], default=None)
+    if size is None:
+        message = "the size that the run trains on is not known; give presets of your own: --preset NAME=49x512x768"
+        raise ConfigError([Problem("--presets", message)])
+    return size
+
+
+def _class_size(name: str, config: TrainConfig, options: WatchSection, target: Target) -> Size:
+    """The size of a preset that follows from the run and its model, as far as the model's files are there."""
+    native = _native(config, options, target)
+    config, family = resolve_family(config)
+    facts = family.facts_of(config.model)
+    rate = options.frame_rate or config.validation.validation_frame_rate or facts.geometry.fps
+    return class_size(name, native, facts.geometry, rate)
+
+
+def _rewards(
+    config: TrainConfig, options: WatchSection, output_dir: Path, found: Findings
+) -> tuple[list[RewardEntry], str | None]:
+    """The rewards that are asked for, or else those that the run evaluates or trains with; and the label of the best's."""
+    entries = list(options.reward) or rewards_of(config)
+    for entry in entries:
+        found.errors += [Problem("--reward", message) for message in reward_problems(entry)]
+    label = options.best_by
+    if label is not None:
+        entries, label = _with_best(label, entries, output_dir, found)
+    if not found.errors:
+        repositories = dict.fromkeys(repo for entry in entries for repo in weights_not_here(entry))
+        away = ask(list(repositories))
+        found.errors += [Problem("--reward", not_to_be_had(repo, away)) for repo in repositories if away]
+    return entries, label
+
+
+def _with_best(
+    asked: str, entries: list[RewardEntry], output_dir: Path, found: Findings
+) -> tuple[list[RewardEntry], str]:
+    """The rewards with the one that decides over the best, and its label; a record's `eval_reward/NAME` names NAME."""
+    label = asked.removeprefix("eval_reward/").removeprefix("reward/")
+    labels = [label_of(entry, entries) for entry in entries]
+    if label in labels:
+        return entries, label
+    if label == "weighted_sum":
+        message = f"{asked} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
+        found.error("best_by", message)
+        return entries, label
+    try:
+        entry = RewardEntry.model_validate(parse_reward(label))
+        problems = reward_problems(entry)
+    except ValueError:  # pydantic's, too
+        problems = [f"{asked!r} is not the name of a reward"]
+    if problems:
+        hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
+        messages = [f"no reward is called {asked!r}{hint}"] if hint else problems
+        found.errors += [Problem("--best_by", message) for message in messages]
+        return entries, label
+    entries = [*entries, entry]  # clips that have its score are not scored again
+    return entries, label_of(entry, entries)
+
+
+def use_device(device: str | None) -> None:
+    """Let this process see one device alone, before torch is loaded.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if device is None:
+        return
+    if device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    number = device.removeprefix("cuda:")
+    if not number.isdecimal():
+        raise ConfigError([Problem("--device", f"{device!r} is neither cpu nor cuda:N")])
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    if visible and int(number) >= len(visible):
+        message = f"{device}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)}, counted from cuda:0"
+        raise ConfigError([Problem("--device", message)])
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+    if likely_device_type() != "cuda":
+        message = f"{device}: torch can use no GPU here, and would use the CPU; give --device cpu if that is meant"
+        raise ConfigError([Problem("--device", message)])

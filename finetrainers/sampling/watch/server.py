@@ -1,0 +1,435 @@
+"""Follow the checkpoints of a run: sample, score, send and compare each one once, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.prompts import ValidationPrompt
+from finetrainers.models.spec import ModelSpec
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.init_distributed import join
+from finetrainers.rewards.reward_set import RewardError, RewardSet
+from finetrainers.rundir.best import best_checkpoint, mark_best
+from finetrainers.rundir.find import Found, scan_checkpoints
+from finetrainers.rundir.identity import are_different, read_identity
+from finetrainers.rundir.lock import exclusive
+from finetrainers.rundir.manifest import MANIFEST, read_manifest
+from finetrainers.training.sampling import EncodedPrompts
+from finetrainers.utils.failures import ExpectedError, sentence_of
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import file_sha256
+from finetrainers.utils.process_state import free_memory
+from finetrainers.utils.text import duration, plural, shortened
+
+from ..ledger import Ledger
+from ..memory import offloads
+from ..plan import Sample, SamplePlan, Variant
+from ..run import Drawn, check_weights, draw_missing
+from ..sampler import Sampler
+from ..weights import AVERAGES, find_target
+from .page import Column, write_page
+from .plan import WATCHED, WatchPlan
+from .scores import Checkpoint, Scores, variant_of
+from .tracked import WatchTracker
+from .waiting import training_of
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+class WatchError(ExpectedError):
+    """Nothing can be sampled at all."""
+
+
+@dataclass
+class Watch:
+    """A watch at work.
+
+    Attributes:
+        plan: what is done with each checkpoint.
+        parallel: this process, and its device.
+        say: tells the user a line.
+        failed: what went wrong, by preset and manifest; not tried again by this process.
+        left_out: prompts that cannot be encoded, and why.
+    """
+
+    plan: WatchPlan
+    parallel: Strategy
+    say: Say
+    failed: dict[tuple[str, str], str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._scores = {name: Scores(one.output_dir, plan.labels) for name, one in plan.presets.items()}
+        folders = {name: one.output_dir for name, one in plan.presets.items()}
+        self._tracker = None if plan.options.no_track else WatchTracker(plan.run, folders, plan.config)
+        self._identity = plan.identity
+        self._said: set[int] = set()  # steps that have not arrived as a whole, and of which that is told
+        self._waiting = ""
+        self._shown: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # the best on the page
+        self._problems: dict[str, dict[str, str]] = {name: {} for name in plan.presets}  # by key of the clip
+        self._clips: dict[tuple[str, str], list[Sample]] = {}  # by preset and digest of the weights
+        self._sampler: Sampler | None = None
+        self._encoded: EncodedPrompts | None = None
+        self._rewards: RewardSet | None = None
+
+    def follow(self) -> None:
+        """Look for checkpoints until the process is stopped, or once."""
+        try:
+            while True:
+                worked = self.look()
+                if self.plan.options.once:
+                    break
+                if not worked:
+                    self._wait()
+        finally:
+            self.finish()
+
+    def look(self) -> bool:
+        """Serve every checkpoint that is whole, the oldest first; whether there was anything to do."""
+        worked = False
+        self._check_run()
+        for found in scan_checkpoints(self.plan.run, weights_only=True):
+            self._check_run()
+            for name in self.plan.presets:
+                checkpoint = self._content(found)
+                if checkpoint is not None and not self._is_done(name, checkpoint):
+                    worked |= self._serve(name, found, checkpoint)
+        best = None if self.plan.options.best_by is None else self._mark_best(self.plan.options.best_by)
+        for name, shown in self._shown.items():
+            if shown != best:
+                self._show(name, best)
+        return worked
+
+    def _check_run(self) -> None:
+        """Compare the run in the directory with the one that the watch has begun with.
+
+        Raises:
+            WatchError: it is another run, whose prompts, sizes and scores are others.
+        """
+        now = read_identity(self.plan.run)
+        if are_different(self._identity, now):
+            raise WatchError(f"{self.plan.run} is the directory of another run by now; start the watch again")
+        if now is not None and self._identity is None:
+            for one in self.plan.presets.values():
+                now.write(one.output_dir / WATCHED)
+        self._identity = now or self._identity
+
+    def finish(self) -> None:
+        """End the run at the tracker."""
+        if self._tracker is not None:
+            self._tracker.finish()
+
+    def _wait(self) -> None:
+        """Pause, and tell what for, once for each state of the run. Its memory is free where no checkpoint is expected."""
+        options, config = self.plan.options, self.plan.config
+        training = training_of(self.plan.run, total_steps=config.training.train_steps)
+        state = training.sentence.partition(", step")[0]
+        if state != self._waiting:
+            self._waiting = state
+            every = f"looking every {options.poll_seconds:g} s; Ctrl-C stops"
+            self.say(f"waiting for checkpoints: {training.sentence} ({every})")
+        if not training.may_go_on:
+            self._free()
+        time.sleep(options.poll_seconds)
+
+    def _free(self) -> None:
+        if self._sampler is not None:
+            self._sampler.free()
+        if self._rewards is not None:
+            self._rewards = None
+            free_memory()
+
+    def _content(self, found: Found) -> Checkpoint | None:
+        """What a checkpoint has; None for one that has not arrived as a whole, which is told once."""
+        if found.path.name.startswith("."):  # it is being replaced
+            return None
+        if found.damage is not None:
+            self._waits(found.step, found.damage)
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            averages = read_manifest(found.path)["files"].get(AVERAGES, {}).get("sha256")
+            return Checkpoint(found.step, found.path, file_sha256(found.path / MANIFEST), averages)
+        return None
+
+    def _waits(self, step: int, why: str) -> None:
+        if step not in self._said:
+            self._said.add(step)
+            self.say(f"step {step} is not whole yet: {why}")
+
+    def _samples(self, name: str, variant: Variant) -> list[Sample]:
+        """The clips of a preset with some weights, each once: of a prompt that is given twice there is one."""
+        place = name, variant.weights.digest
+        if place not in self._clips:
+            found = replace(self.plan.presets[name], variants=[variant]).samples()
+            self._clips[place] = list({sample.key: sample for sample in found}.values())
+        return self._clips[place]
+
+    def _recorded(self, name: str, checkpoint: Checkpoint) -> list[Sample]:
+        """The clips of a checkpoint, if any of them is recorded: before, its weights have not been read."""
+        wanted = None if self.plan.options.no_ema else checkpoint.averages
+        for digest, variant in self._scores[name].variants(checkpoint.manifest).items():
+            if digest == wanted or (wanted is None and digest != checkpoint.averages):
+                return self._samples(name, variant)
+        return []
+
+    def _is_done(self, name: str, checkpoint: Checkpoint) -> bool:
+        tracker, scores = self._tracker, self._scores[name]
+        if (name, checkpoint.manifest) in self.failed:
+            return True
+        samples = self._recorded(name, checkpoint)
+        is_scored = bool(samples) and all(scores.has(checkpoint.manifest, sample.key) for sample in samples)
+        return is_scored and (tracker is None or tracker.has(name, checkpoint.manifest))
+
+    def _serve(self, name: str, found: Found, checkpoint: Checkpoint) -> bool:
+        """Sample and score a checkpoint; False if it has not arrived as a whole. An error is the checkpoint's own."""
+        begun = time.monotonic()
+        try:
+            target = find_target(str(found.path), use_ema=not self.plan.options.no_ema)  # reads every byte
+        except (OSError, ValueError) as error:
+            self._waits(found.step, str(error))
+            return False
+        self._said.discard(found.step)
+        variant = variant_of(found.step, target.weights)
+        try:
+            drawn = self._draw(name, variant)
+        except (WatchError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            if self._sampler is not None:
+                self._sampler.free()
+            self._went_wrong(name, checkpoint, error)
+            return True
+        samples = self._samples(name, variant)
+        if _is_gone(checkpoint) and drawn.new:
+            self.say(f"step {found.step} was removed while it was sampled; its clips stay")
+        elif _is_other(checkpoint):  # which of the two the clips show, nobody knows
+            _forget(samples, drawn)
+            return True
+        if drawn.problems:
+            self.failed[name, checkpoint.manifest] = "; ".join(drawn.problems.values())
+        self._score(name, samples, checkpoint, drawn)
+        means = self._scores[name].means(samples)
+        self._problems[name] |= drawn.problems
+        self._show(name, self._best(self.plan.options.best_by))
+        told = "".join(f", {label} {value:.4g}" for label, value in means.items())
+        self.say(
+            f"step {found.step}, {name}: {plural(len(drawn.clips), 'clip')}{told} ({duration(time.monotonic() - begun)})"
+        )
+        for problem in drawn.problems.values():
+            self.say(f"not sampled: {problem}")
+        return True
+
+    def _went_wrong(self, name: str, checkpoint: Checkpoint, error: Exception) -> None:
+        """Tell why a checkpoint could not be sampled.
+
+        Raises:
+            Exception: the disk is full, say, which no other checkpoint changes.
+        """
+        if _is_gone(checkpoint) or _is_other(checkpoint):
+            self.say(f"step {checkpoint.step} was removed while it was sampled")
+            return
+        sentence = sentence_of(error)
+        if sentence is not None and isinstance(error, OSError):
+            raise error
+        said = sentence or (str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
+        self.failed[name, checkpoint.manifest] = said
+        self.say(f"step {checkpoint.step}, {name}: not sampled: {said}")
+        logger.debug("step %d", checkpoint.step, exc_info=error)
+
+    def _draw(self, name: str, variant: Variant) -> Drawn:
+        plan = self._plan_of(name, variant)
+        check_weights(plan)
+        ledger = Ledger(plan.output_dir)
+        if all(ledger.find(sample) is not None for sample in plan.samples()):
+            return draw_missing(plan, self.parallel)
+        if self._sampler is None:
+            self._sampler, self._encoded = self._ready()
+            plan = self._plan_of(name, variant)  # without the prompts that cannot be encoded
+        return draw_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
+
+    def _plan_of(self, name: str, variant: Variant) -> SamplePlan:
+        return replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
+
+    def _ready(self) -> tuple[Sampler, EncodedPrompts]:
+        """The sampler, and the prompts of all presets, which are encoded once; the rewards are loaded, too."""
+        largest = max(self.plan.presets.values(), key=lambda one: max(map(math.prod, one.sizes)))
+        spec: ModelSpec = largest.family.load(largest.config.model)
+        offload, note = offloads(largest, spec, device=self.parallel.device)
+        if note:
+            self.say(note)
+        sampler = Sampler(self.plan.config, largest.family, self.parallel, offload=offload)
+        prompts = list(dict.fromkeys(prompt for one in self.plan.presets.values() for prompt in one.prompts))
+        lost: dict[int, Exception] = {}
+        encoded = sampler.encode(prompts, negative=self.plan.options.negative_prompt, failed=lost)
+        for error in lost.values():
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):  # which no prompt is to blame for
+                raise error
+        self._leave_out({prompts[index]: error for index, error in lost.items()})
+        self._panel()  # one that cannot be loaded costs no sample
+        return sampler, encoded
+
+    def _leave_out(self, lost: Mapping[ValidationPrompt, Exception]) -> None:
+        """Sample the prompts that can be encoded, and name the others once.
+
+        Raises:
+            WatchError: none is left.
+        """
+        for prompt, error in lost.items():
+            said = sentence_of(error) or f"{type(error).__name__}: {error}"
+            text = shortened(" ".join(prompt.prompt.split()), 60)
+            self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {said}")
+            self.say(self.left_out[-1])
+        if not lost:
+            return
+        presets = {
+            name: replace(plan, prompts=[one for one in plan.prompts if one not in lost])
+            for name, plan in self.plan.presets.items()
+        }
+        if not all(plan.prompts for plan in presets.values()):
+            raise WatchError("no prompt can be encoded, so nothing can be sampled; the reasons are above")
+        self.plan = replace(self.plan, presets=presets)
+        self._clips.clear()
+
+    def _score(self, name: str, samples: Sequence[Sample], checkpoint: Checkpoint, drawn: Drawn) -> None:
+        """Score the clips that have no scores yet, as their files show them, and record all."""
+        fault_point("watch.score")
+        scores = self._scores[name]
+        for sample in samples:
+            if sample.key not in drawn.clips or scores.has(checkpoint.manifest, sample.key):
+                continue
+            known = scores.of_clip(sample.key)
+            found = {label: known[label] for label in scores.labels if label in known}
+            if len(found) < len(scores.labels):
+                found = self._scores_of(self.plan.presets[name].frame_rate, sample, drawn.clips[sample.key])
+            scores.add(checkpoint, name, sample, drawn.clips[sample.key], found)
+
+    def _panel(self) -> RewardSet:
+        if self._rewards is None:
+            self._rewards = RewardSet(self.plan.rewards, on_error="mask")
+        return self._rewards
+
+    def _scores_of(self, fps: float, sample: Sample, file: Path) -> dict[str, float | None]:
+        """The scores of a clip by all rewards; None for those that failed."""
+        try:
+            heads = self._panel().score(_pixels(file), [str(sample.facts["prompt"])], fps=fps).heads
+        except (RewardError, ValueError) as error:
+            self.say(f"{file.name} is not scored: {error}")
+            return dict.fromkeys(self.plan.labels)
+        values = [head.raw.item() for head in heads.values()]
+        pairs = zip(self.plan.labels, values, strict=True)
+        return {label: value if math.isfinite(value) else None for label, value in pairs}
+
+    def _show(self, name: str, best: Checkpoint | None) -> None:
+        """Write sheet and page of the newest checkpoints and the best, and send those that the tracker lacks."""
+        plan, scores, tracker = self.plan.presets[name], self._scores[name], self._tracker
+        ledger, columns = Ledger(plan.output_dir), []
+        for step, manifest, variant in scores.columns():
+            samples = self._samples(name, variant)
+            clips = {sample.key: file for sample in samples if (file := ledger.find(sample)) is not None}
+            if clips:  # else it has been sampled with other prompts
+                is_best = best is not None and manifest == best.manifest
+                columns.append(Column(step, variant, clips, scores.means(samples), is_best))
+            if clips and tracker is not None:
+                tracker.send(name, manifest, step, scores.means(samples), list(clips.values()))
+        self._shown[name] = best
+        if columns:
+            plan = replace(plan, given=[str(self.plan.run)])
+            write_page(plan, name, columns, scores, self._problems[name], by=self.plan.options.best_by)
+
+    def _best(self, label: str | None) -> Checkpoint | None:
+        """Of the checkpoints that still exist and have all clips of all presets, the one with the highest mean score."""
+        found: list[tuple[float, Checkpoint]] = []
+        for one in scan_checkpoints(self.plan.run, weights_only=True) if label is not None else []:
+            checkpoint = self._content(one) if one.damage is None else None
+            values = [] if checkpoint is None else self._values(checkpoint, str(label))
+            if checkpoint is not None and values:
+                found.append((sum(values) / len(values), checkpoint))
+        return max(found, key=lambda one: one[0], default=(0.0, None))[1]
+
+    def _values(self, checkpoint: Checkpoint, label: str) -> list[float]:
+        """The scores of all clips of a checkpoint; none unless all clips of all presets have one."""
+        found: list[float] = []
+        for name, scores in self._scores.items():
+            samples = self._recorded(name, checkpoint)
+            values = scores.values(samples, label)
+            if not samples or len(values) < len(samples):
+                return []
+            found += values
+        return found
+
+    def _mark_best(self, label: str) -> Checkpoint | None:
+        """Let the link lead to the best checkpoint, which is returned."""
+        best = self._best(label)
+        if best is None or best_checkpoint(self.plan.run) == best.path:
+            return best
+        fault_point("watch.best")
+        mark_best(best.path)
+        means = {n: s.means(self._recorded(n, best))[label] for n, s in self._scores.items()}
+        told = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
+        self.say(f"best by {label}: step {best.step} ({told})")
+        return best
+
+
+def _is_gone(checkpoint: Checkpoint) -> bool:
+    return not (checkpoint.path / MANIFEST).is_file()
+
+
+def _is_other(checkpoint: Checkpoint) -> bool:
+    """Whether the step was saved again since."""
+    try:
+        return file_sha256(checkpoint.path / MANIFEST) != checkpoint.manifest
+    except OSError:
+        return False
+
+
+def _forget(samples: Sequence[Sample], drawn: Drawn) -> None:
+    """Remove clips, which the ledger then counts as missing."""
+    for sample in samples:
+        if sample.key in drawn.clips:
+            drawn.clips[sample.key].unlink(missing_ok=True)
+
+
+def _pixels(file: Path) -> torch.Tensor:
+    """The frames of a clip `[1, T, 3, H, W]` in [0, 1]."""
+    with av.open(str(file)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    return torch.from_numpy(frames).permute(0, 3, 1, 2)[None].float() / 255
+
+
+def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
+    """Follow the checkpoints of a run; what went wrong, if it is to end by itself.
+
+    Raises:
+        ConfigError: another watch has one of the presets, or marks the best checkpoint.
+    """
+    with contextlib.ExitStack() as held:
+        parallel = held.enter_context(contextlib.closing(join(plan.config)))
+        for name, one in plan.presets.items():
+            otherwise = "give --output_dir" if len(plan.presets) == 1 else f"leave {name} out"
+            held.enter_context(
+                exclusive(one.output_dir, parallel, where="--presets", holder="watch", otherwise=otherwise)
+            )
+            if plan.identity is not None:
+                plan.identity.write(one.output_dir / WATCHED)
+        if plan.options.best_by is not None:  # one link leads to the best, wherever clips are written
+            holder, otherwise = "watch with --best_by", "leave --best_by out here"
+            held.enter_context(
+                exclusive(plan.run / "watch", parallel, where="--best_by", holder=holder, otherwise=otherwise)
+            )
+        one_watch = Watch(plan, parallel, say)
+        one_watch.follow()
+        return [*one_watch.left_out, *one_watch.failed.values()]

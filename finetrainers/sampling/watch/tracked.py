@@ -1,0 +1,140 @@
+"""Clips and scores of a watch at the tracker of the run: in the training's own run, where two processes may write to one.
+
+That is so for tensorboard, whose run is a folder of files, for trackio, and for wandb where the training uses its shared mode.
+Elsewhere a watch has a run of its own in the training's group.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.training.callbacks.samples import sheet_of
+from finetrainers.training.callbacks.trackers import TRACKERS, Media, Place, TrackedRun
+from finetrainers.utils.files import read_jsonl, write_json_atomic
+from finetrainers.utils.video import comment_of
+
+logger = logging.getLogger(__name__)
+
+#: What the first tracker has; what a further one has is in `tracker-NAME.json`.
+_STATE = "tracker.json"
+
+
+class WatchTracker:
+    """Sends what is made of a checkpoint to every tracker of the run, once."""
+
+    def __init__(self, run: Path, folders: Mapping[str, Path], config: TrainConfig) -> None:
+        """Args:
+        run: the run directory.
+        folders: of the presets, by name; each remembers what was sent.
+        config: of the run.
+        """
+        self._all = []
+        for number, kind in enumerate(config.run.report_to):
+            name = f"tracker-{kind}.json" if number else _STATE
+            self._all.append(_One(run, {preset: folder / name for preset, folder in folders.items()}, config, kind))
+
+    def send(self, preset: str, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
+        """Send clips and mean scores of a checkpoint, unless they were sent before."""
+        for one in self._all:
+            one.send(preset, manifest, step, means, videos)
+
+    def has(self, preset: str, manifest: str) -> bool:
+        """Whether nothing of a checkpoint is left to be sent."""
+        return all(one.has(preset, manifest) for one in self._all)
+
+    def finish(self) -> None:
+        """Send what is left."""
+        for one in self._all:
+            one.finish()
+
+
+class _One:
+    """Sends to one tracker. The first failure ends tracking by it, not the watch."""
+
+    def __init__(self, run: Path, files: Mapping[str, Path], config: TrainConfig, kind: str) -> None:
+        self.config, self.section, self.kind = config, config.run, kind
+        self._run, self._presets = run, list(files)
+        self._files = files
+        self._tracked: TrackedRun | None = None  # of the whole process: wandb and trackio have one at a time
+        self._off = False
+        self._own: str | None = None  # the run of its own that an earlier watch of the same presets has begun
+        self._sent = {preset: self._read(file) for preset, file in self._files.items()}  # manifests
+
+    def _read(self, file: Path) -> list[str]:
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if (known.get("tracker"), known.get("project")) != (self.kind, self.section.tracker_name):
+            return []
+        if known.get("presets") == self._presets:
+            self._own = known.get("own")
+        return known["sent"]
+
+    def send(self, preset: str, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
+        """Send clips and mean scores of a checkpoint, unless they were sent before."""
+        if self.has(preset, manifest):
+            return
+        self._guard(lambda: self._send(preset, step, means, videos))
+        if not self._off:
+            self._sent[preset].append(manifest)
+            state = {
+                "tracker": self.kind, "project": self.section.tracker_name, "presets": self._presets,
+                "own": self._own, "sent": self._sent[preset],
+            }  # fmt: skip
+            write_json_atomic(self._files[preset], state)
+
+    def has(self, preset: str, manifest: str) -> bool:
+        """Whether nothing of a checkpoint is left to be sent."""
+        return self._off or manifest in self._sent[preset]
+
+    def _send(self, preset: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
+        if self._tracked is None:
+            self._tracked = self._open()
+        if means:
+            self._tracked.log({f"watch/{preset}/{label}": value for label, value in means.items()}, step=step)
+        names = [f"watch/{preset}/{video.stem.replace(f'_step-{step:06d}', '')}" for video in videos]
+        media = [Media(name, video, comment_of(video)) for name, video in zip(names, videos, strict=True)]
+        self._tracked.log_media([*media, Media(f"watch/{preset}/sheet", sheet_of(list(videos)))], step=step)
+
+    def _open(self) -> TrackedRun:
+        joined = training_run(self._run, self.config, self.kind)
+        place = Place(
+            project=self.section.tracker_name, folder=self._run / self.section.logging_dir, name=self._run.resolve().name,
+            resumed=self._own if joined is None else None, step=0, beside=f"watch-{'-'.join(self._presets)}", joined=joined,
+        )  # fmt: skip
+        tracked = TRACKERS[self.kind](place)
+        self._own = tracked.name if joined is None else None
+        return tracked
+
+    def finish(self) -> None:
+        """Send what is left."""
+        if self._tracked is not None:
+            self._guard(self._tracked.finish)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            # Whatever a tracker raises (network, quota, its own defects) must not cost the samples.
+            self._off = True
+            logger.warning("tracker %s failed and is off from here on: %r", self.kind, error)
+
+
+def training_run(run: Path, config: TrainConfig, tracker: str) -> str | None:
+    """How the tracker knows the run of the training, if a second process may write to it; None: it may not, or there is none."""
+    events = run / "events.jsonl"
+    wanted = {"event": "tracker", "tracker": tracker, "project": config.run.tracker_name}
+    records = read_jsonl(events)[0] if events.is_file() else []
+    found: list[dict[str, Any]] = [one for one in records if wanted.items() <= one.items()]
+    return found[-1].get("run") if found and found[-1].get("shared") else None
+
+
+def whose_run(run: Path, config: TrainConfig, tracker: str) -> str:
+    """Which run at the tracker a watch writes to, in words."""
+    kind = TRACKERS[tracker]
+    if kind.is_one_folder or training_run(run, config, tracker) is not None:
+        return "into the run of the training"
+    return "as a run of its own next to the training's"

@@ -1,0 +1,1 @@
+"""Tools around runs: search-batch, doctor, sync."""

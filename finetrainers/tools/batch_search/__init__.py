@@ -1,0 +1,1 @@
+"""`finetrainers search-batch`: find the batch size of each bucket."""

@@ -1,0 +1,212 @@
+"""Measured batch sizes: the model is loaded once, and real training steps are taken in each bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.clip import cut_to
+from finetrainers.data.inspect.plan import DatasetPlan
+from finetrainers.data.loading.training_data import longest_captions
+from finetrainers.memory.estimate import GIB
+from finetrainers.plan.init_distributed import make_strategy
+from finetrainers.plan.preflight import Preflight
+from finetrainers.training.assemble import assemble
+from finetrainers.training.memory_recorder import MemoryRecorder
+from finetrainers.training.trainer import Trainer
+from finetrainers.training.watchdog import Watchdog
+from finetrainers.utils.failures import is_out_of_memory
+from finetrainers.utils.faults import arm_faults
+from finetrainers.utils.host_memory import return_freed_memory
+from finetrainers.utils.phases import LOADING, TRAINING_STEP, phase
+from finetrainers.utils.process_state import free_memory, restored
+
+from .request import Bucket, BucketSearch
+from .sizes import Trial, search
+
+logger = logging.getLogger(__name__)
+
+#: Micro-batches of a measured step: with accumulation, gradients are there already when the second one is computed.
+_ACCUMULATED = 2
+
+
+@contextlib.contextmanager
+def loaded_bench(checked: Preflight) -> Iterator[Bench]:
+    """Load the model, with one clip of each bucket encoded, in a folder that is deleted again.
+
+    Args:
+        checked: the run, by its weights too; see `ready.examine_weights`.
+
+    Raises:
+        OutOfMemory: it does not fit before the first step.
+    """
+    with tempfile.TemporaryDirectory(prefix="finetrainers-search-batch-") as folder, restored():
+        config = _measured_config(checked.config, Path(folder))
+        plan = _one_of_each_bucket(checked.plan)  # type: ignore[arg-type]
+        checked = replace(checked, config=config, plan=plan, prompts=[], scored=[])
+        with contextlib.closing(make_strategy(config)) as parallel:
+            watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
+            memory = MemoryRecorder(parallel.device)
+            with watchdog.running(), memory.running():
+                arm_faults()
+                with phase(LOADING):
+                    watchdog.enter("loading")
+                    trainer = assemble(checked, parallel, watchdog, memory)
+                trainer.state.transformer.train()
+                yield Bench(trainer)
+
+
+def _one_of_each_bucket(plan: DatasetPlan) -> DatasetPlan:
+    """The plan of the clip of each bucket that has the longest caption; with one that has a mask, if any has: then all batches have."""
+    clips = [clips[0] for clips in longest_captions(plan.clips).values()]
+    if not any(clip.mask for clip in clips):
+        clips += [cut_to(clip, clip.bucket) for clip in plan.clips if clip.mask is not None][:1]
+    return plan.of_clips(clips)
+
+
+def _measured_config(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The run with everything that takes memory in a step, which samples, saves and reports nothing, and keeps its weights."""
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"output_dir": folder, "report_to": [], "train_log": False, "push_to_hub": False, "export_formats": []},
+        "training": {
+            "train_steps": 1_000_000, "checkpointing_steps": 0, "on_nonfinite": "raise", "spike_sigma": 0.0,
+        },
+        "optimizer": {"lr": 0.0, "scale_lr": False},
+        "validation": {"validation_prompts": None, "eval_prompts": None, "eval_reward": []},
+        "memory": {"oom_retry": "off", "dry_batches": "off"},
+    }  # fmt: skip
+    updated = {name: getattr(config, name).model_copy(update=options) for name, options in tables.items()}
+    return config.model_copy(update=updated)
+
+
+class Bench:
+    """A loaded model that takes training steps of any batch size.
+
+    Attributes:
+        trainer: takes the steps.
+        on_gpu: whether the memory that is measured is that of a GPU; otherwise it is the resident memory of this process.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Args:
+        trainer: with everything loaded.
+        """
+        self.trainer = trainer
+        self.on_gpu = trainer.state.parallel.device.type == "cuda"
+        accumulation = trainer.state.config.training.gradient_accumulation_steps
+        self._micro_batches = min(_ACCUMULATED, accumulation)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the steps are computed."""
+        return self.trainer.state.parallel.device
+
+    def limit(self, size: float, *, margin: float) -> float:
+        """GiB that PyTorch may reserve so that a share of the GPU stays free; on the CPU, that this process may take.
+
+        What other processes have of the GPU, and CUDA's context, are not in it.
+
+        Args:
+            size: GiB to fit.
+            margin: the share.
+        """
+        if not self.on_gpu:
+            return (1 - margin) * size
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        return ((1 - margin) * min(total, GIB * size) - others) / GIB
+
+    def measure(self, bucket: Bucket, clips: int, *, steps: int, limit: float) -> Trial:
+        """One batch size: a step that is not timed, and the median of the next ones.
+
+        Args:
+            bucket: frames, height and width.
+            clips: of a micro-batch.
+            steps: to time.
+            limit: GiB that may be taken.
+        """
+        spec, memory, watchdog = self.trainer.state.spec, self.trainer.state.memory, self.trainer.state.watchdog
+        watchdog.enter("step")
+        before = set(spec.vae_one_by_one), set(spec.vae_too_large)
+        free_memory()
+        return_freed_memory()
+        memory.record()  # what was before is not of this size
+        seconds = self._seconds(bucket, clips, steps)
+        peaks = memory.record()
+        lessened = (spec.vae_one_by_one, spec.vae_too_large) != before
+        spec.vae_one_by_one, spec.vae_too_large = before
+        if seconds is None:
+            self._recover()
+            return Trial(clips, "out of memory")
+        kind = "reserved" if self.on_gpu else "host"
+        peak = max(gib for name, gib in peaks.items() if name.endswith(f"/{kind}_gib"))
+        if lessened:
+            return Trial(clips, "the VAE ran out of memory", seconds, peak)
+        return Trial(clips, None if peak <= limit else f"over {limit:.2f} GiB", seconds, peak)
+
+    def _seconds(self, bucket: Bucket, clips: int, steps: int) -> float | None:
+        """Of a micro-batch; None: it ran out of memory. The error, which holds the tensors of the step, ends here."""
+        try:
+            return self._time(bucket, clips, steps)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.debug("out of memory with %d clips of %s: %s", clips, bucket, error)
+        return None
+
+    def _time(self, bucket: Bucket, clips: int, steps: int) -> float:
+        state, times = self.trainer.state, []
+        made = state.method.trial_steps(bucket, clips, micro_batches=self._micro_batches)  # type: ignore[attr-defined]
+        for _ in range(1 + steps):
+            started = time.perf_counter()
+            with phase(TRAINING_STEP):
+                self.trainer.train_step(next(made))
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:]) / self._micro_batches
+
+    def _recover(self) -> None:
+        """Drop what a step that ran out of memory has left."""
+        parallel = self.trainer.state.parallel
+        parallel.drop_gradients()
+        if parallel.scaler is not None:
+            with contextlib.suppress(AssertionError):  # it has seen no gradient of this step
+                parallel.scaler.update()
+        free_memory()
+
+
+def measure_sizes(
+    bench: Bench,
+    one: BucketSearch,
+    *,
+    steps: int,
+    limit: float,
+    say: Callable[[BucketSearch, Trial], Any],
+) -> None:
+    """Fill in the trials of a bucket.
+
+    Args:
+        bench: a loaded model.
+        one: the bucket, with its estimate.
+        steps: to time for each size.
+        limit: GiB that may be taken.
+        say: called with each trial.
+    """
+
+    def measured(clips: int) -> Trial:
+        trial = bench.measure(one.bucket, clips, steps=steps, limit=limit)
+        say(one, trial)
+        return trial
+
+    one.trials = search(measured, start=max(1, one.estimated), most=one.most, limit=limit)

@@ -1,0 +1,149 @@
+"""What is searched: the buckets of a run, and why some runs cannot be. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from finetrainers.config.errors import Problem
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.registry import method_names, method_spec
+from finetrainers.methods.spec import WorkPlan
+from finetrainers.parallel.sharding import with_launcher
+from finetrainers.plan.preflight import Preflight
+from finetrainers.utils.launch import launched_processes
+
+from .sizes import Trial, best
+
+Bucket = tuple[int, int, int]
+
+#: Options that choose others by the size of the batch, and what to give instead.
+_CHOOSING = {
+    "blocks_to_swap": "give a number of blocks",
+    "activation_memory": "give what blocks store: none, checkpoint, keep_attention or offload",
+}
+
+
+@dataclass
+class BucketSearch:
+    """A bucket, and what was found for it.
+
+    Attributes:
+        bucket: frames, height and width.
+        clips: of an epoch; None: the data is not on this machine.
+        most: the largest batch size that is tried.
+        estimated: the largest that the estimate says to fit; 0: none does.
+        needed: GiB that this many clips need by the estimate, or one clip if none fits.
+        phase: in which they need it.
+        trials: measured sizes, in the order in which they were tried.
+    """
+
+    bucket: Bucket
+    clips: int | None
+    most: int
+    estimated: int = 0
+    needed: float = 0.0
+    phase: str = ""
+    trials: Sequence[Trial] = field(default_factory=list)
+
+    @property
+    def chosen(self) -> int:
+        """The batch size to use: the fastest that was measured to fit, else the largest by the estimate; 0: nothing fits."""
+        if not self.trials:
+            return self.estimated
+        found = best(self.trials)
+        return 0 if found is None else found.clips
+
+    @property
+    def largest(self) -> int | None:
+        """The largest that was measured to fit; None: nothing was measured."""
+        return max((trial.clips for trial in self.trials if trial.fits), default=0) if self.trials else None
+
+
+def searched_config(config: TrainConfig) -> TrainConfig:
+    """The run as it is searched: without batch sizes of its own, and without an earlier run to resume."""
+    loading = {"batch_size": 1, "bucket_batch_sizes": [], "epoch_end": "keep"}
+    training: dict[str, object] = {"resume_from_checkpoint": None, "reset": []}
+    return config.model_copy(
+        update={
+            "dataloader": config.dataloader.model_copy(update=loading),
+            "training": config.training.model_copy(update=training),
+        }
+    )
+
+
+def search_problems(config: TrainConfig) -> list[Problem]:
+    """Why batch sizes of a run cannot be searched."""
+    found = []
+    if config.training.method in method_names() and method_spec(config).samples:
+        message = "its clips are sampled, all in one size: there are no buckets. `finetrainers estimate --batch_size N` says what N clips need"
+        found.append(Problem(f"--method {config.training.method}", message))
+    for name, instead in _CHOOSING.items():
+        if config.get(name) == "auto":
+            message = f"is chosen by the batch size, which is to be found; {instead}"
+            found.append(Problem(f"--{name} auto", message))
+    if config.memory.memory_budget is not None:
+        message = (
+            "chooses other options by the batch size, which is to be found; leave it out, and give the memory as --gpu"
+        )
+        found.append(Problem("--memory_budget", message))
+    if config.run.dry_run:
+        found.append(Problem("--dry_run", "is for `finetrainers train`; --estimate_only loads no weights"))
+    return found
+
+
+def buckets_of(plan: WorkPlan, *, most: int) -> list[BucketSearch]:
+    """The buckets that a run uses, those with most pixels first.
+
+    No size above the clips of a bucket is tried, since no batch would have as many.
+
+    Args:
+        plan: of the run.
+        most: the largest batch size to try.
+    """
+    counts: Counter[Bucket] | None = None
+    if (clips := getattr(plan, "clips", None)) is not None:
+        counts = Counter()
+        for clip in clips:
+            for bucket in clip.buckets:
+                counts[bucket] += clip.repeats
+    buckets = plan.buckets if counts is None else counts
+    found = []
+    for bucket in sorted(set(buckets), key=lambda one: (math.prod(one), one), reverse=True):
+        number = None if counts is None else max(1, round(counts[bucket]))
+        found.append(BucketSearch(bucket, number, most if number is None else min(most, number)))
+    return found
+
+
+def why_not_measured(config: TrainConfig, *, no_data: bool) -> str | None:
+    """Why nothing can be measured of a run, as the beginning of a sentence; None if it can.
+
+    Args:
+        config: the run.
+        no_data: whether its data is not on this machine.
+
+    Raises:
+        ConfigError: its options contradict the launcher's file.
+    """
+    options, processes = with_launcher(config.parallel), launched_processes()
+    if no_data:
+        return "the data is not on this machine"
+    if processes > 1:
+        return f"this is planned for {processes} processes, and one can be measured"
+    if options.fsdp is not None or options.deepspeed:
+        return "a strategy that splits weights cannot go on after an OOM"
+    return None
+
+
+def without_clips(config: TrainConfig, searches: Sequence[BucketSearch]) -> list[Bucket]:
+    """Configured buckets in which no clip comes, so that there is nothing to search."""
+    found = {one.bucket for one in searches}
+    return [bucket for bucket in dict.fromkeys(method_spec(config).sizes(config)) if bucket not in found]
+
+
+def tokens_of(checked: Preflight, bucket: Bucket) -> int:
+    """Tokens of the transformer for a sample of a bucket, without those of its text; a pair is two clips."""
+    clips = method_spec(checked.config).memory(checked.config, (1, *bucket), batch_size=1, trained=0.0, reference=0.0)
+    return clips.batch_size * checked.geometry.num_tokens(*bucket)

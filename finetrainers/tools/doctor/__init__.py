@@ -1,0 +1,1 @@
+"""`finetrainers doctor`: check the machines of a run."""

@@ -1,0 +1,64 @@
+"""Facts about this machine that decide over a run: versions, GPUs, limits, shared memory, network ports, disk. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetrainers.rundir.health import health_facts
+from finetrainers.rundir.run_dir import package_versions
+from finetrainers.utils.versions import version_problem
+
+from .disk import disk_facts
+from .torch_facts import torch_facts
+
+#: What a limit of the system is that is none.
+UNLIMITED = -1
+_SHM = Path("/dev/shm")
+
+
+def host_facts(folder: Path, *, disk_mib: int) -> dict[str, Any]:
+    """Facts by name, as JSON has them. What this system does not have is left out.
+
+    Args:
+        folder: whose disk is measured.
+        disk_mib: size of the file for that.
+    """
+    return {
+        **disk_facts(folder, disk_mib),  # first, and alone: imports read the disk, too
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpus": os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+        **{name: found for name, found in package_versions().items() if found is not None},
+        "version_problem": version_problem(),
+        **_limits(),
+        **_shared_memory(),
+        **_infiniband(health_facts()),
+        **torch_facts(),
+    }
+
+
+def _limits() -> dict[str, Any]:
+    """Open files and bytes of locked memory that a process may have."""
+    try:
+        import resource
+    except ImportError:  # no POSIX system
+        return {}
+    limits = {"open_files": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
+    soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+    return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+
+
+def _shared_memory() -> dict[str, Any]:
+    return {"shm": psutil.disk_usage(str(_SHM)).total} if _SHM.is_dir() else {}
+
+
+def _infiniband(health: dict[str, Any]) -> dict[str, Any]:
+    """Add how many InfiniBand or RoCE ports there are, and how many of them are up."""
+    ports = health["ports"].values()
+    return {**health, **({"ib_ports": len(ports), "ib_active": sum(port["active"] for port in ports)} if ports else {})}

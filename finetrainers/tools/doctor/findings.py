@@ -1,0 +1,171 @@
+"""What is wrong with machines, what else is worth knowing, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetrainers.rundir.health import link_errors
+from finetrainers.utils.text import duration, file_size, listed, plural
+
+from .columns import BROKEN, columns, differing
+from .facts import UNLIMITED
+from .hosts import Node
+
+_GIB, _MIB = 1 << 30, 1 << 20
+#: Data workers pass tensors through open files and shared memory, and each connection of NCCL takes a few.
+_FEW_FILES, _LEAST_FILES = 4096, 1024
+#: What Docker gives a container by default is 64 MiB.
+_LEAST_SHM = _GIB
+_SKEW_S = 1.0
+#: What another process takes of a GPU: a context alone takes about half as much.
+_USED_MIB = 1024
+_HOT_C = 85
+_LONG_SAVE_S = 60.0
+#: A disk that is slower than the median of the others by this factor.
+_SLOW = 3.0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a run writes: each checkpoint, and the least that it needs on the disk to end well."""
+
+    checkpoint: int
+    least: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the user should know of a machine, and what to do; a problem makes the command fail."""
+
+    host: str
+    text: str
+    is_problem: bool = True
+
+
+def findings(nodes: Sequence[Node], needs: Needs | None) -> list[Finding]:
+    """All findings: problems first, in the order of the machines."""
+    found = [one for node in nodes for one in _of(node, needs)]
+    found += _differences(nodes, needs)
+    found += _slow_disks(nodes)
+    places = {node.host: place for place, node in enumerate(nodes)}
+    return sorted(found, key=lambda one: (not one.is_problem, places[one.host]))
+
+
+def _of(node: Node, needs: Needs | None) -> Iterator[Finding]:
+    if node.facts is None:
+        yield Finding(node.host, node.error or "no answer")
+        return
+    facts = node.facts
+    parts = (_versions(facts), _gpus(facts, node.slots), _limits(facts), _links(facts), _disk(facts, needs), _clock(node))  # fmt: skip
+    for part in parts:
+        for text, is_problem in part:
+            yield Finding(node.host, text, is_problem)
+
+
+_Told = Iterator[tuple[str, bool]]
+
+
+def _versions(facts: Mapping[str, Any]) -> _Told:
+    if (problem := facts.get("version_problem")) is not None:
+        yield problem, True
+    if (error := facts.get("torch_error")) is not None:
+        yield f"torch cannot be imported: {error}; install it again", True
+    if (problem := facts.get("torch_problem")) is not None:
+        yield problem, True
+
+
+def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Told:
+    if (error := facts.get("gpu_error")) is not None:
+        yield f"{error}; install or restart the driver, or reset the GPU, and see `dmesg` for Xid errors", True
+    gpus = facts.get("gpus", [])
+    if slots is not None and len(gpus) < slots:
+        yield f"{plural(len(gpus), 'GPU')}, but the hosts file has slots={slots}; correct one of them", True
+    if not gpus and slots is None and error is None:
+        yield "no GPU; a run would train on the CPU", False
+    usable = facts.get("torch_gpus")
+    if gpus and usable is not None and usable != len(gpus) and facts.get("torch_problem") is None:
+        yield f"torch sees {usable} of {plural(len(gpus), 'GPU')}; look at CUDA_VISIBLE_DEVICES and MIG", False
+    for gpu in gpus:
+        name = f"GPU {gpu['index']:.0f}"
+        if (errors := gpu.get("memory_errors")) is not None and errors > 0:
+            yield f"{name} has {errors:.0f} uncorrected memory errors; reset it, or replace it if they come back", True
+        if (heat := gpu.get("temperature_c")) is not None and heat >= _HOT_C:
+            yield f"{name} has {heat:.0f} C and may be slowed down; look at its cooling", False
+    used = [gpu for gpu in gpus if (gpu.get("memory_used_mib") or 0) > _USED_MIB]
+    if used:
+        names = listed([f"{gpu['index']:.0f}" for gpu in used])
+        size = file_size(sum(gpu["memory_used_mib"] for gpu in used) * _MIB)
+        yield f"{size} in use on GPU {names}; `nvidia-smi` lists the processes, in case an earlier run left some", False
+
+
+def _limits(facts: Mapping[str, Any]) -> _Told:
+    files = facts.get("open_files")
+    if files is not None and files != UNLIMITED and files < _FEW_FILES:
+        text = f"a process may open {files} files; set `ulimit -n 65536`, or nofile in /etc/security/limits.conf"
+        yield text, files < _LEAST_FILES
+    if facts.get("ib_active") and facts.get("memlock", UNLIMITED) != UNLIMITED:
+        text = f"{file_size(facts['memlock'])} of locked memory is too little for InfiniBand; set `ulimit -l unlimited`"
+        yield f"{text}, or memlock in /etc/security/limits.conf (Docker: --ulimit memlock=-1)", True
+    if (shm := facts.get("shm")) is not None and shm < _LEAST_SHM:
+        yield (
+            f"/dev/shm has {file_size(shm)}, which data workers and NCCL share; mount 16 GiB (Docker: --shm-size 16g)",
+            True,
+        )
+
+
+def _links(facts: Mapping[str, Any]) -> _Told:
+    errors = link_errors(facts)
+    if errors:
+        names = listed([f"{port} ({count})" for port, count in errors.items()])
+        yield (
+            f"errors of InfiniBand links: {names}; see with --every 60 whether they still rise, and check the cable",
+            False,
+        )
+
+
+def _disk(facts: Mapping[str, Any], needs: Needs | None) -> _Told:
+    if (error := facts.get("disk_error")) is not None:
+        yield f"{error}; give another --output_dir", True
+    free, speed = facts.get("disk_free"), facts.get("disk_write")
+    if needs is None:
+        return
+    if free is not None and free < needs.least:
+        text = f"{facts['disk_path']} has {file_size(free)} free, and the run needs {file_size(needs.least)}"
+        yield f"{text}; make room, or give another --output_dir", True
+    if speed and needs.checkpoint / speed > _LONG_SAVE_S:
+        took = duration(needs.checkpoint / speed)
+        yield (
+            f"a checkpoint of {file_size(needs.checkpoint)} takes {took}; --async_checkpointing writes while training",
+            False,
+        )
+
+
+def _clock(node: Node) -> _Told:
+    skew, trip = node.clock_skew_s, node.round_trip_s or 0.0
+    if skew is not None and abs(skew) - trip / 2 > _SKEW_S:
+        ahead = "ahead of" if skew > 0 else "behind"
+        yield (
+            f"its clock is {duration(abs(skew))} {ahead} this machine's; start chrony or systemd-timesyncd on both",
+            True,
+        )
+
+
+def _differences(nodes: Sequence[Node], needs: Needs | None) -> Iterator[Finding]:
+    for column in columns(needs.checkpoint if needs else None):
+        usual, others = differing(column, nodes)
+        for node in (one for one in others if column.of(one) != BROKEN):
+            text = f"{column.heading}: {column.of(node)}, elsewhere {usual}; {column.fix}"
+            yield Finding(node.host, text, column.is_problem)
+
+
+def _slow_disks(nodes: Sequence[Node]) -> Iterator[Finding]:
+    speeds = sorted(node.facts["disk_write"] for node in nodes if node.facts and node.facts.get("disk_write"))
+    if len(speeds) < 3:
+        return
+    median = speeds[len(speeds) // 2]
+    for node in nodes:
+        if node.facts and node.facts.get("disk_write") and node.facts["disk_write"] * _SLOW < median:
+            text = f"its disk writes {file_size(node.facts['disk_write'])}/s, and the median is {file_size(median)}/s"
+            yield Finding(node.host, f"{text}; look at its mount and at what else writes", False)

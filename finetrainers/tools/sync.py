@@ -1,0 +1,312 @@
+"""Copy a run's published checkpoints with rsync, without optimizer state, and weights before manifests. Imports no torch.
+
+Whoever reads the copy compares it with the manifest, as everywhere, and so never takes half a checkpoint for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.plan.initial_weights import INITIAL_LORA
+from finetrainers.rundir.best import BEST
+from finetrainers.rundir.find import Found, checkpoints_dir, scan_checkpoints
+from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
+from finetrainers.rundir.lock import HOLDER, in_use, unused
+from finetrainers.rundir.manifest import MANIFEST, is_optimizer_state, read_manifest
+from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import file_sha256, folder_problem, not_there
+from finetrainers.utils.text import duration, file_size
+
+from .copies import EVENTS, METRICS, copy_problem
+
+logger = logging.getLogger(__name__)
+
+#: Files of the run directory itself that are copied: settings, metrics, events, the status of each data item, the model card.
+_SMALL = (".toml", ".json", ".jsonl", ".md", ".txt")
+#: A transfer in which nothing moves for so long is ended, and retried.
+_TIMEOUT_S = 120
+_REMOTE = re.compile(r"^(?:[^/:]+:|rsync://)")
+_DAEMON = re.compile(r"^(?:[^/:]+::|rsync://)")
+#: Seconds until a machine that does not answer counts as unreachable.
+_CONNECT_S = 20
+#: Exit codes of rsync that no retry changes: wrong usage, and an option that one of the two sides does not have.
+_USAGE = (1, 4)
+#: What rsync prints of a directory that does not exist (ENOENT).
+_MISSING = re.compile(r"change_dir .*\(2\)")
+#: Nobody answers questions in the background, and each transfer would ask its own.
+SSH = f"ssh -o BatchMode=yes -o ConnectTimeout={_CONNECT_S} -o ServerAliveInterval=30"
+#: What ssh says where it would have to ask for a password, or whether to trust a machine.
+ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
+
+
+class TransferError(ExpectedError):
+    """Rsync failed."""
+
+    def __init__(self, message: str, *, is_missing: bool = False) -> None:
+        """Args:
+        message: what failed, and why.
+        is_missing: whether the directory to read from does not exist.
+        """
+        super().__init__(message)
+        self.is_missing = is_missing
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A checkpoint that has arrived."""
+
+    name: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass
+class Sync:
+    """Copies of a run.
+
+    Attributes:
+        run: its directory.
+        target: `user@host:dir`, or a folder.
+        rsh: the command that rsync connects with; None: that of RSYNC_RSH, or ssh without questions.
+        prune: whether checkpoints that the run does not have any more are deleted at the target.
+    """
+
+    run: Path
+    target: str
+    rsh: str | None = None
+    prune: bool = False
+    _arrived: dict[str, str] = field(default_factory=dict)  # SHA-256 of the manifest by name
+    _has_compared: bool = False  # whether the target is known to be a copy of this run, by its records
+
+    @property
+    def _is_remote(self) -> bool:
+        return _REMOTE.match(self.target) is not None
+
+    @property
+    def _destination(self) -> str:
+        """The target as rsync gets it, whose --mkpath fails on `../new`; without the slash, one file would get its name."""
+        return f"{(self.target if self._is_remote else str(Path(self.target).resolve())).rstrip('/')}/"
+
+    def problems(self) -> list[Problem]:
+        """What is wrong, as far as it is known before anything is copied."""
+        problems = []
+        if not self.run.is_dir():
+            problems.append(Problem("RUN", f"{self.run} {not_there(self.run, folder=True)}"))
+        elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
+            problems.append(
+                Problem("RUN", f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir")
+            )
+        is_remote = self._is_remote
+        if self.target.startswith("-"):
+            problems.append(
+                Problem("TARGET", f"{self.target} begins with a hyphen, as options do; give ./{self.target}")
+            )
+        if is_remote and self.target.endswith(":"):
+            problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder"))
+        if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
+            problems.append(Problem("TARGET", problem))
+        if not is_remote and Path(self.target).resolve().is_relative_to(self.run.resolve()):
+            problems.append(Problem("TARGET", f"{self.target} is the run itself, or in it; give another directory"))
+        if shutil.which("rsync") is None:
+            problems.append(Problem("rsync", "is not installed; apt-get install rsync (here, and at the target)"))
+        if is_remote and self._connection() and not self.rsh and shutil.which("ssh") is None:
+            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
+        return problems
+
+    def _connection(self) -> list[str]:
+        """Arguments for the way to the target."""
+        if _DAEMON.match(self.target):
+            return [f"--contimeout={_CONNECT_S}"]
+        rsh = self.rsh or (None if os.environ.get("RSYNC_RSH") else SSH)
+        return [] if rsh is None or not self._is_remote else [f"--rsh={rsh}"]
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run has published any."""
+        return any(one.damage is None for one in scan_checkpoints(self.run, weights_only=True))
+
+    def transfer(self) -> list[Copied]:
+        """Copy what the target does not have; the checkpoints that have arrived.
+
+        Raises:
+            TransferError: rsync failed. What arrived before stays, and the next call copies the rest.
+            ConfigError: the target is not a copy of this run. Nothing is written there.
+        """
+        with self._compared_target():
+            return self._copy_all()
+
+    def _copy_all(self) -> list[Copied]:
+        small = self._small_files()
+        if read_identity(self.run) is None:  # then these tell what the target is a copy of, and come first
+            self._copy([name for name in (EVENTS, METRICS) if name in small])
+        self._copy(small)
+        published = [one for one in scan_checkpoints(self.run, weights_only=True) if one.damage is None]
+        found = [copied for one in published if (copied := self._checkpoint(one)) is not None]
+        if self.prune and published:  # a disk that is not mounted has none
+            self._prune()
+        return found
+
+    def _small_files(self) -> list[str]:
+        files = [path for path in sorted(self.run.iterdir()) if path.suffix in _SMALL and path.is_file()]
+        logs = self.run / "logs"
+        files += [path for path in sorted(logs.rglob("*")) if path.is_file() and "wandb" not in path.parts]
+        files += (self.run / INITIAL_LORA).glob("*.safetensors")  # without which a copy could not be continued
+        names = [path.relative_to(self.run).as_posix() for path in files if not path.name.startswith(".")]
+        return [name for name in names if name != IDENTITY]  # the target's says that it is a copy
+
+    @contextlib.contextmanager
+    def _compared_target(self) -> Iterator[None]:
+        """Within the block, the target is a copy of this run, or is to be one, and no run of this machine uses it.
+
+        Raises:
+            TransferError: another process uses it at the moment, or it cannot be read.
+            ConfigError: it is something else.
+        """
+        with contextlib.ExitStack() as held:
+            there = Path(held.enter_context(TemporaryDirectory())) if self._is_remote else Path(self.target)
+            try:
+                held.enter_context(unused(there))
+            except BlockingIOError:
+                if in_use(there):
+                    self._refuse("is in use by a run that trains there; give another directory")
+                raise TransferError(f"{self.target} is in use by another process") from None
+            is_empty = self._fetch_records(there) if self._is_remote else _is_empty(there)
+            if self._is_remote and (there / HOLDER).is_file():
+                self._refuse(f"is in use by a run that trains there; if that was killed, remove {HOLDER} there")
+            if (problem := copy_problem(self.run, there, is_empty=is_empty)) is not None:
+                self._refuse(problem)
+            self._has_compared = True
+            identity = read_identity(self.run)
+            if identity is not None and not (there / IDENTITY).is_file():
+                self._send_identity(Identity(identity.run, is_copy=True))
+            yield
+
+    def _refuse(self, problem: str) -> None:
+        raise ConfigError([Problem("TARGET", f"{self.target} {problem}")])
+
+    def _fetch_records(self, folder: Path) -> bool:
+        """Bring what tells the run of a remote target into a folder; return whether nothing is at the target."""
+        if not self._fetch(folder, IDENTITY, HOLDER, *([] if self._has_compared else [EVENTS])):
+            return True
+        if (folder / IDENTITY).is_file():
+            return False
+        self._fetch(folder, EVENTS, METRICS, f"checkpoints/*/{MANIFEST}")
+        listing = self._rsync(["--list-only", "--", self._destination])
+        names = [fields[4] for line in listing.splitlines() if len(fields := line.split(maxsplit=4)) == 5]
+        return all(_is_insignificant(name) for name in names)
+
+    def _fetch(self, folder: Path, *names: str) -> bool:
+        """Bring files of the target into a folder, as far as they are there; return whether the target exists."""
+        parents = dict.fromkeys(f"/{parent}/" for name in names for parent in reversed(Path(name).parents[:-1]))
+        wanted = [f"--include={pattern}" for pattern in [*parents, *(f"/{name}" for name in names)]]
+        source = self._destination
+        try:
+            self._rsync(["--recursive", *wanted, "--exclude=*", "--", source, f"{folder}/"])
+        except TransferError as error:
+            if error.is_missing:
+                return False
+            raise
+        return True
+
+    def _send_identity(self, identity: Identity) -> None:
+        with TemporaryDirectory() as folder:
+            identity.write(Path(folder) / IDENTITY)
+            self._rsync(["--mkpath", "--", f"{folder}/{IDENTITY}", self._destination])
+
+    def _checkpoint(self, found: Found) -> Copied | None:
+        """Copy a checkpoint that has not arrived yet; None if it had, or has been removed meanwhile."""
+        name, begun = found.path.name, time.monotonic()
+        try:
+            files, digest = read_manifest(found.path)["files"], file_sha256(found.path / MANIFEST)
+            if name.startswith(".") or self._arrived.get(name) == digest:
+                return None
+            needed = {file: entry["size"] for file, entry in files.items() if not is_optimizer_state(file)}
+            place = found.path.relative_to(self.run).as_posix()
+            self._copy([f"{place}/{file}" for file in needed])
+            fault_point("sync.manifest")
+            self._copy([f"{place}/{MANIFEST}"])
+        except (OSError, ValueError, TransferError) as error:
+            if isinstance(error, TransferError | ConfigError) and (found.path / MANIFEST).is_file():
+                raise
+            logger.info("%s was removed while it was copied; the next ones follow", name)
+            return None
+        self._arrived[name] = digest
+        return Copied(name, sum(needed.values()), time.monotonic() - begun)
+
+    def _copy(self, files: Sequence[str]) -> None:
+        """Copy files of the run, named relative to it, to the same places at the target."""
+        # A step that was saved again may have the size of the old one, and a time within the same second.
+        arguments = [
+            "--archive",
+            "--no-owner",
+            "--no-group",
+            "--modify-window=-1",
+            "--mkpath",
+            "--partial-dir=.rsync-partial",
+        ]
+        self._rsync(
+            [*arguments, "--from0", "--files-from=-", "--", f"{self.run.resolve()}/", self._destination],
+            "\0".join(files),
+        )
+
+    def _prune(self) -> None:
+        """Delete checkpoints at the target that the run has pruned, but for the one that is marked as the best there."""
+        there = f"{self._destination}checkpoints"
+        best = None
+        with contextlib.suppress(TransferError):  # there is none
+            best = re.search(rf"{BEST} -> (step-\d+)", self._rsync(["--links", "--list-only", "--", f"{there}/{BEST}"]))
+        protected = [] if best is None else [f"--filter=P /{best[1]}"]
+        # Without --recursive, what is within a checkpoint that stays is not looked at.
+        arguments = ["--dirs", "--existing", "--delete", *protected, "--include=/step-*", "--exclude=/*"]
+        self._rsync([*arguments, "--", f"{checkpoints_dir(self.run).resolve()}/", f"{there}/"])
+
+    def _rsync(self, arguments: Sequence[str], given: str = "") -> str:
+        """Run rsync; what it prints.
+
+        Raises:
+            TransferError: it failed; the message has its last line.
+            ConfigError: it failed, and would fail again.
+        """
+        command = ["rsync", f"--timeout={_TIMEOUT_S}", *self._connection(), *arguments]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            # Its last line has its own source code's position; what happened is said before it, unless that is lost on the way:
+            # an rsync that ends at the target may close the connection first.
+            reasons = [line for line in lines if not line.startswith("rsync error:")] or lines
+            said = reasons[0] if reasons else "it says no more"
+            asked = next((line for line in lines if ASKS.search(line)), None)
+            if asked is not None:
+                host = self.target.partition(":")[0]
+                said = f"{asked}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+            message = f"rsync to {self.target} failed with exit code {done.returncode}: {said}"
+            if done.returncode in _USAGE:
+                raise ConfigError([Problem("TARGET", message)])
+            raise TransferError(message, is_missing=any(_MISSING.search(line) for line in lines))
+        return done.stdout
+
+
+def _is_empty(directory: Path) -> bool:
+    return not directory.exists() or all(_is_insignificant(path.name) for path in directory.iterdir())
+
+
+def _is_insignificant(name: str) -> bool:
+    """Return whether an entry of a directory is none of a run, such as what an interrupted transfer leaves."""
+    return name.startswith(".") or name == "lost+found"
+
+
+def told(copied: Copied, target: str) -> str:
+    """A line about a checkpoint that has arrived."""
+    return f"{copied.name}: {file_size(copied.num_bytes)} copied to {target} in {duration(copied.seconds)}"

@@ -1,0 +1,1 @@
+"""The training loop: state, loading, steps, guards, callbacks, saving and restoring."""

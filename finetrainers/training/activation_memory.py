@@ -1,0 +1,143 @@
+"""`--activation_memory auto` of a run that trains: chosen once more from what a step has measured, and after an OOM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetrainers.memory.activation_plan import Choice, spread
+from finetrainers.memory.automatic import Automatic
+from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.estimate import GIB
+from finetrainers.methods.base import Step
+from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.start_report import print_line
+
+if TYPE_CHECKING:
+    from .state import TrainState
+
+#: After an OOM, a step may take this share of what it was planned to take beyond what is there between steps.
+_LESS = 0.75
+#: A step that takes as long as its copies, up to this share, does not tell how fast the device computes.
+_COPIES_DECIDE = 0.9
+
+
+class ActivationPlanner:
+    """Chooses what blocks store for backward, the same on all ranks, and changes it between steps.
+
+    Attributes:
+        choice: in use.
+        machine: that the choice is for; after a measured step with the compute rate of that step.
+    """
+
+    def __init__(
+        self, found: Automatic, *, heaviest: tuple[tuple[int, int, int], int], loaded: float, compiles: bool = False
+    ) -> None:
+        """Args:
+        found: what the run has chosen.
+        heaviest: size of the largest clips' latents, and how many make a micro-batch.
+        loaded: bytes on the device before the network that is trained is loaded.
+        compiles: whether the first step with the largest clips compiles, so that the second one is measured.
+        """
+        assert found.machine is not None
+        assert found.activations is not None
+        self.machine, self.choice, self._model = found.machine, found.activations, found.model
+        self._heaviest, self._loaded = heaviest, loaded
+        self._replans, self._skips = True, compiles
+
+    def look(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
+        """Plan once more after the first measured step with the largest clips; every rank must call it after every step.
+
+        Args:
+            state: of the run, when gradients are complete.
+            step: that was computed.
+            seconds: that forward and backward took.
+            operations: of the network's calls, without those that were repeated; None: not known.
+        """
+        if not self._replans:
+            return
+        measures = self._is_heaviest(step)
+        if measures and self._skips:
+            self._skips = measures = False
+        shares = state.parallel.gather_objects([(seconds, operations, self._peak(state))] if measures else [])
+        if not shares:
+            return
+        self._replans = False
+        seconds, operations, peak = max(share[0] for share in shares), shares[0][1], max(share[2] for share in shares)
+        copies = 2 * self.choice.host * len(step) / self.machine.link
+        if operations is not None and copies < _COPIES_DECIDE * seconds:
+            rate = operations * self._model.operations(self.choice) / seconds
+            self.machine = replace(self.machine, flops=rate)
+        if peak:
+            self._model = self._model.measured(self.choice, peak=peak)
+        found = self._model.choose(self.machine)
+        measured = f"measured {seconds:.2f} s" + (f" and {peak / GIB:.1f} GiB" if peak else "")
+        if found.fits and (found.stored, found.number) != (self.choice.stored, self.choice.number):
+            self._use(found, state, why=measured)
+
+    def recompute_more(self, state: TrainState) -> bool:
+        """After an OOM let blocks store less; False: there is nothing that takes less. Every rank must call it."""
+        rest = self._model.at_rest
+        less = rest + _LESS * (self.choice.device - rest)
+        machine = replace(self.machine, device=min(self.machine.device, less))
+        found = self._model.choose(machine)
+        if found.device >= self.choice.device:
+            return False
+        self.machine = machine
+        self._use(found, state, why="out of memory")
+        return True
+
+    def _use(self, choice: Choice, state: TrainState, *, why: str) -> None:
+        device = state.parallel.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # copies to the present arena may be under way
+        blocks = spread(state.spec.block_modules(state.network), choice.share)
+        set_activation_memory(state.network, choice.stored, blocks=blocks)
+        self.choice = choice
+        print_line(f"activation memory, {why}: now {choice.what}: {choice.why(self.machine)}")
+        state.run_dir.event(
+            "activation_memory",
+            step=state.step,
+            setting=choice.stored,
+            blocks=choice.number,
+            total=choice.total,
+            why=why,
+        )
+
+    def _is_heaviest(self, step: Step[Any]) -> bool:
+        latent, clips = self._heaviest
+        return any(
+            not item.latent_size or (tuple(item.latent_size) == latent and len(item) >= clips) for item in step.items
+        )
+
+    def _peak(self, state: TrainState) -> float:
+        """Bytes that the step took at most on this rank's device, with those of an optimizer state that is yet to come.
+
+        Other networks count as they were planned.
+        """
+        peak = measured_peak(state.parallel.device)
+        if not peak:
+            return 0.0
+        plan = self._model.plan(self.choice.stored, self.choice.number)
+        is_there = bool(getattr(state.optimizer, "state", None))
+        others = self._model.others - self._loaded
+        return peak + others + (0.0 if is_there else GIB * plan.parts["optimizer state"])
+
+
+def activation_planner(checked: Preflight, found: Automatic | None, device: torch.device) -> ActivationPlanner | None:
+    """What changes the activation memory of a run between steps; None: it was not the run's to choose."""
+    if found is None or found.activations is None:
+        return None
+    bucket, clips = checked.plan.heaviest(checked.config)
+    loaded = float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
+    return ActivationPlanner(
+        found, heaviest=(checked.geometry.latent_shape(*bucket), clips), loaded=loaded,
+        compiles=checked.config.memory.compile != "none",
+    )  # fmt: skip
+
+
+def measured_peak(device: torch.device) -> float:
+    """Bytes that tensors have taken at most on a CUDA device in this phase; 0 on others."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0

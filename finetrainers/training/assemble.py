@@ -1,0 +1,263 @@
+"""From a checked configuration to a trainer: the three loading phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from finetrainers.config.frame_conditioning import chosen_kinds
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.base import MethodParts
+from finetrainers.methods.registry import load_method, method_spec
+from finetrainers.methods.spec import WorkSource
+from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.optim.ema import EMA
+from finetrainers.optim.factory import create_optimizer
+from finetrainers.optim.schedules import lr_schedule
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.automatic import chosen_by_run, fit_decoding
+from finetrainers.plan.block_swap import block_swap
+from finetrainers.plan.initial_weights import INITIAL_LORA
+from finetrainers.plan.lineage import BEGAN_FROM, lineage_of
+from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.start_report import loading, print_line
+from finetrainers.plan.throughput import measure_calls
+from finetrainers.plan.trainable import trainable_dtype, trainable_parameters
+from finetrainers.rundir.run_dir import RunDirectory
+from finetrainers.utils.train_log import PrintedLines
+
+from .activation_memory import activation_planner
+from .callbacks.base import Callback
+from .callbacks.evaluation import MethodEvaluation
+from .callbacks.hacking import HackingWatch
+from .callbacks.metrics import MetricsFile, RewardFiles
+from .callbacks.progress import ProgressLine
+from .callbacks.scores import SampleScores
+from .callbacks.tracking import TrackedMedia, Tracker
+from .callbacks.validation import Validation
+from .checkpoints.restore import check_restorable, restore
+from .checkpoints.save import shares_saving
+from .guards.memory import memory_advice
+from .load_work import load_texts, load_work
+from .memory_recorder import MemoryRecorder
+from .sampling import EncodedPrompts
+from .state import TrainState
+from .trained_weights import load_trainable_transformer, mapped_dtype, store_initial_lora
+from .trainer import Trainer
+from .watchdog import Watchdog
+
+
+@memory_advice("loading and encoding")
+def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory: MemoryRecorder) -> Trainer:
+    """Load everything in three phases and build the trainer, resumed if asked."""
+    config, plan, start = checked.config, checked.plan, checked.start
+    print_line(parallel.describe())
+    check_restorable(start, parallel)
+    spec = checked.family.load(config.model)
+    spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(config)))
+    scheduler = spec.load_scheduler()
+    _print_notes(checked, spec)
+
+    # Phases 1 and 2: text encoders, then the VAE.
+    texts, encoded = load_texts(checked, spec, parallel, watchdog, samples_in=_sampling_dtype(config, parallel))
+    source, vae_stats = load_work(checked, spec, parallel, watchdog, texts)
+
+    # Phase 3: the transformer.
+    watchdog.enter("loading")
+    global_batch = config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
+    lr = config.optimizer.lr * (global_batch if config.optimizer.scale_lr else 1)
+    chosen, automatic = chosen_by_run(checked, parallel)
+    fit_decoding(automatic, spec, plan.size)
+    activations = activation_planner(checked, automatic, parallel.device)
+    resolved = replace(checked, config=chosen)
+    transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
+    network = parallel.unwrap(transformer)
+    method = load_method(config.training.method)(
+        MethodParts(
+            config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
+            vae_stats=vae_stats, source=source, parallel=parallel, network=network, weights_dtype=trainable_dtype(config),
+            initial_lora=start.initial_lora,
+        )
+    )  # fmt: skip
+    fields = parallel.same_on_all(start.checkpoint_fields(config) if parallel.is_main else {})
+    total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
+    state = TrainState(
+        config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
+        total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
+        watchdog=watchdog, memory=memory, checkpoint_fields=fields,
+        ema=make_ema(config, network), meter=measure_calls(spec, network, sharing=parallel.sharing),
+        shares_saving=shares_saving(config, parallel),
+    )  # fmt: skip
+    if activations is not None:
+        state.guards.memory.recompute_more = partial(activations.recompute_more, state)
+    callbacks = _make_callbacks(state, resolved, source, scheduler=scheduler, encoded=encoded)
+    restore(state, start)
+    _start_records(state, checked)
+    _store_initial_lora(state, checked)
+    begun = start.schedule_start
+    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun), first_step=begun)
+    return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
+
+
+def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
+    """What the model's own files have decided, and which frames samples are given."""
+    data = checked.config.data
+    kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
+    chosen_by = "first_frame_conditioning_p" if data.frame_conditioning is None else "frame_conditioning"
+    if kinds and checked.plan.encodes_clips and chosen_by not in method_spec(checked.config).unread:
+        if data.frame_conditioning is not None:
+            shares = ", ".join(f"{kind.label} {kind.p:.3g}" for kind in kinds)
+            print_line(f"note: samples are given clean frames, in shares of: {shares}")
+        elif data.first_frame_conditioning_p is None:
+            print_line(f"note: {kinds[0].p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
+    tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))
+    if tiled:
+        print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")
+
+
+def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
+    """The dtype of the text conditions that validation samples are drawn with."""
+    is_full = config.training.training_type == "full-finetune"
+    return parallel.compute_dtype(trainable_dtype(config) if is_full else DTYPES[config.model.transformer_dtype])
+
+
+def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
+    """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
+    config, number = checked.config, checked.config.memory.blocks_to_swap
+    assert number != "auto", "it was chosen"
+    wanted, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
+    with loading(checked, "transformer"):
+        return parallel.prepare(
+            lambda: load_trainable_transformer(
+                checked, spec, mapped or wanted, device=parallel.device, sequence_group=parallel.sequence_group
+            ),
+            lambda parameters: create_optimizer(
+                parameters,
+                config=config.optimizer,
+                lr=lr,
+                device_type=parallel.device.type,
+                stochastic_rounding=config.training.master_weights == "stochastic_rounding",
+            ),
+            blocks=spec.blocks,
+            swap=block_swap(number, spec, parallel),
+            mapped=mapped is not None,
+            widened=None if mapped in (None, wanted) else wanted,
+        )
+
+
+def _make_callbacks(
+    state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts | None
+) -> list[Callback]:
+    """What watches the run; rank 0 shows and records it."""
+    config, headline = state.config, state.method.headline
+    callbacks: list[Callback] = []
+    trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
+    if state.parallel.is_main:
+        callbacks += [MetricsFile(), ProgressLine(headline=headline)]
+        if config.run.train_log:
+            callbacks.append(
+                ProgressLine(
+                    headline=headline, console=Console(file=PrintedLines(), force_jupyter=False, force_terminal=False)
+                )
+            )
+        callbacks += trackers
+        callbacks += [RewardFiles()] if "reward/" in headline else []
+    if state.guards.hacking is not None:
+        callbacks.append(HackingWatch(state.guards.hacking))  # before the evaluation, whose record it judges
+    if state.method.evaluates:
+        callbacks.append(MethodEvaluation(fps=checked.geometry.fps))
+    if encoded is not None:
+        callbacks += _make_validations(state, checked, source, scheduler=scheduler, encoded=encoded)
+    return [*callbacks, *map(TrackedMedia, trackers)]
+
+
+def _make_validations(
+    state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts
+) -> Iterator[Validation]:
+    """What samples the validation prompts, and what samples the prompts that rewards score, unless these are the same."""
+    config, scores = state.config, None
+    section = checked.config.validation.model_copy(update={"validation_frame_rate": checked.frame_rate})
+    due = _validation_schedule(state, source)
+    if config.validation.eval_reward and not method_spec(config).samples:
+        scores = SampleScores(config.validation.eval_reward, state.parallel)
+    validation = partial(
+        Validation,
+        size=checked.plan.size,
+        scheduler=scheduler,
+        load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
+    )
+    count = len(checked.prompts)
+    if scores is not None and checked.scored:
+        held_out, one = (
+            encoded.part(count, len(encoded.prompts)),
+            section.model_copy(update={"num_validation_videos": 1}),
+        )
+        yield validation(encoded=held_out, section=one, due=_scoring_schedule(state), scores=scores, prefix="eval-")
+        scores = None
+    if checked.prompts:
+        both = due if scores is None else _either(due, _scoring_schedule(state))
+        yield validation(encoded=encoded.part(0, count), section=section, due=both, scores=scores)
+
+
+def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
+    """Whether to score samples after a step: every `eval_steps`, and after the last step."""
+    every = state.config.validation.eval_steps
+    return lambda step: step == state.total_steps or bool(every and step % every == 0)
+
+
+def _either(one: Callable[[int], bool], other: Callable[[int], bool]) -> Callable[[int], bool]:
+    return lambda step: one(step) or other(step)
+
+
+def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int], bool]:
+    """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
+    steps, epochs = state.config.validation.validation_steps, state.config.validation.validation_epochs
+    at = {state.total_steps}
+    if steps:
+        at |= set(range(steps, state.total_steps + 1, steps))
+    if epochs:
+        ends = (source.steps_for_epochs(n) for n in count(epochs, epochs))
+        at |= set(takewhile(lambda step: step <= state.total_steps, ends))
+    return at.__contains__
+
+
+def _start_records(state: TrainState, checked: Preflight) -> None:
+    """Write what the run is and where it starts from into the run directory."""
+    state.run_dir.start(state.config, resumed_step=state.step)
+    root, start = state.run_dir.root, checked.start
+    origin = lineage_of(root, checkpoint=start.checkpoint, initial=start.initial) if state.parallel.is_main else None
+    if origin is not None:
+        state.run_dir.event(BEGAN_FROM, **origin)
+    if rows := start.rows:
+        parts = {part.replace(" ", "_"): text for part, text in rows if part != "step"}
+        state.run_dir.event("origin", step=state.step, **parts)
+    if state.parallel.is_main:
+        checked.plan.write(root / "manifest.jsonl")
+
+
+def _store_initial_lora(state: TrainState, checked: Preflight) -> None:
+    """Store the LoRA of the reference model with the run, and let checkpoints have its digest; every rank must call it."""
+    parallel, origin = state.parallel, checked.start.origin
+    with parallel.raise_on_all_ranks(f"storing {state.run_dir.root / INITIAL_LORA}"):
+        sha256 = store_initial_lora(checked, state.spec) if parallel.is_main else None
+    sha256 = parallel.same_on_all(sha256)
+    if sha256 is not None:
+        state.checkpoint_fields = {**state.checkpoint_fields, "initial": {**(origin or {}), "sha256": sha256}}
+
+
+def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:
+    """The moving average of the trained weights, if asked for."""
+    if not config.training.use_ema:
+        return None
+    return EMA(
+        trainable_parameters(transformer),
+        decay=config.training.ema_decay,
+        update_after_step=config.training.ema_update_after_step,
+    )

@@ -1,0 +1,91 @@
+"""What may watch a run. Callbacks never change the math; they are called in the order given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.text import nearest
+
+if TYPE_CHECKING:
+    from ..state import TrainState
+
+#: One log record: `step` and named numbers, the same on every rank.
+Record = dict[str, float]
+
+
+class Callback:
+    """Hooks of a run; override what is needed. Every rank runs every hook.
+
+    Numbers that `on_start` or `on_step` returns are logged as one record; every rank must return the same names.
+
+    Attributes:
+        samples: whether it samples or evaluates, also when `state.requests.sample` says so.
+    """
+
+    samples = False
+
+    def on_start(self, state: TrainState) -> Record | None:
+        """Before the first step of this process."""
+
+    def on_step(self, state: TrainState) -> Record | None:
+        """After each optimizer step."""
+
+    def on_log(self, state: TrainState, record: Record) -> None:
+        """At every record: each `logging_steps` steps, and whenever a callback returns numbers."""
+
+    def on_back(self, state: TrainState) -> None:
+        """After a rollback to an earlier step, of `metrics.jsonl` too."""
+
+    def on_stop(self, state: TrainState) -> None:
+        """After the last step of this process, or when an exception ends the training."""
+
+    def on_end(self, state: TrainState) -> None:
+        """After the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""
+
+
+_HOOKS = {name: value for name, value in vars(Callback).items() if name.startswith("on_")}
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Check callbacks of a user before anything is loaded.
+
+    Raises:
+        ConfigError: one is not an instance of `Callback`, or has hooks that are not called or cannot be.
+    """
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
+        raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_kind(callbacks)}")])
+    problems = [
+        Problem(f"{_WHERE}[{index}]", message)
+        for index, callback in enumerate(callbacks)
+        for message in _callback_problems(callback)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+_WHERE = "callbacks"
+
+
+def _callback_problems(callback: Any) -> Iterator[str]:
+    if isinstance(callback, type):
+        yield f"expected an instance, got the class {callback.__name__}; write {callback.__name__}(...)"
+        return
+    if not isinstance(callback, Callback):
+        yield f"expected an instance of finetrainers.Callback, got {_kind(callback)}; derive its class from Callback"
+        return
+    for name in [name for name in dir(type(callback)) if name.startswith("on_")]:
+        if name not in _HOOKS:
+            yield f"{_kind(callback)} has no hook {name}{nearest(name, _HOOKS)}; rename methods that are not hooks"
+            continue
+        parameters = list(inspect.signature(_HOOKS[name]).parameters)[1:]
+        try:
+            inspect.signature(getattr(callback, name)).bind(*parameters)
+        except TypeError as error:
+            yield f"{_kind(callback)}.{name} must take ({', '.join(parameters)}): {error}"
+
+
+def _kind(value: Any) -> str:
+    return f"{'an' if type(value).__name__[0] in 'AEIOUaeiou' else 'a'} {type(value).__name__}"

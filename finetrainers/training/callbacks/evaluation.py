@@ -1,0 +1,54 @@
+"""Evaluations by the method: held-out clips, or samples of held-out prompts, before, while and after training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetrainers.utils.alive import work
+from finetrainers.utils.phases import VALIDATION, phase
+from finetrainers.utils.video import slug
+
+from .base import Callback, Record
+from .samples import write_sample
+
+if TYPE_CHECKING:
+    from ..state import TrainState
+
+
+class MethodEvaluation(Callback):
+    """Has the method evaluate the network before the first step, every `eval_steps` steps, and at the end; keeps the clips."""
+
+    samples = True
+
+    def __init__(self, *, fps: float) -> None:
+        self.fps = fps
+
+    def on_start(self, state: TrainState) -> Record | None:
+        return self.evaluate(state) if state.step == 0 else None
+
+    def on_step(self, state: TrainState) -> Record | None:
+        every = state.config.validation.eval_steps
+        is_due = state.requests.sample or state.step == state.total_steps or (every and state.step % every == 0)
+        return self.evaluate(state) if is_due else None
+
+    @phase(VALIDATION)
+    def evaluate(self, state: TrainState) -> Record:
+        """Evaluate, with averaged weights if there are any, and write the clips to `samples/`."""
+        work("evaluation")
+        was_training = state.transformer.training
+        state.transformer.eval()
+        with state.ema_applied(), torch.no_grad():
+            found = state.method.evaluate(state.transformer)
+        state.transformer.train(was_training)
+        for number, prompt, video in found.clips:
+            frames = (video.permute(0, 2, 3, 1) * 255).round().byte().numpy()
+            count, height, width, _ = frames.shape
+            seed = state.config.training.seed
+            write_sample(
+                state.run_dir.root / "samples", f"eval-{number:03d}-{slug(prompt)}", frames, step=state.step, fps=self.fps,
+                heading=f"{' '.join(prompt.split())}\nseed {seed} | {count} x {height} x {width} at {self.fps:g} fps",
+            )  # fmt: skip
+        state.parallel.barrier()  # the clips of all ranks are there
+        return dict(found.record)

@@ -1,0 +1,162 @@
+"""Experiment tracking: records, samples and rollouts go to a tracker, which can never stop training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.config.sections import RunSection
+from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.video import comment_of
+
+from .base import Callback, Record
+from .samples import SHEET_VIDEOS, sheet_of
+from .trackers import TRACKERS, Media, Place, TrackedRun
+
+if TYPE_CHECKING:
+    from ..state import TrainState
+
+logger = logging.getLogger(__name__)
+
+#: Folders of the run directory that have a folder of videos for some steps.
+_MEDIA = ("samples", "rollouts")
+
+
+class Tracker(Callback):
+    """Sends records to tensorboard, wandb or trackio. The first failure ends tracking, not training.
+
+    A resumed run continues its run at the tracker, which the event `tracker` of events.jsonl names. Steps that are redone
+    replace their first values where the tracker can do that; elsewhere they are not sent again.
+    """
+
+    def __init__(self, run: RunSection, kind: str) -> None:
+        """Args:
+        run: project and folder.
+        kind: of the tracker, a key of `TRACKERS`.
+        """
+        self.run, self.kind = run, kind
+        self.tracked: TrackedRun | None = None
+        self.takes_media = True
+        self._highest = -1  # step that was sent
+        self._sent = self._shown = -1  # numbers and media of steps up to these are not sent again
+
+    def on_start(self, state: TrainState) -> None:
+        self._guard(state, lambda: self._open(state))
+
+    def _open(self, state: TrainState) -> None:
+        kind = TRACKERS[self.kind]
+        earlier = self._earlier(state)
+        tracked = kind(self._place(state, earlier.get("run")))
+        self.tracked = tracked
+        if tracked.name is not None:
+            state.run_dir.tracker_runs[self.kind] = tracked.name
+        if earlier and not kind.takes_back:
+            known = max(earlier["sent"], state.run_dir.recorded_step)
+            self._sent = self._shown = known if tracked.last_step is None else tracked.last_step
+            # A process that was killed may have sent the numbers of its last step alone.
+            self._shown -= tracked.last_step is not None
+        self._highest = self._sent
+        state.run_dir.event(
+            "tracker",
+            tracker=kind.kind,
+            project=self.run.tracker_name,
+            run=tracked.name,
+            sent=self._sent,
+            step=state.step,
+            shared=tracked.is_shared,
+        )
+        settings = state.config.flat()
+        tracked.configure({name: value for name, value in settings.items() if name != "hub_token"})
+
+    def _place(self, state: TrainState, resumed: str | None) -> Place:
+        root = state.run_dir.root
+        return Place(
+            project=self.run.tracker_name, folder=root / self.run.logging_dir, name=root.resolve().name, resumed=resumed,
+            step=state.step,
+        )  # fmt: skip
+
+    def _earlier(self, state: TrainState) -> dict[str, Any]:
+        """The event of the last start of the run at the tracker that this one continues; empty for a new run."""
+        events = state.run_dir.events_file
+        if not state.step or not events.is_file():
+            return {}
+        wanted = {"event": "tracker", "tracker": self.kind, "project": self.run.tracker_name}
+        found = [event for event in read_jsonl(events)[0] if wanted.items() <= event.items()]
+        return found[-1] if found else {}
+
+    def on_log(self, state: TrainState, record: Record) -> None:
+        values = {name: value for name, value in record.items() if name != "step"}
+        self.send(state, lambda tracked: tracked.log(values, step=state.step))
+
+    def on_back(self, state: TrainState) -> None:
+        tracked = self.tracked
+        if tracked is None:
+            return
+        if not tracked.takes_back:
+            self._sent = self._shown = self._highest
+            return
+        self._guard(state, tracked.finish)
+        self._guard(state, lambda: self._open(state))
+
+    def on_end(self, state: TrainState) -> None:
+        if self.tracked is not None:
+            state.watchdog.enter("closing")
+            self._guard(state, self.tracked.finish)
+
+    def send(self, state: TrainState, action: Callable[[TrackedRun], None], *, media: bool = False) -> None:
+        """Do something with the tracker, unless it has failed or has this step already."""
+        tracked = self.tracked
+        if tracked is None or state.step <= (self._shown if media else self._sent) or (media and not self.takes_media):
+            return
+        self._highest = max(self._highest, state.step)
+        self._guard(state, lambda: action(tracked), media=media)
+
+    def _guard(self, state: TrainState, action: Callable[[], None], *, media: bool = False) -> None:
+        try:
+            action()
+        except Exception as error:
+            # Whatever a tracker raises (network, quota, its own defects) must not cost a training run.
+            if media:
+                self.takes_media = False
+            else:
+                self.tracked = None
+            kind = self.kind
+            state.run_dir.event("tracker_failed", tracker=kind, error=repr(error), step=state.step, media=media)
+            what = "videos and pictures for tracker" if media else "tracker"
+            logger.warning("%s %s failed and is off from here on: %r", what, kind, error)
+
+
+class TrackedMedia(Callback):
+    """Sends the videos of a step, and a contact sheet of them, to a tracker. It comes after all that write videos."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+
+    def on_start(self, state: TrainState) -> None:
+        if state.step == 0:
+            self.on_step(state)
+
+    def on_step(self, state: TrainState) -> None:
+        folders = [state.run_dir.root / name / f"step-{state.step:06d}" for name in _MEDIA]
+        for folder in folders:
+            if folder.is_dir():
+                self._send(state, folder)
+
+    def _send(self, state: TrainState, folder: Path) -> None:
+        def action(tracked: TrackedRun) -> None:
+            videos = sorted(folder.glob("[!.]*.mp4"), key=_importance)
+            if videos:
+                kind = folder.parent.name
+                media = [Media(f"{kind}/{video.stem}", video, comment_of(video)) for video in videos]
+                shown = videos[:SHEET_VIDEOS] if kind == "rollouts" else videos
+                tracked.log_media([*media, Media(f"{kind}/sheet", sheet_of(shown))], step=state.step)
+
+        self.tracker.send(state, action, media=True)
+
+
+def _importance(video: Path) -> tuple[int, str]:
+    """Of a rollout the best and the worst clip come first, then those by each reward, then all others by name."""
+    kind, _, of = video.stem.partition("-")
+    return (2 if kind not in ("best", "worst") else 1 if of else 0, video.stem)

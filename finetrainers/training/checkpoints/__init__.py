@@ -1,0 +1,1 @@
+"""Save checkpoints, also in the background, and restore them."""

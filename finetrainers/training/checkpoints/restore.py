@@ -1,0 +1,138 @@
+"""Restore the state of a run from a checkpoint; weights are loaded before wrapping."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.optim.table import RECIPES, resolve_name
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.slices import SLICES_FOLDER
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.init_distributed import layout_problem
+from finetrainers.plan.resume_plan import Start
+from finetrainers.rundir.find import read_state
+from finetrainers.rundir.manifest import MANIFEST, damage
+from finetrainers.utils.faults import fault_point
+
+from ..state import TrainState
+
+
+def check_restorable(start: Start, parallel: Strategy) -> None:
+    """Before anything is loaded: all ranks mean the same checkpoint, and its optimizer state can be read by this strategy.
+
+    Raises:
+        ConfigError: the state was saved by another strategy.
+        RuntimeError: the ranks have found different checkpoints.
+    """
+    wanted = str(start.checkpoint)
+    agreed = parallel.same_on_all(wanted)
+    error = None
+    if wanted != agreed:
+        error = RuntimeError(
+            f"rank {parallel.rank} would start from {wanted}, rank 0 from {agreed}; do all see one disk?"
+        )
+    parallel.raise_if_any_failed(error, "choosing a checkpoint")
+    if (problem := layout_problem(start, parallel)) is not None:
+        raise ConfigError([problem])
+
+
+def find_damage(start: Start, parallel: Ranks) -> dict[Path, str]:
+    """What is wrong with the contents of the checkpoint that a run of several processes starts from; every rank must call it.
+
+    Each byte is read by one rank of all, or, if each machine has a disk of its own, by one rank of each machine.
+
+    Returns:
+        The checkpoint and the reason, the same on all ranks; nothing if it is what was saved.
+    """
+    directory = start.checkpoint
+    if directory is None or parallel.world_size == 1:
+        return {}
+    facts = (directory / MANIFEST).stat()
+    seen = (platform.node(), facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns)
+    places = parallel.gather_objects([seen])
+    # A copy on another machine has been made at another time.
+    readers = [rank for rank, place in enumerate(places) if len({p[1:] for p in places}) == 1 or place[0] == seen[0]]
+    wrong = damage(directory, contents=True, share=(readers.index(parallel.rank), len(readers)))
+    found = parallel.gather_objects([] if wrong is None else [wrong])
+    return {directory: found[0]} if found else {}
+
+
+def restore(state: TrainState, start: Start) -> None:
+    """Restore everything except the weights and the parts named by --reset; a new run has nothing to restore."""
+    state.step = start.step
+    if start.checkpoint is not None:
+        load_checkpoint(state, start.checkpoint, resets=start.resets)
+        state.step = start.step
+        if start.resets & {"optimizer", "ema"}:
+            state.oldest_rollback_step = start.step + 1
+
+
+def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str] = frozenset()) -> None:
+    """Restore optimizer, moving average, scaler, method and step. Weights are loaded before wrapping.
+
+    That it is whole (`find_checkpoint`) and fits the run (`resume_run`) was checked before anything was loaded.
+
+    Args:
+        state: of this run, with a wrapped network.
+        directory: the checkpoint.
+        resets: what stays as in a new run: `optimizer`, with the gradient scaler, `ema`, and the position in the `data`.
+    """
+    fault_point("resume")
+    saved = read_state(directory)
+    if "optimizer" not in resets:
+        _restore_optimizer(state, directory, scaler_state=saved["scaler"])
+    if state.ema is not None and "ema" not in resets:
+        averages = load_file(directory / "ema.safetensors")
+        state.ema.load_state_dict({"shadow": averages, "num_updates": saved["ema_updates"]})
+    method_file = directory / "method.safetensors"
+    method_tensors = load_file(method_file) if method_file.is_file() else {}
+    state.method.load_state_dict(join_state(method_tensors, saved["method"]))
+    state.guards.load_state_dict(saved["guards"])
+    state.data_ahead = 0 if "data" in resets else saved["guards"]["data_ahead"]
+    state.step = saved["step"]
+
+
+def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapping[str, Any] | None) -> None:
+    """Restore the optimizer's state and the fp16 gradient scaler's."""
+    parallel = state.parallel
+    parallel.load_own_files(directory)
+    if (directory / SLICES_FOLDER).is_dir():
+        values = read_state(directory)["optimizer"]
+        parallel.load_optimizer_slices(state.transformer, state.optimizer, directory / SLICES_FOLDER, values)
+    elif not parallel.writes_own_files:
+        # Torchao allows the classes of its state when it is imported, as it was to make the optimizer.
+        loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
+        parallel.load_optimizer(state.transformer, state.optimizer, loaded)
+    # The state brings the options of the run that saved it; this run's options count.
+    settings = state.config.optimizer
+    arguments = RECIPES[resolve_name(settings)].arguments(settings)
+    for group in state.optimizer.param_groups:
+        group.update({name: value for name, value in arguments.items() if name in group})
+    scaler = parallel.scaler
+    if scaler is None:
+        return
+    if scaler_state is None:
+        raise ValueError(
+            f"{directory} was saved without an fp16 gradient scaler, and this run uses one; use the same "
+            "--mixed_precision and kind of device, or start the optimizer from scratch with --reset optimizer"
+        )
+    scaler.load_state_dict(scaler_state)
+
+
+def join_state(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> dict[str, Any]:
+    """Undo `split_state`."""
+    for path, tensor in tensors.items():
+        *parents, key = path.split("/")
+        place = values
+        for parent in parents:
+            place = place[parent]
+        place[key] = tensor
+    return values

@@ -1,0 +1,408 @@
+"""Checkpoints of the whole training state: snapshot, write under a temporary name, seal, rename, prune older ones.
+
+Where processes share the weights of a full finetuning, each of them writes and hashes its part (`--sharded_checkpoints`):
+whole weight files, and its slices of the optimizer's state. Rank 0 publishes the checkpoint when all have ended.
+
+With `--async_checkpointing` all from the writing on happens in a thread, on a copy of the snapshot in host memory. The
+thread makes that copy too, and training waits for it before it changes what is copied.
+
+A checkpoint `checkpoints/step-N/` holds the trained weights in diffusers layout, the optimizer, the moving average,
+what the method keeps, `state.json`, and `manifest.json` over all of these. Every weight is in a safetensors file. There
+is no random state to keep: every draw is derived from its step or sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.registry import method_spec
+from finetrainers.parallel.slices import Slices
+from finetrainers.parallel.strategy import DEEPSPEED_FOLDER, Strategy, below_wrapper
+from finetrainers.plan.trainable import trainable_parameters
+from finetrainers.rundir.find import FORMAT, SLICED_FORMAT, checkpoints_dir
+from finetrainers.rundir.identity import RUN
+from finetrainers.rundir.links import link_weights, unlink_weights
+from finetrainers.rundir.publish import discarded_on_error, prune, publish, published_size, reserve, temporary_of
+from finetrainers.rundir.run_dir import package_versions
+from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import file_sha256, fsync_file, write_json_atomic
+from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
+
+from ..staging import Staging, parts_of, tensors_in
+from ..state import TrainState
+from ..trained_weights import save_weights, shared_files, wanted_of
+from .async_save import BackgroundSave, Job
+
+logger = logging.getLogger(__name__)
+
+#: Room asked for beyond the tensors' own bytes: headers, JSON, what the file system takes.
+_SPARE = 1 << 20
+#: What DeepSpeed writes by itself, per trained weight: fp32 weight and two moments.
+_DEEPSPEED_BYTES = 12
+_METHOD_FILE = "method.safetensors"
+
+
+class DivergedError(ExpectedError, FloatingPointError):
+    """Weights or averages are no numbers any more."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a rank writes: rank 0 everything, unless ranks share the saving. Writing needs nothing else of the run.
+
+    Attributes:
+        state: `state.json`; None: another rank writes it.
+        trained: the trained weights by name, as they are written.
+        write_weights: see `trainable.save_weights`; its `tensors` are these, or a copy.
+        files: the other tensors, by the safetensors file that they go to.
+        optimizer: its state; None where it is in slices, and where the strategy writes its own.
+        slices: this rank's slices of the optimizer's state, where ranks share the saving.
+        facts: what the manifest says besides the files.
+    """
+
+    state: dict[str, Any] | None
+    trained: dict[str, Tensor]
+    write_weights: Callable[..., dict[Path, Written]]
+    files: dict[str, dict[str, Tensor]]
+    optimizer: dict[str, Any] | None
+    facts: dict[str, Any]
+    slices: Slices | None = None
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What refers to the training's own tensors."""
+        return self.state, self.trained, self.files, self.optimizer, self.slices and self.slices.tensors
+
+    def on_host(self, staging: Staging, *, spare: Iterable[Tensor] = ()) -> tuple[Snapshot, Callable[[], None]]:
+        """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors.
+
+        Args:
+            staging: has the memory.
+            spare: see `Staging.begin`.
+
+        Returns:
+            The copy, and what fills it; see `Staging.begin`.
+        """
+        # A method changes its tensors when it likes, the others change in the update and for sampling.
+        copied, fill = staging.begin(self.content, at_once=self.files.get(_METHOD_FILE, {}), spare=spare)
+        state, trained, files, optimizer, tensors = copied
+        slices = None if self.slices is None else replace(self.slices, tensors=tensors)
+        return replace(self, state=state, trained=trained, files=files, optimizer=optimizer, slices=slices), fill
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = tensors_in(self.content)
+        return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
+
+    def check_finite(self) -> None:
+        """Refuse to save weights or averages that are not numbers: such a checkpoint is worth less than an older one.
+
+        Raises:
+            DivergedError: naming the first tensor that holds NaN or an infinity.
+        """
+        for place, tensors in {"weights": self.trained, **self.files}.items():
+            for name, tensor in tensors.items():
+                if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
+                    raise DivergedError(
+                        f"{name} ({place}) holds NaN or Inf at step {self.facts['step']}: training has diverged, and no "
+                        "checkpoint of it is published. Continue from an earlier one with a lower --lr or --max_grad_norm"
+                    )
+
+    def write(self, directory: Path) -> dict[Path, Written]:
+        """Write everything but the manifest into an existing directory.
+
+        Returns:
+            What was hashed on the way: all that is large.
+        """
+        written = dict(self.write_weights(directory, tensors=self.trained))
+        fault_point("save.write")
+        if self.optimizer is not None:
+            path = directory / "optimizer.pt"
+            with HashedFile(path) as file:
+                torch.save(self.optimizer, cast(IO[bytes], file))  # it only writes and flushes
+            written[path] = file.written()
+        for name, tensors in self.files.items():
+            written[directory / name] = save_safetensors(_on_host(tensors), directory / name)
+        if self.slices is not None and self.slices.tensors:
+            path = directory / self.slices.file
+            path.parent.mkdir(exist_ok=True)
+            written[path] = save_safetensors(_on_host(self.slices.tensors), path, metadata=self.slices.metadata)
+        if self.state is not None:
+            write_json_atomic(directory / "state.json", self.state)
+        return written
+
+
+def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
+    """Save the state after its current step, or begin to; every rank must call it.
+
+    With `--async_checkpointing` a thread of `background` writes a copy, unless the run ends here.
+
+    Returns:
+        Where the checkpoint is, or will be.
+
+    Raises:
+        DivergedError: a weight or an average is NaN or infinite.
+        OSError: the disk has no room, or cannot be written.
+        Exception: whatever else kept any rank from writing, this time or in the background at the save before. On every
+            rank; older checkpoints are left alone.
+    """
+    started = time.perf_counter()
+    parallel = state.parallel
+    final = checkpoints_dir(state.run_dir.root) / f"step-{state.step}"
+    what = f"saving {final}"
+    in_background = _in_background(state)
+    _wait_for_previous(state, background)
+    with parallel.raise_on_all_ranks(what):
+        fault_point("save")
+        snapshot = take_snapshot(state)
+    sizes = [(snapshot.num_bytes(), sum(tensor.numel() for tensor in snapshot.trained.values()))]
+    if state.shares_saving:
+        sizes = parallel.gather_objects(sizes)
+    with parallel.raise_on_all_ranks(what):
+        if parallel.is_main:
+            reserve(final, needed=_room_needed(state, sizes))
+    with discarded_on_error(final), parallel.raise_on_all_ranks(what):  # in this order: then no rank writes any more
+        parallel.save_own_files(temporary_of(final))
+        job = _job(state, snapshot, final, started=started, in_background=in_background)
+    if in_background:
+        background.start(job)
+    else:
+        job.run(parallel)
+    return final
+
+
+def reserve_memory(state: TrainState, background: BackgroundSave) -> None:
+    """Let the thread of a rank that writes get host memory for the first copy, while training goes on; after an update.
+
+    Every rank must call it. What is gathered from other processes is not copied, so that no memory is needed for it.
+    """
+    if state.shares_saving:
+        slices = state.parallel.optimizer_slices(state.transformer, state.optimizer)
+        if slices is not None:
+            background.prepare(state.staging.reserve(slices.tensors))
+    elif state.parallel.is_main and state.parallel.weights_are_whole:  # then a snapshot asks nobody
+        background.prepare(state.staging.reserve(take_snapshot(state).content))
+
+
+def _in_background(state: TrainState) -> bool:
+    """Whether a thread writes; training ends with the last checkpoint of a run, so that nothing would be gained."""
+    if not state.config.training.async_checkpointing:
+        return False
+    return state.step < state.total_steps and state.requests.stop is None
+
+
+def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
+    """Wait for the save in flight: there is one at a time, so that host memory holds one copy at most."""
+    started = time.perf_counter()
+    if background.wait():
+        waited = time.perf_counter() - started
+        state.run_dir.event("checkpoint_waited", step=state.step, seconds=round(waited, 3))
+        if state.parallel.is_main:
+            logger.info("step %d waited %.1f s until the checkpoint before was written", state.step, waited)
+
+
+def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> Job:
+    """What is done with a snapshot. In the background with a copy, and no part of the state that changes."""
+    run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
+    shared, staging, config = state.shares_saving, state.staging, state.config
+    folder = "" if config.training.training_type == "lora" else state.spec.facts.trained
+
+    def links(step: int) -> list[Path]:
+        return [run_dir.root / name for name in method_spec(config).weight_links(config, step)]
+
+    writes = shared or state.parallel.is_main
+    fill = _nothing
+    if in_background and writes:
+        snapshot, fill = snapshot.on_host(staging, spare=_spare(state, snapshot))
+    begun = time.perf_counter()
+
+    def write() -> dict[Path, Written]:
+        fill()
+        snapshot.check_finite()
+        written = snapshot.write(temporary_of(final))
+        if shared:  # rank 0 may be on another machine, and would read and flush what it sees of the disk from there
+            written |= _own_files_of(state.parallel, temporary_of(final))
+            for path in written:
+                fsync_file(path)
+        return written
+
+    def publish_parts(parts: Iterable[Mapping[Path, Written]]) -> None:
+        written = {path: what for part in parts for path, what in part.items()}
+        publish(temporary_of(final), final, facts=snapshot.facts, written=written)
+        now = time.perf_counter()
+        blocked = begun + staging.waited_s if in_background else now
+        times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - begun, 3)}
+        run_dir.event("checkpoint", step=step, path=str(final), **times)
+        link_weights(final / folder, links(step))
+        for path in prune(run_dir.root, step=step, limit=limit):
+            run_dir.event("checkpoint_removed", path=str(path))
+            unlink_weights(links(int(path.name.removeprefix("step-"))))
+
+    def write_all() -> None:
+        with discarded_on_error(final):
+            publish_parts([write()])
+
+    what = f"saving {final}"
+    if shared:
+        return Job(what, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
+    return Job(what, write_all if writes else None)
+
+
+def _own_files_of(parallel: Strategy, directory: Path) -> dict[Path, Written]:
+    """Size and SHA-256 of this rank's share of the files that the strategy has written; all are there."""
+    files = sorted(path for path in (directory / DEEPSPEED_FOLDER).rglob("*") if path.is_file())
+    return {
+        path: Written(path.stat().st_size, file_sha256(path)) for path in files[parallel.rank :: parallel.world_size]
+    }
+
+
+def shares_saving(config: TrainConfig, parallel: Strategy) -> bool:
+    """Whether each rank writes its part of a checkpoint: of a full finetuning, to a disk that all see.
+
+    Every rank must call it; the run's directory is there, and is nobody else's.
+    """
+    is_full = config.training.training_type == "full-finetune"
+    if not (is_full and config.training.sharded_checkpoints and parallel.shares_saving and parallel.world_size > 1):
+        return False
+    place = config.run.output_dir / ".seen_by_all"
+    if parallel.is_main:
+        place.touch()
+    parallel.barrier()
+    unseen = parallel.gather_objects([] if place.exists() else [parallel.rank])
+    if parallel.is_main:
+        place.unlink()
+    if unseen and parallel.is_main:
+        logger.warning(
+            "%s is not on a disk that all machines share (rank %d does not see it): rank 0 gathers and writes each "
+            "checkpoint alone", config.run.output_dir, unseen[0],
+        )  # fmt: skip
+    return not unseen
+
+
+def take_snapshot(state: TrainState) -> Snapshot:
+    """Gather what is to be saved; every rank must call it, the result is complete on rank 0 only."""
+    parallel = state.parallel
+    files = shared_files(state)
+    trained = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
+    slices = parallel.optimizer_slices(state.transformer, state.optimizer) if state.shares_saving else None
+    optimizer = None if slices is not None else parallel.optimizer_state(state.transformer, state.optimizer)
+    if state.config.training.training_type == "lora":
+        trained = {name: trained[name] for name in trainable_parameters(state.network) if name in trained}
+    tensors = {}
+    ema = None if state.ema is None else state.ema.state_dict()
+    writes_rest = parallel.is_main or not state.shares_saving
+    if ema is not None and writes_rest:
+        tensors["ema.safetensors"] = ema["shadow"]
+    method_tensors, method_values = split_state(state.method.state_dict())
+    if method_tensors and writes_rest:
+        tensors[_METHOD_FILE] = method_tensors
+    scaler = parallel.scaler
+    layout = FORMAT if slices is None else SLICED_FORMAT
+    return Snapshot(
+        state={
+            "format": layout,
+            "step": state.step,
+            "total_steps": state.total_steps,
+            **state.checkpoint_fields,
+            "engine": parallel.optimizer_layout,
+            "ema_updates": None if ema is None else ema["num_updates"],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "method": method_values,
+            "guards": {**state.guards.state_dict(), "data_ahead": state.data_ahead},
+            **({} if slices is None else {"optimizer": slices.values}),
+        } if writes_rest else None,
+        trained=trained,
+        write_weights=partial(save_weights, state=state, files=files),
+        files=tensors,
+        optimizer=optimizer if writes_rest else None,
+        slices=slices,
+        facts={
+            "format": layout,
+            "step": state.step,
+            "saved_at": round(time.time(), 3),
+            "packages": package_versions(),
+            "config": state.config.plain(),
+            "data": state.checkpoint_fields["critical"]["data"],
+            "tracker_run": state.run_dir.tracker_run,
+            RUN: state.run_dir.identity,
+        },
+    )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Fills what is no copy."""
+
+
+def _spare(state: TrainState, snapshot: Snapshot) -> list[Tensor]:
+    """What nobody else uses of a snapshot."""
+    if state.parallel.weights_are_whole:
+        return []
+    return gathered(snapshot, [state.transformer.state_dict(), below_wrapper(state.optimizer).state_dict()])
+
+
+def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
+    """Weights and optimizer state that were put together from several processes, in host memory that nothing else uses.
+
+    Args:
+        snapshot: which has them.
+        sources: the tensors that they were gathered from; what one process has alone may be the same tensor.
+    """
+    used = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in parts_of(tensor)}
+    return [
+        tensor
+        for tensor in tensors_in([snapshot.trained, snapshot.optimizer])
+        if not is_traceable_wrapper_subclass(tensor)
+        and tensor.device.type == "cpu"
+        and tensor.untyped_storage().data_ptr() not in used
+    ]
+
+
+def _room_needed(state: TrainState, sizes: Sequence[tuple[int, int]]) -> int:
+    """About what the checkpoint will take: its tensors, or, where the strategy adds files of its own, what the last one took.
+
+    Args:
+        state: the run.
+        sizes: bytes of what each rank writes, and how many trained weights are among that.
+    """
+    known, count = (sum(column) for column in zip(*sizes, strict=True))
+    if state.parallel.writes_own_files:
+        known = published_size(state.run_dir.root) or known + _DEEPSPEED_BYTES * count
+    return known + known // 50 + _SPARE
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all of a tensor is finite; the extremes carry NaN, and take no second tensor to find."""
+    low, high = torch.aminmax(tensor.detach() if tensor.element_size() > 1 else tensor.detach().float())
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def split_state(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A nested state as tensors by path (`old/weight`), and the rest in its nested form, for JSON."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        assert "/" not in key, f"{key!r}: paths are joined by slashes"
+        if isinstance(value, Tensor):
+            tensors[prefix + key] = value
+        elif isinstance(value, Mapping):
+            inner, values[key] = split_state(value, f"{prefix}{key}/")
+            tensors.update(inner)
+        else:
+            values[key] = value
+    return tensors, values

@@ -1,0 +1,237 @@
+"""What a run is asked for from outside while it trains: by signal, or by a file in `control/`; one answer on all ranks."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from finetrainers.utils.exit_codes import killed_by
+
+if TYPE_CHECKING:
+    from finetrainers.parallel.strategy import Strategy
+    from finetrainers.rundir.run_dir import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+#: Names of files that a user may `touch` in `control/`.
+COMMANDS = ("stop", "save", "sample")
+#: Beyond all signal numbers.
+_STOP_FILE = 1000
+#: Preemption, Ctrl-C, what Slurm is usually told to send before the time is up, and Ctrl-Break: those that the system has.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK") if hasattr(signal, name))
+#: Signals this close together are one wish: Ctrl-C reaches a process from the terminal and again from its launcher.
+_ONE_WISH_S = 1.0
+
+
+class StopSignals:
+    """Notes the first of `SIGNALS`; a second one ends the process at once, or is left to the host program.
+
+    A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
+    """
+
+    def __init__(self, *, speaks: bool, resume_command: str = "") -> None:
+        """Args:
+        speaks: whether this process says what it noted (one of all ranks should).
+        resume_command: what continues the run, to be said then.
+        """
+        self._second_exits = True
+        self._again: int | None = None  # left to the host program
+        self._handlers: dict[int, Any] = {}
+        self._wakeup = -1
+        self.speaks = speaks
+        self.resume_command = resume_command
+        self.noted: int | None = None
+        self._noted_at = 0.0
+
+    @contextlib.contextmanager
+    def listening(self, *, second_exits: bool = True) -> Iterator[None]:
+        """Within the block, signals are handled here; afterwards as before. Python allows it in the main thread only.
+
+        Args:
+            second_exits: whether a second signal ends the process, even one that is stuck. Else the handler of the host
+                program gets it: that of Ctrl-C raises KeyboardInterrupt in the main thread.
+
+        Raises:
+            ValueError: called in another thread.
+        """
+        self._second_exits = second_exits
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        # A handler that was not installed from Python cannot be restored, so it stays.
+        self._handlers = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
+        self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in self._handlers:
+            signal.signal(number, self._hand_over)
+        thread = threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._wakeup)
+            # Not `close`: forked workers hold the same socket, and the thread would wait for them too.
+            writer.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            writer.close()
+            reader.close()
+
+    def _read(self, reader: socket.socket) -> None:
+        while received := reader.recv(64):
+            for number in received:
+                if number in self._handlers:
+                    self._take(number)
+                elif self._wakeup != -1:  # the host program's event loop waits for it there
+                    with contextlib.suppress(OSError):
+                        os.write(self._wakeup, bytes([number]))
+
+    def _take(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.noted is None:
+            self.noted, self._noted_at = number, time.monotonic()
+            if self.speaks:
+                how = f". To continue: {self.resume_command}" if self.resume_command else ""
+                logger.warning(
+                    "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, how
+                )
+        elif self._again is None and time.monotonic() - self._noted_at > _ONE_WISH_S:
+            logger.warning("%s again: stopping at once", name)
+            if self._second_exits:
+                sys.stderr.flush()
+                os._exit(killed_by(number))
+            self._again = number
+            _send_to_main_thread(number)  # `_hand_over` may have been called before this was known
+
+    def _hand_over(self, number: int, _frame: FrameType | None) -> None:
+        """Let the host program handle a second signal; the first one is read by the thread."""
+        if self._again == number:
+            signal.signal(number, self._handlers[number])
+            signal.raise_signal(number)
+
+
+def _send_to_main_thread(number: int) -> None:
+    """Send a signal to the main thread; a system call in which it waits ends, where the system can do that."""
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, number)
+    else:
+        _thread.interrupt_main(signal.Signals(number))
+
+
+class ControlFiles:
+    """The folder `control/` of a run directory, which one process reads."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "control"
+        self._unknown: set[str] = set()
+        self._stuck: set[str] = set()  # taken, and cannot be removed
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """The folder exists within the block. What lay there before was meant for an earlier process, and goes."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("%s is no folder (%s): this run takes no commands by file", self.folder, error.strerror)
+        self._drop("left from an earlier run")
+        try:
+            yield
+        finally:
+            self._drop("too late for this run")
+            with contextlib.suppress(OSError):  # a file of the user's
+                self.folder.rmdir()
+
+    def _drop(self, why: str) -> None:
+        for command in sorted(self.take()):
+            logger.warning("%s was %s and is removed", self.folder / command, why)
+
+    def take(self) -> set[str]:
+        """The commands that are there, and remove them. A folder that is gone, or cannot be read, holds none."""
+        try:
+            present = {entry.name for entry in os.scandir(self.folder)}
+        except OSError:
+            return set()
+        if not present:  # after nearly every step
+            self._stuck, self._unknown = set(), set()
+            return present
+        self._stuck &= present
+        for name in sorted(present - set(COMMANDS) - self._unknown):
+            logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))
+        self._unknown = present - set(COMMANDS)
+        found = (present & set(COMMANDS)) - self._stuck
+        for command in found:
+            self._remove(self.folder / command)
+        return found
+
+    def _remove(self, path: Path) -> None:
+        """Remove a command, which may be a folder by mistake. One that stays there is not taken a second time."""
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except OSError as error:
+            self._stuck.add(path.name)
+            logger.warning("%s is taken as a command, and cannot be removed (%s)", path, error.strerror)
+
+
+class Requests:
+    """Wishes that the trainer has still to fulfill, the same on every rank.
+
+    Attributes:
+        stop: what asked for the end of the run, or None.
+        save: whether a checkpoint was asked for.
+        sample: whether samples were asked for.
+    """
+
+    def __init__(self, *, run_dir: RunDirectory, parallel: Strategy) -> None:
+        self.signals = StopSignals(speaks=parallel.is_main, resume_command=run_dir.resume_command)
+        self.stop: str | None = None
+        self.save = False
+        self.sample = False
+        self._noted = [0, 0, 0]  # see `note`
+        self._run_dir = run_dir
+        self._parallel = parallel
+        self._files = ControlFiles(run_dir.root) if parallel.is_main else None
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around the training: files are looked for within."""
+        return contextlib.nullcontext() if self._files is None else self._files.watched()
+
+    def note(self) -> list[int]:
+        """What this rank has seen and `take` has not fulfilled: numbers, of which the ranks need the maximum.
+
+        Files count as rank 0 sees them, signals as any rank got them. Nothing here waits for a device.
+        """
+        files = self._files.take() if self._files is not None else set()
+        stop = self.signals.noted or (_STOP_FILE if "stop" in files else 0)
+        now = (stop, int("save" in files), int("sample" in files))
+        self._noted = [max(pair) for pair in zip(self._noted, now, strict=True)]
+        return self._noted
+
+    def stop_by(self, who: str) -> None:
+        """Stop the run with a checkpoint at the next place where it can be resumed; every rank must call it."""
+        if self.stop is None:
+            self.stop = who
+            self._run_dir.event("stop_requested", by=who)
+
+    def take(self, agreed: Sequence[int]) -> None:
+        """Take what the ranks have agreed on, the maximum of what they noted; every rank must call it, after each step."""
+        stop, save, sample = agreed
+        self._noted = [0, 0, 0]
+        if stop and self.stop is None:
+            self.stop = "control/stop" if stop == _STOP_FILE else signal.Signals(stop).name
+            self._run_dir.event("stop_requested", by=self.stop)
+        for name, asked in (("save", save), ("sample", sample)):
+            if asked:
+                setattr(self, name, True)
+                self._run_dir.event(f"{name}_requested", by=f"control/{name}")

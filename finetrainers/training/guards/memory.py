@@ -1,0 +1,196 @@
+"""On OOM, retry the step with smaller micro-batches; the accumulated gradient is unchanged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finetrainers.methods.base import Step
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.rundir.run_dir import RunDirectory
+from finetrainers.utils.failures import ExpectedError, is_out_of_memory
+from finetrainers.utils.process_state import free_memory
+
+logger = logging.getLogger(__name__)
+
+#: What makes a step need less memory, with the greatest effect first.
+ADVICE = (
+    "What needs less: --gradient_checkpointing; smaller or shorter --video_resolution_buckets (reward finetuning: "
+    "--rollout_size); --training_type lora; --quantize_frozen int8; an 8-bit or offloaded optimizer; "
+    "--precompute_conditions; where clips are encoded or decoded, --enable_tiling and --enable_slicing. --dry_run prints an "
+    "estimate of what takes how much"
+)
+
+
+class OutOfMemory(ExpectedError, RuntimeError):
+    """OOM where nothing can be retried; the message says where, and what needs less memory."""
+
+
+@contextmanager
+def memory_advice(doing: str, advice: str = ADVICE) -> Iterator[None]:
+    """Turn an OOM within the block into an error that says what was being done, and what needs less memory.
+
+    Raises:
+        OutOfMemory: memory ran out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            raise
+        first = str(error).split("\n", 1)[0]
+        raise OutOfMemory(f"out of memory while {doing} ({first or type(error).__name__}). {advice}") from error
+
+
+class Attempt:
+    """The micro-batches of a step, with an OOM caught in the `with` block around their forward and backward passes.
+
+    Attributes:
+        step: the micro-batches.
+        error: in a few words what was asked of the allocator in vain; None if all micro-batches fit.
+    """
+
+    def __init__(self, step: Step[Any], *, refusal: str | None = None) -> None:
+        """Args:
+        step: the micro-batches.
+        refusal: why an OOM ends the run, as the end of a sentence; None if it is caught.
+        """
+        self.step = step
+        self.error: str | None = None
+        self._refusal = refusal
+        self._at = 0
+
+    @property
+    def item(self) -> Any:
+        """The micro-batch, or what it is made of, that was reached last."""
+        return self.step.items[self._at]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def __iter__(self) -> Iterator[Any]:
+        made = iter(self.step)
+        for place in range(len(self.step)):
+            self._at = place
+            yield next(made)  # kept in no variable: it would stay in memory while the next one is made
+        # `iter(step)` may have something to do at its end.
+        next(made, None)
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or not is_out_of_memory(error):
+            return False
+        if self._refusal is not None:
+            raise OutOfMemory(f"out of memory, and {self._refusal}. {ADVICE}") from error
+        if isinstance(error, dist.DistError):
+            return False  # a communicator that has failed cannot be used again
+        # Not the error itself: its traceback holds the tensors of the step.
+        self.error = str(error).split("\n", 1)[0][:200]
+        return True
+
+
+class MemoryGuard:
+    """On OOM, retries a step in smaller micro-batches, and remembers for each latent size how many samples fit.
+
+    All ranks decide together, after each has gone through its micro-batches or run out of memory, and has sent its part of
+    the gradient exchange, which goes on meanwhile: gradients are dropped, exchanged ones too, the micro-batch that did not fit is halved, and all ranks repeat the step. Shares of the loss belong to samples, so
+    that the accumulated gradient is unchanged. All ranks have equally many micro-batches: one that has fewer samples
+    than another has pieces fills up with a sample of share 0.
+    """
+
+    def __init__(self, *, parallel: Strategy, run_dir: RunDirectory, refusal: str | None) -> None:
+        """Args:
+        parallel: the processes of the run.
+        run_dir: gets an event for each retry.
+        refusal: why no step is retried, as the end of a sentence; None if steps are.
+        """
+        self.parallel = parallel
+        self.run_dir = run_dir
+        self.refusal = refusal
+        #: Lets blocks store less, on all ranks, before micro-batches are halved; whether they do (`ActivationPlanner`).
+        self.recompute_more: Callable[[], bool] = lambda: False
+        #: Of what went with the message about the last attempt, the maximum over ranks; None: there was no message.
+        self.agreed: list[int] | None = None
+        self.sizes: dict[tuple[int, ...], int] = {}  # the most samples at once, by latent size, where that is not all
+
+    def attempts(self, step: Step[Any], *, also: Callable[[], Sequence[int]] = tuple) -> Iterator[Attempt]:
+        """Attempts at a step, each to be used once in a `with` block; the last one is the first that fits on all ranks.
+
+        Args:
+            step: the micro-batches.
+            also: numbers that go with the ranks' message about an attempt, if they exchange one; see `agreed`.
+
+        Raises:
+            OutOfMemory: a micro-batch of one sample does not fit on some rank; on every rank.
+        """
+        self.agreed = None
+        while True:
+            if self.refusal is not None:
+                yield Attempt(step, refusal=self.refusal)
+                return
+            attempt = Attempt(self._fitting(step))
+            yield attempt
+            # 0: fits; 1: a half may fit; 2: there is nothing smaller.
+            mine = 0 if attempt.error is None else 1 if len(attempt.item) > 1 else 2
+            self.parallel.complete_exchange()
+            self.parallel.finish_on_device()
+            worst, *self.agreed = self.parallel.max_on_host([mine, *also()])
+            if worst == 0:
+                return
+            self.parallel.drop_gradients()
+            free_memory()
+            if self.recompute_more():
+                continue
+            if worst == 2:
+                where = "this" if mine == 2 else "another"
+                why = "" if attempt.error is None else f" ({attempt.error})"
+                raise OutOfMemory(f"{where} process ran out of memory on a micro-batch of one sample{why}. {ADVICE}")
+            self._halve(attempt)
+
+    def _fitting(self, step: Step[Any]) -> Step[Any]:
+        """The step in as many micro-batches as needed on the rank that needs most."""
+        if not self.sizes:
+            return step
+        needed = [-(-len(item) // self.sizes.get(item.latent_size, len(item))) for item in step.items]
+        return step.split(self.parallel.max_on_host(needed))
+
+    def _halve(self, attempt: Attempt) -> None:
+        """Remember on all ranks what did not fit on any."""
+        item, error = attempt.item, attempt.error
+        mine = [] if error is None else [(item.latent_size, len(item), f"rank {self.parallel.rank}: {error}")]
+        for failed, samples, why in self.parallel.gather_objects(mine):
+            fits = -(-samples // 2)
+            self.sizes[failed] = min(fits, self.sizes.get(failed, fits))
+            name = "x".join(map(str, failed)) or "any"
+            self.run_dir.event("out_of_memory", latent_size=name, samples=samples, now=self.sizes[failed], error=why)
+            logger.warning(
+                "out of memory with %d samples (latent size: %s); from now on at most %d at once, in more micro-batches (%s)",
+                samples,
+                name,
+                self.sizes[failed],
+                why,
+            )
+
+    def state_dict(self) -> list[list[Any]]:
+        """What fits, as JSON values."""
+        return [[list(latent_size), size] for latent_size, size in sorted(self.sizes.items())]
+
+    def load_state_dict(self, state: list[list[Any]]) -> None:
+        """Restore what `state_dict` returned."""
+        self.sizes = {tuple(latent_size): size for latent_size, size in state}
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """Most memory that was taken on a CUDA device since the last call; None on others."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak

@@ -1,0 +1,69 @@
+"""Keep NaN and infinite losses and gradients out of the weights: raise, skip the update, or roll back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from finetrainers.rundir.run_dir import RunDirectory
+from finetrainers.utils.failures import ExpectedError
+
+logger = logging.getLogger(__name__)
+
+#: What to do with a step: make its update, skip it, or roll the run back to its newest checkpoint.
+Action = Literal["update", "skip", "rollback"]
+
+
+class NonFiniteError(ExpectedError, RuntimeError):
+    """The loss or the gradient of a step is NaN or infinite. Nothing of the step was saved."""
+
+
+class NonFiniteGuard:
+    """Judges the numbers of a step before its update.
+
+    They are averages over ranks, and one rank's NaN is the average's: every rank comes to the same decision.
+    """
+
+    def __init__(self, *, policy: str, limit: int, loss_scaling: bool, run_dir: RunDirectory) -> None:
+        """Args:
+        policy: `raise`, `skip` or `rollback`.
+        limit: steps that may be skipped or rolled back from in all before it is an error after all.
+        loss_scaling: whether fp16 gradients are scaled: then they overflow now and then, and the scaler skips those.
+        run_dir: gets an event for each step whose update is not made.
+        """
+        self.policy = policy
+        self.limit = limit
+        self.names = ("loss",) if loss_scaling else ("loss", "grad_norm")
+        self.advice = (
+            "No weight was changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or "
+            "other data"
+        )
+        self.run_dir = run_dir
+        self.count = 0
+
+    def judge(self, step: int, record: Mapping[str, float]) -> Action:
+        """Decide what to do with a step.
+
+        Raises:
+            NonFiniteError: it must not be an update, and the policy is to raise, or there have been too many.
+        """
+        found = {name: record[name] for name in self.names if name in record and not math.isfinite(record[name])}
+        if not found:
+            return "update"
+        text = ", ".join(f"{name} {value}" for name, value in found.items())
+        self.run_dir.event("nonfinite", step=step, skipped=self.policy == "skip", values=text)
+        if self.policy == "raise":
+            raise NonFiniteError(
+                f"step {step}: {text}. {self.advice}, or leave such steps out with --on_nonfinite skip"
+            )
+        self.count += 1
+        if self.count > self.limit:
+            raise NonFiniteError(
+                f"step {step}: {text}; {self.count} steps were not finite, more than --max_nonfinite_steps "
+                f"{self.limit}. {self.advice}"
+            )
+        what = "skipped" if self.policy == "skip" else "not made"
+        logger.warning("step %d %s (%d of at most %d): %s", step, what, self.count, self.limit, text)
+        return "skip" if self.policy == "skip" else "rollback"

@@ -1,0 +1,253 @@
+"""Power, temperature and load of the GPU of each process, and the network traffic of each machine, for metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.utils.launch import launched_local_rank
+from finetrainers.utils.network import DIRECTIONS, Traffic, bytes_per_s, read_traffic
+from finetrainers.utils.nvidia_smi import gpu_facts
+
+logger = logging.getLogger(__name__)
+
+POWER, TEMPERATURE, LOAD = "gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"
+_NETWORK = {direction: f"network_mib_per_s/{direction}" for direction in DIRECTIONS}
+#: All numbers of one process, in the order in which the processes tell them to each other.
+_NAMES = (POWER, TEMPERATURE, LOAD, *_NETWORK.values())
+#: torch's functions for them, by way of NVML, and the unit of each; and nvidia-smi's names (`utils.nvidia_smi`).
+_NVML = {POWER: ("power_draw", 1e-3), TEMPERATURE: ("temperature", 1.0), LOAD: ("utilization", 1.0)}
+_SMI = {POWER: "power_w", TEMPERATURE: "temperature_c", LOAD: "utilization"}
+_MIB = 2**20
+#: Seconds between readings, and how many times as long as a reading it is at least: nvidia-smi takes a second of a CPU.
+_PERIOD_S, _TIMES = 1.0, 50
+#: Seconds that the end of training waits for a reading. A GPU that has fallen off the bus does not answer.
+_PATIENCE_S = 2.0
+#: Numbers of each process are recorded for up to so many of them.
+_MOST_RANKS = 64
+#: What the processes exchange are whole numbers: thousandths, and this for what is not known.
+_UNKNOWN = -1
+
+
+@dataclass
+class Reading:
+    """What a GPU tells now.
+
+    Attributes:
+        values: by name: watts, degrees Celsius, percent.
+        problems: of each name that is missing, why.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+class GpuReader:
+    """Reads one GPU: by NVML where its package is installed (nvidia-ml-py), or else by nvidia-smi. Neither waits for the GPU's work."""
+
+    def __init__(self, index: int) -> None:
+        """Args:
+        index: of the GPU, as torch counts.
+        """
+        self.index = index
+        self._has_nvml = torch.version.hip is None
+
+    def __call__(self) -> Reading:
+        """Read it."""
+        if self._has_nvml:
+            try:
+                return self._ask_nvml()
+            except ModuleNotFoundError:
+                self._has_nvml = False
+        # nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES hides, too.
+        facts = gpu_facts(only=f"GPU-{torch.cuda.get_device_properties(self.index).uuid}")
+        if not facts["gpus"]:
+            reason = facts.get("gpu_error", "nvidia-smi is not installed, or not in PATH")
+            return Reading(problems=dict.fromkeys(_SMI, f"{reason}. `pip install nvidia-ml-py` does without it"))
+        found = {name: facts["gpus"][0][column] for name, column in _SMI.items()}
+        return Reading(
+            {name: value for name, value in found.items() if value is not None},
+            {name: "nvidia-smi does not know it" for name, value in found.items() if value is None},
+        )
+
+    def _ask_nvml(self) -> Reading:
+        reading = Reading()
+        for name, (function, unit) in _NVML.items():
+            try:
+                reading.values[name] = unit * getattr(torch.cuda, function)(self.index)
+            except ModuleNotFoundError:
+                raise
+            except Exception as error:  # NVML's own cannot be named without its package
+                reading.problems[name] = str(error) or type(error).__name__
+        return reading
+
+
+class HardwareMonitor:
+    """Reads once a second in a thread, so that no step waits; `record` tells what was read since the last record.
+
+    Attributes:
+        reads_gpu: reads the GPU of this process.
+        reads_network: reads this machine's traffic; None if another process does.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        reads_gpu: Callable[[], Reading],
+        reads_network: Callable[[], Traffic] | None = None,
+    ) -> None:
+        """Args:
+        ranks: the processes, each of which has a monitor.
+        reads_gpu: reads the GPU of this process.
+        reads_network: reads this machine's traffic; None for all but one process of each machine.
+        """
+        self.ranks = ranks
+        self.reads_gpu, self.reads_network = reads_gpu, reads_network
+        self._lock = threading.Lock()
+        self._gpu: dict[str, list[float]] = {}  # that no record has yet; or else what the last one had
+        self._is_recorded = False
+        self._logged_traffic: tuple[float, Traffic] | None = None  # at the last record, and when
+        self._traffic: tuple[float, Traffic] | None = None
+        self._rates: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Read within the block."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), name="hardware", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(_PATIENCE_S)
+
+    def _watch(self, ended: threading.Event) -> None:
+        took_s = 0.0
+        while True:
+            started = time.perf_counter()
+            self.look()
+            took_s = time.perf_counter() - started
+            if ended.wait(max(_PERIOD_S, _TIMES * took_s)):
+                return
+
+    def look(self) -> None:
+        """Read once. What cannot be read is said once, and training goes on."""
+        problems: dict[str, str] = {}
+        try:
+            reading = self.reads_gpu()
+        except Exception as error:  # whatever a driver may do
+            reading = Reading(problems=dict.fromkeys(_SMI, f"{type(error).__name__}: {error}"))
+        problems |= reading.problems
+        with self._lock:
+            self._add(reading.values)
+        if self.reads_network is not None:
+            try:
+                traffic = self.reads_network()
+            except Exception as error:
+                traffic = Traffic({}, f"{type(error).__name__}: {error}")
+            if traffic.problem:
+                problems["network"] = traffic.problem
+            with self._lock:
+                self._traffic = time.perf_counter(), traffic
+                self._logged_traffic = self._logged_traffic or self._traffic
+        self._say(problems)
+
+    def _add(self, values: Mapping[str, float]) -> None:
+        if self._is_recorded and values:
+            self._gpu, self._is_recorded = {}, False
+        for name, value in values.items():
+            self._gpu.setdefault(name, []).append(value)
+
+    def _say(self, problems: Mapping[str, str]) -> None:
+        new = {name: reason for name, reason in problems.items() if name not in self._said}
+        self._said |= new.keys()
+        for reason in dict.fromkeys(new.values()):
+            names = ", ".join(name for name in new if new[name] == reason)
+            logger.warning("rank %d: metrics are without %s: %s", self.ranks.rank, names, reason)
+
+    def record(self) -> dict[str, float]:
+        """Numbers since the last record, of all processes; every one must call it. Nothing before the first reading.
+
+        Where no reading is newer than the last record, it has the numbers of that one.
+
+        Returns:
+            `gpu_power_w` (mean of the processes), `gpu_temperature_c` (greatest), `gpu_utilization_percent` (mean) and
+            `network_mib_per_s/...` (mean of the machines); of several processes more, see `combined`.
+        """
+        with self._lock:
+            mine = self._take()
+        size, own = len(_NAMES), self.ranks.rank * len(_NAMES)
+        told = [_UNKNOWN] * size * self.ranks.world_size
+        told[own : own + size] = [round(1000 * mine[name]) if name in mine else _UNKNOWN for name in _NAMES]
+        told = self.ranks.max_on_host(told)
+        return combined(
+            {
+                name: {rank: value / 1000 for rank, value in enumerate(told[place::size]) if value != _UNKNOWN}
+                for place, name in enumerate(_NAMES)
+            },
+            processes=self.ranks.world_size,
+        )
+
+    def _take(self) -> dict[str, float]:
+        """This process's numbers: means of what was read, the highest temperature, and rates of traffic."""
+        if self._traffic is not None and self._logged_traffic is not None:
+            (then, before), (now, traffic) = self._logged_traffic, self._traffic
+            if now > then:
+                rates = bytes_per_s(before, traffic, now - then)
+                self._rates = {_NETWORK[direction]: rate / _MIB for direction, rate in rates.items()}
+                self._logged_traffic = self._traffic
+        self._is_recorded = True
+        gpu = {
+            name: max(values) if name == TEMPERATURE else math.fsum(values) / len(values)
+            for name, values in self._gpu.items()
+        }
+        return gpu | self._rates
+
+
+def combined(values: Mapping[str, Mapping[int, float]], *, processes: int) -> dict[str, float]:
+    """Numbers of all processes for a record.
+
+    Args:
+        values: by name and rank, of the ranks that know them.
+        processes: how many there are.
+
+    Returns:
+        By each name the mean, or of temperatures the greatest. Of several processes also the sum of the power, if all know
+        theirs, the least utilization, and each process's own (`/rank_N`). Of several machines also the busiest's traffic (`_max`).
+    """
+    found: dict[str, float] = {}
+    for name, of_ranks in values.items():
+        known = list(of_ranks.values())
+        if not known:
+            continue
+        found[name] = max(known) if name == TEMPERATURE else math.fsum(known) / len(known)
+        if name in _NETWORK.values():
+            found |= {f"{name}_max": max(known)} if len(known) > 1 else {}
+        elif processes > 1:
+            if name == POWER and len(known) == processes:
+                found[f"{name}/sum"] = math.fsum(known)
+            if name == LOAD:
+                found[f"{name}/min"] = min(known)
+            if processes <= _MOST_RANKS:
+                found |= {f"{name}/rank_{rank}": value for rank, value in of_ranks.items()}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def hardware_monitor(ranks: Ranks) -> HardwareMonitor | None:
+    """The monitor of a process that trains on CUDA; None elsewhere."""
+    if ranks.device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if ranks.device.index is None else ranks.device.index
+    reads_network = read_traffic if launched_local_rank() <= 0 else None
+    return HardwareMonitor(ranks, reads_gpu=GpuReader(index), reads_network=reads_network)

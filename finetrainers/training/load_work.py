@@ -1,0 +1,123 @@
+"""Loading phases 1 and 2, text encoders and VAE, and what the method is fed with them."""
+
+from __future__ import annotations
+
+import torch
+
+from finetrainers.data.loading.text_conditioning import TextCache, TextConditioning
+from finetrainers.memory.quantized_encoders import load_text_encoders
+from finetrainers.methods.registry import load_source, method_spec
+from finetrainers.methods.spec import WorkPlan, WorkSource
+from finetrainers.models.spec import ModelSpec, Parts, VAEStats, are_mapped
+from finetrainers.parallel.ranks import Ranks
+from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.start_report import loading, print_line
+from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
+from finetrainers.utils.process_state import free_memory
+
+from .sampling import EncodedPrompts, encode_prompts
+from .watchdog import Watchdog
+
+
+def load_texts(
+    checked: Preflight,
+    spec: ModelSpec,
+    parallel: Ranks,
+    watchdog: Watchdog,
+    *,
+    samples_in: torch.dtype | None = None,
+) -> tuple[TextConditioning, EncodedPrompts | None]:
+    """Phase 1: the conditioning of all texts, and the prompts of samples in the dtype that they are sampled in, if any.
+
+    Encoders that nobody needs, since the cache has every text, are not loaded; those that encode beforehand are freed.
+    """
+    config, plan = checked.config, checked.plan
+    _check_same_plan(plan, parallel)
+    shown = plan.shown_texts() if spec.facts.text_sees_image else None
+    texts = TextCache(
+        plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel, shown=shown,
+        needs_empty=plan.needs_empty_text,
+    )  # fmt: skip
+    write = method_spec(config).text_writer(plan, config, spec=spec, parallel=parallel)
+    conditioning, prompts = _conditioned(checked, spec, parallel, watchdog, texts=texts, samples_in=samples_in)
+    if write is not None:
+        write(conditioning)
+    return conditioning, prompts
+
+
+def _conditioned(
+    checked: Preflight,
+    spec: ModelSpec,
+    parallel: Ranks,
+    watchdog: Watchdog,
+    *,
+    texts: TextCache,
+    samples_in: torch.dtype | None,
+) -> tuple[TextConditioning, EncodedPrompts | None]:
+    """The same, without writing anything but the cache."""
+    config = checked.config
+    cached = method_spec(config).caches_texts(config)
+    sampling = samples_in if checked.sampled else None
+    if cached and sampling is None and (recalled := texts.recall()) is not None:
+        where = "is in the cache" if checked.needs_text else "came encoded"
+        print_line(f"text encoders are not loaded: every caption {where}")
+        return recalled, None
+    with loading(checked, "text encoder"):
+        encoders = parallel.in_turns(
+            "loading the text encoders",
+            lambda: load_text_encoders(spec, parallel.device),
+            together=are_mapped(config.model, spec.facts.text_parts),
+        )
+    watchdog.enter("encoding")
+    with phase(ENCODING_TEXT):
+        with parallel.raise_on_all_ranks("encoding the prompts"):
+            prompts = None if sampling is None else encode_prompts(spec, encoders, checked.sampled, sampling)
+        conditioning = texts.encode(encoders) if cached else texts.live(encoders)
+    del encoders
+    free_memory()
+    return conditioning, prompts
+
+
+def load_work(
+    checked: Preflight, spec: ModelSpec, parallel: Ranks, watchdog: Watchdog, texts: TextConditioning
+) -> tuple[WorkSource, VAEStats]:
+    """Phase 2: load the VAE, compare the sizes with it, and open the method's source, which may encode its clips.
+
+    Raises:
+        ConfigError: the loaded model refuses a size.
+    """
+    config, plan = checked.config, checked.plan
+    watchdog.enter("loading")
+    with loading(checked, "VAE"):
+        encodes = plan.encodes_clips or bool(plan.images)  # else clips are only decoded
+        clip_encoders = parallel.in_turns(
+            "loading the VAE",
+            lambda: (spec.load_clip_encoders() if encodes else Parts({"vae": spec.load_vae()})).to(parallel.device),
+            together=are_mapped(config.model, spec.facts.clip_parts if encodes else ["vae"]),
+        )
+    vae_stats = spec.vae_stats(clip_encoders["vae"])
+    watchdog.enter("encoding")
+    with phase(ENCODING_CLIPS if encodes and config.data.precompute_conditions else LOADING):
+        source = load_source(config)(
+            plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=clip_encoders,
+            data_position=checked.start.data_position,
+        )  # fmt: skip
+    del clip_encoders
+    free_memory()
+    return source, vae_stats
+
+
+def _check_same_plan(plan: WorkPlan, parallel: Ranks) -> None:
+    """All ranks must have planned with the same data; each would else wait for batches that another does not have.
+
+    Raises:
+        RuntimeError: they have not.
+    """
+    plans = parallel.gather_objects([plan.fingerprint])
+    others = [rank for rank, fingerprint in enumerate(plans) if fingerprint != plans[0]]
+    if others:
+        raise RuntimeError(
+            f"rank 0 and rank {', '.join(map(str, others))} have found other data, though all need the same: other "
+            f"{plan.fingerprint_of}, or what is remembered of files; compare `finetrainers check` on these machines, or share "
+            "--probe_dir"
+        )

@@ -1,0 +1,251 @@
+"""The failure file of a run that is out of memory: what was planned, what was measured, in which phase, and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.target import TargetDevice
+from finetrainers.memory.advice import SWITCHES, Switch, has_what_it_needs, with_switches
+from finetrainers.memory.estimate import GIB
+from finetrainers.memory.fit import reserved
+from finetrainers.plan.memory_plan import run_memory
+from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.start_report import memory_table
+from finetrainers.utils.host_memory import Room, room
+from finetrainers.utils.phases import (
+    CHECKPOINT,
+    ENCODING_CLIPS,
+    ENCODING_TEXT,
+    LOADING,
+    PHASES,
+    REWARD,
+    ROLLOUT,
+    TRAINING_STEP,
+    VALIDATION,
+    label,
+    phase_of,
+)  # fmt: skip
+from finetrainers.utils.text import aligned
+
+from .guards.memory import ADVICE, OutOfMemory, is_out_of_memory
+from .memory_recorder import MemoryRecorder
+from .state import TrainState
+
+logger = logging.getLogger(__name__)
+
+#: GiB by phase.
+Peaks = Mapping[str, float]
+
+#: The peak that an option to change is looked for, as a share of the planned one.
+_LOWER = 0.9
+#: Options of `SWITCHES` that lower the peak of a phase, the first choice first.
+_SWITCHES: Mapping[str, tuple[str, ...]] = {
+    TRAINING_STEP: ("gradient_checkpointing", "quantize_frozen", "optimizer"),
+    ENCODING_CLIPS: ("precompute_batch_size", "enable_slicing", "enable_tiling"),
+    ROLLOUT: ("offload_trajectory", "enable_tiling", "quantize_frozen"),
+    VALIDATION: ("enable_model_cpu_offload", "enable_tiling"),
+    REWARD: ("enable_tiling",),
+}
+#: Where no switch is left.
+_OTHERWISE: Mapping[str, str] = {
+    LOADING: "--transformer_dtype bf16, if the weights are loaded in more; else --fsdp full, which shards them",
+    REWARD: "smaller clips to score: --rollout_size",
+    ROLLOUT: "smaller or shorter clips: --rollout_size",
+    CHECKPOINT: "an optimizer with less state, of which a checkpoint has a copy: --optimizer adamw-torchao-8bit",
+}
+_SMALLER = "smaller or shorter clips: --video_resolution_buckets"
+
+
+class MemoryFailures:
+    """Writes `failures/rank-N.txt` when a process is out of memory, and in advance when the host's memory is nearly full.
+
+    The kernel ends a process without a word, so that nothing can be written afterwards.
+
+    Attributes:
+        path: of the file.
+        state: of the run, once there is one.
+    """
+
+    def __init__(self, checked: Preflight, memory: MemoryRecorder, *, rank: int) -> None:
+        """Args:
+        checked: the run.
+        memory: measures it.
+        rank: of this process.
+        """
+        self.path = checked.config.run.output_dir / "failures" / f"rank-{rank}.txt"
+        self.state: TrainState | None = None
+        self._checked = checked
+        self._memory = memory
+        memory.on_low = self._nearly_full
+
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """Within the block, an OOM leaves the file, which the error then names. A run that ends well leaves none.
+
+        Raises:
+            OutOfMemory: instead of any other error that an allocator had nothing left.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+                raise
+            change = self._out_of_memory(error)
+            text = f"{str(error).rstrip('.')}. Change first: {change}. Planned and measured memory: {self.path}"
+            raise OutOfMemory(text) from error
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other ranks may still have theirs there
+            self.path.parent.rmdir()
+
+    def _out_of_memory(self, error: BaseException) -> str:
+        """Write the file; what to change first."""
+        phase = phase_of(error)
+        while error.__cause__ is not None:
+            error = error.__cause__
+        said = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
+        device = self._memory.device.type
+        change = setting(self._checked.config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
+        planned: Peaks = {}
+        with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # of a model that cannot be planned
+            planned, advised = planned_memory(self._checked, phase, device_type=device)
+            change = advised or change
+        self._save(
+            said if "out of memory" in said else f"out of memory: {said}", phase=phase, planned=planned, change=change
+        )
+        return change
+
+    def _nearly_full(self, left: Room) -> None:
+        """The host has little left; called from another thread."""
+        where = "the container's limit" if left.limited_by == "container" else "this machine"
+        what = f"host memory is nearly full: {left.available / GIB:.2f} GiB are left of {where} ({left.total / GIB:.1f} GiB)"
+        change = setting(self._checked.config, None, on_host=True)
+        if self.state is not None:
+            self.state.run_dir.event("host_memory_low", step=self.state.step, available_gib=left.available / GIB)
+        self._save(
+            f"{what}\nwritten in advance: if the process was killed without a message, this is why",
+            phase=None, planned={}, change=change,
+        )  # fmt: skip
+        logger.warning("%s; change first: %s; measured memory: %s", what, change, self.path)
+
+    def _save(self, what: str, *, phase: str | None, planned: Peaks, change: str) -> None:
+        step = (
+            "before the first step"
+            if self.state is None
+            else f"after {self.state.step} of {self.state.total_steps} steps"
+        )
+        lines = [
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {step}" + ("" if phase is None else f", phase: {label(phase)}"),
+            what,
+            f"change first: {change}",
+            "",
+            *_table(planned, {name: dict(peak) for name, peak in self._memory.peaks.items()}, phase),
+            "planned: allocated memory, as estimated; what is not planned is not estimated",
+            "",
+            *_rooms(self._memory.device),
+        ]
+        with contextlib.suppress(OSError):  # it is the error that counts
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
+    """GiB that the estimate has for each phase; and, if the phase has its peak, the option that lowers it most, with its cost."""
+    memory = run_memory(checked)
+    plan = memory.plan()
+    peaks = {name: size / GIB for name, size in plan.peaks.items()}
+    if phase != plan.peak_phase:
+        return peaks, None
+    advice = memory.advice(_LOWER * reserved(plan.peak) / GIB, device=TargetDevice(device_type))
+    if advice is None or not advice.switches:
+        return peaks, None
+    switch = max(advice.switches, key=lambda one: one.saves).switch
+    return peaks, f"{switch.flags} ({switch.cost})"
+
+
+def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:
+    """Planned and measured peaks by phase; the one that failed is marked."""
+    names = [name for name in PHASES if name in planned or name in measured]
+    headings, *rows = memory_table({name: measured.get(name, {}) for name in names})
+    table = [[headings[0], "planned", *headings[1:], ""]]
+    for name, (title, *cells) in zip(names, rows, strict=True):
+        mark = "< out of memory" if name == phase else ""
+        table.append([title, f"{planned[name]:.2f}" if name in planned else "", *cells, mark])
+    return aligned(table)
+
+
+def _rooms(device: torch.device) -> list[str]:
+    """What the device and the host have left."""
+    left = room()
+    lines = [f"host: {left.available / GIB:.2f} of {left.total / GIB:.1f} GiB available ({left.limited_by})"]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        lines.append(f"{torch.cuda.get_device_name(device)}: {free / GIB:.2f} of {total / GIB:.1f} GiB free")
+    return lines
+
+
+def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) -> str:
+    """The one option to change after an OOM, with what it costs.
+
+    Args:
+        config: the run.
+        phase: that it was in.
+        on_host: whether it was the host's memory.
+    """
+    workers = config.dataloader.dataloader_num_workers
+    if on_host and phase is None and workers > 1:
+        return f"--dataloader_num_workers {workers // 2} (fewer clips are decoded at once)"
+    phase = phase or TRAINING_STEP
+    if phase == TRAINING_STEP and config.dataloader.batch_size > 1 and config.memory.stored != "none":
+        steps = config.training.gradient_accumulation_steps * config.dataloader.batch_size
+        return f"--batch_size 1 --gradient_accumulation_steps {steps} (the same gradient in smaller micro-batches)"
+    if phase == ENCODING_TEXT:
+        return _for_text(config, on_host=on_host)
+    if (
+        phase == CHECKPOINT and config.training.async_checkpointing and config.parallel.fsdp is None
+    ):  # which gathers anyway
+        return "--no-async_checkpointing (training waits for each save, and no second copy is in host memory)"
+    for name in _SWITCHES.get(phase, ()):
+        for switch in SWITCHES:
+            if name in switch.options and _helps(switch, config):
+                return f"{switch.flags} ({switch.cost})"
+    return _OTHERWISE.get(phase, _SMALLER)
+
+
+def _for_text(config: TrainConfig, *, on_host: bool) -> str:
+    """The option that makes text encoders smaller, by the one that is in use."""
+    dtypes = {name: config.get(name) for name in ("text_encoder_dtype", "text_encoder_2_dtype")}
+    wide = " ".join(f"--{name} bf16" for name, dtype in dtypes.items() if dtype == "fp32")
+    kind, is_cast = config.model.quantize_text_encoders, dtypes["text_encoder_dtype"] not in ("fp32", "bf16", "fp16")
+    if wide:
+        return f"{wide} (half as large)"
+    if kind == "none" and not is_cast:
+        return "--quantize_text_encoders int8 (text encoders are rounded: prompts are encoded a bit differently)"
+    if kind in ("int8", "fp8") and not on_host:
+        return "--quantize_text_encoders nf4 (text encoders are rounded to 4 bits)"
+    return "--precompute_conditions, with a cache that was filled on a machine with more memory"
+
+
+def _helps(switch: Switch, config: TrainConfig) -> bool:
+    """Whether a switch is off, may be on in this run, and is not what the user has decided otherwise."""
+    is_lora = config.training.training_type == "lora"
+    fits = {
+        "gradient_checkpointing": config.memory.activation_memory is None and config.memory.stored == "none",
+        "quantize_frozen": is_lora and not (config.training.use_dora or config.memory.layerwise_upcasting_modules),
+        "optimizer": not is_lora,
+        "precompute_batch_size": config.data.precompute_batch_size > 1,
+        "enable_slicing": config.dataloader.batch_size > 1 or config.data.precompute_batch_size > 1,
+    }
+    changed = any(config.changed(name) for name in switch.options if name != "precompute_batch_size")
+    is_on = with_switches(config, [switch]) == config
+    return (
+        not changed
+        and has_what_it_needs(config, switch)
+        and not is_on
+        and all(fits.get(name, True) for name in switch.options)
+    )

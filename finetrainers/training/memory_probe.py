@@ -1,0 +1,81 @@
+"""Memory probe: one micro-batch of every size before the first step, so that an OOM shows in the first minute."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from finetrainers.methods.registry import method_spec
+from finetrainers.optim.in_backward import in_backward
+from finetrainers.optim.table import RECIPES, resolve_name
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.utils.process_state import free_memory
+
+from .guards.memory import Attempt, memory_advice, peak_gib
+from .state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def wants_memory_probe(option: str, parallel: Strategy) -> bool:
+    """Whether `--dry_batches` asks for them; by itself on CUDA alone, where memory is short and steps are quick."""
+    return option == "on" or (option == "auto" and parallel.device.type == "cuda" and parallel.can_drop_gradients)
+
+
+def probe_memory(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any]) -> None:
+    """Forward and backward of one micro-batch of each size, largest first; no update follows, and nothing remains.
+
+    Meanwhile as much memory is held as the optimizer will take at its first update. With accumulation the largest comes
+    twice: the second time, gradients are there already. An OOM is handled as in training.
+
+    Raises:
+        OutOfMemory: a size does not fit.
+    """
+    parallel, config = state.parallel, state.config
+    held = _optimizer_room(state)
+    first: tuple[str, Any] | None = None
+    for name, step in state.method.dry_steps(state.transformer):
+        first = first or (name, step)
+        _dry(state, accumulate, name, step)
+    if first is not None and method_spec(config).accumulates(config):
+        _dry(state, accumulate, f"{first[0]}, accumulated", first[1])
+    del held, first
+    parallel.drop_gradients()
+    free_memory()
+    peak_gib(parallel.device)  # what training reports is its own
+
+
+def _dry(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any], name: str, step: Any) -> None:
+    started = time.perf_counter()
+    peak_gib(state.parallel.device)
+    # Neither unscaled nor clipped: an fp16 scaler allows that once per update, and none follows.
+    early = in_backward(state.optimizer)
+    for attempt in state.guards.memory.attempts(step):
+        with attempt, contextlib.nullcontext() if early is None else early.paused():
+            accumulate(state, attempt)
+    peak = peak_gib(state.parallel.device)
+    seconds = round(time.perf_counter() - started, 3)
+    samples = sum(len(item) for item in step.items)
+    state.run_dir.event(
+        "dry_batch", size=name, samples=samples, seconds=seconds, peak_gib=None if peak is None else round(peak, 3)
+    )
+    memory = "" if peak is None else f", peak memory {peak:.2f} GiB"
+    logger.info("dry batch of %d x %s: %.2f s%s", samples, name, seconds, memory)
+
+
+def _optimizer_room(state: TrainState) -> torch.Tensor | None:
+    """Memory on the device as large as the optimizer's state will be; None where it is there already, or elsewhere."""
+    device, options = state.parallel.optimizer_device, state.config.optimizer
+    recipe = RECIPES[resolve_name(options)]
+    is_there = bool(getattr(state.optimizer, "state", None))
+    if device.type != "cuda" or recipe.on_host or options.use_cpu_offload_optimizer or is_there:
+        return None
+    count = sum(p.numel() for p in state.transformer.parameters() if p.requires_grad)
+    size = int(count // state.parallel.optimizer_shards * recipe.state_bytes)
+    with memory_advice(f"making room for {size / 2**30:.2f} GiB of optimizer state"):
+        return torch.empty(size, dtype=torch.uint8, device=device)

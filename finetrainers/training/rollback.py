@@ -1,0 +1,74 @@
+"""Rollback: restore the newest checkpoint within a run, and continue with other data."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from finetrainers.plan.trainable import trainable_dtype
+from finetrainers.rundir.find import find_checkpoint, read_state
+
+from .checkpoints.restore import load_checkpoint
+from .guards.nonfinite import NonFiniteError
+from .state import TrainState
+from .trained_weights import load_lora_weights
+
+logger = logging.getLogger(__name__)
+
+
+def roll_back(state: TrainState) -> None:
+    """Restore the newest verified checkpoint on all ranks, and skip the data from there to the step that failed.
+
+    Everything random in a step follows from its position in the data, so the same data would fail in the same way again.
+    Weights, optimizer, averages, the step and with it the learning rate are restored; the data continues after that of
+    the failed step. The number of updates of the run stays the same.
+
+    Raises:
+        NonFiniteError: there is no checkpoint yet that could be used.
+    """
+    failed, ahead = state.step + 1, state.data_ahead
+    fits = state.guards.memory.sizes
+    directory = _newest(state)
+    restore_weights(state, directory)
+    load_checkpoint(state, directory)
+    ahead += failed - state.step
+    while not state.method.can_stop_after(state.step + ahead):  # a rollout is skipped as a whole
+        ahead += 1
+    state.data_ahead = ahead
+    state.guards.memory.sizes = fits  # what was found out since still holds
+    if state.parallel.is_main:
+        state.run_dir.rewind(state.step)
+    state.run_dir.event("rollback", step=state.step, failed=failed, data_ahead=ahead, path=str(directory))
+    logger.warning(
+        "rolled back from step %d to the checkpoint of step %d; the data in between is skipped", failed, state.step
+    )
+
+
+def _newest(state: TrainState) -> Path:
+    """The checkpoint that rank 0 finds whole."""
+    path, why = None, ""
+    if state.parallel.is_main:
+        try:
+            path = find_checkpoint("latest", state.run_dir.root)
+            if path is not None and read_state(path)["step"] < state.oldest_rollback_step:
+                path, why = None, f"{path} was saved before --reset took effect"
+        except ValueError as error:
+            why = str(error)
+    path, why = state.parallel.same_on_all((path, why))
+    if path is None:
+        raise NonFiniteError(
+            f"step {state.step + 1} was not finite, and there is nothing to roll back to: {why}. Lower --lr, or save "
+            "more often with --checkpointing_steps"
+        )
+    return path
+
+
+def restore_weights(state: TrainState, directory: Path) -> None:
+    """Load a checkpoint's trained weights into the network as it is, wrapped; every rank reads them for itself."""
+    network = state.network
+    if state.config.training.training_type == "lora":
+        load_lora_weights(directory, network)
+    else:
+        folder = directory / state.spec.facts.trained  # host memory holds a second network meanwhile
+        saved = state.spec.load_transformer(trainable_dtype(state.config), folder=folder)
+        network.load_state_dict(saved.state_dict())

@@ -1,0 +1,133 @@
+"""The state of a training run, which checkpoints, guards, export and callbacks take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.base import Method
+from finetrainers.methods.registry import method_spec
+from finetrainers.models.spec import FlopMeter, ModelSpec
+from finetrainers.optim.ema import EMA
+from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.init_distributed import retry_refusal
+from finetrainers.rundir.run_dir import RunDirectory
+
+from .control import Requests
+from .guards.hacking import HackingGuard
+from .guards.memory import MemoryGuard
+from .guards.nonfinite import NonFiniteGuard
+from .guards.spikes import SpikeDetector
+from .guards.straggler import StragglerMonitor
+from .memory_recorder import MemoryRecorder
+from .staging import Staging
+from .watchdog import Watchdog
+
+
+class Guards:
+    """All guards of a run.
+
+    Attributes:
+        nonfinite, spikes, memory, straggler: see there.
+        hacking: of a run that can see reward hacking.
+    """
+
+    def __init__(self, config: TrainConfig, *, parallel: Strategy, run_dir: RunDirectory) -> None:
+        training = config.training
+        self.nonfinite = NonFiniteGuard(
+            policy=training.on_nonfinite,
+            limit=training.max_nonfinite_steps,
+            loss_scaling=parallel.scales_loss,
+            run_dir=run_dir,
+        )
+        self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
+        why = retry_refusal(
+            config.memory.oom_retry, parallel=parallel, in_backward=config.optimizer.optimizer_in_backward
+        )
+        self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
+        self.straggler = StragglerMonitor(parallel=parallel, run_dir=run_dir)
+        rule = method_spec(config).hacking_rule(config)
+        self.hacking = None if rule is None else HackingGuard(rule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an exact resume needs, as JSON values."""
+        hacking = {} if self.hacking is None else {"hacking": self.hacking.state_dict()}
+        return {"spikes": self.spikes.state_dict(), "fits": self.memory.state_dict(), **hacking}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.spikes.load_state_dict(state["spikes"])
+        self.memory.load_state_dict(state["fits"])
+        if self.hacking is not None:
+            self.hacking.load_state_dict(state.get("hacking", {}))
+
+
+@dataclass
+class TrainState:
+    """What a run trains, how far it is, and where its records go.
+
+    Attributes:
+        config: the resolved configuration.
+        spec: the model's description.
+        method: computes the loss.
+        parallel: ranks and gradient exchange.
+        transformer, optimizer: as `parallel.prepare` returned them.
+        total_steps: optimizer steps in all.
+        run_dir: where records go.
+        watchdog: limits how long a section of the run may take.
+        memory: measures peaks by phase.
+        checkpoint_fields: what checkpoints store of how the run began; see `Start.checkpoint_fields`.
+        ema: moving average of the trained weights.
+        meter: of the operations and tokens of the network's calls.
+        step: optimizer steps taken.
+        shares_saving: whether each rank writes its part of the weights and of the optimizer's state.
+        data_ahead: how many steps the data position is ahead of `step`, since a rollback skips data.
+        oldest_rollback_step: the first step whose checkpoint has all parts that this run has.
+        stopped_by: what stopped the run before its last step.
+        requests: what was asked for from outside: a stop, a checkpoint, samples.
+        guards: checks of every step, with state that checkpoints store.
+        staging: copies of all this that asynchronous checkpoints are written from; what changes weights waits for it.
+    """
+
+    config: TrainConfig
+    spec: ModelSpec
+    method: Method
+    parallel: Strategy
+    transformer: nn.Module
+    optimizer: Any
+    total_steps: int
+    run_dir: RunDirectory
+    watchdog: Watchdog
+    memory: MemoryRecorder
+    checkpoint_fields: Mapping[str, Any]
+    ema: EMA | None = None
+    meter: FlopMeter | None = None
+    step: int = 0
+    shares_saving: bool = False
+    data_ahead: int = 0
+    oldest_rollback_step: int = 0
+    stopped_by: str | None = None
+    requests: Requests = field(init=False)
+    guards: Guards = field(init=False)
+    staging: Staging = field(init=False, default_factory=Staging)
+
+    def __post_init__(self) -> None:
+        self.requests = Requests(run_dir=self.run_dir, parallel=self.parallel)
+        self.guards = Guards(self.config, parallel=self.parallel, run_dir=self.run_dir)
+
+    @property
+    def network(self) -> Any:
+        """The transformer below what distributes or compiles it."""
+        return self.parallel.unwrap(self.transformer)
+
+    def ema_applied(self) -> AbstractContextManager[None]:
+        """Within the block the network has the weights of the moving average, if there is one."""
+        if self.ema is None:
+            return nullcontext()
+        self.staging.wait()
+        return self.ema.applied()

@@ -1,0 +1,330 @@
+"""Load the transformer, and save and load what is trained: an adapter or every weight."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import StateDictSplit
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import TrainingSection
+from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerwise_upcasting
+from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.quantization import quantize_frozen, summary
+from finetrainers.methods.reference import REFERENCE_ADAPTER
+from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
+from finetrainers.parallel.strategy import Strategy, Wanted
+from finetrainers.plan.initial_weights import INITIAL_LORA, LORA_FILE, without_part
+from finetrainers.plan.preflight import Preflight, named_as_given
+from finetrainers.plan.start_report import print_line
+from finetrainers.plan.trainable import (
+    attach,
+    attach_reference,
+    check_modules,
+    has_reference_adapter,
+    named_init_from,
+    num_quantizable,
+    trainable_dtype,
+)
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.files import file_sha256, fsync_dir, fsync_file
+from finetrainers.utils.hashed_files import Written
+from finetrainers.utils.headers import read_header
+
+from .state import TrainState
+
+#: Dtypes of safetensors files.
+_MAPPED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+#: Of the files that ranks share: smaller ones are many to open, for little to write at once.
+LEAST_FILE_BYTES = 256 << 20
+
+
+def mapped_dtype(checked: Preflight, spec: ModelSpec) -> torch.dtype | None:
+    """The dtype in which the transformer's weights are mapped from its files, so that no process holds a copy; None: copied.
+
+    It is that of the files, of which all tensors have the same, if that is the one wanted. Full finetuning in fp32 also
+    maps narrower ones: fp32 holds them exactly, and strategies widen them part by part.
+    """
+    config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
+    is_full, wanted = config.training.training_type == "full-finetune", trainable_dtype(config)
+    files = spec.files_of(spec.facts.trained)
+    if checkpoint is not None and is_full:
+        files = sorted((checkpoint / spec.facts.trained).iterdir())
+    if not files or any(file.parent != files[0].parent for file in files) or len(files) == 1:
+        return None  # a single file of another program, whose tensors are put together otherwise
+    dtypes = {name for file in files if file.suffix == ".safetensors" for name in read_header(file).dtypes.values()}
+    stored = _MAPPED.get(dtypes.pop()) if len(dtypes) == 1 else None
+    # A LoRA that is added to the weights would round in the narrower dtype.
+    adds_lora = checkpoint is None and initial is not None and initial.kind == "lora"
+    widens = is_full and wanted == torch.float32 and not adds_lora
+    return stored if stored == wanted or widens else None
+
+
+def load_trainable_transformer(
+    checked: Preflight,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    sequence_group: ProcessGroup | None = None,
+) -> nn.Module:
+    """The transformer with what is trained attached, resumed or initial weights included, ready to be wrapped.
+
+    Args:
+        checked: the run.
+        spec: of the model.
+        dtype: of the weights as they are loaded.
+        device: quantizes frozen weights, layer by layer; default: the CPU.
+        sequence_group: the processes that share each clip with this one; None: nobody does.
+
+    Raises:
+        ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
+    """
+    fault_point("load")
+    config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
+    is_begun = checkpoint is None and initial is not None and initial.kind == "lora"
+    if checkpoint is not None and config.training.training_type == "full-finetune":
+        transformer = spec.load_transformer(dtype, folder=checkpoint / spec.facts.trained)
+    else:
+        try:
+            transformer = spec.load_transformer(dtype)
+        except ConfigError as error:
+            raise ConfigError(named_as_given(error.problems, initial)) from error
+    attach(transformer, config.training)
+    if checkpoint is not None and config.training.training_type == "lora":
+        load_lora_weights(checkpoint, transformer)
+    elif is_begun and initial is not None:
+        with named_init_from():
+            start_from_lora(initial.path, transformer, spec=spec, training=config.training)
+    if has_reference_adapter(checked):
+        attach_reference(transformer)
+        if checkpoint is not None and checked.start.initial_lora is not None:
+            load_lora_weights(checked.start.initial_lora.parent, transformer, adapter=REFERENCE_ADAPTER)
+    store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
+    spec.split_tokens(transformer, sequence_group, config.parallel.sp_mode)
+    blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
+    set_activation_memory(transformer, config.memory.stored, blocks=blocks)
+    if config.memory.compile == "regional":
+        sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.sampled)}
+        spec.compile_blocks(transformer, num_sizes=len(sizes))
+    return transformer
+
+
+def store_frozen_weights(
+    transformer: nn.Module, config: TrainConfig, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | None
+) -> None:
+    """Store the frozen weights in 8 bits or quantized, and have an adapter cast its inputs, as the options say; in place.
+
+    Args:
+        transformer: with its adapter attached.
+        config, spec: of the run, and of its model.
+        dtype: of the weights as they were loaded.
+        device: quantizes them; None: the CPU.
+    """
+    if not config.memory.lora_autocast:
+        cast_adapter_for_each_use(transformer)
+    if "transformer" in config.memory.layerwise_upcasting_modules:
+        enable_layerwise_upcasting(
+            transformer,
+            storage_dtype=DTYPES[config.memory.layerwise_upcasting_storage_dtype],
+            compute_dtype=dtype,
+            skip_modules_pattern=config.memory.layerwise_upcasting_skip_modules_pattern,
+        )
+    if config.memory.quantize_frozen != "none":
+        _quantize(transformer, config, spec, device)
+
+
+def _quantize(transformer: nn.Module, config: TrainConfig, spec: ModelSpec, device: torch.device | None) -> None:
+    """Quantize the frozen weights in place, and say how large the rounding errors are."""
+    kind, num_weights = config.memory.quantize_frozen, sum(p.numel() for p in transformer.parameters())
+    assert kind != "none"
+    num_quantizable(transformer, config, spec)
+    skip = config.memory.quantize_skip_modules or spec.unquantized
+    layers = quantize_frozen(transformer, kind, skip=skip, device=device)
+    for line in summary(layers, kind, of=num_weights):
+        print_line(line)
+
+
+def save_weights(
+    directory: Path,
+    *,
+    state: TrainState,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    files: StateDictSplit | None = None,
+) -> dict[Path, Written]:
+    """Write the trained weights in diffusers layout.
+
+    Args:
+        directory: gets `pytorch_lora_weights.safetensors`, or a folder named after the part that is trained.
+        state: the run.
+        tensors: all weights of the network, gathered; of a LoRA the trained ones are enough. With `files`, those of this
+            process.
+        dtype: dtype on disk; None keeps the trained one.
+        files: of a network that several processes write.
+
+    Returns:
+        The weight files that were written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    is_lora = state.config.training.training_type == "lora"
+    kept = get_peft_model_state_dict(state.network, state_dict=dict(tensors)) if is_lora else tensors
+    weights = {name: tensor.detach().cpu().to(dtype or tensor.dtype).contiguous() for name, tensor in kept.items()}
+    if is_lora:
+        return state.spec.save_lora(directory, weights, state.network.peft_config["default"].to_dict())
+    return state.spec.save_full(directory, state.network, weights, files)
+
+
+def shared_files(state: TrainState, dtype: torch.dtype | None = None) -> StateDictSplit | None:
+    """The weight files of a network whose ranks share the saving; None if rank 0 writes it alone.
+
+    Args:
+        state: the run.
+        dtype: dtype on disk; None keeps the trained one.
+    """
+    if not state.shares_saving:
+        return None
+    shapes = state.parallel.shapes(state.transformer)
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in shapes.items()}
+    share = -(-sum(tensor.nbytes for tensor in tensors.values()) // state.parallel.world_size)
+    return weight_files(tensors, at_most=max(share, LEAST_FILE_BYTES))
+
+
+def wanted_of(files: StateDictSplit | None, parallel: Strategy) -> Wanted | None:
+    """Which weights a rank writes: those of every N-th file; None if rank 0 writes all."""
+    if files is None:
+        return None
+    own = list(files.filename_to_tensors.values())[parallel.rank :: parallel.world_size]
+    return {name for names in own for name in names}.__contains__
+
+
+def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str = "default") -> None:
+    """Load a LoRA that a run has written into an attached adapter, exactly.
+
+    Raises:
+        ValueError: the file does not fit the adapter.
+    """
+    state = load_file(directory / LORA_FILE)
+    _set_adapter({without_part(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
+
+
+def store_initial_lora(checked: Preflight, spec: ModelSpec) -> str | None:
+    """Store the LoRA that a run began with in its directory; its SHA-256, or None if the run has no use for one.
+
+    A resumed run does not depend on the file that `--init_from` named, which may be gone or changed by then.
+
+    Raises:
+        ValueError: a LoRA that another run has stored has changed since it was read.
+    """
+    source, folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
+    if source is None:
+        return None
+    known = (checked.start.origin or {}).get("sha256")
+    if known is not None and source.resolve() == (folder / LORA_FILE).resolve():
+        return known
+    with tempfile.TemporaryDirectory(prefix=f".{INITIAL_LORA}.", dir=folder.parent) as made:
+        path = Path(made) / LORA_FILE
+        if known is None:
+            lora = spec.lora_of(source)
+            spec.save_lora(path.parent, lora.state(), lora.complete_settings())
+        else:
+            shutil.copyfile(source, path)
+        sha256 = file_sha256(path)
+        if known not in (None, sha256):
+            raise ValueError(f"{source} has changed since the run was checked")
+        fsync_file(path)
+        folder.mkdir(exist_ok=True)
+        path.replace(folder / LORA_FILE)
+    fsync_dir(folder)
+    return sha256
+
+
+def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, training: TrainingSection) -> None:
+    """Load somebody's LoRA into the attached adapter; for a full finetuning, add it to the weights for good.
+
+    Raises:
+        ValueError: the file does not fit the adapter, or the transformer; with every difference.
+    """
+    if training.training_type == "full-finetune":
+        spec.merge_lora(transformer, path)
+        transformer.requires_grad_(True)
+        return
+    _set_adapter(spec.read_lora(path)[0], transformer, path)
+
+
+def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:
+    """Attach a LoRA file as it is, with its own rank, alpha and modules; its weights are fp32, as in training.
+
+    Raises:
+        ValueError: the file is no LoRA of this model.
+    """
+    transformer.requires_grad_(False)
+    state, settings = spec.read_lora(path)
+    check_modules(path, state, transformer)
+    transformer.load_lora_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)  # type: ignore[operator]
+    for name, parameter in transformer.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)  # what is frozen may be stored in 8 bits
+    _set_adapter(state, transformer, path)  # once more: what was made took the dtype of the frozen weights
+
+
+def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool:
+    """Put another LoRA file into the attached adapter; False, and nothing is done, if it is of another rank or other modules."""
+    state, settings = spec.read_lora(path)
+    expected = get_peft_model_state_dict(transformer)
+    attached = transformer.peft_config["default"]  # type: ignore[union-attr, index]
+    kinds = {
+        "lora_alpha": max(t.shape[0] for n, t in state.items() if "lora_A" in n),
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    kinds |= {name: settings[name] for name in kinds if name in settings}
+    same = all(float(getattr(attached, name)) == float(value) for name, value in kinds.items())
+    patterns = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern"))
+    shapes = [{name: tensor.shape for name, tensor in one.items()} for one in (state, expected)]
+    if not same or patterns or shapes[0] != shapes[1]:
+        return False
+    set_peft_model_state_dict(transformer, state)
+    return True
+
+
+def put_averages(path: Path, transformer: nn.Module) -> None:
+    """Replace trained weights by their moving average, as a checkpoint has it.
+
+    Raises:
+        ValueError: it is of other weights.
+    """
+    parameters, averages = dict(transformer.named_parameters()), load_file(path)
+    odd = sorted(averages.keys() - parameters.keys())
+    if odd:
+        raise ValueError(
+            f"{path} holds averages of other weights: {len(odd)} names are not in the network, e.g. {odd[0]}"
+        )
+    for name, average in averages.items():
+        parameters[name].data.copy_(average)
+
+
+def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path, *, adapter: str = "default") -> None:
+    expected = get_peft_model_state_dict(transformer, adapter_name=adapter)
+    if state.keys() != expected.keys():
+        odd = sorted(state.keys() ^ expected.keys())
+        raise ValueError(f"{path} does not fit this adapter: {len(odd)} names differ, e.g. {odd[0]}")
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{path} does not fit this adapter: {name} is {list(tensor.shape)} in the file, "
+                f"{list(expected[name].shape)} here; is it a LoRA of this model?"
+            )
+    set_peft_model_state_dict(transformer, state, adapter_name=adapter)

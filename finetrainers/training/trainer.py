@@ -1,0 +1,440 @@
+"""The training loop: when to step, log, save and stop. It knows no loss and no model family."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetrainers.methods.base import Step
+from finetrainers.optim.in_backward import in_backward
+from finetrainers.optim.schedules import set_lr
+from finetrainers.plan.start_report import print_stopped
+from finetrainers.plan.throughput import peak_flops, rates
+from finetrainers.rundir.find import checkpoints_dir
+from finetrainers.utils.alive import work
+from finetrainers.utils.faults import fault_point
+from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
+from finetrainers.utils.seeding import derive_seed
+
+from .activation_memory import ActivationPlanner
+from .callbacks.base import Callback, Record
+from .callbacks.metrics import summarized
+from .checkpoints.async_save import BackgroundSave
+from .checkpoints.save import reserve_memory, save_checkpoint
+from .guards.memory import Attempt, memory_advice
+from .hardware import hardware_monitor
+from .memory_probe import probe_memory, wants_memory_probe
+from .rollback import roll_back
+from .state import TrainState
+
+logger = logging.getLogger(__name__)
+
+_SAVING_TAKES = (
+    "A checkpoint is put together in host memory: with --no-sharded_checkpoints under FSDP2 that of all ranks on rank 0; "
+    "--async_checkpointing takes a copy of what each rank writes"
+)
+
+
+class Trainer:
+    """Trains the network of a state for a number of optimizer steps."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        lr_at: Callable[[int], float],
+        callbacks: Sequence[Callback] = (),
+        activations: ActivationPlanner | None = None,
+    ) -> None:
+        """Args:
+        state: the run, new or restored from a checkpoint.
+        lr_at: learning rate of optimizer step n, from 0.
+        callbacks: watchers, in order.
+        activations: chooses what blocks store; None: the options say it.
+        """
+        self.state = state
+        self.lr_at = lr_at
+        self.callbacks = list(callbacks)
+        self.activations = activations
+        self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
+        self._peak_flops = peak_flops(state.parallel.device)
+        self._hardware = hardware_monitor(state.parallel)
+        self._expects_save = True  # no step and no save yet
+        self._saved_step = state.step  # of the checkpoint that the run resumed from, or wrote last
+        self._is_changing = False  # weights and step do not belong together
+        self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
+
+    def run(self) -> None:
+        """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
+        self.state.transformer.train()
+        with self._stopping():
+            watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
+            requests = self.state.requests
+            with requests.watched(), self.saving.running(), watching, phase(TRAINING_STEP), self._interruptible():
+                self._run()
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """At the end of the block, call `on_stop` of every callback; an error of the block is the one that is raised."""
+        try:
+            yield
+        except BaseException as error:
+            for callback in self.callbacks:
+                try:
+                    callback.on_stop(self.state)
+                except Exception as further:
+                    name = type(callback).__name__
+                    logger.error("on_stop of %s failed after %s: %r", name, type(error).__name__, further)
+            raise
+        for callback in self.callbacks:
+            callback.on_stop(self.state)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Save the last complete step if an exception of the host program's signal handlers ends the block; raise it again."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            if self.state.requests.signals.noted is None:  # else this is the second signal, which ends the run at once
+                self._save_interrupted(type(interrupt).__name__)
+            raise
+
+    def _save_interrupted(self, by: str) -> None:
+        """Save the last complete step, or log which steps are lost."""
+        state, step = self.state, self.state.step
+        problem = self._interrupted_problem()
+        if step > self._saved_step and problem is None:
+            logger.warning("%s: saving a checkpoint of step %d; a second interrupt stops at once", by, step)
+            state.requests.stop = by  # not in the background
+            try:
+                self._save()
+            except Exception as error:  # the interrupt is what ends the run
+                problem = repr(error)
+                logger.error("saving %s failed", checkpoints_dir(state.run_dir.root) / f"step-{step}", exc_info=error)
+        if step > self._saved_step:
+            lost = f"steps {self._saved_step + 1} to {step} are not saved: {problem}"
+            newest = (
+                f"the newest checkpoint is of step {self._saved_step}" if self._saved_step else "there is no checkpoint"
+            )
+            logger.warning("%s within step %d; %s; %s", by, step + 1, lost, newest)
+        elif not step:
+            logger.warning("%s before the first step was complete; there is nothing to save yet", by)
+        else:
+            state.run_dir.event("stopped", step=step, by=by)
+            print_stopped(step=step, by=by, resume_command=state.run_dir.resume_command)
+
+    def _interrupted_problem(self) -> str | None:
+        """Return why an interrupted step leaves a state that cannot be saved, or None if it can."""
+        state, parallel = self.state, self.state.parallel
+        if parallel.world_size > 1 or not parallel.weights_are_plain or parallel.writes_own_files:
+            return "other processes have continued; let the run handle signals (handle_signals=True)"
+        if self._is_changing or (state.ema is not None and state.ema.is_applied):
+            return "weights were being changed"
+        if not state.method.can_stop_after(state.step) or state.method.state_dict():
+            return f"--method {state.config.training.method} resumes between rollouts only"
+        return None
+
+    @memory_advice("training")
+    def _run(self) -> None:
+        state = self.state
+        if state.step < state.total_steps and wants_memory_probe(state.config.memory.dry_batches, state.parallel):
+            state.watchdog.enter("step")
+            probe_memory(state, accumulate_gradients)
+        state.memory.begin_training()
+        state.watchdog.enter("sampling")
+        for callback in self.callbacks:
+            work(None)
+            self._log(callback.on_start(state))
+        while state.step < state.total_steps and state.stopped_by is None:
+            state.watchdog.enter("step")
+            self._run_until_rollback()
+
+    def _run_until_rollback(self) -> None:
+        """Train until the last step, a stop, or a rollback."""
+        state, every = self.state, self.state.config.run.logging_steps
+        records: list[Record] = []  # since the last one that was logged
+        seconds = 0.0  # of fetching and stepping, without saving and sampling
+        steps = state.method.steps(state.step + state.data_ahead, state.transformer)
+        started = self._begin_interval()
+        for step in islice(steps, state.total_steps - state.step):
+            blocked_s = self._blocked_s
+            work(_largest(step))
+            record = self.train_step(step)
+            work(None)  # what follows is of callbacks, too
+            del step  # the method needs the memory for the next one
+            if record is None:
+                self._roll_back()
+                return
+            records.append(record)
+            seconds += time.perf_counter() - started - (self._blocked_s - blocked_s)
+            if state.step % every == 0 or state.step == state.total_steps:
+                self._log_interval(records, seconds)
+                records, seconds = [], 0.0
+            self._poll()
+            self._save_if_due()  # before sampling, which may run out of memory
+            if state.stopped_by is not None:
+                return
+            self._sample_if_due()
+            if _is_save_requested(self.state):  # by the hooks that have just run
+                self._save(again=True)
+            if state.stopped_by is not None:
+                return
+            state.watchdog.enter("step")
+            started = self._begin_interval()
+
+    def _begin_interval(self) -> float:
+        """The time from which a step is measured. What was sampled and probed before is no part of it."""
+        if self.state.meter is not None:
+            self.state.meter.take()
+        return time.perf_counter()
+
+    def train_step(self, step: Step[Any]) -> Record | None:
+        """One optimizer step: gradients, all-reduce, clipping, the check for NaN, the update.
+
+        A step without micro-batches changes no weight.
+
+        Returns:
+            The step's metrics, averaged over all ranks; None if the run must be rolled back.
+        """
+        state, parallel, guards = self.state, self.state.parallel, self.state.guards
+        for event in step.events:
+            state.run_dir.event(step=state.step + 1, **event)
+        fault_point("step")
+        totals: dict[str, Tensor | float] = {}
+        started = time.perf_counter()
+        if len(step):
+            set_lr(state.optimizer, self.lr_at(state.step))
+            early = in_backward(state.optimizer)
+            if early is not None:  # weights change from here on
+                self._is_changing = True
+                self._blocked_s += state.staging.wait()
+            for attempt in self._attempts(step):
+                started = time.perf_counter()
+                with attempt:
+                    totals = {**accumulate_gradients(state, attempt)}
+            with memory_advice("exchanging and clipping gradients"):
+                parallel.all_reduce()
+                fault_point("backward", parallel.gradients())
+                grad_norm = parallel.clip_grad_norm() if early is None else early.take_norm()
+            if grad_norm is not None:
+                totals["grad_norm"] = grad_norm
+        totals |= step.metrics
+        if state.meter is not None:
+            totals |= state.meter.take()
+        # The step's one wait for the device, before the update: NaN must not get into the weights.
+        record = parallel.mean(totals)
+        self._measure(step, record, seconds=time.perf_counter() - started)
+        self._is_changing = True
+        action = guards.nonfinite.judge(state.step + 1, record)
+        if action == "update" and len(step):
+            record |= guards.spikes.look(state.step + 1, record)
+            self._update()
+        elif action != "update":
+            record = {name: value for name, value in record.items() if math.isfinite(value)}
+            record["nonfinite_steps"] = float(guards.nonfinite.count)
+            self._skip_update()
+        if action == "rollback":
+            return None
+        state.step += 1
+        self._is_changing = False
+        return record
+
+    def _attempts(self, step: Step[Any]) -> Iterable[Attempt]:
+        """Attempts at a step, after an OOM once more in smaller micro-batches; the meter counts the last one."""
+        attempts, meter = self.state.guards.memory.attempts(step, also=self._note), self.state.meter
+        return attempts if meter is None else meter.last_of(attempts)
+
+    def _note(self) -> list[int]:
+        """What this rank has to tell the others once a step, besides whether the step has fitted."""
+        return [*self.state.requests.note(), int(self.saving.is_writing)]
+
+    def _poll(self) -> None:
+        """Take what was asked for from outside, and conclude a save that has ended: by what the ranks have told each other.
+
+        Where a step needs no agreement of its own, as FSDP2's, this is its message. One process needs none, and
+        takes what came while the weights were updated, too.
+        """
+        guard, parallel = self.state.guards.memory, self.state.parallel
+        agreed, guard.agreed = guard.agreed, None  # a step without micro-batches has no message
+        if agreed is None or parallel.world_size == 1:
+            agreed = parallel.max_on_host(self._note())
+        *asked, writing = agreed
+        self.state.requests.take(asked)
+        self.saving.poll(writing)
+
+    def _measure(self, step: Step[Any], record: Record, *, seconds: float) -> None:
+        """Let what blocks store follow from what a step has taken."""
+        if self.activations is not None:
+            self.activations.look(self.state, step, seconds=seconds, operations=record.get("flops"))
+
+    @memory_advice("updating the weights")
+    def _update(self) -> None:
+        """Step the optimizer and the moving average."""
+        state = self.state
+        fault_point("update")
+        self._blocked_s += state.staging.wait()
+        # Stochastic rounding draws too, and ranks that round differently would hold different weights.
+        _seed_global(state.parallel.device, derive_seed(state.config.training.seed, "optimizer", state.step))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        if state.ema is not None and not getattr(state.optimizer, "step_was_skipped", False):
+            state.ema.update()
+
+    def _skip_update(self) -> None:
+        """Drop the gradients of a step that must not become an update."""
+        scaler = self.state.parallel.scaler
+        if scaler is not None:
+            # Not by `step`, which skips for gradients that are not finite, while it may be the loss alone that is not.
+            scaler.update()
+        self.state.optimizer.zero_grad()
+
+    def _roll_back(self) -> None:
+        self.state.watchdog.enter("checkpoint")  # which is waited for, verified and read
+        self.saving.wait()  # it may be the newest
+        roll_back(self.state)
+        self._saved_step, self._is_changing = self.state.step, False
+        for callback in self.callbacks:
+            callback.on_back(self.state)
+        self.state.parallel.barrier()
+
+    @memory_advice("saving a checkpoint", _SAVING_TAKES)
+    def _save_if_due(self) -> None:
+        """Save every N steps and at the end; on request, and to stop, after the next step that can be resumed from."""
+        state = self.state
+        every = state.config.training.checkpointing_steps
+        is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
+        if is_due or _is_save_requested(self.state):
+            self._save()
+        else:
+            self._expect_save()
+
+    @memory_advice("saving a checkpoint", _SAVING_TAKES)
+    def _save(self, *, again: bool = False) -> None:
+        """Save this step, and end the run if a stop was requested.
+
+        Args:
+            again: whether to replace this step's checkpoint, which lacks what hooks have changed since, as of a guard.
+        """
+        state, requests = self.state, self.state.requests
+        stops = _is_save_requested(self.state) and requests.stop is not None
+        if again or self._saved_step != state.step:
+            state.watchdog.enter("checkpoint", "save")
+            started = time.perf_counter()
+            with phase(CHECKPOINT):
+                save_checkpoint(state, self.saving)
+            self._blocked_s += time.perf_counter() - started
+            self._saved_step = state.step
+        requests.save = self._expects_save = False
+        if stops and state.step < state.total_steps:
+            state.stopped_by = requests.stop
+
+    def _expect_save(self) -> None:
+        """After the first step, if a save in the background will follow, get the memory for it."""
+        training, step = self.state.config.training, self.state.step
+        every = training.checkpointing_steps
+        follows = every > 0 and step // every * every + every < self.state.total_steps
+        if self._expects_save and follows and training.async_checkpointing:
+            reserve_memory(self.state, self.saving)
+        self._expects_save = False
+
+    @memory_advice("sampling or evaluating")
+    def _sample_if_due(self) -> None:
+        """Let the callbacks sample and evaluate."""
+        requests = self.state.requests
+        requested = requests.sample
+        if requested and not any(callback.samples for callback in self.callbacks):
+            logger.warning("samples requested: there are no validation prompts and no held-out items")
+        self.state.watchdog.enter("sampling")
+        for callback in self.callbacks:
+            work(None)
+            self._log(callback.on_step(self.state))
+        # What these hooks have requested is sampled after the next step: some of the callbacks have had their turn.
+        # After the last step everything is sampled anyway.
+        requests.sample = requests.sample and not requested and self.state.step < self.state.total_steps
+        self._log(self.state.memory.record_of_validation(is_last=self.state.step == self.state.total_steps))
+
+    def _log_interval(self, records: list[Record], seconds: float) -> None:
+        """Log the steps since the last record, with the seconds that saving took and those of waiting for a slow rank."""
+        every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
+        record = summarized(records, seconds=seconds, every=every, summaries=summaries)
+        record = rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
+        record["lr"] = self.lr_at(self.state.step - 1)
+        if self._blocked_s:
+            record["checkpoint_s"] = self._blocked_s
+            self._blocked_s = 0.0
+        waiting = self.state.guards.straggler.look(self.state.step, steps=len(records), step_s=record["step_s"])
+        hardware = {} if self._hardware is None else self._hardware.record()
+        self._log({**record, **waiting, **hardware, **self.state.memory.record()})
+
+    def _log(self, record: Record | None) -> None:
+        """Pass numbers of the current step, if there are any, to all callbacks; the names are the same on every rank."""
+        if record is None:
+            return
+        record = {"step": self.state.step, **record}
+        for callback in self.callbacks:
+            callback.on_log(self.state, record)
+
+    def record_memory(self) -> None:
+        """Write down what all processes took at most, in each phase; every rank must call it."""
+        state = self.state
+        state.memory.agree(state.parallel)
+        late = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
+        tiled = {"vae_tiled_from": late} if late else {}
+        state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks, **tiled)
+
+    def finish(self) -> None:
+        """Tell the callbacks that the results, or the checkpoint of a run that was stopped, are on disk."""
+        for callback in self.callbacks:
+            if self.state.watchdog.section != "exporting":
+                self.state.watchdog.enter("exporting")
+            callback.on_end(self.state)
+        if self.state.requests.sample and self.state.parallel.is_main:
+            logger.warning("samples requested: none are drawn any more, since the run has ended")
+
+
+def _is_save_requested(state: TrainState) -> bool:
+    """Return whether a checkpoint or a stop was requested, and the run can be resumed from this step."""
+    requests = state.requests
+    return (requests.save or requests.stop is not None) and state.method.can_stop_after(state.step)
+
+
+def _largest(step: Step[Any]) -> tuple[int, ...] | None:
+    """Return the latent size of a step's largest micro-batch, which decides how long it takes, or None if it has none."""
+    sizes = [(math.prod(item.latent_size) * len(item), item.latent_size) for item in step.items]
+    return max(sizes)[1] if sizes else None
+
+
+def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str, Tensor]:
+    """Forward and backward of each micro-batch; their summed metrics, still on the device."""
+    parallel = state.parallel
+    parallel.begin_step(len(micro_batches))
+    totals: dict[str, Tensor] = {}
+    for number, batch in enumerate(micro_batches):
+        # Dropout draws from the global generator: by the place in the step, whichever ranks have the micro-batch.
+        place = number * parallel.data_size + parallel.data_rank
+        _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, place))
+        with parallel.accumulate(state.transformer):
+            loss, metrics = state.method.loss(state.transformer, batch)
+            fault_point("loss", (loss, *metrics.values()))
+            parallel.backward(loss)
+        for name, value in metrics.items():
+            totals[name] = totals[name] + value if name in totals else value
+        del batch, loss, metrics  # before the next one is made
+    return totals
+
+
+def _seed_global(device: torch.device, seed: int) -> None:
+    """Seed the global generators that layers and optimizers on `device` draw from."""
+    if device.type == "cpu":
+        # The same stream as `torch.manual_seed`, which without CUDA formats the call stack each time, 0.4 ms of a step.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

@@ -1,0 +1,270 @@
+"""Runs whose weights come from single files: the same run as from folders, checked, recorded, and resumed like it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
+from published_networks import NETWORKS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.flags import parse_flags
+from finetrainers.config.load import load_config
+from finetrainers.data.cache.encoder_index import recall_files, remember_files
+from finetrainers.models.layouts import stored_tensors
+from finetrainers.models.original import layouts_of
+from finetrainers.models.registry import get_family
+from finetrainers.plan.preflight import preflight
+from finetrainers.plan.ready import examine_weights
+from finetrainers.runs.training import train
+from finetrainers.utils import packaged
+
+NETWORK = "diffusion_pytorch_model.safetensors"
+#: As diffusion-pipe's documents have it, with the least that a small machine needs.
+SEED = """
+output_dir = '{root}'
+dataset = '{root}.toml'
+
+epochs = 1
+micro_batch_size_per_gpu = 1
+gradient_accumulation_steps = 2
+
+[model]
+type = 'hunyuan-video'
+framepack = true
+framepack_window_size = 33
+
+dtype = 'bfloat16'
+transformer_dtype = 'float8'
+transformer_path = '{files}/transformer.safetensors'
+vae_path = '{files}/vae.safetensors'
+llm_path = '{llm}'
+clip_path = '{clip}'
+
+[adapter]
+type = 'lora'
+rank = 4
+dtype = 'bfloat16'
+"""
+DATASET = "frame_buckets = [120]\nresolutions = [[64, 64]]\n\n[[directory]]\npath = '{clips}'\nnum_repeats = 1\n"
+
+
+def without_weights(repo: Path, to: Path, *, keep: Iterable[str] = ()) -> Path:
+    """A model's folder as `hf download --include '*.json' '*.model' '*.txt'` brings it, with the weights of some parts."""
+    shutil.copytree(repo, to)
+    for file in to.glob("*/*.safetensors"):
+        if file.parent.name not in keep:
+            file.unlink()
+    return to
+
+
+def write(weights: dict[str, Tensor], cls: str, kind: str, prefix: str, path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    save_file(stored_tensors(layouts_of(cls, weights)[kind], weights, prefix), path)
+    return path
+
+
+@pytest.fixture
+def files(tiny_repo: Callable[..., Path], tmp_path: Path) -> Path:
+    """The parts of a tiny HunyuanVideo, as ComfyUI's files hold them."""
+    repo, to = tiny_repo("hunyuan_video"), tmp_path / "files"
+    write(load_file(repo / "transformer" / NETWORK), "HunyuanVideoTransformer3DModel", "ComfyUI's", "model.model.", to / "transformer.safetensors")  # fmt: skip
+    write(load_file(repo / "vae" / NETWORK), "AutoencoderKLHunyuanVideo", "ComfyUI's", "", to / "vae.safetensors")
+    llama = {f"model.{name}": tensor for name, tensor in load_file(repo / "text_encoder" / "model.safetensors").items()}
+    clip = load_file(repo / "text_encoder_2" / "model.safetensors")
+    clip = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in clip.items()}
+    save_file({**llama, "lm_head.weight": torch.zeros(4, 4)}, to / "llava_llama3_fp16.safetensors")
+    save_file({**clip, "text_projection.weight": torch.zeros(4, 4)}, to / "clip_l.safetensors")
+    return to
+
+
+def test_the_seed_trains_from_single_files(
+    tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], files: Path, tmp_path: Path, capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With folders of encoders, whose repository has the rest, with such folders alone, and with single files for all."""
+    configs = without_weights(tiny_repo("hunyuan_video"), tmp_path / "configs" / "hunyuan_video")
+    for folder in ("tokenizer", "tokenizer_2"):
+        shutil.rmtree(configs / folder)
+    index = json.loads((configs / "model_index.json").read_text())
+    (configs / "model_index.json").write_text(json.dumps({**index, "_name_or_path": "nobody/of-this-name"}))
+    monkeypatch.setattr(packaged, "_CONFIGS", configs.parent)
+    for encoder, tokenizer in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
+        for folder in (encoder, tokenizer):
+            shutil.copytree(tiny_repo("hunyuan_video") / folder, tmp_path / "alone" / encoder, dirs_exist_ok=True)
+    repo = without_weights(tiny_repo("hunyuan_video"), tmp_path / "repo", keep=("text_encoder", "text_encoder_2"))
+    bare = without_weights(repo, tmp_path / "bare")
+    places = {
+        "folders": (tiny_repo("hunyuan_video") / "text_encoder", tiny_repo("hunyuan_video") / "text_encoder_2", ()),
+        "encoders": (repo / "text_encoder", repo / "text_encoder_2", ()),
+        "alone": (tmp_path / "alone" / "text_encoder", tmp_path / "alone" / "text_encoder_2", ()),
+        "files": (files / "llava_llama3_fp16.safetensors", files / "clip_l.safetensors",
+                  ("--pretrained_model_name_or_path", str(bare))),
+    }  # fmt: skip
+    found = {}
+    for name, (llm, clip, flags) in places.items():
+        text = SEED.format(root=tmp_path / name, files=files, llm=llm, clip=clip)
+        if name == "folders":
+            for part in ("transformer", "vae"):
+                text = text.replace(f"{files}/{part}.safetensors", str(tiny_repo("hunyuan_video") / part))
+        (tmp_path / f"{name}.toml").write_text(DATASET.format(clips=make_clips(1, frames=34)))
+        (tmp_path / f"main_{name}.toml").write_text(text)
+        config, _ = parse_flags(["--config", str(tmp_path / f"main_{name}.toml"), "--target_fps", "8", *flags])
+        assert config is not None
+        assert train(config).step == 1
+        out = capsys.readouterr().out
+        told = [line for line in out.splitlines() if line.startswith("from single files: ")]
+        assert len(told) == (name != "folders")
+        assert all(
+            f"VAE {files / 'vae.safetensors'}, transformer {files / 'transformer.safetensors'}" in t for t in told
+        )
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = (
+            [record["loss"] for record in map(json.loads, lines) if "loss" in record],
+            load_file(tmp_path / name / "pytorch_lora_weights.safetensors"),
+        )
+    monkeypatch.setattr("finetrainers.models.family.ask", lambda repositories: "offline")
+    (tmp_path / "alone" / "text_encoder" / "tokenizer.json").unlink()
+    (tmp_path / "alone" / "text_encoder" / "tokenizer_config.json").unlink()
+    config, _ = parse_flags(["--config", str(tmp_path / "main_alone.toml"), "--output_dir", str(tmp_path / "again")])
+    assert config is not None
+    with pytest.raises(ConfigError) as error:
+        train(config)
+    assert [problem.where for problem in error.value.problems] == ["--tokenizer_id"]
+    losses, lora = found["folders"]
+    for name in ("encoders", "alone", "files"):
+        assert found[name][0] == losses
+        assert [key for key in lora if not torch.equal(lora[key], found[name][1][key])] == []
+    card = (tmp_path / "files" / "README.md").read_text()
+    assert (
+        f'load_single_file(HunyuanVideoTransformer3DModel, settings, Path("{files / "transformer.safetensors"}")'
+        in card
+    )
+
+
+def test_packaged_configs_are_those_of_the_published_repository(tiny_repo: Callable[..., Path]) -> None:
+    """Their networks have its numbers of weights, and the scheduler is the one that the tiny repository has from it."""
+    folder = packaged.packaged_configs("hunyuanvideo-community/HunyuanVideo")
+    assert folder is not None
+    family = get_family(folder.name)
+    assert packaged.published_base(family.name) in family.published
+
+    def config(part: str, root: Path = folder) -> dict[str, Any]:
+        [path] = (root / part).glob("*config.json")
+        return dict(json.loads(path.read_text()))
+
+    published = NETWORKS["HunyuanVideo"]
+    assert config("transformer") == {"_class_name": family.transformer, **published.config}
+    with torch.device("meta"):
+        network = HunyuanVideoTransformer3DModel.from_config(config("transformer"))
+        vae, default = AutoencoderKLHunyuanVideo.from_config(config("vae")), AutoencoderKLHunyuanVideo()
+    assert sum(one.numel() for one in network.parameters()) == published.num_parameters
+    assert {n: t.shape for n, t in vae.state_dict().items()} == {n: t.shape for n, t in default.state_dict().items()}
+    theirs = config("scheduler", tiny_repo("hunyuan_video"))
+    assert config("scheduler").items() <= theirs.items()
+    found = family.read({part: config(part) for part in ("transformer", "vae", "scheduler")})
+    assert (found.geometry, found.heads) == (family.facts.geometry, family.facts.heads)
+
+
+def test_what_is_wrong_with_single_files_is_said_at_once(
+    options: Callable[..., dict], tiny_repo: Callable[..., Path], files: Path, tmp_path: Path
+) -> None:
+    """By names and shapes in the file's own words, and by what quantized it; nothing is loaded."""
+
+    def said(**changes: Any) -> list[str]:
+        with pytest.raises(ConfigError) as error:
+            examine_weights(preflight(load_config(**options("hunyuan_video", **changes))))
+        return [str(problem) for problem in error.value.problems]
+
+    path, state = files / "transformer.safetensors", load_file(files / "transformer.safetensors")
+    odd, name = {**state}, "model.model.double_blocks.1.img_attn.qkv.weight"
+    odd["model.model.double_blocks.1.img_attn.qkw.weight"] = odd.pop(name)
+    odd["model.model.single_blocks.0.linear1.bias"] = torch.zeros(5)
+    save_file(odd, path)
+    vae = load_file(files / "vae.safetensors")
+    save_file({n: t for n, t in vae.items() if "mid." not in n}, files / "vae.safetensors")
+    problems = said(transformer_id=str(path), vae_id=str(files / "vae.safetensors"), text_encoder_id=str(path))
+    assert problems[0].startswith(f"--text_encoder_id: {path} holds none of the network's tensors")
+    assert problems[1].startswith(f"--vae_id: {files / 'vae.safetensors'} lacks 52 tensors: ")
+    assert problems[2:] == [
+        f"--transformer_id: {path} lacks 1 tensor: {name} (it has {name.replace('qkv', 'qkw')})",
+        f"--transformer_id: model.model.single_blocks.0.linear1.bias in {path} has shape (5,), and "
+        f"{tiny_repo('hunyuan_video')}/transformer/config.json asks for (224,)",
+    ]
+
+    def quantized(extra: dict[str, Tensor], *, file: str = "transformer.safetensors") -> str:
+        save_file({**state, **extra}, files / file)
+        (problem,) = said(transformer_id=str(files / file))
+        return problem
+
+    first = "model.model.img_in.proj"
+    scaled = quantized({f"{first}.weight": state[f"{first}.weight"].to(torch.float8_e4m3fn), f"{first}.scale_weight": torch.ones(1)})  # fmt: skip
+    assert f"as in ComfyUI's fp8 files: {first}.scale_weight), and these are not read; give the unquantized" in scaled
+    assert "(states of bitsandbytes: " in quantized({f"{first}.weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8)})  # fmt: skip
+    assert "(integers of I8: " in quantized({f"{first}.weight": torch.zeros(4, 4, dtype=torch.int8)})
+    (files / "t.gguf").write_bytes(b"GGUF" + bytes(64))
+    assert "holds quantized weights (GGUF), and these" in said(transformer_id=str(files / "t.gguf"))[0]
+    (files / "t.pt").write_bytes(bytes(64))
+    assert "is a pickle, and these are not loaded" in said(transformer_id=str(files / "t.pt"))[0]
+    assert said(transformer_id="nowhere/t.safetensors") == ["--transformer_id: no such file: nowhere/t.safetensors"]
+    assert "is a file, and the tokenizer is a folder" in said(tokenizer_id=str(path))[0]
+    bare = without_weights(
+        tiny_repo("hunyuan_video"), tmp_path / "bare", keep=("vae", "text_encoder", "text_encoder_2")
+    )
+    (bare / "transformer" / "config.json").unlink()
+    save_file(state, path)
+    (problem,) = said(transformer_id=str(path), pretrained_model_name_or_path=str(bare))
+    assert f"their config is read from {bare}/transformer/config.json, which is not there. Download" in problem
+
+
+def test_a_cast_to_8_bits_is_read_and_said(options: Callable[..., dict], files: Path) -> None:
+    path, state = files / "transformer.safetensors", load_file(files / "transformer.safetensors")
+    cast = {name: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for name, t in state.items()}
+    save_file(cast, path)
+    checked = preflight(load_config(**options("hunyuan_video", transformer_id=str(path))))
+    warnings = examine_weights(checked).warnings
+    assert any("were cast to 8 bits (F8_E4M3), without scales: they are read" in text for text in warnings)
+    network = checked.family.load(checked.config.model).load_transformer(torch.bfloat16)
+    expected = cast["model.model.double_blocks.0.img_attn.proj.weight"].to(torch.bfloat16)
+    assert torch.equal(network.transformer_blocks[0].attn.to_out[0].weight, expected)
+
+
+def test_weights_of_a_single_file_are_part_of_what_is_resumed(
+    options: Callable[..., dict], run: Callable[..., Any], files: Path, tiny_repo: Callable[..., Path]
+) -> None:
+    """Another file in its place is another base; the run that went on is the one from folders. Names of ComfyUI start a run, too."""
+    file = str(files / "transformer.safetensors")
+    values = options("hunyuan_video", train_steps=1, transformer_path=file)
+    first = run(**values)
+    assert first.state.step == 1
+    more = {**values, "train_steps": 2, "resume_from_checkpoint": "latest"}
+    assert run(**more).state.step == 2
+    state = load_file(file)
+    state = {name: tensor + 1 for name, tensor in state.items()}
+    save_file(state, file)
+    with pytest.raises(ConfigError, match=r"the transformer's weights are not those of then"):
+        run(**{**more, "train_steps": 3})
+    other = files / "clip_l.safetensors"
+    checked = preflight(
+        load_config(**options("hunyuan_video", text_encoder_2_id=str(other), output_dir=str(files / "none")))
+    )
+    spec, folder = checked.family.load(checked.config.model), files / "cache"
+    remember_files(folder, spec, "of then")
+    assert recall_files(folder, spec) == "of then"
+    save_file(load_file(other), files / "next.safetensors")
+    (files / "next.safetensors").replace(other)
+    assert recall_files(folder, spec) is None  # encodings of other weights are not taken for theirs
+    with pytest.raises(ConfigError, match=r"--init_from: .* holds none of the network's tensors, such as x_embedder"):
+        run(**options("hunyuan_video", init_from=str(other), output_dir=str(files / "none")))
+    begun = options("hunyuan_video", train_steps=1, lr=0.0, weight_decay=0.0, training_type="full-finetune", init_from=file, output_dir=str(files / "run"))  # fmt: skip
+    written = run(**begun).weights
+    expected = load_file(tiny_repo("hunyuan_video") / "transformer" / NETWORK)
+    assert [key for key in expected if not torch.equal(expected[key] + 1, written[key])] == []

@@ -1,0 +1,126 @@
+"""When reward hacking is seen, on the evaluations of the embedded model and on numbers that are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from finetrainers.config.hacking import HackingRule
+from finetrainers.training.guards.hacking import Hacking, HackingGuard, judge_held_out
+
+#: Evaluations of the color preference (finetrainers/demo/rewarded.py) every 4 steps: similarity to the preferred color, which
+#: is trained, and how many of 16 held-out captions show their shape. Without the KL penalty, and with it.
+HACKED = [
+    (0.612, 8), (0.637, 10), (0.672, 8), (0.716, 9), (0.768, 11), (0.833, 9), (0.884, 11), (0.922, 4), (0.906, 4),
+    (0.899, 7), (0.860, 8), (0.859, 5), (0.876, 4), (0.891, 3), (0.905, 1), (0.910, 1), (0.920, 0),
+]  # fmt: skip
+HONEST = [
+    (0.612, 8), (0.636, 10), (0.669, 9), (0.701, 10), (0.742, 10), (0.785, 9), (0.820, 9), (0.856, 10), (0.856, 8),
+    (0.841, 7), (0.842, 9), (0.848, 10), (0.855, 9), (0.876, 10), (0.891, 10), (0.891, 11), (0.881, 12),
+]  # fmt: skip
+#: The same runs by what rollouts tell: their mean reward, and the KL, in 4 steps each; the first without a penalty.
+HACKED_KL = [
+    (0.709, 0.001), (0.701, 0.012), (0.738, 0.048), (0.798, 0.113), (0.843, 0.150), (0.925, 0.290), (0.889, 0.468),
+    (0.926, 0.624), (0.931, 0.790), (0.926, 0.841), (0.886, 0.932), (0.863, 0.953), (0.901, 1.211),
+]  # fmt: skip
+HONEST_KL = [
+    (0.709, 0.001), (0.700, 0.011), (0.731, 0.035), (0.779, 0.062), (0.825, 0.066), (0.896, 0.108), (0.850, 0.129),
+    (0.877, 0.152), (0.912, 0.148), (0.912, 0.125), (0.901, 0.150), (0.873, 0.121), (0.886, 0.136), (0.909, 0.173),
+]  # fmt: skip
+
+
+def evaluated(trained: float, shown: float, *, step: int) -> dict[str, float]:
+    """A record of 16 captions, of which so many show their shape."""
+    share = shown / 16
+    error = (share * (1 - share) / 15) ** 0.5
+    return {"step": step, "eval_weighted_reward": trained, "eval_reward/shape": share, "eval_reward_error/shape": error}
+
+
+def by_evaluation(series: Sequence[tuple[float, float]], patience: int = 2) -> tuple[int, Hacking] | None:
+    """The step at which it is seen first, and what."""
+    guard = HackingGuard(HackingRule("warn", ("shape",), patience, every=4))
+    for place, (trained, shown) in enumerate(series):
+        assert guard.take(evaluated(trained, shown, step=4 * place))
+        if (found := guard.judge()) is not None:
+            return 4 * place, found
+    return None
+
+
+def by_kl(series: Sequence[tuple[float, float]]) -> tuple[int, Hacking] | None:
+    guard = HackingGuard(HackingRule("warn", (), 2, every=4))
+    for place, (reward, kl) in enumerate(series):
+        for step in range(4 * place + 1, 4 * place + 5):
+            done = guard.take({"step": step, "weighted_reward": reward, "kl": kl})
+            assert done == (step % 4 == 0)
+        if (found := guard.judge()) is not None:
+            return 4 * place + 4, found
+    return None
+
+
+def test_the_hacked_run_is_seen_and_the_honest_one_is_not() -> None:
+    seen = by_evaluation(HACKED)
+    assert seen is not None
+    step, found = seen
+    assert step == 32
+    assert (found.judge, found.best_step, found.before, found.now) == ("shape", 24, 0.625, 0.25)
+    assert found.trained_now > found.trained_before > 0.8
+    assert by_evaluation(HONEST) is None
+    assert by_evaluation(HONEST, patience=1) is None
+
+
+def test_the_same_by_the_kl() -> None:
+    seen = by_kl(HACKED_KL)
+    assert seen is not None
+    assert seen[0] == 36
+    assert (seen[1].judge, seen[1].best_step) == ("kl", 24)
+    assert by_kl(HONEST_KL) is None
+    rising = [(0.02 * k, 0.001 * k * k) for k in range(1, 40)]  # the KL of a reward that rises steadily
+    assert by_kl(rising) is None
+    assert by_kl([(0.9, kl) for _, kl in HACKED_KL]) is None  # the reward has not risen: nothing was hacked
+
+
+def test_single_values_do_not_decide() -> None:
+    """Neither a lucky evaluation nor a bad one; nor a fall of both rewards, which is no hacking."""
+    flat = [(0.5 + 0.01 * k, 8.0) for k in range(12)]
+    for place, shown in ((3, 16), (6, 0), (11, 0)):
+        assert by_evaluation([*flat[:place], (flat[place][0], shown), *flat[place + 1 :]]) is None
+    fallen = [*flat[:6], *((trained, 1) for trained, _ in flat[6:])]
+    assert by_evaluation(fallen) is not None
+    assert by_evaluation([(1 - trained, shown) for trained, shown in fallen]) is None
+    seen = [by_evaluation(fallen, patience) for patience in (1, 2, 4)]
+    assert [one[0] for one in seen if one is not None] == [24, 28, 36]
+
+
+def test_the_state_goes_into_a_checkpoint_and_back() -> None:
+    """Also between two looks, as JSON; records that are known are not taken twice."""
+    whole = HackingGuard(HackingRule("stop", ("shape",), 2, every=4))
+    parts = HackingGuard(whole.rule)
+    for place, (trained, shown) in enumerate(HACKED[:9]):
+        records = [
+            {"step": 4 * place, "weighted_reward": trained, "reward/similarity": trained},
+            evaluated(trained, shown, step=4 * place),
+        ]
+        del records[1]["eval_weighted_reward"]  # the trained reward is that of the rollouts
+        for record in records:
+            whole.take(record)
+            parts.take(record)
+            assert not parts.take(record)
+            saved = json.loads(json.dumps(parts.state_dict(), allow_nan=False))
+            parts = HackingGuard(whole.rule)
+            parts.load_state_dict(saved)
+    assert repr(parts.looks) == repr(whole.looks)  # NaN differs from itself
+    assert parts.judge() == whole.judge()
+    assert parts.judge() is not None
+    assert parts.last == 32
+    parts.load_state_dict({})
+    assert (parts.looks, parts.last) == ([], -1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_too_few_evaluations_show_nothing(count: int) -> None:
+    guard = HackingGuard(HackingRule("warn", ("shape",), 2, every=1))
+    for step in range(count):
+        guard.take(evaluated(0.1 * step, 16 - 8 * step, step=step))
+    assert judge_held_out(guard.looks, "shape", 2) is None

@@ -1,0 +1,229 @@
+"""A loss or gradient that is not finite never becomes an update."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.load import load_config
+from finetrainers.data.cache.store import CacheError
+from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.video import decode as decoding
+from finetrainers.methods.base import Step
+from finetrainers.methods.sft import SFT
+from finetrainers.plan.preflight import preflight
+from finetrainers.rundir.find import scan_checkpoints
+from finetrainers.rundir.run_dir import RunDirectory
+from finetrainers.training.guards.nonfinite import NonFiniteError, NonFiniteGuard
+from finetrainers.training.guards.spikes import SpikeDetector
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int], *, gradient_only: bool = False) -> None:
+    """The given calls of the loss are NaN, or their gradients alone."""
+    loss, count = SFT.loss, iter(range(1, 1000))
+
+    def poisoned(method: SFT, transformer: Any, batch: Any) -> Any:
+        value, metrics = loss(method, transformer, batch)
+        if next(count) not in calls:
+            return value, metrics
+        if gradient_only:  # the square root's slope at zero is infinite, times zero
+            return value + torch.sqrt(value * 0), metrics
+        return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
+
+    monkeypatch.setattr(SFT, "loss", poisoned)
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+@pytest.mark.parametrize("logging_steps", [1, 10])
+def test_it_ends_the_run_before_the_update(
+    gradient_only: bool, logging_steps: int, options: Callable[..., dict], run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    poison(monkeypatch, {3}, gradient_only=gradient_only)
+    found = "grad_norm nan" if gradient_only else "loss nan, grad_norm nan"
+    with pytest.raises(NonFiniteError, match=f"step 3: {found}. No weight was changed"):
+        run(**options(train_steps=4, checkpointing_steps=1, logging_steps=logging_steps))
+    assert [found.step for found in scan_checkpoints(tmp_path / "run") if found.damage is None] == [1, 2]
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_skipping_is_as_if_the_step_had_been_empty(
+    gradient_only: bool, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    values = options(train_steps=4, clips=3, use_ema=True, on_nonfinite="skip")
+    with monkeypatch.context() as patch:
+        poison(patch, {2}, gradient_only=gradient_only)
+        skipped = run(**values)
+    with monkeypatch.context() as patch:
+        steps = SFT.steps
+        empty_second = lambda method, start, network: (  # noqa: E731
+            Step([]) if n == 2 else step for n, step in enumerate(steps(method, start, network), start=1)
+        )
+        patch.setattr(SFT, "steps", empty_second)
+        reference = run(**{**values, "output_dir": str(tmp_path / "reference")})
+    assert all(skipped.weights[name].equal(tensor) for name, tensor in reference.weights.items())
+    assert [r.get("nonfinite_steps") for r in skipped.metrics] == [None, 1.0, None, None]
+    assert all(math.isfinite(value) for r in skipped.metrics for value in r.values())
+    [event] = [e for e in skipped.events if e["event"] == "nonfinite"]
+    assert (event["step"], event["skipped"]) == (2, True)
+
+
+def poison_sample(monkeypatch: pytest.MonkeyPatch, key: tuple[int, int]) -> None:
+    """One clip in one epoch gives NaN, whenever it comes."""
+    loss = SFT.loss
+
+    def poisoned(method: SFT, transformer: Any, batch: Any) -> Any:
+        value, metrics = loss(method, transformer, batch)
+        if key not in batch.sample_keys:
+            return value, metrics
+        return value * math.nan, {name: one * math.nan for name, one in metrics.items()}
+
+    monkeypatch.setattr(SFT, "loss", poisoned)
+
+
+@pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
+def test_going_back_is_as_if_the_data_had_not_been_there(
+    training_type: str, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    values = options(
+        train_steps=6, clips=3, use_ema=True, training_type=training_type, checkpointing_steps=2, on_nonfinite="rollback",
+        lora_dropout=0.3 if training_type == "lora" else None, lr_scheduler="linear",
+        async_checkpointing=training_type == "lora",
+    )  # fmt: skip
+    keys: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        loss = SFT.loss
+        patch.setattr(SFT, "loss", lambda m, t, b: keys.append(b.sample_keys[0]) or loss(m, t, b))
+        run(**{**values, "output_dir": str(tmp_path / "order")})
+    with monkeypatch.context() as patch:
+        poison_sample(patch, keys[3])  # the fourth step fails; the third goes with it
+        done, again = (run(**{**values, "output_dir": str(tmp_path / name)}) for name in ("back", "again"))
+    assert all(done.weights[name].equal(tensor) for name, tensor in again.weights.items())
+    with monkeypatch.context() as patch:
+        steps = SFT.steps
+        # The same run over data in which neither step is: places 0 1, then 4 5 6 7.
+        patch.setattr(
+            SFT, "steps", lambda m, start, net: (s for n, s in enumerate(steps(m, start, net)) if n not in (2, 3))
+        )
+        reference = run(**{**values, "output_dir": str(tmp_path / "reference")})
+    assert done.curve("loss", "grad_norm", "lr") == reference.curve("loss", "grad_norm", "lr")
+    assert [step for step, _ in done.curve("loss")] == [1, 2, 3, 4, 5, 6]
+    assert all(done.weights[name].equal(tensor) for name, tensor in reference.weights.items())
+    [event] = [e for e in done.events if e["event"] == "rollback"]
+    assert (event["step"], event["failed"], event["data_ahead"]) == (2, 4, 2)
+
+    # It is continued with the same data as it went on with.
+    shutil.rmtree(tmp_path / "back" / "checkpoints" / "step-6")
+    resumed = run(**{**values, "output_dir": str(tmp_path / "back")}, resume_from_checkpoint="latest")
+    assert resumed.steps_done == 2
+    assert resumed.curve("loss", "grad_norm") == reference.curve("loss", "grad_norm")
+    assert all(resumed.weights[name].equal(tensor) for name, tensor in reference.weights.items())
+    # In other batches, those begin where it is in the data, which is two steps further than its count.
+    other = preflight(load_config(**{**values, "output_dir": str(tmp_path / "back"), "train_steps": 8}, batch_size=2, resume_from_checkpoint="latest"))  # fmt: skip
+    assert [(segment.first_step, segment.batch_size) for segment in other.start.data_position.segments] == [
+        (0, 1),
+        (8, 2),
+    ]
+
+
+def test_going_back_has_its_limits(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="--on_nonfinite: rollback needs checkpoints"):
+        run(**options(train_steps=4, on_nonfinite="rollback"))
+    values = options(train_steps=4, on_nonfinite="rollback", checkpointing_steps=2, max_nonfinite_steps=1)
+    with monkeypatch.context() as patch:
+        poison(patch, {1})
+        with pytest.raises(NonFiniteError, match="nothing to roll back to: no checkpoint"):
+            run(**values)
+    with monkeypatch.context() as patch:
+        poison(patch, {3, 4})
+        with pytest.raises(NonFiniteError, match="2 steps were not finite, more than --max_nonfinite_steps 1"):
+            run(**{**values, "output_dir": str(tmp_path / "twice")})
+
+
+def test_spikes_are_found_and_hide_none(tmp_path: Path) -> None:
+    run_dir = RunDirectory(tmp_path, writes=True)
+    detector = SpikeDetector(window=128, sigma=6, run_dir=run_dir)
+    series = [1.0 + 0.1 * math.sin(k) for k in range(200)]
+    assert not any(detector.look(k, {"loss": value, "grad_norm": 2.0}) for k, value in enumerate(series))
+    # sin has the standard deviation 1 / sqrt(2), so the bound is 1 + 6 * 0.0707.
+    assert detector.look(200, {"loss": 1.40, "grad_norm": 2.0}) == {}
+    assert detector.look(201, {"loss": 100.0, "grad_norm": 2.0}) == {"spikes": 1.0}
+    assert detector.look(202, {"loss": 2.0, "grad_norm": 2.0}) == {"spikes": 2.0}  # the first one did not hide it
+    assert detector.look(203, {"loss": 1.0, "grad_norm": 9.0}) == {"spikes": 3.0}
+    events = [json.loads(line) for line in run_dir.events_file.read_text().splitlines()]
+    assert [(e["event"], e["step"]) for e in events] == [("spike", 201), ("spike", 202), ("spike", 203)]
+    assert "loss 100 is" in events[0]["values"]
+    assert "grad_norm 9 is" in events[2]["values"]
+    later = SpikeDetector(window=128, sigma=6, run_dir=run_dir)
+    later.load_state_dict(json.loads(json.dumps(detector.state_dict())))
+    assert later.recent == detector.recent
+    assert later.look(204, {"loss": 5.0}) == {"spikes": 4.0}
+    # A level that stays is after a while no spike any more.
+    assert [later._take("loss", 5.0 + 0.1 * math.sin(k)) is None for k in range(200)][-1]
+
+
+def test_a_spike_is_recorded_by_a_run(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, count = SFT.loss, iter(range(1, 100))
+
+    def jumping(method: SFT, transformer: Any, batch: Any) -> Any:
+        value, _ = loss(method, transformer, batch)
+        value = value * 0 + (1000.0 if next(count) == 6 else 1.0)
+        return value, {"loss": value.detach()}
+
+    monkeypatch.setattr(SFT, "loss", jumping)
+    done = run(**options(train_steps=7, spike_window=8, lr=0.0))
+    assert [r.get("spikes") for r in done.metrics] == [None] * 5 + [1.0, 1.0]
+    assert [e["step"] for e in done.events if e["event"] == "spike"] == [6]
+    state = json.loads((done.root / "checkpoints" / "step-7" / "state.json").read_text())["guards"]["spikes"]
+    assert (state["count"], len(state["loss"]), max(state["loss"]) < 2) == (1, 7, True)
+
+
+def test_too_many_are_an_error(options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    poison(monkeypatch, {1, 3, 4})
+    with pytest.raises(NonFiniteError, match="3 steps were not finite, more than --max_nonfinite_steps 2"):
+        run(**options(train_steps=6, on_nonfinite="skip", max_nonfinite_steps=2))
+
+
+def test_a_scaled_gradient_may_overflow(tmp_path: Path) -> None:
+    """With fp16 it does at the start of every run, and the scaler takes care of it."""
+    guard = NonFiniteGuard(policy="raise", limit=0, loss_scaling=True, run_dir=RunDirectory(tmp_path, writes=False))
+    assert guard.judge(1, {"loss": 1.0, "grad_norm": math.inf}) == "update"
+    with pytest.raises(NonFiniteError, match="loss inf"):
+        guard.judge(1, {"loss": math.inf, "grad_norm": math.inf})
+
+
+@pytest.mark.parametrize("changes", [{"precompute_conditions": True}, {"dataloader_num_workers": 1}, {}])
+def test_a_run_goes_on_without_a_file_that_breaks_off(
+    changes: dict[str, Any], options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Its header is whole, so that it is planned with; what is missing shows only when it is decoded."""
+    decode = decoding.read_frames
+
+    def breaks_off(path: Path, *rest: Any, **more: Any) -> torch.Tensor:
+        if path.name == "1.mp4":
+            raise UnusableError(f"{path} ends early")
+        return decode(path, *rest, **more)
+
+    monkeypatch.setattr(decoding, "read_frames", breaks_off)
+    values = options(train_steps=3, clips=3, **changes)
+    done = run(**values)
+    assert done.metrics[-1]["bad_samples"] == 1.0
+    [event] = [e for e in done.events if e["event"] == "bad_sample"]
+    assert event["file"].endswith("1.mp4")
+    with pytest.raises((UnusableError, CacheError), match=r"1\.mp4"):
+        run(**{**values, "output_dir": str(tmp_path / "strict")}, max_bad_share=0.0)

@@ -1,0 +1,146 @@
+"""Sampling needs a model's parts and encoded prompts, and no trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import ClassifierFreeGuidance, LTXPipeline
+from PIL import Image
+
+from finetrainers.config.prompts import parse_validation_prompts
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.families import ltx_video
+from finetrainers.models.ltx_video import LTXVideoSpec
+from finetrainers.models.spec import Parts, SampleRequest
+from finetrainers.plan.trainable import attach
+from finetrainers.training.callbacks import validation
+from finetrainers.training.sampling import (
+    PromptRequest,
+    SamplingParts,
+    SamplingSettings,
+    encode_prompts,
+    prompt_request,
+    sample_prompts,
+)
+from finetrainers.training.trained_weights import load_lora_weights
+
+
+def test_results_on_disk_give_the_frames_of_the_last_validation(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[np.ndarray] = []
+    write = validation.write_sample
+
+    def keep(samples: Any, name: str, frames: np.ndarray, **named: Any) -> Any:
+        written.append(frames)
+        return write(samples, name, frames, **named)
+
+    monkeypatch.setattr(validation, "write_sample", keep)
+    done = run(
+        **options(
+            train_steps=2,
+            validation_prompts="a red ball@@@9x64x64",
+            num_validation_videos=2,
+            validation_inference_steps=2,
+        )
+    )  # fmt: skip
+    config, spec = done.state.config, done.state.spec
+    transformer = spec.load_transformer(torch.float32)
+    attach(transformer, config.training)
+    load_lora_weights(done.root, transformer)
+    encoded = encode_prompts(
+        spec, spec.load_text_encoders(), parse_validation_prompts(config.validation), torch.float32
+    )
+    parts = SamplingParts(transformer.eval(), spec.load_vae(), spec.load_scheduler(), torch.device("cpu"))
+    settings = SamplingSettings(frame_rate=8.0, num_inference_steps=2)  # of the clips that are trained on
+    requests = [
+        prompt_request(spec, encoded, 0, size=(9, 64, 64), settings=settings, seed=config.training.seed + video)
+        for video in range(2)
+    ]
+    assert torch.is_grad_enabled()
+    clips = list(sample_prompts(spec, parts, requests))
+    assert torch.is_grad_enabled()
+    assert [clip.shape for clip in clips] == [(9, 64, 64, 3)] * 2
+    assert [np.array_equal(ours, theirs) for ours, theirs in zip(clips, written, strict=True)] == [True, True]
+    assert not np.array_equal(*clips)
+    # The VAE is told the size of the clips that it decodes.
+    assert not parts.vae.use_tiling
+    monkeypatch.setattr("finetrainers.models.spec.VAE_BUDGET", 0.9 * spec.vae_bytes((9, 64, 64)))
+    next(sample_prompts(spec, parts, requests))
+    assert parts.vae.use_tiling
+
+
+class GuidedPipeline(LTXPipeline):
+    """A pipeline that takes its guidance from an attribute, and returns sound too."""
+
+    def __init__(self, scheduler, vae, text_encoder, tokenizer, transformer, guider) -> None:
+        super().__init__(scheduler, vae, text_encoder, tokenizer, transformer)
+        self.register_modules(guider=guider)
+
+    def __call__(self, **call: Any) -> Any:
+        assert "guidance_scale" not in call
+        frames = super().__call__(**call, guidance_scale=self.guider.guidance_scale).frames
+        return SimpleNamespace(sound=torch.zeros(1), videos=frames)
+
+
+class GuidedSpec(LTXVideoSpec):
+    pipeline_class = GuidedPipeline
+
+    @cached_property
+    def companions(self) -> Parts:
+        return Parts({"guider": ClassifierFreeGuidance()})
+
+    def sample(self, pipeline: Any, conditions: Any, negative: Any, request: Any, generator: Any) -> Any:
+        pipeline.guider.guidance_scale = request.guidance_scale
+        call = self.pipeline_call(conditions, negative, replace(request, guidance_scale=None))
+        return pipeline(**call, generator=generator, output_type="np").videos[0]
+
+
+def test_a_pipeline_is_built_once_for_all_clips_of_a_kind(
+    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelSection(
+        model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")),
+        vae_dtype="fp32", text_encoder_dtype="fp32",
+    )  # fmt: skip
+    stock, guided = (cls(config, name="ltx_video", read=ltx_video) for cls in (LTXVideoSpec, GuidedSpec))
+    parts = SamplingParts(
+        stock.load_transformer(torch.float32).eval(), stock.load_vae(), stock.load_scheduler(), torch.device("cpu")
+    )
+    conditions = stock.encode_text(stock.load_text_encoders(), ["a red ball", ""])
+    text = SampleRequest(9, 32, 32, frame_rate=25.0, num_inference_steps=2, guidance_scale=3.0)
+    image = replace(text, image=Image.new("RGB", (32, 32), (200, 30, 30)))
+
+    def wanted(*requests: SampleRequest) -> list[PromptRequest]:
+        rows = conditions.rows([0]), conditions.rows([1])
+        return [PromptRequest(*rows, request, torch.Generator().manual_seed(i)) for i, request in enumerate(requests)]
+
+    def frames(request: PromptRequest) -> np.ndarray:
+        """Of a pipeline of its own."""
+        own = stock.pipeline(
+            parts.transformer, parts.vae, stock.load_scheduler(), image_to_video=request.request.image is not None
+        )
+        call = stock.pipeline_call(request.conditions, request.negative, request.request)
+        return own(**call, generator=request.noise, output_type="np").frames[0]
+
+    expected = [(frames(one) * 255).round().astype(np.uint8) for one in wanted(text, text, image)]
+    built = []
+    build = LTXVideoSpec.pipeline
+    monkeypatch.setattr(LTXVideoSpec, "pipeline", lambda *a, **k: built.append(k["image_to_video"]) or build(*a, **k))
+    found = list(sample_prompts(stock, parts, wanted(text, text, image)))
+    assert [np.array_equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 3
+    assert built == [False, True]
+    assert not np.array_equal(*found[:2])
+
+    by_guider = list(sample_prompts(guided, parts, wanted(text, replace(text, guidance_scale=1.0))))
+    assert np.array_equal(by_guider[0], expected[0])
+    assert not np.array_equal(by_guider[1], expected[1])
+    assert built == [False, True, False]
