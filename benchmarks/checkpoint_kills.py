@@ -41,7 +41,7 @@ from torch import nn
 from finetrainers.cli.main import main as main_command
 from finetrainers.config.load import load_config
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.plan.trainable import LORA_FILE
+from finetrainers.plan.initial_weights import LORA_FILE
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.run_dir import RunDirectory
 from finetrainers.training.checkpoints import save as saving

@@ -35,4 +35,5 @@ class _Convolution:
             return compute(self._module, x, weight, bias)
         with torch.autocast("cpu", enabled=False):
             result = compute(self._module, x.float(), weight.float(), None if bias is None else bias.float())
-        return result.to(x.dtype)
+        # As the convolution would under autocast: what follows may have weights of that dtype only.
+        return result.to(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype)

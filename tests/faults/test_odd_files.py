@@ -19,7 +19,8 @@ from torch import nn
 
 import finetrainers
 from finetrainers.config.sections import TrainingSection
-from finetrainers.plan.trainable import LORA_FILE, attach
+from finetrainers.plan.initial_weights import LORA_FILE
+from finetrainers.plan.trainable import attach
 from finetrainers.rundir import publish
 from finetrainers.rundir.find import find_checkpoint
 from finetrainers.training.trained_weights import load_lora_weights

@@ -20,7 +20,6 @@ from finetrainers.parallel.sharding import expected_split
 from finetrainers.plan.trainable import attach
 
 
-@pytest.mark.rotating
 @dataclass(frozen=True)
 class Case:
     """A sharded run: network, blocks of each list, what is trained, processes, and their options."""

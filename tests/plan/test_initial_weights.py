@@ -235,7 +235,7 @@ def test_a_lora_that_does_not_fit_is_refused_from_its_header(
         assert len(caught.value.problems) == 1
         return str(caught.value)
 
-    monkeypatch.setattr("finetrainers.plan.trainable.load_file", None)  # nothing is loaded
+    monkeypatch.setattr("finetrainers.training.trained_weights.load_file", None)  # nothing is loaded
     said = refusal(rank=8, lora_alpha=2, use_rslora=True, use_dora=True, target_modules=["to_k", "proj_in"])
     for difference in (
         "rank: 4 in the file, 8 in this run",

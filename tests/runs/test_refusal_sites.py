@@ -93,7 +93,7 @@ AFTER = {
     "The values of weights and of other large files, which are read when they are loaded.": """
         training/checkpoints/restore.py: _restore_optimizer
         plan/initial_weights.py: stored_lora
-        plan/trainable.py: _set_adapter 2, load_trainable_transformer, put_averages, store_initial_lora
+        training/trained_weights.py: _set_adapter 2, load_trainable_transformer, put_averages, store_initial_lora
         methods/dpo/method.py: DPO.load_state_dict
         methods/grpo/nft.py: NFT.load_state_dict
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
