@@ -21,7 +21,7 @@ from finetrainers.utils.progress import Meter
 _HANGING = """
 import ctypes, sys, threading, time
 from pathlib import Path
-from finetrainers.engine import watchdog
+from finetrainers.training import watchdog
 watchdog._BACKSTOP_S = 0.5
 dog = watchdog.Watchdog(Path(sys.argv[1]), rank=3, limits={"step": 0.5, "checkpoint": None, "sampling": 1.5})
 def other_thread():
