@@ -12,7 +12,7 @@ def compute_in_fp32_on_cpu(network: nn.Module) -> None:
     """Let the `Conv3d` modules of a network compute in fp32 where their input is on a CPU.
 
     There, a 16-bit convolution over frames, also one by autocast, takes 10 to 100 times longer than in fp32. Inputs,
-    weights and outputs keep their dtypes. On other devices nothing changes.
+    weights and outputs have the same dtypes as without. On other devices nothing changes.
 
     Args:
         network: a frozen one, such as a VAE; changed in place.

@@ -56,6 +56,7 @@ CASES = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_estimate_agrees_with_counting(
     case: Case,
