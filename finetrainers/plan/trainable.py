@@ -57,9 +57,9 @@ _last_network: list[Any] = []
 
 
 def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:
-    """The transformer on the meta device, with what is trained attached; not to be changed, since the same is returned again.
+    """Return the transformer on the meta device, with an adapter or all weights trainable.
 
-    Runs that differ in other options, such as those that save memory, share it.
+    It must not be changed: the next call returns it again for a run with the same model and training options.
 
     Args:
         checked: the run.

@@ -105,8 +105,8 @@ def launched_rank() -> int:
 def print_refusal(text: str) -> None:
     """Print to standard error in the first process, before every process exits; all of them have found the same.
 
-    The others wait for the launcher to end them: it ends all processes as soon as one exits with an error, and one that is
-    quicker than the first would keep it from printing. On a machine without the first process they exit after a few seconds.
+    The others wait for the launcher to end them: it ends all processes as soon as one exits with an error, and one that
+    is quicker than the first would keep it from printing. On a machine without the first process they exit after 10 s.
     """
     if launched_rank() == 0:
         sys.stderr.write(f"{text}\n")
