@@ -25,7 +25,8 @@ from finetrainers.diffusion.process import Process, VariancePreserving
 from . import common
 from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
-from .common import input_dtype, unwrap
+from .common import input_dtype
+from .compiling import unwrap
 from .flops import Attends
 from .sequence import TokenPlan
 from .spec import ModelSpec

@@ -212,17 +212,3 @@ def input_dtype(network: nn.Module) -> torch.dtype:
     dtypes = (p.dtype for name, p in network.named_parameters() if not any(part in name for part in kept))
     dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     return network.dtype if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype  # type: ignore[return-value]
-
-
-def unwrap(module: nn.Module) -> Any:
-    """The network below DDP, DeepSpeed or compile wrappers, for reading its config."""
-    while True:
-        if "_orig_mod" in module._modules:  # `hasattr` takes long on diffusers' networks, which forward attributes
-            module = module._orig_mod  # type: ignore[assignment]
-        elif (not hasattr(module, "config") and hasattr(module, "module")) or type(module).__name__ in (
-            "DistributedDataParallel",
-            "DeepSpeedEngine",
-        ):
-            module = module.module  # type: ignore[assignment]
-        else:
-            return module

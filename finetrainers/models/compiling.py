@@ -10,6 +10,7 @@ whose text has another length with every prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -37,3 +38,17 @@ def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_vari
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit * len({*map(type, blocks)}))
     for block in blocks:
         block.compile(backend=BACKEND, dynamic=None if text_varies else False)
+
+
+def unwrap(module: nn.Module) -> Any:
+    """The network below DDP, DeepSpeed or compile wrappers, for reading its config."""
+    while True:
+        if "_orig_mod" in module._modules:  # `hasattr` takes long on diffusers' networks, which forward attributes
+            module = module._orig_mod  # type: ignore[assignment]
+        elif (not hasattr(module, "config") and hasattr(module, "module")) or type(module).__name__ in (
+            "DistributedDataParallel",
+            "DeepSpeedEngine",
+        ):
+            module = module.module  # type: ignore[assignment]
+        else:
+            return module

@@ -29,7 +29,8 @@ from finetrainers.config.facts import Activations
 from . import common, hunyuan_image_text
 from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
-from .common import input_dtype, unwrap
+from .common import input_dtype
+from .compiling import unwrap
 from .files import folder_on_disk, option_of, read_configs, read_json
 from .flops import Attends
 from .sequence import TokenPlan

@@ -23,7 +23,8 @@ from finetrainers.config.facts import Activations
 from . import common
 from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
-from .common import input_dtype, unwrap
+from .common import input_dtype
+from .compiling import unwrap
 from .flops import Attends, Tokens
 from .given_frames import given_latents
 from .sequence import TokenPlan

@@ -18,7 +18,7 @@ from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.text import plural
 
-from .common import unwrap
+from .compiling import unwrap
 from .files import some
 from .lora_formats import Lora, of_state, read_foreign
 from .weights import non_finite

@@ -31,8 +31,8 @@ from finetrainers.utils.hashed_files import Written
 from . import common, given_frames, saving
 from .attention import Attend, check_attention, check_attention_choice, set_processors
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
-from .common import DTYPES, fix_input_dtype, input_dtype, unwrap
-from .compiling import compile_blocks
+from .common import DTYPES, fix_input_dtype, input_dtype
+from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decoded
 from .files import MODEL_INDEX, part_folder, read_configs, single_file
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
