@@ -49,10 +49,10 @@ setup(
             "models/configs/*/*.json",
             "models/configs/*/*/*.json",
             "data/inspect/*.html",
+            "draw/*.css",
+            "draw/*.html",
             "results/reports/*.html",
             "sampling/*.html",
-            "utils/*.css",
-            "utils/*.html",
         ]
     },
     # Lower bounds are the versions of .ci/lowest.txt, which CI tries all together, and one a day beside the newest of the

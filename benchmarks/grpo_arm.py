@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from finetrainers.demo.rewarded import reward_config
-from finetrainers.methods.grpo.no_replay import RolloutGradients
+from finetrainers.methods.grpo.no_replay.no_replay import RolloutGradients
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.preflight import preflight
 from finetrainers.training.assemble import assemble

@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from finetrainers.models import hub as asked_hub
+from finetrainers.models.files import hub as asked_hub
 
 REPO, COMMIT = "someone/model", "a" * 40
 

@@ -52,6 +52,6 @@ def test_the_package_is_built_with_its_type_marker_and_data(tmp_path: Path) -> N
     package = tmp_path / "lib" / "finetrainers"
     assert (package / "py.typed").is_file()
     assert (package / "data" / "inspect" / "html_report.html").is_file()
-    for name in ("sampling/page.html", "sampling/grid.html", "utils/head.html", "utils/page.css"):
+    for name in ("sampling/page.html", "sampling/grid.html", "draw/head.html", "draw/page.css"):
         assert (package / name).is_file()
     assert list((package / "demo" / "weights").glob("*/model_index.json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.models.lora_names import FORMATS
+from finetrainers.models.files.lora_names import FORMATS
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem
 

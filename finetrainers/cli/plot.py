@@ -30,12 +30,12 @@ def _check(_: argparse.Namespace) -> list[Problem]:
 def _plot_rollouts(directory: Path) -> Path | None:
     """The best and the worst clips of kept rollouts below each other, with their scores; None where none were kept."""
     from finetrainers.training.callbacks.samples import sheet_of
-    from finetrainers.utils.contact_sheet import spaced
+    from finetrainers.utils.video import evenly_spaced
 
     folders = [path.parent for path in sorted(directory.glob("rollouts/step-*/best.mp4"))]
     if not folders:
         return None
-    shown = [folders[place] for place in spaced(len(folders), _ROLLOUTS)]
+    shown = [folders[place] for place in evenly_spaced(len(folders), _ROLLOUTS)]
     videos = [path for folder in shown for kind in ("best", "worst") if (path := folder / f"{kind}.mp4").is_file()]
     picture = directory / "rollouts.png"
     sheet_of(videos).save(picture)
@@ -43,7 +43,7 @@ def _plot_rollouts(directory: Path) -> Path | None:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from finetrainers.utils.curves import plot_run
+    from finetrainers.draw.curves import plot_run
 
     problems = []
     for directory in arguments.directory:

@@ -16,11 +16,11 @@ from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from transformers import T5EncoderModel
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.draw.contact_sheet import Strip, contact_sheet
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.runs.run import run
-from finetrainers.utils.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.files import write_json_atomic
 
 from .base import SHIFT, build_base

@@ -13,8 +13,8 @@ from PIL import Image
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.contact_sheet import Strip, contact_sheet
-from finetrainers.utils.curves import averaged, finish, points
+from finetrainers.draw.contact_sheet import Strip, contact_sheet
+from finetrainers.draw.curves import averaged, finish, points
 from finetrainers.utils.files import read_jsonl
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.video.decode import read_frames
+from finetrainers.draw.contact_sheet import Strip, contact_sheet
 from finetrainers.models.tiny import build_ltx_video, ltx_transformer, seeded
 from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.runs.run import run
-from finetrainers.utils.contact_sheet import Strip, contact_sheet
 from finetrainers.utils.video import slug, write_mp4
 
 from .clips import EXCERPTS, cut_excerpts, to_tensor

@@ -36,12 +36,12 @@ from finetrainers.utils.device import to_device
 from finetrainers.utils.phases import REWARD, phase
 from finetrainers.utils.seeding import derive_seed
 
-from .grpo.batches import Part
-from .grpo.collect import score_stats, timed
 from .grpo.objective import velocity_divergence
-from .grpo.prompts import Job
+from .grpo.prompts.prompts import Job
+from .grpo.prompts.source import PromptSource
+from .grpo.rollout.batches import Part
+from .grpo.rollout.collect import score_stats, timed
 from .grpo.rollout_method import RolloutMethod
-from .grpo.source import PromptSource
 
 
 @dataclass(frozen=True, kw_only=True)

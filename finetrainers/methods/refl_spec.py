@@ -10,7 +10,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 
-from .grpo.plan import PromptPlan
+from .grpo.prompts.plan import PromptPlan
 from .grpo.spec import RewardFinetuning, sampled_clips
 from .spec import MethodMemory, registry
 

@@ -13,7 +13,7 @@ from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.prior_prompts import PriorPrompts, without_triggers
 
-from .grpo.prompts import read_prompts
+from .grpo.prompts.prompts import read_prompts
 from .spec import MethodMemory, MethodSpec
 
 if TYPE_CHECKING:

@@ -23,13 +23,13 @@ from finetrainers.config.facts import Activations
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common
-from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
 from .flops import Attends
-from .sequence import TokenPlan
 from .spec import ModelSpec
+from .split.attention import Attend
+from .split.sequence import TokenPlan
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from torch import nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
 
-from . import hub
 from .batch import Parts
 from .cpu_convolutions import compute_in_fp32_on_cpu
-from .files import dtype_of, file_problems, option_of, places_of, replacement_of, single_file
-from .hub_help import hub_help
-from .single_file import load_single_file
-from .weights import check_loaded
+from .files import hub
+from .files.files import dtype_of, file_problems, option_of, places_of, replacement_of, single_file
+from .files.hub_help import hub_help
+from .files.single_file import load_single_file
+from .files.weights import check_loaded
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve, same_name
 from finetrainers.utils.packaged import model_path
 
-from .files import (
+from .files.files import (
     MODEL_INDEX,
     file_problems,
     is_hub_id,
@@ -29,7 +29,7 @@ from .files import (
     trained_part,
     weights_size,
 )
-from .hub import OFFLINE, ask, how_to_download
+from .files.hub import OFFLINE, ask, how_to_download
 
 if TYPE_CHECKING:
     from .spec import ModelSpec
@@ -182,7 +182,7 @@ class Family:
 
 def _fetch(config: ModelSection, missing: list[tuple[str, str]]) -> None:
     """Download the configs of these parts, and the pipeline's where the repository has one."""
-    from .hub_help import fetch_config
+    from .files.hub_help import fetch_config
 
     problems: dict[str, Problem] = {}  # by message: a repository that is not there lacks all of them
     for part, root in missing:

@@ -27,14 +27,14 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations
 
 from . import common, hunyuan_image_text
-from .attention import Attend, set_processors
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .files import folder_on_disk, option_of, read_configs, read_json
+from .files.files import folder_on_disk, option_of, read_configs, read_json
 from .flops import Attends
-from .sequence import TokenPlan
 from .spec import ModelSpec
+from .split.attention import Attend, set_processors
+from .split.sequence import TokenPlan
 
 #: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
 TRAINING_GUIDANCE = 1.0

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from finetrainers.utils.hashed_files import data_sha256, save_safetensors
 from finetrainers.utils.text import plural
 
-from . import saving
-from .files import some
-from .lora_formats import Factors, Lora, of_state, save_original, to_stored
-from .lora_names import BLOCKS_ALONE, PREFIXES
+from .files import saving
+from .files.files import some
+from .files.lora_formats import Factors, Lora, of_state, save_original, to_stored
+from .files.lora_names import BLOCKS_ALONE, PREFIXES
+from .files.weights import non_finite
 from .spec import ModelSpec
-from .weights import non_finite
 
 __all__ = [
     "Checked",

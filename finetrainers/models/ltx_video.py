@@ -21,14 +21,14 @@ from transformers import T5EncoderModel, T5TokenizerFast
 from finetrainers.config.facts import Activations
 
 from . import common
-from .attention import Attend
 from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
 from .flops import Attends, Tokens
 from .given_frames import given_latents
-from .sequence import TokenPlan
 from .spec import ModelSpec
+from .split.attention import Attend
+from .split.sequence import TokenPlan
 
 #: Prompt length that the published checkpoints were trained with, and the pipeline's default.
 _MAX_PROMPT_TOKENS = 128

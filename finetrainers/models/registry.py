@@ -15,7 +15,7 @@ from finetrainers.utils.addresses import resolve
 
 from .families import FAMILIES
 from .family import Family, families, register_model
-from .files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, single_file, trained_part
+from .files.files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, single_file, trained_part
 
 __all__ = [
     "Family",

@@ -11,7 +11,7 @@ import torch
 from diffusers import ModelMixin
 
 from .common import DTYPES
-from .files import dtype_of
+from .files.files import dtype_of
 
 
 def frozen_bytes(spec: Any, part: str) -> float | None:

@@ -28,22 +28,23 @@ from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.hashed_files import Written
 
-from . import common, given_frames, saving
-from .attention import Attend, check_attention, check_attention_choice, set_processors
+from . import common, given_frames
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, fix_input_dtype, input_dtype
 from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decoded
-from .files import MODEL_INDEX, part_folder, read_configs, single_file
+from .files import saving
+from .files.files import MODEL_INDEX, part_folder, read_configs, single_file
+from .files.lora_formats import Lora
+from .files.saving import remove_full, weight_files
+from .files.weights import are_mapped, network_problems
 from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
-from .lora_formats import Lora
 from .pixels import FIRST_FRAME, MOMENTS, moments_of, to_unit_range
-from .ring import OPERATOR_BODIES
-from .saving import remove_full, weight_files
-from .sequence import TokenPlan, check_split, share_clips
 from .sizes import frozen_bytes, vae_working_bytes
+from .split.attention import Attend, check_attention, check_attention_choice, set_processors
+from .split.ring import OPERATOR_BODIES
+from .split.sequence import TokenPlan, check_split, share_clips
 from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
-from .weights import are_mapped, network_problems
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
@@ -104,8 +105,7 @@ class ModelSpec(ABC):
     vae_pixel_bytes: float = 0.0
     vae_frames_at_once: float = math.inf
     vae_tile: tuple[int, int] = (512, 512)  # height and width in pixels
-    #: The same of a decode with its backward whose decoder is recomputed, for each of the frames at a time and for each of the
-    #: clip; and with all activations stored.
+    #: For a decode and its backward: a recomputed decoder's per frame at a time and per frame of the clip; and without that.
     vae_graph_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:

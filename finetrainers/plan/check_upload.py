@@ -7,7 +7,7 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.hub import OFFLINE, ask
+from finetrainers.models.files.hub import OFFLINE, ask
 
 _OPTION = "--push_to_hub"
 _LATER = "or leave it out, and upload the results later with `hf upload`"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetrainers.config.sections import TrainingSection
-from finetrainers.models.lora_names import PREFIXES, kind_of
+from finetrainers.models.files.lora_names import PREFIXES, kind_of
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.files import file_sha256

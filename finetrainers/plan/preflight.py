@@ -30,7 +30,7 @@ from finetrainers.data.video.backends import backend_problem
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work, spec_problem
 from finetrainers.methods.spec import MethodSpec, WorkPlan
-from finetrainers.models.lora_names import format_problem
+from finetrainers.models.files.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
 from finetrainers.rundir.find import Found, find_checkpoint, scan_checkpoints

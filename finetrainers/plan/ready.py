@@ -11,7 +11,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import target_device
 from finetrainers.methods.registry import method_class_problem, method_spec
-from finetrainers.models.hub import ask
+from finetrainers.models.files.hub import ask
 
 from .check_upload import check_upload
 from .once_per_node import once_per_node

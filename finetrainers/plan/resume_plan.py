@@ -14,7 +14,7 @@ from finetrainers.config.root import TrainConfig, by_current_names, critical_opt
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import WorkPlan
-from finetrainers.models.lora_names import kind_of
+from finetrainers.models.files.lora_names import kind_of
 from finetrainers.models.registry import noise_process_of, text_encoders_digest, transformer_digest, vae_digest
 from finetrainers.rundir.find import read_state, scan_checkpoints
 from finetrainers.rundir.manifest import is_sealed, read_manifest

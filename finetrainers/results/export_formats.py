@@ -18,7 +18,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.given import Given
 from finetrainers.config.load import build_config
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.lora_names import ARCHITECTURES, format_problem, readers
+from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, readers
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
 from finetrainers.plan.ownership import EXPORTED, export_problem

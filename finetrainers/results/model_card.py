@@ -14,7 +14,7 @@ from huggingface_hub import ModelCardData
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, changed_options, fields
-from finetrainers.models.lora_names import READERS, format_problem
+from finetrainers.models.files.lora_names import READERS, format_problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.plan.preflight import Preflight
 from finetrainers.training.state import TrainState

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
-from finetrainers.utils.curves import Points, is_number, points, read_metrics
+from finetrainers.draw.curves import Points, is_number, points, read_metrics
 from finetrainers.utils.files import not_there, read_jsonl
 from finetrainers.utils.phases import PHASES
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from markupsafe import Markup
 from PIL import Image
 
-from finetrainers.utils.grid_sheet import Tile, TileRow, grid_sheet
-from finetrainers.utils.page import render_page
+from finetrainers.draw.grid_sheet import Tile, TileRow, grid_sheet
+from finetrainers.draw.page import render_page
 from finetrainers.utils.text import shortened
 from finetrainers.utils.video import read_mp4, web_video
 

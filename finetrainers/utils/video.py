@@ -13,8 +13,6 @@ import av
 import numpy as np
 from PIL import Image
 
-from .contact_sheet import spaced
-
 #: A browser shows GIF frames of less than 20 ms more slowly than they say.
 _GIF_MS = 20
 
@@ -55,7 +53,7 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") 
 def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:
     """Evenly spaced frames `[N, H, W, 3]` uint8 of what `write_mp4` wrote, and which ones they are."""
     with av.open(str(path)) as container:
-        numbers = spaced(container.streams.video[0].frames, columns)
+        numbers = evenly_spaced(container.streams.video[0].frames, columns)
         frames = [
             frame.to_ndarray(format="rgb24")
             for number, frame in enumerate(container.decode(video=0))
@@ -115,3 +113,11 @@ def web_video(path: Path, *, max_side: int = 512, max_bytes: int = 300_000) -> b
 def slug(text: str, *, limit: int = 40) -> str:
     """A file-name-safe start of a text."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()[:limit].rstrip("-") or "empty"
+
+
+def evenly_spaced(count: int, columns: int) -> list[int]:
+    """Return at most `columns` of the integers below `count`, with both ends; at equal distances if five or more have them."""
+    for some in range(min(columns, count), 4, -1):
+        if (count - 1) % (some - 1) == 0:
+            return list(range(0, count, (count - 1) // (some - 1)))
+    return np.unique(np.linspace(0, count - 1, min(columns, count)).round().astype(int)).tolist()

@@ -18,7 +18,8 @@ from torch import nn
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.models import cogvideox, lora_formats, saving
+from finetrainers.models import cogvideox
+from finetrainers.models.files import lora_formats, saving
 from finetrainers.models.registry import get_family
 from finetrainers.plan.preflight import preflight
 from finetrainers.results import export_formats as module

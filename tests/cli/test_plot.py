@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from finetrainers.cli.main import main
+from finetrainers.draw.curves import Marks, draw, marks_of, plot_run, read_metrics
 from finetrainers.training.callbacks.samples import sheet_of
-from finetrainers.utils.curves import Marks, draw, marks_of, plot_run, read_metrics
 from finetrainers.utils.video import write_mp4
 
 

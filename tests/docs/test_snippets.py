@@ -25,7 +25,7 @@ from snippets import PAGES, ROOT, Block, Shell, blocks, logical_lines, page_id, 
 from finetrainers.config.load import dump_toml
 from finetrainers.demo.rewarded import reward_config
 from finetrainers.models import family
-from finetrainers.models.single_file import save_single_file
+from finetrainers.models.files.single_file import save_single_file
 from finetrainers.rewards import registry as rewards
 from finetrainers.utils.video import write_mp4
 

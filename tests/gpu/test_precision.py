@@ -15,7 +15,7 @@ from on_devices import Run, cases, devices
 from finetrainers.config.attention import BACKENDS
 from finetrainers.memory.quantization import QuantizedLinear
 from finetrainers.methods.sft import SFT
-from finetrainers.models.attention import check_backend
+from finetrainers.models.split.attention import check_backend
 from finetrainers.training.trainer import Trainer
 
 Start = Callable[..., Run]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetrainers.models import ring
+from finetrainers.models.split import ring
 
 pytestmark = pytest.mark.gpu
 

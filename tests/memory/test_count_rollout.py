@@ -19,9 +19,9 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.count import LiveStorages, StepShape, cuda_autocast, fake_weights
 from finetrainers.memory.estimate import GIB, estimate_for
-from finetrainers.methods.grpo.collect import Collector
-from finetrainers.methods.grpo.gradient_plan import plan_gradients
-from finetrainers.methods.grpo.no_replay import RolloutGradients
+from finetrainers.methods.grpo.no_replay.gradient_plan import plan_gradients
+from finetrainers.methods.grpo.no_replay.no_replay import RolloutGradients
+from finetrainers.methods.grpo.rollout.collect import Collector
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.plan.trainable import attach

@@ -451,7 +451,7 @@ def test_lora_with_alpha_unequal_rank_reloads_in_the_stock_pipeline(
 
 @pytest.mark.parametrize("max_shard_size", [10**10, 10**5])
 def test_full_weights_reload_in_the_stock_class(spec, transformer, tmp_path, max_shard_size, monkeypatch):
-    monkeypatch.setattr("finetrainers.models.saving.MAX_SHARD_SIZE", max_shard_size)
+    monkeypatch.setattr("finetrainers.models.files.saving.MAX_SHARD_SIZE", max_shard_size)
     weights = {name: (value + 1.0).bfloat16() for name, value in transformer.state_dict().items()}
     spec.save_full(tmp_path, transformer, weights)
     index = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"

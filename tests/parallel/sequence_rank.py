@@ -29,7 +29,7 @@ from finetrainers.config.parallel import SpMode
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models import compiling
 from finetrainers.models.batch import even_bounds
-from finetrainers.models.ring import ring_attention
+from finetrainers.models.split.ring import ring_attention
 
 Pair = tuple[nn.Module, nn.Module]
 

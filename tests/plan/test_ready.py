@@ -12,7 +12,7 @@ from loopback_hub import REPO, Hub
 from safetensors.torch import load_file
 
 from finetrainers import ConfigError, load_config, train
-from finetrainers.models import hub as asked_hub
+from finetrainers.models.files import hub as asked_hub
 
 
 @pytest.fixture

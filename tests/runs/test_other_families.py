@@ -20,7 +20,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.facts import Configs, Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
-from finetrainers.models import common, family
+from finetrainers.models import common, compiling, family
 from finetrainers.models.families import ltx_video
 from finetrainers.models.family import Family
 from finetrainers.models.ltx_video import LTXVideoSpec
@@ -202,7 +202,7 @@ class Wan(ModelSpec):
         return VAEStats(mean=mean, scale=1 / std)
 
     def predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: Any) -> Tensor:
-        self.calls.append((common.unwrap(transformer), t.min().item()))
+        self.calls.append((compiling.unwrap(transformer), t.min().item()))
         text = conditions["prompt_embeds"]
         return transformer(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]
 

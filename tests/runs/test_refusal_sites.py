@@ -45,7 +45,7 @@ FOLDERS = (
 )
 OTHER_COMMANDS = (
     "tools/batch_search", "plan/check.py", "tools/doctor", "results/export_formats.py", "results/reports", "sampling/",
-    "runs/stages", "tools/sync.py", "sampling/watch", "models/lora_formats.py", "models/tiny", "rewards/server.py", "rewards/limits.py",
+    "runs/stages", "tools/sync.py", "sampling/watch", "models/files/lora_formats.py", "models/tiny", "rewards/server.py", "rewards/limits.py",
 )  # fmt: skip
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
 AFTER = {
@@ -62,9 +62,9 @@ AFTER = {
         plan/once_per_node.py: _ask 2
         plan/ready.py: check_rewards 2
         plan/room.py: check_room
-        models/attention.py: check_backend 4
+        models/split/attention.py: check_backend 4
         models/family.py: _fetch 2
-        models/hub_help.py: fetch_config 3
+        models/files/hub_help.py: fetch_config 3
         parallel/fsdp.py: FSDP.__init__ 2
         parallel/pulse.py: Pulse.waiting
         parallel/ranks.py: Ranks.raise_if_any_failed, _host_group
@@ -82,10 +82,10 @@ AFTER = {
         training/rollback.py: _newest
         methods/dpo/pairs.py: PairFetch.__call__
         methods/grpo/advantage.py: _values
-        methods/grpo/images.py: ImageConditioning.of
-        methods/grpo/no_replay.py: gradient_advice
-        methods/grpo/prompt_embeddings.py: _write
-        methods/grpo/source.py: PromptSource._found
+        methods/grpo/prompts/images.py: ImageConditioning.of
+        methods/grpo/no_replay/no_replay.py: gradient_advice
+        methods/grpo/prompts/prompt_embeddings.py: _write
+        methods/grpo/prompts/source.py: PromptSource._found
         methods/refl.py: RewardGradients._adjoint
         rewards/pixels.py: to_uint8
         rewards/reward_set.py: RewardSet._raise, _Scorer._row, _Scorer.ask, _checked_pixels 5
@@ -97,13 +97,13 @@ AFTER = {
         methods/dpo/method.py: DPO.load_state_dict
         methods/grpo/nft.py: NFT.load_state_dict
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
-        methods/grpo/source.py: _loaded
+        methods/grpo/prompts/source.py: _loaded
         methods/refl.py: RewardGradients.load_state_dict
         methods/sft.py: SFT.load_state_dict
         models/lora_files.py: _compare 2, cast, check_outputs, check_written
-        models/original.py: original_layout
-        models/single_file.py: check_buffers, save_single_file 2
-        models/weights.py: _single_file_problems 2, check_loaded 2
+        models/files/original.py: original_layout
+        models/files/single_file.py: check_buffers, save_single_file 2
+        models/files/weights.py: _single_file_problems 2, check_loaded 2
         optim/ema.py: EMA.load_state_dict 2
         parallel/fsdp.py: modules_of_another_dtype.odd
         parallel/strategy.py: Strategy.load_own_files
@@ -124,13 +124,13 @@ AFTER = {
         memory/casting.py: enable_layerwise_upcasting
         memory/checkpointing.py: set_activation_memory
         methods/grpo/advantage.py: best_of_n, compute_advantages
-        methods/grpo/collect.py: Collector._jobs_by_rank
-        methods/grpo/prompts.py: PromptOrder.__init__
+        methods/grpo/rollout/collect.py: Collector._jobs_by_rank
+        methods/grpo/prompts/prompts.py: PromptOrder.__init__
         methods/grpo/rollout_method.py: RolloutMethod.steps
         models/cogvideox.py: CogVideoXSpec._check_positions, CogVideoXSpec.predict 2
         models/hunyuan_video.py: HunyuanVideoSpec.load_text_encoders, HunyuanVideoSpec.predict, _trim_text
-        models/sequence.py: SequenceGroup.part
-        models/sequence_dropout.py: split_dropout 2
+        models/split/sequence.py: SequenceGroup.part
+        models/split/sequence_dropout.py: split_dropout 2
         models/spec.py: ModelSpec.given_text, ModelSpec.pipeline, ModelSpec.pipeline_call 2
         optim/ema.py: EMA.__init__
         rewards/frames.py: spread_indices
@@ -146,11 +146,11 @@ AFTER = {
         runs/training.py: TrainResult.pipeline
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
-        methods/grpo/group_gradients.py: GroupClips.selected, GroupGradients._factors
+        methods/grpo/no_replay/group_gradients.py: GroupClips.selected, GroupGradients._factors
         methods/registry.py: register_method 5
         models/family.py: register_model
         models/registry.py: build_tiny 2
-        models/sequence.py: SplitAttend.__call__
+        models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
         parallel/strategy.py: Strategy.shapes
         parallel/zero.py: ZeRO.load_optimizer

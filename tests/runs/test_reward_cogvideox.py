@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetrainers.config.load import load_config
-from finetrainers.methods.grpo.source import PromptSource
+from finetrainers.methods.grpo.prompts.source import PromptSource
 from finetrainers.models.cogvideox import CogVideoXSpec
 from finetrainers.runs.training import train
 

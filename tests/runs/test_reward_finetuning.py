@@ -344,7 +344,7 @@ def test_a_checkpoint_with_a_multistep_solver(
     options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its levels start a little below 1, where the noise of `flow` has no limit; `--shift` is its `flow_shift`."""
-    from finetrainers.methods.grpo.sampler import Sampler
+    from finetrainers.methods.grpo.rollout.sampler import Sampler
     from finetrainers.models.ltx_video import LTXVideoSpec
 
     given = options(train_steps=1, shift=5.0, window_size=0)
@@ -381,7 +381,7 @@ def test_text_is_read_from_disk_once(
     reads: Counter[str] = Counter()
     get = TensorCache.get
     monkeypatch.setattr(TensorCache, "get", lambda self, key: reads.update([key]) or get(self, key))
-    monkeypatch.setattr("finetrainers.methods.grpo.source._MEMORY", limit)
+    monkeypatch.setattr("finetrainers.methods.grpo.prompts.source._MEMORY", limit)
     train(load_config(**options(rollout_cfg=2.0, prompts_per_step=3)))
     assert len(reads) == 4  # with that of the empty prompt
     assert (max(reads.values()) <= 3) == stays

@@ -17,8 +17,8 @@ from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import reserved
-from finetrainers.methods.grpo.collect import Collector
-from finetrainers.methods.grpo.source import PromptSource
+from finetrainers.methods.grpo.prompts.source import PromptSource
+from finetrainers.methods.grpo.rollout.collect import Collector
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
 from finetrainers.plan.automatic import chosen_by_run, fit_decoding

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.grpo.collect import Collector
-from finetrainers.methods.grpo.gradient_plan import plan_gradients
 from finetrainers.methods.grpo.method import GRPO
-from finetrainers.methods.grpo.no_replay import NoMemoryForGradients, RolloutGradients
+from finetrainers.methods.grpo.no_replay.gradient_plan import plan_gradients
+from finetrainers.methods.grpo.no_replay.no_replay import NoMemoryForGradients, RolloutGradients
 from finetrainers.methods.grpo.objective import by_noise
+from finetrainers.methods.grpo.rollout.collect import Collector
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.rundir.find import scan_checkpoints
 

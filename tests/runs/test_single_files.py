@@ -19,8 +19,8 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.data.cache.encoder_index import recall_files, remember_files
-from finetrainers.models.layouts import stored_tensors
-from finetrainers.models.original import layouts_of
+from finetrainers.models.files.layouts import stored_tensors
+from finetrainers.models.files.original import layouts_of
 from finetrainers.models.registry import get_family
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import examine_weights

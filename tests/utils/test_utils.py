@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from finetrainers.draw.contact_sheet import Strip, contact_sheet
 from finetrainers.utils import device, files
-from finetrainers.utils.contact_sheet import Strip, contact_sheet, spaced
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import duration, nearest, plural
-from finetrainers.utils.video import slug, write_mp4
+from finetrainers.utils.video import evenly_spaced, slug, write_mp4
 
 
 def test_seeds_are_pinned_distinct_and_fit_a_generator():
@@ -113,7 +113,7 @@ def test_processes_may_write_the_same_clip_at_once(tmp_path, monkeypatch):
 
 
 def test_frames_are_spaced_evenly_where_they_can_be():
-    assert [spaced(count, 8) for count in (1, 5, 9, 17, 49, 12)] == [
+    assert [evenly_spaced(count, 8) for count in (1, 5, 9, 17, 49, 12)] == [
         [0], [0, 1, 2, 3, 4], [0, 2, 4, 6, 8], [0, 4, 8, 12, 16], [0, 8, 16, 24, 32, 40, 48], [0, 2, 3, 5, 6, 8, 9, 11]
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from markupsafe import Markup, escape
 
-from finetrainers.utils.page import render_page
+from finetrainers.draw.page import render_page
 from finetrainers.utils.progress import StageProgress
 
 from ..reading.items import kind_of

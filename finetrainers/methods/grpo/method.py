@@ -20,9 +20,7 @@ from finetrainers.methods.base import MethodParts, Metrics, Step
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.device import to_device
 
-from .batches import Part
-from .collect import Collected
-from .no_replay import Shared, Taken
+from .no_replay.no_replay import Shared, Taken
 from .objective import (
     by_noise,
     clip_range,
@@ -32,8 +30,10 @@ from .objective import (
     velocity_divergence,
     without_drift,
 )
+from .prompts.source import PromptSource
+from .rollout.batches import Part
+from .rollout.collect import Collected
 from .rollout_method import RolloutMethod, TimedStep
-from .source import PromptSource
 
 logger = logging.getLogger(__name__)
 

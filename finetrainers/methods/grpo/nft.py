@@ -27,11 +27,11 @@ from finetrainers.models.spec import Conditions
 from finetrainers.utils.device import to_device
 from finetrainers.utils.seeding import derive_seed
 
-from .batches import Part
-from .collect import Collected
 from .objective import velocity_divergence
+from .prompts.source import PromptSource
+from .rollout.batches import Part
+from .rollout.collect import Collected
 from .rollout_method import RolloutMethod
-from .source import PromptSource
 
 _SMALLEST_DIVISOR = 1e-5
 

@@ -16,11 +16,11 @@ from finetrainers.methods.reference import Reference, reference_model
 from finetrainers.utils.alive import work
 from finetrainers.utils.phases import ROLLOUT, phase
 
-from .batches import Part, Rollout, parts_of_updates
-from .collect import Collector, timed
-from .evaluate import PromptEvaluation
-from .selective_rollouts import SelectiveRollouts
-from .source import PromptSource
+from .prompts.selective_rollouts import SelectiveRollouts
+from .prompts.source import PromptSource
+from .rollout.batches import Part, Rollout, parts_of_updates
+from .rollout.collect import Collector, timed
+from .rollout.evaluate import PromptEvaluation
 
 R = TypeVar("R", bound=Rollout)
 T = TypeVar("T")

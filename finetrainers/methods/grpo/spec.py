@@ -22,9 +22,9 @@ from finetrainers.methods.spec import MethodMemory, MethodSpec, Variant, WorkPla
 from finetrainers.parallel.sharding import Split
 from finetrainers.utils.text import plural
 
-from .gradient_plan import learns_in_rollout, passes, sampled_clips, waiting_memory
-from .plan import PromptPlan, image_problems, plan_prompts
-from .prompts import empty_beside, overwritten_embeddings
+from .no_replay.gradient_plan import learns_in_rollout, passes, sampled_clips, waiting_memory
+from .prompts.plan import PromptPlan, image_problems, plan_prompts
+from .prompts.prompts import empty_beside, overwritten_embeddings
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class RewardFinetuning(MethodSpec):
         if (option.section in ("data", "dataloader", "diffusion") or name == "eval_num_timesteps")
         and name not in (*_READ, *OF_CLIPS)
     }
-    source = "finetrainers.methods.grpo.source:PromptSource"
+    source = "finetrainers.methods.grpo.prompts.source:PromptSource"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
         return plan_prompts(config, geometry)
@@ -82,8 +82,8 @@ class RewardFinetuning(MethodSpec):
         return [f"{kind}checkpoint-{rollout}-0"] if config.grpo.dancegrpo_files and not rest else []
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
-        from .prompt_embeddings import check_embeddings
-        from .tables import check_noise
+        from .prompts.prompt_embeddings import check_embeddings
+        from .rollout.tables import check_noise
 
         check_embeddings(plan, writes=config.grpo.prompt_embeddings_dir is not None, spec=spec)
         section, steps = config.grpo, config.training.train_steps
@@ -121,7 +121,7 @@ class RewardFinetuning(MethodSpec):
         folder = config.grpo.prompt_embeddings_dir
         if folder is None:
             return None
-        from .prompt_embeddings import embeddings_writer
+        from .prompts.prompt_embeddings import embeddings_writer
 
         return embeddings_writer(folder, plan, spec=spec, parallel=parallel)
 

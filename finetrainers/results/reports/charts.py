@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetrainers.draw.curves import OF_A_RANK, Panel, Points, is_number, matching, panels_of, spread_of
+from finetrainers.draw.svg_chart import COLORS, Chart, Mark, Series, wants_log
 from finetrainers.rundir.run_records import Event, RunRecords, hacking_of
-from finetrainers.utils.curves import OF_A_RANK, Panel, Points, is_number, matching, panels_of, spread_of
-from finetrainers.utils.svg_chart import COLORS, Chart, Mark, Series, wants_log
 
 from .watched import Watched
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from finetrainers.draw.svg_chart import COLORS, Chart, Series
 from finetrainers.rundir.health import Rises
 from finetrainers.rundir.run_records import RunRecords
-from finetrainers.utils.svg_chart import COLORS, Chart, Series
 from finetrainers.utils.text import plural
 
 from .charts import event_step

@@ -10,10 +10,9 @@ from typing import Any
 
 from finetrainers.rundir.run_records import RunRecords
 from finetrainers.sampling.grid import Cell, Grid, Group, Row
-from finetrainers.utils.contact_sheet import spaced
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.text import shortened
-from finetrainers.utils.video import comment_of
+from finetrainers.utils.video import comment_of, evenly_spaced
 
 from .watched import Watched
 
@@ -97,7 +96,7 @@ def _by_step(folder: Path) -> Iterator[tuple[int, dict[str, Path]]]:
 
 def _some(steps: Sequence[int], most: int) -> list[int]:
     """At most so many steps, the last and if there is room the first among them."""
-    return [steps[-1]] if most == 1 else [steps[place] for place in spaced(len(steps), most)]
+    return [steps[-1]] if most == 1 else [steps[place] for place in evenly_spaced(len(steps), most)]
 
 
 def _cell(path: Path | None, limits: VideoLimits, *, caption: str = "") -> Cell:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from finetrainers.draw.curves import Points
+from finetrainers.draw.svg_chart import COLORS, Chart, Level, Mark, Series
 from finetrainers.rundir.run_records import RunRecords
-from finetrainers.utils.curves import Points
 from finetrainers.utils.phases import PHASES, TRAINING_STEP, label
-from finetrainers.utils.svg_chart import COLORS, Chart, Level, Mark, Series
 
 from .charts import marks_of
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.data.inspect.html_report import with_code
+from finetrainers.draw.page import render_page
+from finetrainers.draw.svg_chart import chart_data, chart_svg
 from finetrainers.rundir.run_records import RunRecords, read_run
 from finetrainers.sampling.grid import grid_html
 from finetrainers.utils.files import write_text_atomic
-from finetrainers.utils.page import render_page
-from finetrainers.utils.svg_chart import chart_data, chart_svg
 from finetrainers.utils.text import plural
 
 from . import sections

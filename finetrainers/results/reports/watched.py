@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.draw.curves import Points, is_number
 from finetrainers.rundir.best import best_checkpoint
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.run_records import RunRecords
-from finetrainers.utils.curves import Points, is_number
 from finetrainers.utils.files import read_jsonl
 
 

@@ -25,7 +25,7 @@ from finetrainers.config.watch import (
     read_presets,
     rewards_of,
 )
-from finetrainers.models.hub import ask
+from finetrainers.models.files.hub import ask
 from finetrainers.plan.preflight import check_tracker, resolve_family
 from finetrainers.rewards.registry import not_to_be_had, reward_problems, weights_not_here
 from finetrainers.rundir.identity import Identity, are_different, read_identity, read_identity_file

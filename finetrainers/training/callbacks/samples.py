@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from finetrainers.utils.contact_sheet import Strip, contact_sheet, spaced
-from finetrainers.utils.video import comment_of, read_mp4, write_mp4
+from finetrainers.draw.contact_sheet import Strip, contact_sheet
+from finetrainers.utils.video import comment_of, evenly_spaced, read_mp4, write_mp4
 
 _COLUMNS = 8  # frames of a row
 _ROWS = 8  # steps that are shown together, at most
@@ -33,7 +33,7 @@ def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: 
     contact_sheet([(heading, [strip])]).save(video.with_suffix(".png"))
     videos = sorted(samples.glob(f"step-*/{name}.mp4"))
     if len(videos) > 1:
-        shown = [videos[place] for place in spaced(len(videos), _ROWS)]
+        shown = [videos[place] for place in evenly_spaced(len(videos), _ROWS)]
         strips = [
             Strip(f"step {int(path.parent.name.removeprefix('step-'))}", *read_mp4(path, columns=_COLUMNS))
             for path in shown
@@ -44,7 +44,7 @@ def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: 
 
 def sheet_of(videos: Sequence[Path]) -> Image.Image:
     """Videos that `write_mp4` wrote below each other, each under its comment; the first and the last of very many."""
-    shown = [videos[place] for place in spaced(len(videos), SHEET_VIDEOS)]
+    shown = [videos[place] for place in evenly_spaced(len(videos), SHEET_VIDEOS)]
     return contact_sheet(
         [(comment_of(path) or path.stem, [Strip("", *read_mp4(path, columns=_COLUMNS))]) for path in shown]
     )

@@ -20,10 +20,10 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
 from finetrainers.diffusion.process import FlowMatching, Process, VariancePreserving
 from finetrainers.methods.base import MethodParts
-from finetrainers.methods.grpo.collect import Collector
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.nft import NFT
-from finetrainers.methods.grpo.prompts import Prompt, PromptOrder
+from finetrainers.methods.grpo.prompts.prompts import Prompt, PromptOrder
+from finetrainers.methods.grpo.rollout.collect import Collector
 from finetrainers.methods.refl import RewardGradients
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, VideoMeta
 from finetrainers.utils.files import write_json_atomic

@@ -22,9 +22,9 @@ from policies import SHAPE, Adapted, Source, Spec, compare_with_record, make_par
 from torch import Tensor, nn
 
 from finetrainers.config.presets import PRESETS
-from finetrainers.methods.grpo.collect import Collected
 from finetrainers.methods.grpo.method import GRPO
-from finetrainers.methods.grpo.prompts import Prompt
+from finetrainers.methods.grpo.prompts.prompts import Prompt
+from finetrainers.methods.grpo.rollout.collect import Collected
 from finetrainers.methods.registry import load_method
 from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.factory import create_optimizer

@@ -10,7 +10,7 @@ from finetrainers.config.grpo import step_range
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.estimate import GIB, bytes_of_copy, estimate_for
-from finetrainers.methods.grpo.gradient_plan import passes, plan_gradients, steps_with_graphs
+from finetrainers.methods.grpo.no_replay.gradient_plan import passes, plan_gradients, steps_with_graphs
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import MethodMemory
 from finetrainers.parallel.sharding import Split

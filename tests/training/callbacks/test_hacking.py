@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from finetrainers.cli.main import train_command
+from finetrainers.draw.curves import marks_of
 from finetrainers.results.reports.sections import events_of
 from finetrainers.rundir.run_records import read_run
 from finetrainers.utils import exit_codes
-from finetrainers.utils.curves import marks_of
 
 #: With every call one score rises, and the other falls. What all clips of a call have in common teaches nothing.
 REWARDS = """

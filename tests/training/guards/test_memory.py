@@ -15,8 +15,8 @@ import torch.distributed as dist
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import OptimizerSection
 from finetrainers.methods.base import Step
-from finetrainers.methods.grpo.batches import Part
 from finetrainers.methods.grpo.method import GRPO
+from finetrainers.methods.grpo.rollout.batches import Part
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.run import run as run_checked

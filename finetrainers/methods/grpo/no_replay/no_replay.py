@@ -1,0 +1,338 @@
+"""Policy gradients without replay: the forward pass that samples a trained transition serves its backward pass, too.
+
+With one update per rollout the policy that is trained is the one that samples. Every ratio is then 1, nothing is clipped, and
+the gradient of the objective is -sum_i A_i G_i times the clips' share, with G_i = sum_t w_t grad log p(x_t-1 | x_t) of
+clip i. A_i is known when all clips are scored. Until then either gradients wait, taken as soon as a transition is sampled
+(reweighting), or graphs do, and only those of trained clips go backward (retaining). `gradient_plan` says which have to be stored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.config.grpo import GRPOSection
+from finetrainers.rewards.reward_set import Scores
+from finetrainers.utils.failures import ExpectedError, is_out_of_memory
+
+from ..advantage import Advantages
+from ..prompts.prompts import Job
+from .gradient_plan import GradientPlan, groups_of
+from .group_gradients import Gradient, GroupClips, GroupGradients, add_to
+
+#: A network's prediction with its graph, and the slope of the clip's log-density by it; None: the transition is not trained.
+Graph = tuple[Tensor, Tensor | None]
+
+
+class NoMemoryForGradients(ExpectedError, RuntimeError):
+    """OOM while a rollout takes gradients."""
+
+
+@contextmanager
+def gradient_advice() -> Iterator[None]:
+    """Turn an OOM within the block into an error that says what needs less memory.
+
+    Raises:
+        NoMemoryForGradients: memory ran out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # Without the allocator's own words, by which whoever catches it would take it for an OOM of a training step.
+        raise NoMemoryForGradients(
+            "a rollout had too little memory to take gradients while it samples, which it does for one clip at a time. What "
+            "needs less: --gradient_checkpointing; a smaller --rollout_size; --offload_trajectory, by which gradients wait in "
+            "host memory; with --rollout_gradients retain, --activation_memory offload, by which activations do; a smaller "
+            "--batch_size or --rank; or --rollout_gradients replay, which stores none"
+        ) from error
+
+
+@dataclass
+class ClipGradient:
+    """The gradient of a clip's log-densities.
+
+    Attributes:
+        weights: by the trained weights.
+        graphs: of its transitions, from which that gradient is still to be taken.
+        norms: of the gradients by the network's prediction, with the noise level of each, for what is watched.
+        loss: of an advantage of -1.
+    """
+
+    weights: Gradient = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
+    norms: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A rollout's gradient on one process, and what is watched of it; the one micro-batch of its step.
+
+    Attributes:
+        weights: the gradient of the step's loss by each trained weight; None of those that it does not depend on.
+        loss: of the clips on this process.
+        norms, levels: sums of norms of gradients by predictions, `[N]`, and the noise level of each, `[N]`.
+    """
+
+    weights: Sequence[Tensor | None]
+    loss: float
+    norms: Tensor
+    levels: Tensor
+
+    #: No clips, by whose size activations would be planned: blocks have stored theirs in the rollout.
+    latent_size: ClassVar[tuple[int, ...]] = (0,)
+
+    def __len__(self) -> int:
+        return 1
+
+    def split(self, pieces: int) -> list[Taken]:
+        """This one, and as many without gradients as that leaves."""
+        spare = Taken([None] * len(self.weights), 0.0, self.norms[:0], self.levels[:0])
+        return [self, *[spare] * (pieces - 1)]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The same with what the other processes have taken: each trained weight with its gradient, where there is one."""
+
+    weights: Sequence[tuple[nn.Parameter, Tensor]]
+    taken: Taken
+
+    def as_loss(self) -> Tensor:
+        """The loss, whose backward pass hands the gradients to the weights."""
+        value = torch.tensor(self.taken.loss, device=self.taken.norms.device)
+        weights, gradients = zip(*self.weights, strict=True)
+        return _HandOver.apply(value, gradients, *weights)  # type: ignore[no-any-return]
+
+
+class _HandOver(torch.autograd.Function):
+    """A number with given gradients. Its own gradient is 1: losses are scaled for fp16 alone, which is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *weights: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return None, None, *ctx.gradients
+
+
+class RolloutGradients:
+    """The gradients of one rollout's clips on this process.
+
+    Attributes:
+        steps: at which a clip of the coming batch is trained; where processes wait for each other, a clip of any of them.
+        together: whether they do.
+    """
+
+    def __init__(
+        self,
+        plan: GradientPlan,
+        section: GRPOSection,
+        *,
+        jobs: Sequence[Job],
+        parallel: Any,
+        compare: Callable[[Scores], tuple[Advantages, Tensor]],
+        weights: Mapping[str, float],
+        repeats: int,
+    ) -> None:
+        """Args:
+        plan: what is stored.
+        section: the options.
+        jobs: this process's clips.
+        parallel: the processes of the run.
+        compare: advantages of the clips of whole prompts, and which of these are trained, `[P, G]`.
+        weights: of rewards, by label.
+        repeats: trained transitions of a clip.
+        """
+        self.plan, self.parallel, self.repeats = plan, parallel, repeats
+        self.steps: Collection[int] = ()
+        self.together: bool = parallel.forward_is_collective
+        self._compare, self._weights = compare, weights
+        self._combined_first = section.reward_combination == "weighted"
+        self._keep_on = torch.device("cpu") if section.offload_trajectory else None
+        self._next = parallel.data_rank * len(jobs)  # number within the rollout of the clip that is scored next
+        clips = range(self._next, self._next + len(jobs))
+        self._groups = {group.start // plan.size: group for group in groups_of(clips, plan.size)}
+        self._stored = {slot: GroupGradients(plan, len(group)) for slot, group in self._groups.items()}
+        self._retained = {slot: GroupClips[list[Graph]](plan, len(group)) for slot, group in self._groups.items()}
+        self._queue: deque[Graph] = deque()  # that go backward next
+        self._spare: Tensor | None = None  # a prediction to go back through where nothing else is
+        self._first = self._next
+        self._sampled: dict[int, ClipGradient] = defaultdict(ClipGradient)  # by clip, until it is scored
+        self._scores: list[tuple[int, Scores]] = []
+        self._watched: dict[int, ClipGradient] = {}  # by clip, without gradients by weights
+        self._factors: dict[int, float] = {}  # advantages of the clips that are trained
+        self._total: dict[int, Gradient] = {}
+        self._parameters: list[Tensor] = []
+        self._used: list[bool] = []
+
+    # ---- while sampling --------------------------------------------------------------------------------------------
+
+    def take(
+        self, transformer: nn.Module, row: int, log: Tensor, prediction: Tensor, *, weight: float, level: Tensor
+    ) -> None:
+        """Backward of one transition of a clip.
+
+        Args:
+            transformer: the (wrapped) network.
+            row: of the clip in its batch.
+            log: its log-density, `[1]`, with the graph.
+            prediction: of the network, with the graph.
+            weight: of the transition; 0 where only other processes train theirs, and wait for each other in backward.
+            level: noise level, `[1]`.
+        """
+        if not self._parameters:
+            self._parameters = self.parallel.local_parameters(transformer)
+        slope = None
+        if weight:
+            (slope,) = torch.autograd.grad(weight * log.sum(), prediction, retain_graph=True)
+        clip = self._sampled[self._next + row]
+        if self.plan.retains:
+            clip.graphs.append((prediction, slope))
+        else:
+            found = self._backward(prediction, slope)
+            if slope is not None and clip.weights:
+                torch._foreach_add_(clip.weights, found)
+            elif slope is not None:
+                clip.weights = found
+        if slope is not None:
+            clip.norms.append((slope.flatten(1).norm(dim=1), level))
+            clip.loss += weight
+
+    def _backward(self, prediction: Tensor, slope: Tensor | None, *, again: bool = False) -> Gradient:
+        """The gradient by the trained weights that the prediction depends on; `again`: the graph is needed once more."""
+        slope = torch.zeros_like(prediction) if slope is None else slope
+        # Not `backward`: nothing reaches the weights' own gradients, nor what strategies and optimizers do with them.
+        found = torch.autograd.grad(prediction, self._parameters, slope, allow_unused=True, retain_graph=again)
+        if not self._used:
+            self._used = [one is not None for one in found]
+        return [one.float() for one in found if one is not None]
+
+    def scored(self, scores: Scores) -> None:
+        """The scores of the batch that was sampled last."""
+        self._scores.append((self._next, scores))
+        rows = self._followed(scores)
+        for row, failed in enumerate(scores.failed.tolist()):
+            number = self._next + row
+            clip = self._sampled.pop(number)
+            self._store(number, clip, None if failed else rows[row])
+            del clip
+            group = self._groups[number // self.plan.size]
+            if self.plan.early and len(group) == self.plan.size and group.stop == number + 1:
+                self._sum_up_early(number // self.plan.size)
+        self._next += len(scores.failed)
+
+    def _store(self, number: int, clip: ClipGradient, scores: tuple[float, ...] | None) -> None:
+        """What waits for a clip's advantage; nothing for one that has no scores."""
+        gradient, graphs = clip.weights, clip.graphs
+        clip.weights, clip.graphs = [], []
+        if scores is None:
+            self._may_go_back(graphs)
+            return
+        self._watched[number] = clip
+        slot = number // self.plan.size
+        if self.plan.retains:
+            self._retained[slot].add(number, graphs, scores)
+            return
+        if self._keep_on is not None:
+            gradient = [one.to(self._keep_on) for one in gradient]
+        self._stored[slot].add(number, gradient, scores)
+
+    def _followed(self, scores: Scores) -> list[tuple[float, ...]]:
+        """Of every clip the scores that its advantage follows: the better the higher."""
+        found = {
+            name: self._weights[name] * h.normalized.double() for name, h in scores.heads.items() if self._weights[name]
+        }
+        columns = [sum(found.values())] if self._combined_first else list(found.values())
+        return [tuple(row) for row in zip(*(column.tolist() for column in columns), strict=True)]  # type: ignore[union-attr]
+
+    def _sum_up_early(self, slot: int) -> None:
+        """Advantages follow from the scores of the prompt's own clips, which are all here."""
+        group = self._groups.pop(slot)
+        rows = slice(group.start - self._first, group.stop - self._first)
+        found, wanted = self._compare(Scores.in_order(self._scores).rows(rows))
+        self._sum_up(slot, group, found.terms[0].sum(1) * wanted[0])
+        with gradient_advice():
+            self._go_back(len(self._queue))
+
+    def _sum_up(self, slot: int, group: range, advantages: Tensor) -> None:
+        """With graphs, those that are wanted are queued, and the rest is dropped."""
+        known, retained = self._stored.pop(slot), self._retained.pop(slot)
+        scored = retained.scores if self.plan.retains else known.scores
+        factors = {clip: a for clip, a in zip(group, advantages.tolist(), strict=True) if a and clip in scored}
+        self._factors |= factors
+        if not self.plan.retains:
+            gradient = known.combined(factors)
+            if gradient is not None:
+                add_to(self._total, 0, gradient, 1.0)
+            return
+        self._may_go_back(next(iter(retained.stored.values()), []))
+        for clip, graphs in retained.selected(factors).items():
+            self._queue += [
+                (prediction, None if slope is None else factors[clip] * slope) for prediction, slope in graphs
+            ]
+
+    def _may_go_back(self, graphs: Sequence[Graph]) -> None:
+        """Have a graph to go back through where nothing is queued: it tells what is used, and others may wait for it."""
+        if graphs and (self.together or not self._used):
+            self._spare = graphs[0][0]
+
+    def _go_back(self, passes: int) -> None:
+        """So many backward passes: through the queue, and on through its last graph where other processes have more."""
+        prediction = self._spare
+        for number in range(passes):
+            slope: Tensor | None = None
+            if self._queue:
+                prediction, slope = self._queue.popleft()
+            assert prediction is not None, "every process has a graph"
+            found = self._backward(prediction, slope, again=not self._queue and number + 1 < passes)
+            if slope is not None:
+                add_to(self._total, 0, found, 1.0)
+            del found
+        if passes:
+            self._spare = None
+
+    # ---- when all clips of all processes are scored ----------------------------------------------------------------
+
+    def finish(self, found: Advantages, wanted: Tensor) -> Taken:
+        """The gradient of this process's part of the loss.
+
+        Args:
+            found: of all clips of the rollout.
+            wanted: which of them are trained, `[P, G]`.
+        """
+        advantages = found.terms.sum(2) * wanted
+        for slot, group in list(self._groups.items()):
+            start = slot * self.plan.size
+            self._sum_up(slot, group, advantages[slot, group.start - start : group.stop - start])
+        if self.plan.retains and bool(wanted.any()):
+            passes = len(self._queue) or int(not self._used)
+            with gradient_advice():
+                self._go_back(max(self.parallel.gather_objects([passes])) if self.together else passes)
+        elif not self._used:  # nothing is trained on any process
+            self._used = [False] * len(self._parameters)
+        device = self.parallel.device
+        share = self.parallel.data_size / max(int(wanted.sum()), 1) / self.repeats
+        total = iter(self._total.get(0) or [torch.zeros(w.shape, device=device) for w in self._trained()])
+        weights = [next(total).to(device).mul_(-share) if used else None for used in self._used]
+        watched = [(a, self._watched[clip]) for clip, a in self._factors.items()]
+        trained = [(a, norm, level) for a, clip in watched for norm, level in clip.norms]
+        return Taken(
+            weights=weights,
+            loss=-share * sum(a * clip.loss for a, clip in watched),
+            norms=torch.cat([share * abs(a) * norm for a, norm, _ in trained] or [torch.zeros(0, device=device)]),
+            levels=torch.cat([level for _, _, level in trained] or [torch.zeros(0, device=device)]),
+        )
+
+    def _trained(self) -> list[Tensor]:
+        return [weight for weight, used in zip(self._parameters, self._used, strict=True) if used]

@@ -1,0 +1,246 @@
+"""Sampling with the network in training: clips, and of the transitions to be trained what replaying them takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
+from finetrainers.methods.base import MethodParts, standard_normal
+from finetrainers.models.spec import DTYPES, Conditions, VideoMeta
+from finetrainers.utils.alive import beat
+from finetrainers.utils.device import to_device
+
+from ..no_replay.no_replay import gradient_advice
+from ..prompts.prompts import Job
+from ..prompts.source import PromptSource
+from .tables import StepTables
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The K trained transitions of a clip; latents in the storage dtype, the rest in fp32.
+
+    Attributes:
+        steps: which of the sampler's steps, `[K]`.
+        before, after: latents on both sides of the transition, `[K, C, T, H, W]`.
+        log_old: log-density of the transition under the policy that made it, `[K]`.
+        mean_old: mean of the transition under it, like `before`, or None where nobody needs it.
+    """
+
+    steps: Tensor
+    before: Tensor
+    after: Tensor
+    log_old: Tensor
+    mean_old: Tensor | None = None
+
+
+class TakeGradient(Protocol):
+    """Takes the gradients of trained transitions; see `RolloutGradients`.
+
+    Attributes:
+        steps: at which some clip is trained.
+        together: whether processes wait for each other in backward, so that all go through it at these steps.
+    """
+
+    steps: Collection[int]
+    together: bool
+
+    def take(
+        self, transformer: nn.Module, row: int, log: Tensor, prediction: Tensor, *, weight: float, level: Tensor
+    ) -> None: ...
+
+
+class _Clips(NamedTuple):
+    """Clips before a transition, as `Sampler.denoise` has them, and the weight of it for each; 0 if it is not trained."""
+
+    x: Tensor
+    time: Tensor
+    now: Transitions
+    noise: Tensor
+    conditions: Conditions
+    weights: list[float]
+
+    def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, Conditions]:
+        """One of them, as a batch."""
+        here, count = slice(row, row + 1), len(self.x)
+        conditions = self.conditions.rows(range(row, len(self.conditions), count))  # with guidance, two rows
+        now = Transitions(*(part[here] for part in self.now))
+        return self.x[here], self.time[here], now, self.noise[here], conditions
+
+
+class Sampler:
+    """How clips of the configured size are denoised, the same in rollout and replay.
+
+    Attributes:
+        tables: the transitions of a rollout's clips.
+        process: the noise process.
+        times: process times of the steps, `[S]`.
+        shape: `(C, T, H, W)` of what is denoised: all latent frames but those that a given image provides.
+        device: where clips are sampled.
+        storage, keep_on, keeps_means: dtype and device in which transitions are kept, and whether with their means.
+    """
+
+    def __init__(self, parts: MethodParts[PromptSource]) -> None:
+        section, geometry, size = parts.config.grpo, parts.geometry, parts.config.grpo.rollout_size
+        assert size is not None, "checked before anything is loaded"
+        network: Any = parts.network
+        self.spec, self.process = parts.spec, parts.process
+        self.times = parts.spec.sampling_times(
+            parts.scheduler, section.sampling_steps, num_tokens=geometry.num_tokens(*size), shift=section.shift
+        )
+        self.tables = StepTables(parts.config, parts.process, self.times, parts.spec.facts)
+        frames, height, width = geometry.denoised_shape(*size)
+        self.shape = (network.config.out_channels, frames - parts.source.start_frames, height, width)
+        self.device = parts.parallel.device
+        self.storage = DTYPES[section.trajectory_dtype]
+        self.keep_on = torch.device("cpu") if section.offload_trajectory else self.device
+        self._num_frames = geometry.latent_shape(*size)[0]
+        self._fps = geometry.fps
+        self._guidance = parts.spec.facts.guidance if section.rollout_guidance is None else section.rollout_guidance
+        self._cfg = section.rollout_cfg
+        self.keeps_means = section.ratio_norm
+        self._same_noise = section.init_same_noise
+        self._seed = parts.config.training.seed
+
+    def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions) -> Tensor:
+        """The network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call.
+
+        Frames that are given clean have noise level 0. Nothing is predicted of them, so they get no noise, and are no part of
+        a transition's density.
+
+        Args:
+            transformer: the (wrapped) network.
+            x, t: noisy latents and process times, `[B, ...]`.
+            conditions: of the prompts; with guidance, as many rows of the empty prompt follow them.
+        """
+        beat()
+        rows = len(x)
+        if len(conditions) > rows:
+            x, t = torch.cat([x, x]), torch.cat([t, t])
+        fps = torch.full((len(x),), self._fps, device=x.device)
+        meta, start = VideoMeta(fps, conditions.extra, self._guidance), conditions.start
+        if start is None:
+            prediction = self.spec.predict(transformer, x, t, conditions, meta).float()
+        else:
+            times = torch.cat(
+                [torch.zeros_like(t)[:, None].expand(-1, start.shape[2]), t[:, None].expand(-1, x.shape[2])], 1
+            )
+            whole = self.spec.predict(transformer, torch.cat([start, x], dim=2), times, conditions, meta)
+            prediction = whole[:, :, start.shape[2] :].float()
+        if len(x) == rows:
+            return prediction
+        with_prompt, without = prediction.chunk(2)
+        return without + self._cfg * (with_prompt - without)
+
+    def clips(self, latents: Tensor, conditions: Conditions) -> Tensor:
+        """Denoised latents behind the frames that are given, without those that only make temporal patches whole."""
+        if conditions.start is not None:
+            latents = torch.cat([conditions.start[: len(latents)].to(latents.dtype), latents], dim=2)
+        return latents[:, :, -self._num_frames :]
+
+    def denoised(self, clips: Tensor) -> Tensor:
+        """The part of `clips` that is denoised, in its place: zeros where there are further frames."""
+        frames = min(self.shape[1], self._num_frames)
+        found = clips.new_zeros(len(clips), *self.shape)
+        found[:, :, -frames:] = clips[:, :, -frames:]
+        return found
+
+    def time(self, step: Tensor) -> Tensor:
+        """Process time of each clip's step, `[B]`."""
+        return to_device(self.times[step.cpu()], self.device)
+
+    def noise(self, jobs: Sequence[Job], stream: str, *, of_group: bool = False) -> Tensor:
+        """Noise of each clip for one purpose, `[B, C, T, H, W]`; see `Job.generator`."""
+        generators = [job.generator(self._seed, stream, of_group=of_group) for job in jobs]
+        return standard_normal(generators, self.shape, self.device)
+
+    def rollout(
+        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, gradients: TakeGradient | None = None
+    ) -> tuple[Tensor, list[Replay]]:
+        """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and of each what replaying its transitions takes.
+
+        Args:
+            transformer: the (wrapped) network, in the mode in which it will be trained.
+            jobs: the clips.
+            conditions: see `predict`.
+            gradients: takes those of trained transitions, of which then nothing is kept for replay.
+        """
+        start = self.noise(jobs, "start", of_group=self._same_noise)
+        return self.denoise(transformer, start, conditions, jobs, gradients)
+
+    @torch.no_grad()
+    def denoise(
+        self, transformer: nn.Module, x: Tensor, conditions: Conditions, jobs: Sequence[Job] = (),
+        gradients: TakeGradient | None = None,
+    ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
+        """Denoise from pure noise `x`; see `rollout`. Without jobs all transitions are deterministic, and none is kept."""
+        tables = [self.tables.of(job.rollout, job.slot) for job in jobs] or [self.tables.deterministic] * len(x)
+        trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
+        kept: list[tuple[list[int], list[Tensor]]] = []
+        x = x.to(self.storage).float()  # what is stored of it must be what the network has seen
+        for step in range(len(self.times)):
+            index = torch.full((len(x),), step)
+            at = [table.at(index[:1], self.device) for table in tables]
+            now = Transitions(*(torch.cat(parts) for parts in zip(*at, strict=True)))
+            time = self.time(index)
+            network = self.spec.network_at(float(self.times[step]), transformer)
+            noise = torch.zeros_like(x)
+            if any(float(table.std[step]) > 0 for table in tables):
+                noise = self.noise(jobs, f"step {step}")
+            if gradients is not None and step in gradients.steps:
+                weights = (trained == step).any(1) * self.tables.weights[step]
+                clips = _Clips(x, time, now, noise, conditions, weights.tolist())
+                x = self._with_gradients(network, clips, gradients)
+                continue
+            prediction = self.predict(network, x, time, conditions)
+            mean = transition_mean(self.process, prediction, x, time, now)
+            after = sample(mean, noise, now.std, storage=self.storage)
+            rows = (trained == step).nonzero()[:, 0]
+            if len(rows) and gradients is None:
+                # Over the whole batch, as in replay: sums over fewer rows may run in another order.
+                log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
+                kept.append((rows.tolist(), self._kept(rows.to(self.device), x, after, log_old, mean)))
+            x = after
+        return x, _by_clip(kept, trained)
+
+    def _with_gradients(self, network: nn.Module, clips: _Clips, gradients: TakeGradient) -> Tensor:
+        """The next latents. Clips go through the network one by one, since each one's gradient is wanted by itself."""
+        found = []
+        for row, weight in enumerate(clips.weights):
+            x, time, now, noise, conditions = clips.row(row)
+            with torch.set_grad_enabled(bool(weight) or gradients.together), gradient_advice():
+                prediction = self.predict(network, x, time, conditions)
+                mean = transition_mean(self.process, prediction, x, time, now)
+                after = sample(mean.detach(), noise, now.std, storage=self.storage)
+                if torch.is_grad_enabled():
+                    log = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
+                    alpha, sigma = self.process.alpha_sigma(time)
+                    # With `ratio_norm`, where policies agree, a ratio differs by its factor alone.
+                    log = log * now.std if self.keeps_means else log
+                    gradients.take(network, row, log, prediction, weight=weight, level=sigma / (alpha + sigma))
+            found.append(after)
+        return torch.cat(found)
+
+    def _kept(self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor) -> list[Tensor]:
+        """Of a step's tensors what replaying it takes, of some rows, in the order of `Replay`."""
+        latents = [tensor[rows].to(self.keep_on, self.storage) for tensor in (before, after)]
+        means = [mean[rows].to(self.keep_on)] if self.keeps_means else []
+        return [*latents, log_old[rows], *means]
+
+
+def _by_clip(kept: Sequence[tuple[list[int], list[Tensor]]], trained: Tensor) -> list[Replay]:
+    """What was kept per step, per clip; each in memory of its own, so that some can be dropped."""
+    found: dict[int, list[list[Tensor]]] = defaultdict(list)
+    for rows, tensors in kept:
+        for i, row in enumerate(rows):
+            found[row].append([tensor[i] for tensor in tensors])
+    return [
+        Replay(trained[row].clone(), *(torch.stack(steps) for steps in zip(*found[row], strict=True)))
+        for row in sorted(found)
+    ]

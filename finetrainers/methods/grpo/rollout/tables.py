@@ -1,0 +1,79 @@
+"""The sampler's transitions for a group of a rollout: stochastic where its window says, deterministic elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.facts import Facts
+from finetrainers.config.grpo import kernel
+from finetrainers.config.root import TrainConfig
+from finetrainers.diffusion.policy import Transitions, levels, only, step_lengths, transitions
+from finetrainers.diffusion.process import Process
+from finetrainers.models.spec import ModelSpec
+
+from ..prompts.plan import PromptPlan
+from .sde_schedule import Windows, step_weights
+
+#: Amount of noise when the user does not say, by kernel: published values; see docs/explanation/grpo.md.
+DEFAULT_ETA = {"flow": 0.7, "dance": 0.25, "cps": 0.7, "ddim": 0.3}
+
+
+class StepTables:
+    """Transitions, trained steps and step weights of every group; pure functions of rollout and slot."""
+
+    def __init__(self, config: TrainConfig, process: Process, times: Tensor, facts: Facts) -> None:
+        """Args:
+            config: the run; but for `grpo`, no transition is stochastic.
+            process, times: the noise process, and the process times of the steps, `[S]`.
+            facts: of the checkpoint; one of two experts is trained at its own steps alone.
+
+        Raises:
+            ValueError: the sampler's noise, or the window, does not go with these noise levels.
+        """
+        section = config.grpo
+        alpha, sigma = levels(process, times)
+        own = [step for step, time in enumerate(times.tolist()) if facts.trains_at(time)]
+        if not own:
+            raise ValueError("none of the sampling steps is within the noise levels of the expert that is trained")
+        self.own = range(own[0], own[-1] + 1)
+        self.windows = None if config.training.method != "grpo" else Windows(section, config.training.seed, self.own)
+        self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
+        self.lengths = step_lengths(alpha, sigma)
+        self.weights = torch.zeros(len(times), dtype=torch.float64)
+        if self.windows is not None:
+            name = kernel(section, is_flow=process.is_flow)
+            eta = DEFAULT_ETA[name] if section.eta is None else section.eta
+            self.stochastic = transitions(name, alpha, sigma, eta=eta)
+            pool = self.windows.pool()
+            self.weights = step_weights(section.step_weight, self.stochastic, alpha, sigma, over=pool)
+
+    @property
+    def num_trained(self) -> int:
+        """Trained steps of every clip."""
+        return 0 if self.windows is None else self.windows.num_trained
+
+    def of(self, rollout: int, slot: int) -> Transitions:
+        """The group's transitions."""
+        if self.windows is None:
+            return self.deterministic
+        return only(self.stochastic, self.deterministic, torch.tensor(self.windows.stochastic(rollout, slot)))
+
+    def trained(self, rollout: int, slot: int) -> tuple[int, ...]:
+        """The group's trained steps, ascending."""
+        return () if self.windows is None else self.windows.trained(rollout, slot)
+
+
+def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
+    """Whether the configured sampler goes with the checkpoint's scheduler, of which its small file is read.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    section, scheduler = config.grpo, spec.load_scheduler()
+    try:
+        times = spec.sampling_times(scheduler, section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift)
+        StepTables(config, spec.process(scheduler), times, spec.facts)
+    except ValueError as error:
+        raise ConfigError([Problem("--sampler", f"does not go with the checkpoint's scheduler: {error}")]) from error

@@ -1,0 +1,167 @@
+"""Clips of rollouts that are written with their scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_of import OneOf
+
+from finetrainers.config.load import load_config
+from finetrainers.methods.grpo.advantage import Advantages
+from finetrainers.methods.grpo.keep.keep_rollouts import RolloutKeeper, _kept_ranks
+from finetrainers.methods.grpo.prompts.prompts import Job, Prompt
+from finetrainers.rewards.reward_set import HeadScores, Scores
+from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.video import comment_of, read_mp4
+
+#: Of the first prompt clip 2 is best and 0 worst, since 1 has failed.
+VALUES = torch.tensor([[-1.0, 0.0, 2.0], [0.5, -0.5, 0.1]])
+FAILED = torch.tensor([[False, True, False], [False] * 3])
+FOUND = Advantages(VALUES, VALUES[..., None], {}, constant=(), failed=FAILED)
+RAW = torch.tensor([0.25, torch.nan, 0.75, 0.1, 0.2, 0.3], dtype=torch.float64)
+SCORES = Scores({"brightness": HeadScores(RAW, RAW)}, FAILED.flatten())
+
+
+def keeper(root: Path, parallel: Any, **options: Any) -> RolloutKeeper:
+    config = load_config(
+        method="grpo", model_name="ltx_video", pretrained_model_name_or_path="x", output_dir=str(root), train_steps=1,
+        updates_per_rollout=2, **options,
+    )  # fmt: skip
+    return RolloutKeeper(config, parallel, fps=8.0)
+
+
+def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: Path) -> None:
+    """By two ranks, of which one has both; of every third rollout, under its first optimizer step."""
+    for rollout in range(4):
+        for rank in (0, 1):
+            found = keeper(tmp_path, OneOf(rank, 2), keep_rollouts_every=3)
+            jobs = [Job(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
+            clips = {
+                k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8)
+                for k, job in enumerate(jobs)
+                if found.wants(job)
+            }
+            assert len(clips) == (3 if rank == 0 and rollout in (0, 3) else 0)
+            found.keep(jobs, clips, SCORES, FOUND)
+    root = tmp_path / "rollouts"
+    assert sorted(path.name for path in root.iterdir()) == ["pairs.jsonl", "step-000001", "step-000007"]
+    folder = root / "step-000007"
+    for name, clip, said in (("best", 2, "best of 3 | advantage +2.00"), ("worst", 0, "worst of 3 | advantage -1.00")):
+        frames, _ = read_mp4(folder / f"{name}.mp4", columns=1)
+        assert abs(float(np.median(frames)) - 100 * clip) < 4
+        assert comment_of(folder / f"{name}.mp4") == f"a cat\nrollout 3 | {said} | brightness {RAW[clip]:.4g}"
+    assert json.loads((folder / "scores.json").read_text()) == {
+        "rollout": 3,
+        "prompt": "a cat",
+        "best": {"clip": 2, "advantage": 2.0, "reward": {"brightness": 0.75}, "video": "best.mp4"},
+        "worst": {"clip": 0, "advantage": -1.0, "reward": {"brightness": 0.25}, "video": "worst.mp4"},
+    }
+
+
+def test_the_only_clip_of_a_prompt_is_compared_with_none(tmp_path: Path) -> None:
+    alone = Advantages(torch.zeros(2, 1), torch.zeros(2, 1, 1), {}, constant=(0, 1), failed=torch.zeros(2, 1).bool())
+    scores = Scores({"brightness": HeadScores(RAW[3:5], RAW[3:5])}, alone.failed.flatten())
+    found = keeper(tmp_path, OneOf(), keep_rollouts_every=1, keep_rollouts=2)
+    jobs = [Job(0, slot, Prompt(text, ""), 0) for slot, text in enumerate(("a cat", "a dog"))]
+    found.keep(jobs, dict.fromkeys(range(2), torch.zeros(9, 32, 32, 3, dtype=torch.uint8)), scores, alone)
+    folder = tmp_path / "rollouts" / "step-000001"
+    assert sorted(path.name for path in folder.glob("*.mp4")) == ["best.mp4", "prompt-01-rank-01.mp4"]
+    assert comment_of(folder / "best.mp4") == "a cat\nrollout 0 | brightness 0.1"
+    rows, _ = read_jsonl(folder / "clips.jsonl")
+    assert [(row["prompt"], row["reward"], "advantage" in row) for row in rows] == [
+        ("a cat", {"brightness": 0.1}, False), ("a dog", {"brightness": 0.2}, False)
+    ]  # fmt: skip
+    assert not (tmp_path / "rollouts" / "pairs.jsonl").exists()
+
+
+def test_of_several_rewards_each_has_its_best_and_its_worst_clip(tmp_path: Path) -> None:
+    """A clip that is there already is named, and not written twice; a clip that one reward could not score is neither."""
+    other = torch.tensor([0.9, torch.nan, 0.1, 0.1, 0.2, 0.3], dtype=torch.float64)
+    third = torch.tensor([torch.nan, torch.nan, 0.5, 0.1, 0.2, 0.3], dtype=torch.float64)
+    scores = Scores({name: HeadScores(raw, raw) for name, raw in zip(("bright", "demo.shape", "c"), (RAW, other, third), strict=True)}, FAILED.flatten())  # fmt: skip
+    one = keeper(tmp_path, OneOf(), keep_rollouts_every=1)
+    jobs = [Job(0, prompt, Prompt(("a cat", "a dog")[prompt], ""), k) for prompt in (0, 1) for k in range(3)]
+    clips = {k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8) for k in range(3)}
+    one.keep(jobs, clips, scores, FOUND)
+    folder = tmp_path / "rollouts" / "step-000001"
+    found = json.loads((folder / "scores.json").read_text())
+    assert {head: {kind: (clip["clip"], clip["video"]) for kind, clip in kinds.items()} for head, kinds in found["heads"].items()} == {
+        "bright": {"best": (2, "best.mp4"), "worst": (0, "worst.mp4")},
+        "demo.shape": {"best": (0, "best-demo-shape.mp4"), "worst": (2, "worst-demo-shape.mp4")},
+        "c": {"best": (2, "best.mp4"), "worst": (2, "worst-demo-shape.mp4")},
+    }  # fmt: skip
+    assert sorted(path.name for path in folder.glob("*.mp4")) == ["best-demo-shape.mp4", "best.mp4", "worst-demo-shape.mp4", "worst.mp4"]  # fmt: skip
+    assert "best of 3 by demo-shape | advantage -1.00 | bright 0.25, demo.shape 0.9" in comment_of(
+        folder / "best-demo-shape.mp4"
+    )
+
+
+def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tmp_path: Path) -> None:
+    """By two ranks; the pairs follow from the files that are there, also after those of later steps were set aside."""
+    third = Advantages(VALUES, VALUES[..., None], {}, constant=(), failed=torch.zeros(2, 3, dtype=torch.bool))
+    rows: list[Any] = []
+    for rollout in (0, 1, 2):
+        rows.clear()
+        for rank in (1, 0):  # the last one writes the files
+            parallel: Any = OneOf(rank, 2)
+            parallel.gather_objects = lambda items: rows.extend(items) or list(rows)
+            found = keeper(tmp_path, parallel, keep_rollouts=2, keep_rollouts_every=1, init_same_noise=rollout > 0)
+            jobs = [Job(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
+            assert all(map(found.wants, jobs))
+            clips = {k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8) for k in range(3)}
+            found.keep(jobs, clips, SCORES, FOUND if rollout else third)
+    folder = tmp_path / "rollouts" / "step-000003"
+    names = ["best.mp4", "clips.jsonl", "prompt-01-rank-01.mp4", "prompt-01-rank-03.mp4", "scores.json", "worst.mp4"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    kept = read_jsonl(folder / "clips.jsonl")[0]
+    assert [(row["prompt"], row["clip"], row["video"]) for row in kept] == [
+        ("a cat", 0, "worst.mp4"), ("a cat", 2, "best.mp4"),
+        ("a dog", 0, "prompt-01-rank-01.mp4"), ("a dog", 1, "prompt-01-rank-03.mp4"),
+    ]  # fmt: skip
+    jobs = [Job(1, 1, Prompt("a dog", ""), k) for k in range(3)]
+    assert kept[3] == {
+        "rollout": 1, "step": 3, "slot": 1, "prompt": "a dog", "clip": 1, "video": "prompt-01-rank-03.mp4",
+        "seed": jobs[1].noise_seed(42, "start", of_group=True), "reward": {"brightness": 0.2}, "advantage": -0.5,
+    }  # fmt: skip
+    drawn = torch.randn(5, generator=torch.Generator().manual_seed(kept[3]["seed"]))
+    assert torch.equal(drawn, torch.randn(5, generator=jobs[0].generator(42, "start", of_group=True)))
+    assert kept[2]["seed"] == kept[3]["seed"]  # both start from the same noise
+    first = read_jsonl(tmp_path / "rollouts" / "step-000001" / "clips.jsonl")[0]
+    assert len({row["seed"] for row in first}) == 4
+    assert comment_of(folder / "prompt-01-rank-03.mp4").endswith("| 3. of 3 | advantage -0.50 | brightness 0.2")
+
+    pairs = tmp_path / "rollouts" / "pairs.jsonl"
+    listed = [(row["prompt"], row["chosen"], row["rejected"]) for row in read_jsonl(pairs)[0]]
+    assert len(listed) == 6
+    assert listed[3] == ("a dog", "step-000003/prompt-01-rank-01.mp4", "step-000003/prompt-01-rank-03.mp4")
+    (tmp_path / "rollouts" / "step-000005").rename(tmp_path / "rollouts" / "replaced-step-000005")
+    resumed = keeper(tmp_path, OneOf(), keep_rollouts=2, keep_rollouts_every=5)
+    for rollout in (2, 3):  # not due
+        resumed.keep([Job(rollout, 0, Prompt("a cat", ""), 0)], {}, SCORES, FOUND)
+    assert [row["rollout"] for row in read_jsonl(pairs)[0]] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("available", "count", "ranks"),
+    [(8, 4, [0, 1, 6, 7]), (8, 3, [0, 1, 7]), (8, 0, []), (3, 4, [0, 1, 2]), (1, 2, [0]), (0, 2, [])],
+)
+def test_half_of_the_clips_are_the_best_and_half_the_worst(available: int, count: int, ranks: list[int]) -> None:
+    assert _kept_ranks(available, count) == ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "every"),
+    [
+        ({}, 0),
+        ({"report_to": "wandb"}, 10),
+        ({"keep_rollouts": 2}, 10),
+        ({"report_to": "wandb", "keep_rollouts_every": 0}, 0),
+    ],
+)
+def test_a_tracker_is_shown_every_tenth_rollout(options: dict[str, Any], every: int, tmp_path: Path) -> None:
+    assert keeper(tmp_path, OneOf(), **options).every == every

@@ -1,0 +1,304 @@
+"""Prompt files of all three kinds, what is wrong with them by line, their order, and the random numbers of their clips."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from one_of import OneOf
+from PIL import Image
+
+from finetrainers.config.load import load_config
+from finetrainers.data.loading.position import DataPosition
+from finetrainers.data.loading.text_conditioning import TextCache
+from finetrainers.data.reading.items import DataError
+from finetrainers.methods.grpo.prompts.plan import PromptPlan
+from finetrainers.methods.grpo.prompts.prompts import Job, Prompt, PromptFile, PromptOrder, read_prompts
+from finetrainers.methods.grpo.prompts.source import PromptSource
+from finetrainers.models.spec import Parts
+
+
+def read(folder: Path, name: str, content: str | bytes) -> PromptFile:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_prompts(path)
+
+
+def problems(folder: Path, name: str, content: str | bytes) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        read(folder, name, content)
+    return caught.value.problems or [str(caught.value)]
+
+
+def encoded(folder: Path, *captions: str, **extra: Any) -> list[dict[str, Any]]:
+    """Entries of a videos2caption.json as DanceGRPO's preprocessing writes them, their files included."""
+    rows = []
+    for index, caption in enumerate(captions):
+        row = {"prompt_embed_path": f"{index}.pt", "prompt_attention_mask": f"{index}.pt", "caption": caption, **extra}
+        for where in ("prompt_embed", "prompt_attention_mask"):
+            (folder / where).mkdir(exist_ok=True)
+            torch.save(torch.zeros(2), folder / where / f"{index}.pt")
+        rows.append(row)
+    return rows
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_text_files(tmp_path: Path) -> None:
+    found = read(tmp_path, "p.txt", "\ufeff# animals\na cat\r\n\n  a dog, \u00e4lter \n   \n#a fish\nred\u2028blue")
+    assert [prompt.text for prompt in found.prompts] == ["a cat", "a dog, \u00e4lter", "red\u2028blue"]
+    assert [prompt.where for prompt in found.prompts] == ["p.txt line 2", "p.txt line 4", "p.txt line 7"]
+    assert all(prompt.embedding is None and prompt.mask is None for prompt in found.prompts)
+    assert found.notes == ("p.txt: left out 2 blank lines and 2 comment (#) lines",)
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_the_end_of_the_last_line_is_no_blank_line(tmp_path: Path, end: str) -> None:
+    assert read(tmp_path, "p.txt", f"a cat\na dog{end}").notes == ()
+
+
+def test_repeated_prompts_are_kept_and_reported(tmp_path: Path) -> None:
+    found = read(tmp_path, "p.txt", "cat\ndog\ncat \n# x\ncat\ndog\nfish\nfish")
+    assert len(found.prompts) == 7
+    (warning,) = found.warnings
+    assert warning == (
+        "p.txt: 4 prompts given more than once, and sampled as often: line 3 repeats line 1, line 5 repeats line 1, "
+        "line 6 repeats line 2 and 1 more"
+    )
+
+
+def test_the_fingerprint_knows_texts_and_their_order(tmp_path: Path) -> None:
+    base = read(tmp_path, "p.txt", "cat\ndog\n").fingerprint
+    assert read(tmp_path, "other.txt", "# new\ncat\r\n\n dog").fingerprint == base
+    assert read(tmp_path, "p.jsonl", '{"prompt": "cat"}\n{"text": "dog"}').fingerprint == base
+    for content in ("dog\ncat", "cat\ndog\ndog", "cat", "cat dog", "cat\ndogs"):
+        assert read(tmp_path, "p.txt", content).fingerprint != base, content
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no prompts"),
+        ("# only\n\n", r"holds no prompts \(p.txt: left out 1 blank line and 1 comment"),
+        (b"a cat\nb\xe4d\n", "line 2 is not UTF-8 text: 0xe4"),
+    ],
+)
+def test_text_files_that_cannot_be_used(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, "p.txt", content)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"p.txt' cannot be read: No such file"):
+        read_prompts(tmp_path / "p.txt")
+    (tmp_path / "d.txt").mkdir()
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_prompts(tmp_path / "d.txt")
+    with pytest.raises(DataError, match=r"p.tsv' must end in .txt, .jsonl, .csv or .json"):
+        read(tmp_path, "p.tsv", "a cat")
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_bring_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a path from the file's folder, or from the current one; the same text with another image is another prompt."""
+    (tmp_path / "here").mkdir()
+    for place in (tmp_path / "a.png", tmp_path / "here" / "b.png"):
+        Image.new("RGB", (8, 6)).save(place)
+    monkeypatch.chdir(tmp_path / "here")
+    table = 'prompt,image,id\n"a cat, asleep",a.png,1\na cat,a.png,2\na cat,b.png,3\na cat,,4\n'
+    found = read(tmp_path, "p.csv", table)
+    wanted = [
+        ("a cat, asleep", tmp_path / "a.png"),
+        ("a cat", tmp_path / "a.png"),
+        ("a cat", Path("b.png")),
+        ("a cat", None),
+    ]
+    assert [(prompt.text, prompt.image) for prompt in found.prompts] == wanted
+    assert [prompt.where for prompt in found.prompts] == [f"p.csv line {line}" for line in range(2, 6)]
+    assert (found.notes, found.warnings) == (("p.csv: left out the columns id",), ())
+    rows = [
+        {"text": "a cat, asleep", "image": "a.png"},
+        *({"prompt": "a cat", "image": i} for i in ("a.png", "b.png", None)),
+    ]
+    lines = read(tmp_path, "p.jsonl", "\n".join(map(json.dumps, rows)))
+    assert lines.prompts == tuple(
+        replace(prompt, where=f"p.jsonl line {n}") for n, prompt in enumerate(found.prompts, 1)
+    )
+    assert (
+        lines.fingerprint
+        == found.fingerprint
+        != read(tmp_path, "q.txt", "a cat, asleep\na cat\na cat\na cat").fingerprint
+    )
+    encoded_rows = encoded(tmp_path, "a cat", image="a.png")
+    (prompt,) = read(tmp_path, "videos2caption.json", json.dumps(encoded_rows)).prompts
+    assert (prompt.image, prompt.embedding) == (tmp_path / "a.png", tmp_path / "prompt_embed" / "0.pt")
+
+
+def test_images_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> None:
+    Image.effect_noise((64, 64), 50).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-600])
+    values = ["no.png", "cut.png", "https://a.b/c.png", "", 3]
+    said = problems(tmp_path, "p.jsonl", "\n".join(json.dumps({"prompt": str(v), "image": v}) for v in values) + "\n[]")
+    for number, why in enumerate(
+        ("no.png: does not exist", "cut.png: ", "download it", "is empty", "is a number", "not an"), 1
+    ):
+        assert [why for one in said if one.startswith(f"p.jsonl line {number}") and why in one], (number, said)
+    assert len(said) == 7  # the empty prompt has two
+    assert problems(tmp_path, "p.csv", "prompt,image\na cat, asleep,a.png\n") == [
+        "p.csv line 2 has more cells than the heading; quote a prompt that has commas"
+    ]
+    assert "is no row of a table" in problems(tmp_path, "p.csv", 'prompt\n"a" cat\n')[0]
+
+
+# ---- JSON lines ----------------------------------------------------------------------------------------------------
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    rows = [
+        '{"prompt": " a cat "}',
+        "",
+        '{"caption": "a dog", "id": 3, "file": "x"}',
+        '{"text": "# a fish\\nin water"}',
+    ]
+    found = read(tmp_path, "p.jsonl", "\n".join(rows) + "\n")
+    assert [prompt.text for prompt in found.prompts] == ["a cat", "a dog", "# a fish\nin water"]
+    assert [prompt.where for prompt in found.prompts] == ["p.jsonl line 1", "p.jsonl line 3", "p.jsonl line 4"]
+    assert found.notes == ("p.jsonl: left out the keys file, id",)
+
+
+def test_every_wrong_line_is_named(tmp_path: Path) -> None:
+    rows = ['{"prompt": "a"', '["a"]', '"a"', '{"name": "a"}', '{"prompt": "a", "text": "b"}', '{"text": " "}',
+            '{"text": 3}', '{"prompt": "fine"}', "{}", '{"prompt": null}']  # fmt: skip
+    assert problems(tmp_path, "p.jsonl", "\n".join(rows)) == [
+        "p.jsonl line 1 is not JSON: Expecting ',' delimiter at column 15",
+        'p.jsonl line 2 is a list, not an object such as {"prompt": "a cat"}',
+        'p.jsonl line 3 is a text, not an object such as {"prompt": "a cat"}',
+        "p.jsonl line 4 has 'name'; wanted one of prompt, caption, text",
+        "p.jsonl line 5 has both 'prompt' and 'text'; wanted one of prompt, caption, text",
+        "p.jsonl line 6: 'text' is empty, not a text",
+        "p.jsonl line 7: 'text' is a number, not a text",
+        "p.jsonl line 9 has no keys; wanted one of prompt, caption, text",
+        "p.jsonl line 10: 'prompt' is null, not a text",
+    ]
+
+
+# ---- DanceGRPO's layout --------------------------------------------------------------------------------------------
+
+
+def test_encoded_prompts(tmp_path: Path) -> None:
+    found = read(tmp_path, "videos2caption.json", json.dumps(encoded(tmp_path, "a cat", "a dog", length=1)))
+    assert [prompt.text for prompt in found.prompts] == ["a cat", "a dog"]
+    assert found.prompts[1].embedding == tmp_path / "prompt_embed" / "1.pt"
+    assert found.prompts[1].mask == tmp_path / "prompt_attention_mask" / "1.pt"
+    assert found.prompts[1].where == "videos2caption.json entry 2"
+    assert found.notes == ("videos2caption.json: left out the keys length",)
+    torch.save(torch.zeros(999), tmp_path / "prompt_embed" / "1.pt")
+    assert read_prompts(tmp_path / "videos2caption.json").fingerprint != found.fingerprint
+    assert read(tmp_path, "p.txt", "a cat\na dog").fingerprint != found.fingerprint
+
+
+def test_wrong_entries_are_named(tmp_path: Path) -> None:
+    rows: list[Any] = encoded(tmp_path, "a", "b", "c", " ")
+    (tmp_path / "prompt_embed" / "1.pt").unlink()
+    del rows[2]["prompt_attention_mask"]
+    rows.append("a text")
+    found = problems(tmp_path, "v.json", json.dumps(rows))
+    assert found[0] == f"v.json entry 2: no such file: {tmp_path / 'prompt_embed' / '1.pt'}"
+    assert found[1].startswith("v.json entry 3 lacks the text 'prompt_attention_mask'; ")
+    assert "plain prompts go into a .txt or .jsonl file" in found[1]
+    assert found[2] == "v.json entry 4: 'caption' is empty, not a text"
+    assert found[3].startswith("v.json entry 5 lacks the text 'caption', ")
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[\n{},\n}", "v.json line 3 is not JSON"), ("{}", "is an object, not a list of objects with caption"), ("[]", "no prompts")],
+)  # fmt: skip
+def test_files_of_another_form(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, "v.json", content)
+
+
+# ---- order ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompts", "per_step"), [(12, 4), (10, 4), (7, 7), (3, 8), (1, 1), (1, 5), (5, 1)])
+def test_every_prompt_comes_once_an_epoch(prompts: int, per_step: int) -> None:
+    order = PromptOrder(prompts, prompts_per_step=per_step, seed=3)
+    walk = [index for rollout in range(20) for index in order.prompts_of(rollout)]
+    assert len(walk) == 20 * per_step
+    for start in range(0, len(walk) - prompts + 1, prompts):
+        assert sorted(walk[start : start + prompts]) == list(range(prompts))
+
+
+def test_the_order_needs_no_history() -> None:
+    order = PromptOrder(10, prompts_per_step=4, seed=3)
+    wanted = {rollout: order.prompts_of(rollout) for rollout in range(30)}
+    backwards = PromptOrder(10, prompts_per_step=4, seed=3)
+    assert {rollout: backwards.prompts_of(rollout) for rollout in reversed(range(30))} == wanted
+    assert PromptOrder(10, prompts_per_step=4, seed=3).prompts_of(29) == wanted[29]
+    # A permutation a seed and epoch, whatever the size of a rollout.
+    single = PromptOrder(10, prompts_per_step=1, seed=3)
+    assert [single.prompts_of(i)[0] for i in range(120)] == [index for r in range(30) for index in wanted[r]]
+
+
+def test_epochs_and_seeds_have_their_own_order() -> None:
+    order = PromptOrder(40, prompts_per_step=40, seed=0)
+    assert len({tuple(order.prompts_of(epoch)) for epoch in range(20)}) == 20
+    assert PromptOrder(40, prompts_per_step=40, seed=1).prompts_of(0) != order.prompts_of(0)
+    firsts = Counter(PromptOrder(4, prompts_per_step=4, seed=seed).prompts_of(2)[0] for seed in range(2000))
+    assert all(400 < count < 600 for count in firsts.values())
+
+
+@pytest.mark.parametrize(("prompts", "per_step"), [(0, 4), (4, 0)])
+def test_nothing_to_order(prompts: int, per_step: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        PromptOrder(prompts, prompts_per_step=per_step, seed=0)
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+
+def test_every_clip_and_purpose_has_its_own_numbers() -> None:
+    def drawn(stream: str = "start", seed: int = 1, of_group: bool = False, **changes: Any) -> list[float]:
+        job = replace(Job(rollout=2, slot=3, prompt=Prompt("a", ""), generation=4), **changes)
+        return torch.randn(4, generator=job.generator(seed, stream, of_group=of_group)).tolist()
+
+    assert drawn(of_group=True) == drawn(of_group=True, generation=7) == drawn(generation=0)
+    assert drawn() == drawn()
+    others = [drawn(**{key: 7}) for key in ("seed", "rollout", "slot", "generation")]
+    others += [drawn(stream="step 0"), drawn(rollout=3, slot=2), drawn(slot=4, generation=3)]
+    assert len({tuple(numbers) for numbers in [drawn(), *others]}) == 8
+
+
+def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
+    """After `--reset data` at step 6, with two steps a rollout, rollout 3 is the first of the order."""
+    config = load_config(
+        model_name="m", pretrained_model_name_or_path="r", method="grpo", output_dir=str(tmp_path), prompts_per_step=2,
+        updates_per_rollout=2, seed=5, batch_size=1,
+    )  # fmt: skip
+    plan = PromptPlan(tuple(Prompt(str(i), "") for i in range(5)), (), (9, 64, 64), 8, 8.0, "f")
+    parallel, spec = OneOf(), SimpleNamespace()
+    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel).live(None)
+    for text in ("", *plan.all_captions()):
+        texts.keys.cache.put(texts.keys.text(text), {"prompt_embeds": torch.zeros(1, 2, 8)})
+    begun, later = (
+        PromptSource(
+            plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=Parts({"vae": torch.nn.Identity()}),
+            data_position=DataPosition.begin(config, data_size=1, step=step),
+        )
+        for step in (0, 6)
+    )  # fmt: skip
+    assert [later.prompts_of(rollout) for rollout in (3, 4, 5)] == [begun.prompts_of(rollout) for rollout in (0, 1, 2)]
+    assert (begun.steps_for_epochs(1), later.steps_for_epochs(1)) == (6, 12)
