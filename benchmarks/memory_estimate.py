@@ -38,12 +38,12 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from count_zero import count_zero  # noqa: E402
 from published_networks import NETWORKS, published_model  # noqa: E402
 
 from finetrainers.cli.estimate import estimate_command  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
-from finetrainers.memory.count_zero import count_zero  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
 from finetrainers.memory.fit import fits as fits_gpu  # noqa: E402
 from finetrainers.memory.fit import reserved  # noqa: E402

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from count_sharded import Processes, count_sharded
 from published_networks import NETWORKS, published_model
 
 from finetrainers.config.load import load_config
@@ -41,7 +42,6 @@ from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.loading.batch_sampler import BatchSampler
 from finetrainers.data.loading.position import Segment
 from finetrainers.memory.count import StepShape
-from finetrainers.memory.count_sharded import Processes, count_sharded
 from finetrainers.models.registry import build_tiny, get_family
 from finetrainers.models.spec import ModelSpec, weight_files
 from finetrainers.parallel.fsdp import shard

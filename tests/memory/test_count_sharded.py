@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from count_sharded import Processes, count_sharded
 from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
 from finetrainers.memory.count import StepShape
-from finetrainers.memory.count_sharded import Processes, count_sharded
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.fsdp import shard

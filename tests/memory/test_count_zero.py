@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from count_zero import CountedZero, count_zero
 from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
 from finetrainers.memory.count import StepShape
-from finetrainers.memory.count_zero import CountedZero, count_zero
 from finetrainers.memory.estimate import GIB, MemoryPlan, estimate_for
 from finetrainers.memory.gathered import zero_host_bytes
 from finetrainers.memory.network_weights import NetworkWeights

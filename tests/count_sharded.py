@@ -20,9 +20,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from .activation_plan import spread
-from .checkpointing import set_activation_memory
-from .count import LiveStorages, StepShape, cuda_autocast, fake_group, fake_weights
+from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.count import LiveStorages, StepShape, cuda_autocast, fake_group, fake_weights
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec

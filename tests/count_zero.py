@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
+from count_sharded import ResizedStorages, fake_processes, storage_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from .activation_plan import spread
-from .checkpointing import set_activation_memory
-from .count import StepShape, fake_weights
-from .count_sharded import ResizedStorages, fake_processes, storage_of
+from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.checkpointing import set_activation_memory
+from finetrainers.memory.count import StepShape, fake_weights
 
 if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
