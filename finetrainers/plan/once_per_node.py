@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import os
+import select
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from finetrainers.config.errors import ConfigError
@@ -33,6 +36,8 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RE
 #: For the first process to appear, and for the others once it has the answer; processes of a launch start within seconds.
 _APPEAR_S = 60.0
 _POLL_S = 0.02
+#: Between signs of life of the first process while it works, and without one for so long, it counts as stopped.
+_BEAT_S, _SILENCE_S = 1.0, 600.0
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _calls = itertools.count()
@@ -91,23 +96,27 @@ def _address(call: int) -> str:
 
 
 def _answer(address: str, asked: str, make: Callable[[], T], *, others: int) -> T:
-    """Call `make`, and tell the others what came of it."""
-    with socket.socket(socket.AF_UNIX) as server:
-        try:
-            server.bind(address)
-        except OSError as error:
-            logger.warning(
-                "each process of this machine reads the data and the model's files itself: %s", error.strerror
-            )
-            return make()
-        server.listen(others)  # who comes while this one works waits in the queue
+    """Call `make`, and send its outcome to the other processes of the machine, and signs of life until then."""
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.bind(address)
+    except OSError as error:
+        server.close()
+        logger.warning("each process of this machine reads the data and the model's files itself: %s", error.strerror)
+        return make()
+    server.listen(others)
+    outcome: list[bytes] = []
+    known, knows = socket.socketpair()
+    # Not a daemon: a process that has failed ends when the others know.
+    threading.Thread(target=_serve, args=(server, known, outcome, others), name="tells-the-node").start()
+    with knows:  # closed without an outcome, such as after Ctrl-C, the connections are closed
         try:
             value = make()
+            outcome.append(to_json((asked, "made", value)).encode())
         except Exception as error:
             told = ("refused", error.problems) if isinstance(error, ConfigError) else ("failed", _words(error))
-            _serve(server.dup(), to_json((asked, *told)), others)
+            outcome.append(to_json((asked, *told)).encode())
             raise
-        _serve(server.dup(), to_json((asked, "made", value)), others)
         return value
 
 
@@ -115,37 +124,44 @@ def _words(error: Exception) -> str:
     return sentence_of(error) or f"{type(error).__name__}: {error}"
 
 
-def _serve(server: socket.socket, text: str, others: int) -> None:
-    """Tell so many processes, in a thread. It is no daemon: also one that has failed ends when the others know."""
-    told = text.encode()
+def _serve(server: socket.socket, known: socket.socket, outcome: list[bytes], others: int) -> None:
+    """Send every process an empty message each `_BEAT_S`, then the outcome, or close the connections if there is none.
 
-    def work() -> None:
-        with server:
-            server.settimeout(_APPEAR_S)
-            served = 0
-            while served < others:
-                try:
-                    connection, _ = server.accept()
-                except OSError:  # they do not come
-                    return
-                with connection:
-                    if not _is_ours(connection):
-                        continue
+    Args:
+        known: readable once nothing is added to `outcome` any more. Processes that connect `_APPEAR_S` later get nothing.
+    """
+    connections: list[socket.socket] = []
+    served, waited_for, deadline = 0, [server, known], math.inf
+    with ExitStack() as stack, server, known:
+        while served < others and time.monotonic() < deadline:
+            ready = select.select(waited_for, [], [], _BEAT_S)[0]
+            if known in ready:
+                waited_for, deadline = [server], time.monotonic() + _APPEAR_S
+            if server in ready:
+                connection, _ = server.accept()
+                if _is_ours(connection):
+                    connections.append(stack.enter_context(connection))
+                else:
+                    connection.close()
+            if (is_last := deadline < math.inf) and not outcome:
+                break
+            message = outcome[0] if is_last else b""
+            for connection in connections:
+                with suppress(OSError):  # it has ended
+                    connection.settimeout(_SILENCE_S)
+                    connection.sendall(_LENGTH.pack(len(message)) + message)
+                if is_last:
+                    connection.close()
                     served += 1
-                    try:
-                        connection.settimeout(None)
-                        connection.sendall(_LENGTH.pack(len(told)) + told)
-                    except OSError:  # it has ended
-                        continue
-
-    threading.Thread(target=work, name="tells-the-node").start()
+            if is_last:
+                connections.clear()
 
 
 def _ask(address: str, *, timeout_s: float) -> bytes | None:
-    """What the first process says; None if it does not appear.
+    """Return what the first process sends, or None if it does not appear.
 
     Raises:
-        FirstFailed: it has ended, or takes too long.
+        FirstFailed: it has ended, takes longer than `timeout_s`, or gave no sign of life for `_SILENCE_S`.
     """
     deadline = time.monotonic() + _APPEAR_S
     while True:
@@ -159,14 +175,27 @@ def _ask(address: str, *, timeout_s: float) -> bytes | None:
                 continue
             if not _is_ours(connection):
                 return None
-            connection.settimeout(timeout_s)
-            try:
-                (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
-                return _received(connection, length)
-            except TimeoutError:
-                raise FirstFailed(f"the first process of this machine was not ready after {timeout_s:g} s") from None
-            except OSError:
-                raise FirstFailed("the first process of this machine has ended: its own output says why") from None
+            return _answer_of(connection, timeout_s=timeout_s)
+
+
+def _answer_of(connection: socket.socket, *, timeout_s: float) -> bytes:
+    """Return the first message of a connection that is not empty; errors are those of `_ask`."""
+    deadline, length = time.monotonic() + timeout_s, 0
+    try:
+        while not length:
+            connection.settimeout(max(_POLL_S, min(_SILENCE_S, deadline - time.monotonic())))
+            (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+            if not length and time.monotonic() > deadline:
+                raise TimeoutError
+        connection.settimeout(_SILENCE_S)
+        return _received(connection, length)
+    except TimeoutError:
+        if time.monotonic() > deadline:
+            raise FirstFailed(f"the first process of this machine was not ready after {timeout_s:g} s") from None
+        message = f"the first process of this machine has been stopped, or hangs: no sign of life for {_SILENCE_S:g} s"
+        raise FirstFailed(message) from None
+    except OSError:
+        raise FirstFailed("the first process of this machine has ended: its own output says why") from None
 
 
 def _received(connection: socket.socket, length: int) -> bytes:

@@ -22,26 +22,36 @@ QUESTIONS = """
 import os, signal, sys, time
 from pathlib import Path
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.plan import once_per_node as module
 from finetrainers.plan.once_per_node import FirstFailed, once_per_node
+
+module._BEAT_S, module._SILENCE_S = 0.05, 1.0
 
 rank, asks = int(os.environ["RANK"]), Path(sys.argv[1])
 
 def made(): return ("by", rank)
 def refused(): raise ConfigError([Problem("--lr", f"found by {rank}"), Problem("", "second")])
 def failed(): raise OSError(28, f"No space left on device for {rank}")
+def slow(): time.sleep(1.5); return "slow"
+def too_slow(): time.sleep(1.5); return "too slow"
+def stopped():
+    asks.with_name("first").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
 def ended():
     while not asks.exists(): time.sleep(0.01)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
-for make, question in ((made, "same"), (made, rank), (refused, ""), (failed, ""), (made, "then"), (ended, "")):
+for make, question in ((made, "same"), (made, rank), (refused, ""), (failed, ""), (made, "then"), (slow, ""), (too_slow, ""),
+                       (stopped, ""), (ended, "")):
     if rank == 1 and make is ended: asks.touch()
     try:
-        print(once_per_node(make, question, timeout_s=60), flush=True)
+        print(once_per_node(make, question, timeout_s=0.3 if make is too_slow else 60), flush=True)
     except ConfigError as error:
         print([str(problem) for problem in error.problems], flush=True)
     except (FirstFailed, OSError) as error:
         print(type(error).__name__, error, flush=True)
+    if rank == 1 and make is stopped: os.kill(int(asks.with_name("first").read_text()), signal.SIGCONT)
 """
 #: The preflight of a run, and the files below some folders that are opened for it.
 READY = """
@@ -68,12 +78,17 @@ def test_every_outcome_is_shared(python: Python, tmp_path: Path) -> None:
     assert (first.wait(), second.wait()) == (-9, 0)
     problems = "['--lr: found by 0', 'second']"
     full = "[Errno 28] No space left on device for 0"
-    assert first.stdout.splitlines() == ["('by', 0)", "('by', 0)", problems, f"OSError {full}", "('by', 0)"]
+    assert first.stdout.splitlines() == [
+        "('by', 0)", "('by', 0)", problems, f"OSError {full}", "('by', 0)", "slow", "too slow", "None",
+    ]  # fmt: skip
     lines = second.stdout.splitlines()
     assert lines[:3] == ["('by', 0)", "('by', 1)", problems]  # with other options it finds out for itself
     assert lines[3].startswith("FirstFailed the first process of this machine has failed: No space left on device")
     assert lines[4:] == [
         "('by', 0)",
+        "slow",  # for longer than a process may be silent
+        "FirstFailed the first process of this machine was not ready after 0.3 s",
+        "FirstFailed the first process of this machine has been stopped, or hangs: no sign of life for 1 s",
         "FirstFailed the first process of this machine has ended: its own output says why",
     ]
 
