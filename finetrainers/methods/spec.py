@@ -16,6 +16,7 @@ from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.data.buckets.windows import is_window
 from finetrainers.parallel.sharding import Split
+from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
     from torch import nn
@@ -274,10 +275,26 @@ class MethodSpec:
         return survey_dataset(self.as_read(config), geometry, options=options)
 
     def as_read(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration without options of data that are not read; without `mask_column`, no masks are."""
-        options = [option for name, option in fields().items() if name in self.unread and option.section == "data"]
-        changes = {option.key: "" if option.key == "mask_column" else option.default for option in options}
-        return config.model_copy(update={"data": config.data.model_copy(update=changes)}) if changes else config
+        """Return the configuration without options of data that are not read; without `mask_column`, no masks are.
+
+        Raises:
+            DataError: a table of `dataset` sets such an option.
+        """
+        from finetrainers.data.reading.datasets import read_datasets
+        from finetrainers.data.reading.items import DataError
+
+        keys = [option.key for name, option in fields().items() if name in self.unread and option.section == "data"]
+        changes = {key: "" if key == "mask_column" else fields()[key].default for key in keys}
+        data = config.data.model_copy(update=changes)
+        problems = [
+            f"{dataset.prefix}{key}: --method {config.training.method} does not read it; remove it"
+            for dataset in (read_datasets(data) if keys and data.dataset else ())
+            for key in keys
+            if getattr(dataset.data, key) != getattr(data, key)
+        ]
+        if problems:
+            raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
+        return config.model_copy(update={"data": data}) if changes else config
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """What is wrong with options that a registry has to be asked about: by default, with rewards."""

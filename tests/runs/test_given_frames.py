@@ -19,6 +19,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.config.sections import ModelSection
 from finetrainers.config.target import TargetDevice
+from finetrainers.data.reading.items import DataError
 from finetrainers.methods import registry
 from finetrainers.methods.sft_spec import SupervisedFinetuning
 from finetrainers.models.ltx_video import LTXVideoSpec
@@ -170,6 +171,24 @@ def test_options_that_a_method_does_not_read_are_warned_of(unread: None, given: 
     if method == "mine":
         read = option_findings(load_config(**{**values, "method": "sft"}), facts, [], [], device=TargetDevice("cpu"))
         assert not [text for text in read.warnings if "has no effect with --method" in text]
+
+
+def test_tables_of_datasets_set_no_option_that_a_method_does_not_read(
+    unread: None, make_clips: Callable[..., Path], tmp_path: Path
+) -> None:
+    clips = make_clips(1)
+    sheet = tmp_path / "data.toml"
+    table = f'[[dataset]]\ndata_root = "{clips}"\nvideo_resolution_buckets = ["9x64x64"]\n'
+    sheet.write_text(f'{table}mask_column = "mask"\n{table}name = "other"\nunmasked_weight = 0.5\n')
+    model = {"model_name": "ltx_video", "pretrained_model_name_or_path": "demo://ltx"}
+    geometry, refused = get_family("ltx_video").facts.geometry, []
+    for method in ("mine", "sft"):
+        config = load_config(**model, method=method, dataset=str(sheet), unmasked_weight=0.1, output_dir=str(tmp_path))
+        try:
+            registry.method_spec(config).survey(config, geometry)
+        except DataError as error:
+            refused += [method, *(message.partition(":")[0] for message in error.problems)]
+    assert refused == ["mine", "[[dataset]] 1", "[[dataset]] 2 (other)"]
 
 
 @pytest.mark.parametrize("method", ["sft", "mine"])
