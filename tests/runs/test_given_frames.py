@@ -179,7 +179,7 @@ def test_tables_of_datasets_set_no_option_that_a_method_does_not_read(
     clips = make_clips(1)
     sheet = tmp_path / "data.toml"
     table = f'[[dataset]]\ndata_root = "{clips}"\nvideo_resolution_buckets = ["9x64x64"]\n'
-    sheet.write_text(f'{table}mask_column = "mask"\n{table}name = "other"\nunmasked_weight = 0.5\n')
+    sheet.write_text(f'{table}unmasked_weight = 0.2\n{table}name = "other"\nunmasked_weight = 0.5\n')
     model = {"model_name": "ltx_video", "pretrained_model_name_or_path": "demo://ltx"}
     geometry, refused = get_family("ltx_video").facts.geometry, []
     for method in ("mine", "sft"):
@@ -188,7 +188,7 @@ def test_tables_of_datasets_set_no_option_that_a_method_does_not_read(
             registry.method_spec(config).survey(config, geometry)
         except DataError as error:
             refused += [method, *(message.partition(":")[0] for message in error.problems)]
-    assert refused == ["mine", "[[dataset]] 1", "[[dataset]] 2 (other)"]
+    assert refused == ["mine", clips.name, "other"]
 
 
 @pytest.mark.parametrize("method", ["sft", "mine"])
