@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import runpy
@@ -274,8 +275,11 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: tuple[
         sys.executable = str(_stand_in(Path(env[_REQUESTS])))
     import torch
 
-    # After a fork torch makes a new thread pool when one is asked for; two threads that ask at once get none.
-    torch.set_num_threads(torch.get_num_threads())
+    # After a fork torch makes a new thread pool when one is asked for; two threads that ask at once get none. `finetrainers
+    # run` forks its stages, once more from here.
+    make_pool = functools.partial(torch.set_num_threads, torch.get_num_threads())
+    make_pool()
+    os.register_at_fork(after_in_child=make_pool)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     first, *rest = arguments
     if first in ("-c", "-m"):

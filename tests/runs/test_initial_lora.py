@@ -171,6 +171,7 @@ def test_the_loss_is_that_against_the_merged_network(
         assert error <= 1e-4
 
 
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 def test_the_stored_lora_is_part_of_the_run(
     pairs_run: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
