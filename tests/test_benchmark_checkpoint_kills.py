@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from real_process import Python
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "checkpoint_kills.py"
@@ -38,6 +39,7 @@ def test_a_command_that_is_killed_while_it_saves_ends_like_any_other(python: Pyt
     assert "continued to its end, the run is the same bit for bit" in done.stdout
 
 
+@pytest.mark.rotating
 def test_the_control_loses_checkpoints(python: Python, tmp_path: Path) -> None:
     """Written in place, some newest checkpoints are lost: the test above can fail."""
     good, _ = count(python, "--kills", "25", "--in_place", directory=tmp_path)

@@ -26,6 +26,7 @@ def startup(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
     return benchmark_script("startup")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", ["ltx", "hunyuan", "cogvideo"])
 def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     overhead.main(["--cases", case, "--training", "full-finetune", "--data", "memory", "cache", "--blocks", "1", "--steps", "1"])  # fmt: skip

@@ -90,6 +90,7 @@ def sampled(pipeline: LTXPipeline, captions: list[str]) -> Measured:
     return measure(pipeline, captions, steps=SAMPLING_STEPS)
 
 
+@pytest.mark.rotating
 def test_a_lora_learns_a_word_and_keeps_the_rest(
     before: Score, base: LTXPipeline, config: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:

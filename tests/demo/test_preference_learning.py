@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from finetrainers.config.load import load_config
 from finetrainers.demo.base import SHIFT
 from finetrainers.demo.color_preference import CHOICES, choice_captions, preferred
@@ -34,6 +36,7 @@ def write_pairs(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.rotating
 def test_samples_show_what_the_pairs_prefer(tmp_path: Path) -> None:
     result = train(load_config(
         method="dpo", model_name="ltx_video", pretrained_model_name_or_path=MODEL,

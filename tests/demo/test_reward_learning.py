@@ -51,6 +51,7 @@ def test_scores_of_held_out_captions_rise(name: str, tmp_path: Path) -> None:
         assert found[steps] >= found[0] - 0.15, prompt_adherence  # 16 captions: one is 0.06
 
 
+@pytest.mark.rotating("refl")
 def test_backpropagated_scores_of_held_out_captions_rise(tmp_path: Path) -> None:
     """Through the reward, the decoder and two of three denoising steps: every sign must be right."""
     changes: dict[str, Any] = {
@@ -63,6 +64,7 @@ def test_backpropagated_scores_of_held_out_captions_rise(tmp_path: Path) -> None
     assert found[3] - found[0] > 0.08
 
 
+@pytest.mark.rotating
 def test_the_demonstration_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def mistakes(clips: list[np.ndarray], shown: list[Scene]) -> list[tuple[str, Sce
     return found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("height", [32, 64])
 def test_rendered_clips_are_read_without_a_mistake(height: int) -> None:
     shown = scenes(150, "read", str(height))
@@ -156,6 +157,7 @@ def test_dark_and_pale_reds_are_not_red(color: tuple[int, int, int]) -> None:
     assert (reading.color, reading.shape) == (None, "square")
 
 
+@pytest.mark.rotating
 def test_what_the_vae_keeps_is_read_without_a_mistake_but_a_few() -> None:
     """The best that a model could draw: rendered clips through the shipped VAE."""
     vae = AutoencoderKLLTXVideo.from_pretrained(model_path(MODEL), subfolder="vae", torch_dtype=torch.float32)

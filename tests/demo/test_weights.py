@@ -126,6 +126,7 @@ def test_what_is_not_trained_is_what_the_build_makes(weights: Path, built: Built
             torch.testing.assert_close(given[name], tensor, rtol=1e-2, atol=1e-2)  # shipped in bf16
 
 
+@pytest.mark.rotating("build")
 def test_the_vae_reconstructs_both_worlds(weights: Path, built: Built) -> None:
     shipped, exact_vae = (
         AutoencoderKLLTXVideo.from_pretrained(path, subfolder="vae") for path in (weights, built.directory / "base")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+#: Pages that run every day; each of the others has its turn.
+FIRST_READ = ("README.md", "quickstart.md", "library.md")
 SHELL, PYTHON = ("bash", "sh"), ("python", "py")
 TINY = "TINY_LTX_VIDEO"  # becomes the path of the tiny repository
 
@@ -187,7 +190,12 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if runnable(p)], ids=page_id)
+def in_turn(page: Path) -> Any:
+    """Return the page as a parameter that rotates unless it is one of those that most people read first."""
+    return page if page.name in FIRST_READ else pytest.param(page, marks=pytest.mark.rotating)
+
+
+@pytest.mark.parametrize("page", [in_turn(p) for p in PAGES if runnable(p)], ids=page_id)
 def test_page_runs(
     page: Path, here: Path, tmp_path: Path, python: Python, tiny_repo: Callable[..., Path], monkeypatch
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_lora_without_autocast_stores_less(
         assert planned == pytest.approx(counted, rel=0.05), stored
 
 
+@pytest.mark.rotating
 def test_few_blocks_tell_what_all_take(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """Counted on 2 and 3 blocks, and on all of 12."""
     network = NETWORKS["CogVideoX-2b"]

@@ -32,6 +32,7 @@ def test_folders_of_models_are_removed_at_the_end(script: dict[str, Any], monkey
     assert not model.parent.exists()
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(300)
 def test_planned_peaks_of_the_recipes(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -52,6 +53,7 @@ def test_rows_of_the_documentation(script: dict[str, Any]) -> None:
     assert {line[: line.index(" GB") + 3] for line in text.splitlines() if line.startswith(tuple(gpus))} == gpus
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(300)
 def test_rows_of_what_to_launch_on_several_gpus(script: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "how-to" / "distributed.md").read_text(encoding="utf-8")

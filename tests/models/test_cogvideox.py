@@ -507,6 +507,7 @@ def sample_request(checkpoint: Checkpoint, **options) -> SampleRequest:
     return SampleRequest(num_frames=9, height=64, width=64, frame_rate=8.0, num_inference_steps=2, **options)
 
 
+@pytest.mark.rotating
 def test_sampling_from_conditions_equals_the_pipeline_from_prompts(checkpoint):
     spec = checkpoint.spec
     request = sample_request(checkpoint, guidance_scale=4.0, extra={"use_dynamic_cfg": True})

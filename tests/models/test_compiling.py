@@ -59,6 +59,7 @@ def test_blocks_are_one_graph_each_and_compute_the_same(family: str, tiny_repo: 
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (graphs, {})
 
 
+@pytest.mark.rotating
 def test_the_first_block_of_a_lora_has_a_graph_of_its_own(
     tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from finetrainers.models.decoding import decode_gradient
 from finetrainers.models.registry import get_family
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_that_of_autograd(family: str, tiny_repo: Callable[..., Path]) -> None:
     section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")

@@ -110,6 +110,7 @@ def test_formula_agrees_with_the_counter(
     assert our_backward - backward == pytest.approx(0, abs=0.01 * whole)
 
 
+@pytest.mark.rotating
 def test_what_recomputing_costs_is_documented(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     found = re.findall(r"^\| (\S+) \| (\S+) \| (\d+) % \| (\d+) % \| (\d+) % \|$", MEMORY_PAGE.read_text("utf-8"), re.M)
     sizes = ((49, 512, 768), (49, 480, 720), (129, 720, 1280), (121, 704, 1216))

@@ -141,6 +141,7 @@ def test_the_channels_hold_the_given_frames_and_nothing_else(checkpoint: tuple[C
     hook.remove()
 
 
+@pytest.mark.rotating
 def test_samples_are_the_stock_pipelines_whose_image_latents_are_edited(checkpoint: tuple[Checkpoint, int]) -> None:
     made, front = checkpoint
     first, last, other = (torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))

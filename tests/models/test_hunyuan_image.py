@@ -36,6 +36,7 @@ def spec(request: pytest.FixtureRequest, tiny_repo: Callable[..., Path]) -> Huny
     )
 
 
+@pytest.mark.rotating
 def test_text_image_steps_and_samples_are_the_pipelines(spec: HunyuanVideoSpec) -> None:
     facts, replaces = spec.facts, spec._kind == "token_replace"
     assert (facts.first_frame, facts.needs_image, facts.text_sees_image) == (

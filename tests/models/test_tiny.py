@@ -54,6 +54,7 @@ def test_every_family_has_a_tiny_repository():
     assert all(family.tiny for family in families().values())
 
 
+@pytest.mark.rotating
 def test_the_stock_pipeline_samples(pipeline, call):
     if "ImageToVideo" in type(pipeline).__name__:
         call["image"] = torch.rand(1, 3, 64, 64)

@@ -54,6 +54,7 @@ def peak(work: Callable[[], Any]) -> int:
     return counted.most
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "size"),
     [("ltx_video", (9, 128, 128)), ("hunyuan_video", (17, 128, 128)), ("hunyuan_video", (17, 720, 1280)), ("cogvideox", (17, 128, 128))],

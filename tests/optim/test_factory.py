@@ -150,12 +150,14 @@ def test_table_has_every_name() -> None:
     assert set(RECIPES) == set(get_args(OptimizerName))
 
 
+@pytest.mark.rotating
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", names(quick=("adamw-torchao-8bit",)))
 def test_learns_and_resumes_exactly_in_fp32(name: str) -> None:
     check_learns_and_resumes(name, torch.float32)
 
 
+@pytest.mark.rotating
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", [n for n in names() if n not in ("adafactor", "prodigy")])
 def test_learns_and_resumes_exactly_in_bf16(name: str) -> None:
@@ -163,6 +165,7 @@ def test_learns_and_resumes_exactly_in_bf16(name: str) -> None:
     check_learns_and_resumes(name, torch.bfloat16)
 
 
+@pytest.mark.rotating
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", names())
 def test_state_size_is_what_the_table_says(name: str) -> None:

@@ -71,6 +71,7 @@ def test_a_run_is_the_same(
     assert digests(Path(resumed)) == digests(Path(plain))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_a_reference_without_the_adapter_and_rollouts(
     method: str, options: Callable[..., dict], make_clips: Callable[..., Path], tmp_path: Path

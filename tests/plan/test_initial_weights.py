@@ -86,6 +86,7 @@ def test_a_lora_from_a_lora(stages: dict[str, Path], begun: Callable[..., Any], 
     assert f"begun with the weights of `{tmp_path / 'renamed'}`" in (done.root / "README.md").read_text()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_from_a_whole_transformer(
     training_type: str, stages: dict[str, Path], options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path,
@@ -199,6 +200,7 @@ def test_a_diffusers_folder_and_another_programs_lora(
     assert_same(done.weights, ours)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "kind", "rank_is_alpha"), [
     ("ltx_video", "peft", False), ("hunyuan_video", "kohya", False), ("hunyuan_video", "comfyui", True),
 ])  # fmt: skip

@@ -162,6 +162,7 @@ def shown(path):
         return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]).astype(float)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version", "training_type"), [
     ("ltx_video", None, "lora"),
     ("hunyuan_video", None, "full-finetune"),

@@ -62,6 +62,7 @@ def test_the_first_step_of_a_size_compiles_and_later_ones_do_not(
     assert not counters["graph_break"]
 
 
+@pytest.mark.rotating
 def test_activation_memory_is_chosen_again_after_a_step_that_did_not_compile(
     options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

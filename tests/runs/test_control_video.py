@@ -32,6 +32,7 @@ def refusal(**values: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.rotating
 def test_it_learns_from_the_control_video_and_resumes_exactly(
     control: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
 ) -> None:

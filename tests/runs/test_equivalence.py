@@ -30,6 +30,7 @@ def compare(runs: list[Any], *, rtol: float = 1e-5) -> None:
             torch.testing.assert_close(value, weights[name], rtol=rtol, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("clips", "cuts", "training_type"),
     [(4, [(4, 1), (1, 4), (2, 2)], "lora"), (5, [(5, 1), (2, 3)], "full-finetune"), (5, [(5, 1), (2, 3)], "lora")],
@@ -106,6 +107,7 @@ def test_precomputing(
         assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing(
     family: str, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
@@ -147,6 +149,7 @@ def test_logging_less_often(options: Callable[..., dict], run: Callable[..., Any
     assert all(every.weights[name].equal(tensor) for name, tensor in some.weights.items())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_compiling(
     training_type: str,
@@ -192,6 +195,7 @@ def test_a_lora_without_autocast(
     torch.testing.assert_close(under, exact, rtol=2e-2, atol=0)
 
 
+@pytest.mark.rotating
 def test_compiled_blocks_and_a_chosen_attention_backend(
     options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_learns_and_reloads(
     assert torch.isfinite(sample(pipeline, state)).all()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), [one for one in CHECKPOINTS if one not in DEFAULTS])
 def test_every_other_version_trains_and_samples(
     family: str, version: str, options: Callable[..., dict], run: Callable[..., Any]
@@ -124,6 +125,7 @@ def test_every_other_version_trains_and_samples(
     assert torch.isfinite(sample(pipeline, done.state, **extra)).all()
 
 
+@pytest.mark.rotating
 def test_cogvideox_image_to_video_learns_from_the_first_frame(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_cogvideox_image_to_video_learns_from_the_first_frame(
     assert all((frame == 0).all() for frame in seen)
 
 
+@pytest.mark.rotating
 def test_ltx_learns_with_a_given_first_frame(options: Callable[..., dict], run: Callable[..., Any]) -> None:
     values = options("ltx_video", train_steps=20, lr=2e-2, first_frame_conditioning_p=1.0)
     state = run(**values).state

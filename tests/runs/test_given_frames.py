@@ -241,6 +241,7 @@ def test_only_windows_are_given_context(
     assert given == {(0, 0): {()}, **within, (1, 0): {()}, (1, 1): {()}}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", ["cogvideox", "hunyuan_video"])
 def test_image_to_video_weights_are_given_frames_on_their_channels(
     family: str, options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], media: Path,

@@ -24,6 +24,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
+@pytest.mark.rotating
 def test_texts_are_encoded_with_first_frames_live_and_in_the_cache(
     options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def pairs_run(options: Callable[..., dict], tmp_path: Path) -> Callable[..., dic
     return build
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -109,6 +110,7 @@ def test_a_second_round_begins_at_its_reference(
     assert (resumed.root / STORED).read_bytes() == (straight.root / STORED).read_bytes()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("method", ["grpo", "nft", "refl"])
 def test_the_distance_from_the_reference_begins_at_zero(
     method: str, pairs_run: Callable[..., dict], run: Callable[..., Any], tmp_path: Path

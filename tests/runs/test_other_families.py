@@ -282,6 +282,7 @@ def test_either_expert_is_trained_and_sampled_with_the_other(
     assert all(map(torch.equal, getattr(ours, other).state_dict().values(), getattr(base, other).state_dict().values()))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("method", "expert"), [("grpo", "low"), ("grpo", "high"), ("nft", "low")])
 def test_rewards_train_one_expert_at_its_noise_levels(
     method: str, expert: str, wan: Path, run: Callable[..., Any], tmp_path: Path

@@ -43,6 +43,7 @@ def test_resuming_changes_nothing(
     assert straight.curve("prior_loss")[-1][1] > 0.0
 
 
+@pytest.mark.rotating
 def test_the_prior_is_held_and_the_clips_are_learned(
     options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
 ) -> None:

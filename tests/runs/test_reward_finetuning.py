@@ -186,6 +186,7 @@ def stopping_after(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_resuming_changes_nothing(
     name: str, options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def files(tiny_repo: Callable[..., Path], tmp_path: Path) -> Path:
     return to
 
 
+@pytest.mark.rotating
 def test_the_seed_trains_from_single_files(
     tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], files: Path, tmp_path: Path, capsys: Any,
     monkeypatch: pytest.MonkeyPatch,

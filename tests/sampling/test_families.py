@@ -43,6 +43,7 @@ def random_lora(family: str, repository: Path, folder: Path) -> Any:
 SAMPLED = [(f, "token_replace" if (f, v) == ("hunyuan_video", "i2v") else v) for f, v in CHECKPOINTS]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), SAMPLED)
 def test_samples_are_those_of_the_pipeline(
     family: str, version: str, tiny_repo: Callable[..., Path], sample: Callable[..., Any], tmp_path: Path

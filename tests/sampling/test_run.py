@@ -58,6 +58,7 @@ KINDS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_sampled_as_it_was_validated(
     kind: str, validated: Callable[..., Any], sample: Callable[..., Any], capsys: pytest.CaptureFixture[str]

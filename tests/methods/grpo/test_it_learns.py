@@ -53,12 +53,14 @@ def test_policy_gradients_learn(kernel: str, eta: float, process: Any) -> None:
     assert gain(train(method, model, rollouts=20)) > 0.15
 
 
+@pytest.mark.rotating("learning")
 def test_full_trajectories_learn() -> None:
     model = network()
     method = grpo(sampler="dance", eta=0.5, window_size=0, timestep_fraction=0.6)
     assert gain(train(method, model, rollouts=20)) > 0.15
 
 
+@pytest.mark.rotating("learning")
 def test_nft_learns() -> None:
     model = network()
     assert gain(train(nft(model), model, rollouts=30)) > 0.15

@@ -87,6 +87,7 @@ def write(directory: Path, lora: Lora, kind: str, spec: ModelSpec) -> Path:
     return path
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[..., ModelSpec], tmp_path: Path) -> None:
     """Rank and alpha differ, and two layers have others: the network that reads a file predicts what the trained one does."""

@@ -177,6 +177,7 @@ def test_the_names_of_full_networks_are_those_of_the_golden_file() -> None:
     assert found == json.loads(GOLDEN.read_text())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "version", "part"),
     # The names in a HunyuanVideo that starts from an image are those in the other.

@@ -119,6 +119,7 @@ def saved(root: Path, step: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_are_the_same(
     name: str, options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

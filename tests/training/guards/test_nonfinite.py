@@ -90,6 +90,7 @@ def poison_sample(monkeypatch: pytest.MonkeyPatch, key: tuple[int, int]) -> None
     monkeypatch.setattr(SFT, "loss", poisoned)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_going_back_is_as_if_the_data_had_not_been_there(
     training_type: str, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,

@@ -60,6 +60,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert wanted.norm() > 0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("options", "plan"), CASES, ids=str)
 def test_the_gradient_is_that_of_replay(
     options: dict[str, Any], plan: tuple[str, int, bool], monkeypatch: pytest.MonkeyPatch
