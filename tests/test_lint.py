@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LONGEST_FILE, LONGEST_FUNCTION = 600, 50
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_TEST_NAME = 600, 50, 80
 #: Functions over the limit, until they are split.
 LONG = {
     "advantage.py compute_advantages",
@@ -41,6 +41,17 @@ def test_files_and_functions_are_short() -> None:
                 if (node.end_lineno or 0) - first >= LONGEST_FUNCTION:
                     long.add(f"{path.name} {node.name}")
     assert long <= LONG
+
+
+def test_names_of_tests_fit_on_a_command_line() -> None:
+    names = [
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 2000
+    assert [name for name in names if len(name) > LONGEST_TEST_NAME] == []
 
 
 #: What a random draw must be given, since the default is the host program's.

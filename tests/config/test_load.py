@@ -140,7 +140,7 @@ def test_changed_options_are_those_that_differ_from_the_defaults_as_plain_values
     assert list(changed_options(config))[:3] == list(BASE)
 
 
-def test_repr_shows_what_differs_from_the_defaults_and_evaluates_to_the_configuration():
+def test_repr_shows_changed_options_and_evaluates_to_the_configuration():
     config = load_config(**BASE, video_resolution_buckets=["17x64x96"], output_dir="runs/a", target_fps=8)
     assert repr(config) == (
         "load_config(model_name='ltx_video', pretrained_model_name_or_path='repo', data_root='clips', "

@@ -33,7 +33,7 @@ def test_results_come_in_order_from_other_threads_and_not_too_many_ahead(threads
     assert list(prefetch(range(5), lambda number: number, threads=threads)) == list(range(5))
 
 
-def test_what_is_raised_comes_in_its_turn_and_what_was_asked_for_after_it_is_given_up() -> None:
+def test_an_error_comes_in_its_turn_and_later_requests_are_given_up() -> None:
     asked: list[int] = []
     failed, told = threading.Event(), threading.Event()
 

@@ -69,7 +69,7 @@ def test_the_loss_is_the_weighted_mean_over_latents(family: str, tiny_repo: Call
     close(half, 0.25 * weighted((answer(0, error["x"].shape) - error["target"]) ** 2, batch.mask[0]))
 
 
-def test_given_frames_and_masks_both_leave_the_loss_and_what_nothing_is_left_of_counts_as_zero(
+def test_given_frames_and_masks_leave_the_loss_and_an_empty_rest_is_zero(
     tiny_repo: Callable[..., Path],
 ) -> None:
     setting = Setting(tiny_repo("ltx_video"), "ltx_video", given="first=0.5")

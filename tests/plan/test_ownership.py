@@ -174,7 +174,7 @@ def test_runs_of_before_are_continued_and_started_again(
     assert dump_toml(load_config(root / "config.toml"))
 
 
-def test_a_preparation_in_a_foreign_directory_is_refused_unless_its_cache_is_elsewhere(
+def test_preparing_in_a_foreign_directory_needs_a_cache_elsewhere(
     options: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     fill(tmp_path / "run", "README.md")
