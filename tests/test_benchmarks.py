@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from real_process import Python
 
-pytestmark = pytest.mark.rotating
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def startup(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("case", ["ltx", "hunyuan", "cogvideo"])
+@pytest.mark.rotating
 def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     overhead.main(["--cases", case, "--training", "full-finetune", "--data", "memory", "cache", "--blocks", "1", "--steps", "1"])  # fmt: skip
     out = capsys.readouterr().out
@@ -41,12 +42,14 @@ def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pyte
     assert "torch" in out.splitlines()[0]
 
 
+@pytest.mark.rotating
 def test_adapters_and_bf16_do_the_same_work_too(overhead: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     overhead.main(["--cases", "cogvideo", "--training", "lora", "--precision", "bf16", "--blocks", "1", "--steps", "1"])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| cogvideo | lora | bf16 |"))
     assert float(row.strip("| ").split(" | ")[-1]) < 1e-2
 
 
+@pytest.mark.rotating
 def test_loops_that_do_different_work_are_not_compared(overhead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = overhead.draw
 
@@ -59,17 +62,20 @@ def test_loops_that_do_different_work_are_not_compared(overhead: ModuleType, mon
         overhead.main(["--cases", "cogvideo", "--training", "lora", "--blocks", "1", "--steps", "1"])
 
 
+@pytest.mark.rotating
 def test_imports_are_summed_by_package(startup: ModuleType) -> None:
     seconds = dict(startup.import_seconds("import json.tool"))
     assert 0 < seconds["json"] < 10
     assert not any("." in package for package in seconds)
 
 
+@pytest.mark.rotating
 def test_a_command_that_fails_is_an_error(startup: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="no such luck"):
         startup.command_seconds("-c", "raise SystemExit('no such luck')")
 
 
+@pytest.mark.rotating
 def test_start_up_is_measured_each_way(
     startup: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +90,7 @@ def test_start_up_is_measured_each_way(
     assert "| finetrainers | 0.25 |\n| all | 1.75 |" in out
 
 
+@pytest.mark.rotating
 def test_the_first_step_of_a_real_run(
     startup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Python
 ) -> None:
@@ -97,3 +104,11 @@ def test_the_first_step_of_a_real_run(
     assert 0 < startup.first_step_seconds(case, tmp_path, precompute=True) < 600
     assert (tmp_path / "run" / "pytorch_lora_weights.safetensors").is_file()
     assert list((tmp_path / "cache").iterdir())
+
+
+def test_every_script_imports_what_it_uses(benchmark_script: Callable[[str], ModuleType]) -> None:
+    """Their own tests rotate; a name that the package has no longer is noticed every day."""
+    names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    assert len(names) > 15
+    for name in names:
+        assert benchmark_script(name).__doc__

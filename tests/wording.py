@@ -110,11 +110,11 @@ def _code(source: str) -> Iterator[tuple[int, Kind, str]]:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if is_function or isinstance(node, (ast.Module, ast.ClassDef)):
-            if (docstring := ast.get_docstring(node)) is not None:
-                docstrings.add(node.body[0].value)
-                yield node.body[0].lineno, "docstring", docstring
-                yield node.body[0].lineno, "first line", docstring.splitlines()[0]
+        documented = is_function or isinstance(node, (ast.Module, ast.ClassDef))
+        if documented and (docstring := ast.get_docstring(node)) is not None:
+            docstrings.add(node.body[0].value)
+            yield node.body[0].lineno, "docstring", docstring
+            yield node.body[0].lineno, "first line", docstring.splitlines()[0]
         if is_function:
             yield node.lineno, "name", node.name
             parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -122,9 +122,9 @@ def _code(source: str) -> Iterator[tuple[int, Kind, str]]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, "name", node.id
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-            if len(node.value) >= 12 and " " in node.value:
-                yield node.lineno, "string", node.value
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings
+        if is_text and len(node.value) >= 12 and " " in node.value:
+            yield node.lineno, "string", node.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], "comment", token.string.lstrip("#: ")
