@@ -55,8 +55,8 @@ setup(
             "sampling/*.html",
         ]
     },
-    # Lower bounds are the versions of .ci/lowest.txt, which CI tries all together, and one a day beside the newest of the
-    # others. That of torch is the first version with all that is called: CI has no builds but the newest.
+    # Lower bounds are the versions of .ci/lowest.txt, which CI tries all together, and one a day beside the newest of
+    # the others. That of torch is the first version with all that is called: CI has no builds but the newest.
     install_requires=[
         "torch>=2.6",
         "diffusers>=0.40",

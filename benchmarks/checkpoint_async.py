@@ -5,12 +5,12 @@
 
 A stack of linear layers is trained with AdamW, and after every few steps its state is saved twice through the toolkit's
 `save_checkpoint`: first while training waits, then with `--async_checkpointing`. Both have to give the same bytes, or
-nothing is reported. The memory of the copy is got from the system after the first step, as in a run, and is used again by each
-save; what the first save waited is a column of its own.
+nothing is reported. The memory of the copy is got from the system after the first step, as in a run, and is used again
+by each save; what the first save waited is a column of its own.
 
-What steps take meanwhile is given on the clock and in CPU time of the training thread. On the clock it also says how busy the
-processor was with the writing thread and with other programs. CPU time leaves that out: it says how much the writer slows a
-step that has a core of its own, by shared caches and memory.
+What steps take meanwhile is given on the clock and in CPU time of the training thread. On the clock it also says how
+busy the processor was with the writing thread and with other programs. CPU time leaves that out: it says how much the
+writer slows a step that has a core of its own, by shared caches and memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Saves:
         self.steps: dict[str, list[tuple[float, float]]] = {"alone": [], "copying": [], "beside": []}
 
     def step(self, when: str) -> float:
-        """Take a step, and note what it takes without waiting, on the clock and of a processor; the seconds of waiting."""
+        """Take a step, and note what it takes without waiting, on the clock and of a processor; the seconds of
+        waiting."""
         started, cpu = time.perf_counter(), time.thread_time()
         waited = take_step(self.background, width=self.width, batch=self.batch)
         self.at_once.step = self.background.step
@@ -90,7 +91,8 @@ class Saves:
         self.cpu["at once"].append(time.process_time() - cpu)
 
     def save_in_background(self) -> None:
-        """Training waits where the next update would change what is still being copied, and goes on until all is written."""
+        """Training waits where the next update would change what is still being copied, and goes on until all is
+        written."""
         started, cpu = time.perf_counter(), time.process_time()
         blocked = timed(save_checkpoint, self.background, self.saves)
         main = time.thread_time()

@@ -4,14 +4,14 @@
     python benchmarks/checkpoint_kills.py --background
     python benchmarks/checkpoint_kills.py --kills 25 --command
 
-Each round forks a process that trains and saves in a loop, some steps twice, with room for two checkpoints, and kills it
-with SIGKILL. Then the newest checkpoint is verified byte by byte, loaded into a new state, and compared with what
-training to that step gives. With `--background` a thread writes while training goes on. `--in_place` is the control: the
-same files written straight to their final name.
+Each round forks a process that trains and saves in a loop, some steps twice, with room for two checkpoints, and kills
+it with SIGKILL. Then the newest checkpoint is verified byte by byte, loaded into a new state, and compared with what
+training to that step gives. With `--background` a thread writes while training goes on. `--in_place` is the control:
+the same files written straight to their final name.
 
 `--command` kills the training command itself, on a tiny model, while it saves, and continues it each time with
-`--resume_from_checkpoint latest`; after the last kill it runs to its end, and the weights that it hands out are compared with
-those of a run that nobody killed.
+`--resume_from_checkpoint latest`; after the last kill it runs to its end, and the weights that it hands out are
+compared with those of a run that nobody killed.
 """
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ def kill_while_saving(child: int, checkpoints: Path, draw: random.Random) -> boo
 
 
 def kill_commands(root: Path, *, kills: int, seed: int) -> tuple[int, int, bool]:
-    """Kills that left a newest checkpoint that verifies, kills that hit a save, and whether the run ended as an undisturbed one."""
+    """Kills that left a newest checkpoint that verifies, kills that hit a save, and whether the run ended as an
+    undisturbed one."""
     import_module("finetrainers.runs.run")  # here, so that not every fork has to
     log, draw = root / "log", random.Random(seed)
     run_command(log, "tiny", "ltx_video", str(root / "model"))

@@ -9,8 +9,8 @@
     OMP_NUM_THREADS=1 python benchmarks/data.py --fill     filling the cache, against a plain loop (data_fill.py)
     OMP_NUM_THREADS=1 python benchmarks/data.py --memory   what is held after each of ten epochs (data_memory.py)
 
-Each part prints a table; ratios are between ways that took turns in one process. The scripts in brackets have the sizes as
-flags.
+Each part prints a table; ratios are between ways that took turns in one process. The scripts in brackets have the sizes
+as flags.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
 }
 #: Decoding what is wanted should be this much faster than decoding and resizing everything.
 TARGET_DECODE = 3.0
-#: Of a plain read of consecutive frames, reading a clip should take at most this much of the CPU and wall time; and so many MB
-#: in all, of a process that does nothing else.
+#: Of a plain read of consecutive frames, reading a clip should take at most this much of the CPU and wall time; and so
+#: many MB in all, of a process that does nothing else.
 TARGET_RANGE, TARGET_TOTAL = 1.05, 500.0
 _SECONDS, _FRAMES, _SIZE = 10, 49, (480, 832)
 _RANGE, _RANGE_SIZE = range(100, 149), (512, 768)
@@ -110,7 +110,8 @@ def by_pyav(path: Path, indices: Sequence[int], height: int, width: int) -> Tens
 
 
 def decoded_only(path: Path, indices: Sequence[int], height: int, width: int) -> Tensor:
-    """The wanted frames and those that they may refer to are decoded, and nothing is done with them: what cannot be saved."""
+    """The wanted frames and those that they may refer to are decoded, and nothing is done with them: what cannot be
+    saved."""
     with closing(PyavReader(path)) as reader:
         count = sum(1 for _ in reader._wanted(sorted(set(indices))))
     return torch.tensor(count)
@@ -136,7 +137,8 @@ _WAYS: dict[str, Callable[[Path, Sequence[int], int, int], Tensor]] = {
 
 
 def decode(directory: Path, *, repeats: int) -> bool:
-    """Compare the ways on ten seconds of 720p; whether the default backend reaches the aim for frames that lie together."""
+    """Compare the ways on ten seconds of 720p; whether the default backend reaches the aim for frames that lie
+    together."""
     path = write_clip(directory / "clip.mp4")
     found = probe(path)
     height, width = cover_size(found.height, found.width, *_SIZE)
@@ -237,7 +239,8 @@ def as_a_clip(path: Path, indices: Sequence[int], height: int, width: int) -> Te
 
 
 def plainly(path: Path, indices: Sequence[int], height: int, width: int, *, threads: str | None = None) -> Tensor:
-    """The same without care for memory: PyAV seeks and decodes, frames are kept as they are stored, and resized together."""
+    """The same without care for memory: PyAV seeks and decodes, frames are kept as they are stored, and resized
+    together."""
     frames = []
     with av.open(str(path)) as container:
         stream = container.streams.video[0]

@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/data_cache.py --wait
     OMP_NUM_THREADS=1 python benchmarks/data_cache.py --startup --entries 100000
 
-Each prints Markdown tables. The first trains the embedded model on clips of its world, with clips decoded and encoded while
-training and with the cache, with and without worker processes, and measures the time within which the trainer waits for its
-next batches; it fails if that is 2 % of a step or more with the cache. The second makes so many small entries and files, and
-times, each in a process of its own, what a start asks of them, beside what it would be without the index.
+Each prints Markdown tables. The first trains the embedded model on clips of its world, with clips decoded and encoded
+while training and with the cache, with and without worker processes, and measures the time within which the trainer
+waits for its next batches; it fails if that is 2 % of a step or more with the cache. The second makes so many small
+entries and files, and times, each in a process of its own, what a start asks of them, beside what it would be without
+the index.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/data_check.py --items 1000 --clips 20
 
 Throughput: small clips, checked by their headers, by decoding all of them, and once more with everything remembered.
-Start: a .jsonl of many lines, each with a name of its own, all known as a check leaves them, planned in a fresh process and
-written to a manifest. Seconds of the clock depend on what else runs; those of the processor do not.
+Start: a .jsonl of many lines, each with a name of its own, all known as a check leaves them, planned in a fresh process
+and written to a manifest. Seconds of the clock depend on what else runs; those of the processor do not.
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/data_fill.py
     OMP_NUM_THREADS=1 python benchmarks/data_fill.py --clips 8 --repeats 1
 
-Makes real clips of two sizes, and an LTX-Video repository with random weights: a small VAE of the published geometry, and a
-small T5. `finetrainers prepare` then fills an empty cache with each set of options, and so does the plain loop, in turns within
-one process. Reading headers, hashing files, loading models and writing entries are part of it; imports are not.
+Makes real clips of two sizes, and an LTX-Video repository with random weights: a small VAE of the published geometry,
+and a small T5. `finetrainers prepare` then fills an empty cache with each set of options, and so does the plain loop,
+in turns within one process. Reading headers, hashing files, loading models and writing entries are part of it; imports
+are not.
 
-The plain loop is the precomputation of the original finetrainers, operation by operation: decord decodes every frame of a
-clip, all are converted to floats, the bucket's frames are chosen and resized, captions and then clips are encoded one at a time,
-and `torch.save` writes a file for each. Both take evenly spaced frames. The exit code is 1 if default options take more than a third
-of the plain loop's time.
+The plain loop is the precomputation of the original finetrainers, operation by operation: decord decodes every frame of
+a clip, all are converted to floats, the bucket's frames are chosen and resized, captions and then clips are encoded one
+at a time, and `torch.save` writes a file for each. Both take evenly spaced frames. The exit code is 1 if default
+options take more than a third of the plain loop's time.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def fill(model: Path, captions: Path, directory: Path, **options: Any) -> int:
 
 
 def table(directory: Path, *, clips: int, repeats: int) -> tuple[list[str], float]:
-    """A row for each way of filling, and the share of the plain loop's wall time that the first set of options takes."""
+    """A row for each way of filling, and the share of the plain loop's wall time that the first set of options
+    takes."""
     model, warm_up = write_model(directory / "model"), write_real_clips(directory / "warm-up", 2)
     captions = write_real_clips(directory / "clips", clips)
     ways: dict[str, Callable[[Path, Path], int]] = {"plain loop": partial(fill_plainly, model)}

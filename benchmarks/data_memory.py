@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/data_memory.py
 
-Trains the embedded model for some epochs on clips of its world, decoded by worker processes and from the cache, and notes after
-each epoch what the process and its workers hold. The first epochs fill what is filled once; from the third on it may not grow by
-more than the limit.
+Trains the embedded model for some epochs on clips of its world, decoded by worker processes and from the cache, and
+notes after each epoch what the process and its workers hold. The first epochs fill what is filled once; from the third
+on it may not grow by more than the limit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Milliseconds of a step whose gradients are averaged during its backward pass, after it, or not at all, by two CPU processes.
+"""Milliseconds of a step whose gradients are averaged during its backward pass, after it, or not at all, by two CPU
+processes.
 
     python benchmarks/gradient_exchange.py                      # over this host's loopback
     python benchmarks/gradient_exchange.py --gigabits 1 4 10    # as root: two network namespaces, a cable of each speed
 
-96 linear layers with 96 MiB of gradients, one thread each, over gloo. The three kinds of steps take turns, so that another
-load of the host meets all of them; of each the median counts.
+96 linear layers with 96 MiB of gradients, one thread each, over gloo. The three kinds of steps take turns, so that
+another load of the host meets all of them; of each the median counts.
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@
     OMP_NUM_THREADS=1 python benchmarks/grpo.py --saturated  the same where most prompts teach nothing
     OMP_NUM_THREADS=1 python benchmarks/grpo.py --learning   what each algorithm reaches in two minutes, LoRA and full
 
-In the first two, all settings train a LoRA on the embedded model with the reward of `finetrainers demo reward`, from the same
-weights and prompts, with the same rank. They take turns within one process: the next update is that of the setting that has
-had the least time, so that a machine that slows down slows all alike. Evaluations cost nothing; they sample the same captions
-from the same noise with the same sampler, whatever the setting. With `--results FILE`, every evaluation is appended to a
-file; started again with it, the benchmark repeats only seeds that were not finished, and prints the table of all.
-The first ends with exit code 1 if no setting of ours is three times as fast as the fair baseline, in passes and in seconds.
+In the first two, all settings train a LoRA on the embedded model with the reward of `finetrainers demo reward`, from
+the same weights and prompts, with the same rank. They take turns within one process: the next update is that of the
+setting that has had the least time, so that a machine that slows down slows all alike. Evaluations cost nothing; they
+sample the same captions from the same noise with the same sampler, whatever the setting. With `--results FILE`, every
+evaluation is appended to a file; started again with it, the benchmark repeats only seeds that were not finished, and
+prints the table of all. The first ends with exit code 1 if no setting of ours is three times as fast as the fair
+baseline, in passes and in seconds.
 
-The last ends with exit code 1 if one of them misses the aim: the preferred color shown by 30 more in a hundred captions,
-and no more than ten in a hundred fewer in which the shape, or the motion, is as asked.
+The last ends with exit code 1 if one of them misses the aim: the preferred color shown by 30 more in a hundred
+captions, and no more than ten in a hundred fewer in which the shape, or the motion, is as asked.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ def measure(chosen: Mapping[str, dict[str, Any]], options: argparse.Namespace) -
 def report(
     points: Sequence[Point], names: Sequence[str], *, score: float, baseline: str
 ) -> dict[str, dict[str, float]]:
-    """Print the table; median ratio to the baseline by settings and unit, of settings that reached the score with all seeds."""
+    """Print the table; median ratio to the baseline by settings and unit, of settings that reached the score with all
+    seeds."""
     seeds = sorted({point.seed for point in points})
     table = {
         (name, seed): Reached.of(mine, score)
@@ -233,7 +235,8 @@ def _spread(values: Sequence[float], digits: int = 0) -> str:
 
 
 def learning(directory: Path, algorithms: Sequence[str], *, limit_s: float, captions: int) -> bool:
-    """Print what algorithms make of the demonstration's reward in `limit_s` seconds of updates; whether all reach the aim."""
+    """Print what algorithms make of the demonstration's reward in `limit_s` seconds of updates; whether all reach the
+    aim."""
     print(f"{captions} held-out captions before and after\n")
     print("| algorithm | weights | updates | s | preferred color shown | shape as asked | motion as asked |")
     print("|---|---|---|---|---|---|---|")

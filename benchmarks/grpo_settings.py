@@ -22,8 +22,8 @@ ALL: dict[str, Any] = {
 #: How all are evaluated.
 JUDGE: dict[str, Any] = {"sampling_steps": 12, "seed": 0}
 
-#: DanceGRPO's own but for learning rate and rank, and with two prompts: one a process there, and more cost more here. The rate
-#: is the best of 3e-3, 6e-3 and 1e-2 for the baseline; of ours, the second was better than the first.
+#: DanceGRPO's own but for learning rate and rank, and with two prompts: one a process there, and more cost more here.
+#: The rate is the best of 3e-3, 6e-3 and 1e-2 for the baseline; of ours, the second was better than the first.
 _DANCEGRPO: dict[str, Any] = {
     "grpo_preset": "dancegrpo",
     "num_generations": 24,

@@ -145,7 +145,8 @@ class Bench:
         ).total  # fmt: skip
 
     def counted(self) -> float | None:
-        """The peak counted on fake tensors, in GiB; None where weights are quantized, or what is on the host is not counted."""
+        """The peak counted on fake tensors, in GiB; None where weights are quantized, or what is on the host is not
+        counted."""
         config, network = self.config, self.on_meta()
         memory, optimizer = config.memory, config.optimizer
         if memory.quantize_frozen != "none" or memory.layerwise_upcasting_modules:
@@ -163,7 +164,8 @@ class Bench:
         return (found.weights + state + max(found.forward, found.backward)) / GIB
 
     def measured(self) -> Result:
-        """Train some steps; seconds of a step, MFU, and GiB at the peak, allocated and reserved. On a CPU nothing is measured."""
+        """Train some steps; seconds of a step, MFU, and GiB at the peak, allocated and reserved. On a CPU nothing is
+        measured."""
         parallel = make_strategy(self.config)
         device = parallel.device
         plan = DatasetPlan((), (), (), (), (), (), (), BatchCounts({}, (), (), False), "")
@@ -253,7 +255,8 @@ def _config(network: Network, repo: Path, size: tuple[int, int, int], options: M
 
 
 def _randomly(device: torch.device) -> Any:
-    """What stands for `load_network`: the network with its class's own initialization, on the device if it fits there."""
+    """What stands for `load_network`: the network with its class's own initialization, on the device if it fits
+    there."""
 
     def load(cls: Any, model: Any, part: str, arguments: Mapping[str, Any], **_: Any) -> nn.Module:
         dtype, config = arguments["torch_dtype"], common.load_part(cls.load_config, model, part)

@@ -162,7 +162,8 @@ def _estimated(argv: list[str]) -> Any:
 
 
 def clusters(name: str, clip: str, kind: str) -> Iterator[tuple[str, ...]]:
-    """Rows of what to launch on several GPUs, as `CLUSTER_HEADINGS` say; what is the same for several counts is one row."""
+    """Rows of what to launch on several GPUs, as `CLUSTER_HEADINGS` say; what is the same for several counts is one
+    row."""
     rows: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for gpus in COUNTS:
         strategy, sp_size, *peaks = _launch(name, clip, kind, gpus)
@@ -174,9 +175,11 @@ def clusters(name: str, clip: str, kind: str) -> Iterator[tuple[str, ...]]:
 
 
 def _launch(name: str, clip: str, kind: str, gpus: int) -> tuple[str, int, str, str, str]:
-    """Strategy, `sp_size` (0: nothing fits), its peak, that by a ring, and that of whole clips: the first that fits, in order.
+    """Strategy, `sp_size` (0: nothing fits), its peak, that by a ring, and that of whole clips: the first that fits, in
+    order.
 
-    Whole clips before shared ones, whole networks before sharded ones, and nothing is sharded across machines if it need not.
+    Whole clips before shared ones, whole networks before sharded ones, and nothing is sharded across machines if it
+    need not.
     """
     machines = max(1, gpus // PER_MACHINE)
     run = ["--video_resolution_buckets", clip, "--num_processes", str(gpus), "--num_machines", str(machines)]
@@ -204,7 +207,8 @@ def all_clusters() -> Iterator[tuple[str, ...]]:
 
 
 def sharing(size: int) -> tuple[str, ...]:
-    """A row of what the training step takes where so many of eight processes share each clip, as `SHARING_HEADINGS` say."""
+    """A row of what the training step takes where so many of eight processes share each clip, as `SHARING_HEADINGS`
+    say."""
     shared = ["--video_resolution_buckets", "129x720x1280", "--num_processes", "8", "--sp_size", str(size)]
     cells = []
     for kind, strategy in SHARING:
@@ -234,7 +238,8 @@ def write_table(page: Path, name: str, table: str) -> None:
 
 
 def recipes() -> Iterator[Path]:
-    """The training files below examples/ that have one command; recipes for several engines tell their memory in words."""
+    """The training files below examples/ that have one command; recipes for several engines tell their memory in
+    words."""
     for path in sorted((ROOT / "examples").glob("*/*.toml")):
         if len(_commands(path)) == 1:
             yield path
@@ -249,7 +254,8 @@ def _commands(recipe: Path) -> list[list[str]]:
 
 
 def planned_peak(recipe: Path) -> str:
-    """The line of a recipe that says how much memory its command is planned to take, as the command `estimate` says it."""
+    """The line of a recipe that says how much memory its command is planned to take, as the command `estimate` says
+    it."""
     [words] = _commands(recipe)
     family = load_config(recipe).model.model_name
     sizes = [name for name, network in NETWORKS.items() if network.family == family]

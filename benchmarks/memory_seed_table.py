@@ -3,9 +3,9 @@
     python benchmarks/memory_seed_table.py            # prints the table and the errors, in about a minute
     python benchmarks/memory_seed_table.py --write    # writes it into docs/reference/memory-figures.md
 
-The figures were published by an earlier version of finetrainers, for 49 frames of 480x720 on A100 GPUs of 80 GB, with latents
-and text embeddings encoded beforehand. The runs are estimated and counted with the dtypes that they had: bf16 weights, adapters
-and gradients, and optimizer state of the weights' dtype. Nothing runs on a GPU here.
+The figures were published by an earlier version of finetrainers, for 49 frames of 480x720 on A100 GPUs of 80 GB, with
+latents and text embeddings encoded beforehand. The runs are estimated and counted with the dtypes that they had: bf16
+weights, adapters and gradients, and optimizer state of the weights' dtype. Nothing runs on a GPU here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 PAGE = ROOT / "docs" / "reference" / "memory-figures.md"
 _MARKS = ("<!-- table -->", "<!-- end of table -->")
 
-#: Kind of training and optimizer, checkpointing, clips of a batch, then for each model and rank the published figures in GiB:
-#: before training, before validation, after validation, after testing. Of DeepSpeed's runs the rank was not published.
+#: Kind of training and optimizer, checkpointing, clips of a batch, then for each model and rank the published figures
+#: in GiB: before training, before validation, after validation, after testing. Of DeepSpeed's runs the rank was not
+#: published.
 _FIGURES = """
 lora adamw no 1
 2b 16: 12.945 43.764 46.918 24.234 | 2b 64: 13.035 44.314 47.469 24.469 | 2b 256: 13.095 45.826 48.990 25.543

@@ -1,9 +1,10 @@
-"""What prior preservation holds back: a LoRA of a new concept is trained on clips of that concept alone, then other captions are sampled.
+"""What prior preservation holds back: a LoRA of a new concept is trained on clips of that concept alone, then other
+captions are sampled.
 
 The embedded model learns the quickstart's new word from 24 clips that all show it, without and with
-`--prior_preservation_weight`, and is sampled with the new word and with held-out captions without it. What the samples show
-is read back from their pixels. The prior prompts are captions of the world, of combinations that no held-out caption has;
-there are no clips of them.
+`--prior_preservation_weight`, and is sampled with the new word and with held-out captions without it. What the samples
+show is read back from their pixels. The prior prompts are captions of the world, of combinations that no held-out
+caption has; there are no clips of them.
 
     python benchmarks/prior_preservation.py [--steps 150] [--weights 0 1 4] [--prior captions|blank] [--out FILE.json]
 

@@ -3,8 +3,8 @@
     python benchmarks/quantization_error.py demo://ltx
     python benchmarks/quantization_error.py hunyuanvideo-community/HunyuanVideo --layers
 
-The error is the norm of the difference, divided by the norm of the weights. Beside the formats of `--quantize_frozen` stands
-the plain cast of `--layerwise_upcasting_modules`, which has no scales.
+The error is the norm of the difference, divided by the norm of the weights. Beside the formats of `--quantize_frozen`
+stands the plain cast of `--layerwise_upcasting_modules`, which has no scales.
 """
 
 from __future__ import annotations

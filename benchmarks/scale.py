@@ -4,11 +4,11 @@
     python benchmarks/scale.py --processes 8 64 --depth 2   # of fewer blocks
     python benchmarks/scale.py --starts 1000 10000          # clips: what real processes of one machine read at a start
 
-The network is the published one without weights, full finetuned in bf16 with AdamW and FSDP2, over all processes or within
-groups of eight. The code that splits it, chooses clips, and shares out files is that of a run; PyTorch's own hooks gather and
-reduce, under its backend that exchanges nothing, and their tensors are counted. No network and no GPU is measured. For
-`--starts`, two processes check a run with one tiny clip under many names, before they join; and one does it alone, as each did
-before.
+The network is the published one without weights, full finetuned in bf16 with AdamW and FSDP2, over all processes or
+within groups of eight. The code that splits it, chooses clips, and shares out files is that of a run; PyTorch's own
+hooks gather and reduce, under its backend that exchanges nothing, and their tensors are counted. No network and no GPU
+is measured. For `--starts`, two processes check a run with one tiny clip under many names, before they join; and one
+does it alone, as each did before.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class CountedZero:
 class TwoMemories(ResizedStorages):
     """Adds up the bytes of storages on the device, as the base does, and of those on the host.
 
-    A storage belongs to where the first tensor says that it is. Numbers that a program reads are 1, and its flags are off.
+    A storage belongs to where the first tensor says that it is. Numbers that a program reads are 1, and its flags are
+    off.
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,8 @@ def count_zero(
     split: Callable[..., None] | None = None,
     gather: Callable[[nn.Module], object] | None = None,
 ) -> CountedZero:
-    """Count two steps: in the first one the optimizer makes its state, and ZeRO-3 learns in which order weights are used.
+    """Count two steps: in the first one the optimizer makes its state, and ZeRO-3 learns in which order weights are
+    used.
 
     The process is the last one. Its part of the averaged gradients of ZeRO-1 and 2 is made first.
 

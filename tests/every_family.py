@@ -1,4 +1,5 @@
-"""The registered model families and the versions of their tiny models, for tests that are parametrized over all of them."""
+"""The registered model families and the versions of their tiny models, for tests that are parametrized over all of
+them."""
 
 from __future__ import annotations
 

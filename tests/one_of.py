@@ -13,7 +13,8 @@ from finetrainers.parallel.ranks import Ranks
 
 
 class OneOf:
-    """Rank `rank` of `world_size`; by default the only process. So many neighbors as `sharing` says share their samples."""
+    """Rank `rank` of `world_size`; by default the only process. So many neighbors as `sharing` says share their
+    samples."""
 
     device = torch.device("cpu")
     forward_is_collective = False

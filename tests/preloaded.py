@@ -1,4 +1,5 @@
-"""What the server of `real_process` imports before it forks: what a run would import, and no operation on any tensor."""
+"""What the server of `real_process` imports before it forks: what a run would import, and no operation on any
+tensor."""
 
 from __future__ import annotations
 

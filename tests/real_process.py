@@ -1,11 +1,11 @@
 """Python programs in processes of their own that start at once: forks of a server that has imported the libraries.
 
-`python("-m", "finetrainers", "train", ...)`, `python("train.py", ...)` and `python("-c", code)` do what the interpreter does
-with these arguments: another process, in a process group of its own, with the environment and directory given, its output in
-files, ended by signals, with an exit code. Only the interpreter's start and the imports, seconds each time, are the server's.
-The server runs no tensor operation, so there are no threads that a fork would lose. `python.launch(...)` is such a process whose
-`sys.executable` asks for forks, too, so that a launcher's processes cost as little. What imports no torch starts by `subprocess`
-as ever.
+`python("-m", "finetrainers", "train", ...)`, `python("train.py", ...)` and `python("-c", code)` do what the interpreter
+does with these arguments: another process, in a process group of its own, with the environment and directory given, its
+output in files, ended by signals, with an exit code. Only the interpreter's start and the imports, seconds each time,
+are the server's. The server runs no tensor operation, so there are no threads that a fork would lose.
+`python.launch(...)` is such a process whose `sys.executable` asks for forks, too, so that a launcher's processes cost
+as little. What imports no torch starts by `subprocess` as ever.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class RealProcess:
 
 
 class Python:
-    """`python(*arguments, cwd=..., **environment)` starts a program; those that still run when the test ends are killed."""
+    """`python(*arguments, cwd=..., **environment)` starts a program; those that still run when the test ends are
+    killed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -275,8 +276,8 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: tuple[
         sys.executable = str(_stand_in(Path(env[_REQUESTS])))
     import torch
 
-    # After a fork torch makes a new thread pool when one is asked for; two threads that ask at once get none. `finetrainers
-    # run` forks its stages, once more from here.
+    # After a fork torch makes a new thread pool when one is asked for; two threads that ask at once get none.
+    # `finetrainers run` forks its stages, once more from here.
     make_pool = functools.partial(torch.set_num_threads, torch.get_num_threads())
     make_pool()
     os.register_at_fork(after_in_child=make_pool)

@@ -1,8 +1,8 @@
 """Rotating tests: a run of the whole suite takes a tenth of those marked `rotating`, another tenth on each day.
 
-They repeat a mechanism with another family, strategy, launcher or benchmark. Of the cases of a parametrized test every run
-takes at least one. A run that names files, tests or keywords takes all that it names. `--rotation N` takes the tenth with
-this number, `-m ""` all tests.
+They repeat a mechanism with another family, strategy, launcher or benchmark. Of the cases of a parametrized test every
+run takes at least one. A run that names files, tests or keywords takes all that it names. `--rotation N` takes the
+tenth with this number, `-m ""` all tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the rotating tests that have their turn with `today`; pytest deselects the others by `-m` of pyproject.toml."""
+    """Mark the rotating tests that have their turn with `today`; pytest deselects the others by `-m` of
+    pyproject.toml."""
     turn = _turn(config)
     rotating: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -60,7 +61,8 @@ def has_turn(number: int, cases: int, turn: int) -> bool:
 def _name(item: pytest.Item) -> str | None:
     """Return the name of the group of a rotating test, else that of its function, or None if it does not rotate.
 
-    `rotating("name")` names a group, such as tests that share an expensive fixture, which has its turn on one day of ten.
+    `rotating("name")` names a group, such as tests that share an expensive fixture, which has its turn on one day of
+    ten.
     """
     mark = item.get_closest_marker("rotating")
     if mark is None:

@@ -1,8 +1,8 @@
 """In which order the tests run on several workers: what takes long begins at once, and short tests fill up the end.
 
-xdist (`--dist worksteal`) gives every worker an equal run of the list, and one that has done its own takes from the end of
-another's. In the order of the files a worker may come to a module of two minutes last, while the others are done, and a module
-with an expensive fixture may be split, so that two workers make it.
+xdist (`--dist worksteal`) gives every worker an equal run of the list, and one that has done its own takes from the end
+of another's. In the order of the files a worker may come to a module of two minutes last, while the others are done,
+and a module with an expensive fixture may be split, so that two workers make it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The benchmark of saves in the background runs, and refuses to compare saves that differ. No times are checked here."""
+"""The benchmark of saves in the background runs, and refuses to compare saves that differ. No times are checked
+here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Processes killed at random moments while they save: the newest checkpoint is whole every time, and it is the run's."""
+"""Processes killed at random moments while they save: the newest checkpoint is whole every time, and it is the
+run's."""
 
 from __future__ import annotations
 

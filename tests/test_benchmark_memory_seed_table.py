@@ -1,4 +1,5 @@
-"""The published memory figures: all of them are in the documentation, with today's estimate; one of each kind is counted again."""
+"""The published memory figures: all of them are in the documentation, with today's estimate; one of each kind is
+counted again."""
 
 from __future__ import annotations
 

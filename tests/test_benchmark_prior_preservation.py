@@ -1,4 +1,5 @@
-"""The runs that the benchmark compares: of the new concept alone, without and with prior prompts that have no new word."""
+"""The runs that the benchmark compares: of the new concept alone, without and with prior prompts that have no new
+word."""
 
 from __future__ import annotations
 

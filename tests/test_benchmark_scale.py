@@ -1,4 +1,5 @@
-"""The simulation of many processes: nothing that a process does in a step, at the start and for a save grows with them."""
+"""The simulation of many processes: nothing that a process does in a step, at the start and for a save grows with
+them."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ class Stage:
             file.chmod(0o755)
 
     def checkout(self, *, virtual_environment: bool) -> Path:
-        """The repository as a script finds it; of a virtual environment, whose own launcher would come first, an empty one."""
+        """The repository as a script finds it; of a virtual environment, whose own launcher would come first, an empty
+        one."""
         found = self.folder / ("installed" if virtual_environment else "checkout")
         if not found.exists():
             found.mkdir()
@@ -346,7 +347,8 @@ def test_skypilot_volume_is_the_one_that_is_mounted() -> None:
 
 
 def run_task(stage: Stage, name: str, *, at: Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run a task's `run` as a script, with its mount points below a folder, in a checkout with a virtual environment."""
+    """Run a task's `run` as a script, with its mount points below a folder, in a checkout with a virtual
+    environment."""
     document = task(name)
     script = document["run"]
     for mount in ("/bucket", "/shared"):

@@ -44,8 +44,9 @@ LAYERS = {
 }
 #: The wings of `data`, in the order in which data goes through them.
 WINGS = {"reading": 0, "buckets": 1, "video": 2, "inspect": 3, "cache": 4, "loading": 5}
-#: What of `models` the rest of the package may know. A family's own module is reached through the registry; the formats of
-#: exported weights through `lora_names`, without torch, and `lora_files`. Weights of rewards come from the same `hub`.
+#: What of `models` the rest of the package may know. A family's own module is reached through the registry; the formats
+#: of exported weights through `lora_names`, without torch, and `lora_files`. Weights of rewards come from the same
+#: `hub`.
 OPEN_MODELS = {"spec", "registry", "lora_files", "files.lora_names", "files.hub"}
 #: Packages that see models through the seam alone.
 SEAM_ONLY = {"data", "methods", "optim", "memory", "parallel"}
@@ -64,7 +65,8 @@ def modules() -> list[Path]:
 
 @cache
 def imports_of(path: Path) -> tuple[tuple[int, list[str]], ...]:
-    """Line and dotted parts below `finetrainers` of every import, wherever it stands, and of every `module:Name` text."""
+    """Line and dotted parts below `finetrainers` of every import, wherever it stands, and of every `module:Name`
+    text."""
     return tuple(_imports_of(path))
 
 
@@ -298,7 +300,8 @@ def test_light_code_stays_light(tmp_path: Path) -> None:
 
 
 def test_a_decoding_worker_imports_no_networks(tmp_path: Path) -> None:
-    """A worker that is not forked imports the modules of what it calls: with diffusers it would take twice the memory."""
+    """A worker that is not forked imports the modules of what it calls: with diffusers it would take twice the
+    memory."""
     code = "from finetrainers.data.loading.loader import DecodeFetch, PixelFetch"
     heavy = ("diffusers", "transformers", "torchao", "torch._dynamo")
     run_without_torch(code, cwd=tmp_path, heavy=heavy)

@@ -1,4 +1,5 @@
-"""The code passes the tools that pyproject.toml configures; the same ones run before a commit. No file or function is long."""
+"""The code passes the tools that pyproject.toml configures; the same ones run before a commit. No file or function is
+long."""
 
 import ast
 import subprocess

@@ -1,4 +1,5 @@
-"""The processes that tests start behave as an interpreter that is started from a shell, and the server that forks them is fit to."""
+"""The processes that tests start behave as an interpreter that is started from a shell, and the server that forks them
+is fit to."""
 
 from __future__ import annotations
 

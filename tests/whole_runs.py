@@ -72,7 +72,8 @@ def results(directory: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def make_clips(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`make_clips(count, frames=9, size=64)`: a folder of clips, each with a caption, and with negatives as further media."""
+    """`make_clips(count, frames=9, size=64)`: a folder of clips, each with a caption, and with negatives as further
+    media."""
     built: dict[tuple[object, ...], Path] = {}
 
     def build(count: int, *, frames: int = 9, size: int = 64, media: tuple[str, ...] = ()) -> Path:

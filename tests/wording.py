@@ -1,4 +1,5 @@
-"""Count phrases and names that readers cannot grep or understand alone, in pages, messages, docstrings, comments and code.
+"""Count phrases and names that readers cannot grep or understand alone, in pages, messages, docstrings, comments and
+code.
 
 `python tests/wording.py` prints the count of each rule, `python tests/wording.py --show RULE` where it stands.
 """
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).parents[1]
-#: What a text is: of a page, a message or another text of code, a docstring, its first line, a comment, or the name of a
-#: function, a parameter or a variable.
+#: What a text is: of a page, a message or another text of code, a docstring, its first line, a comment, or the name of
+#: a function, a parameter or a variable.
 Kind = Literal["page", "string", "docstring", "first line", "comment", "name"]
 PROSE: frozenset[Kind] = frozenset({"page", "string", "docstring", "comment"})
 

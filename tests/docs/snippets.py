@@ -1,4 +1,5 @@
-"""What the pages show as code, taken out of them and run: blocks, and a shell whose programs are forks of the test server."""
+"""What the pages show as code, taken out of them and run: blocks, and a shell whose programs are forks of the test
+server."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class Shell:
 
 
 def as_python(name: str, arguments: list[str], environment: dict[str, str]) -> list[str]:
-    """What the interpreter is given instead of a program's name; a launcher of several processes becomes a dry run of one."""
+    """What the interpreter is given instead of a program's name; a launcher of several processes becomes a dry run of
+    one."""
     if name == "python":
         return arguments
     if name == "finetrainers":

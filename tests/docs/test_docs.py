@@ -1,4 +1,5 @@
-"""The documentation is true where a machine can tell: commands parse, files load, links lead somewhere, lists are complete."""
+"""The documentation is true where a machine can tell: commands parse, files load, links lead somewhere, lists are
+complete."""
 
 from __future__ import annotations
 
@@ -293,7 +294,8 @@ def test_sizes_page_matches_the_registry() -> None:
 
 
 def test_no_install_line_names_a_package_of_this_name() -> None:
-    """The package index has another program under the name finetrainers; messages and pages name what is missing, or the checkout."""
+    """The package index has another program under the name finetrainers; messages and pages name what is missing, or
+    the checkout."""
     texts = [*PAGES, *ROOT.glob("finetrainers/**/*.py"), *ROOT.glob("examples/**/*.*")]
     lines = [line for path in texts if path.is_file() for line in path.read_text(encoding="utf-8").splitlines()]
     installs = [line.partition("pip install")[2] for line in lines if "pip install" in line]
@@ -312,7 +314,8 @@ def test_messages_of_the_troubleshooting_page_are_the_programs() -> None:
 
 
 def recommendations() -> dict[str, tuple[int | None, float | None, float, str, int, int, int]]:
-    """By recipe, what the table of docs/reference/models.md says: rank, alpha, learning rate, schedule, warm-up, steps, clips a step."""
+    """By recipe, what the table of docs/reference/models.md says: rank, alpha, learning rate, schedule, warm-up, steps,
+    clips a step."""
     pattern = (
         r"^\| \[`(\S+)`\]\(\S+\) \| (-|\d+, \d+) \| (\S+) \| `(\w+)`, (\d+) \| (\d+)(?:, of (\d+) clips)? \| "
         r"(?:published|untested)\b"

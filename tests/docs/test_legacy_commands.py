@@ -1,6 +1,7 @@
 """The two published training commands run as they stand; only paths, model ids and sizes are put in their place.
 
-The first goes all the way by new interpreters, as from a shell; of the second, what it asks `accelerate` for is run by a fork.
+The first goes all the way by new interpreters, as from a shell; of the second, what it asks `accelerate` for is run by
+a fork.
 """
 
 import json

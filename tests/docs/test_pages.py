@@ -44,7 +44,8 @@ def test_every_page_is_of_one_of_four_kinds_and_in_the_index() -> None:
     "page", [page for page in PAGES if page.name not in ("CHANGELOG.md", "grpo-presets.md")], ids=page_id
 )
 def test_named_files_exist(page: Path) -> None:
-    """Paths in code spans are of the repository, or below finetrainers/ or tests/; `my_...`, NAME and folders in runs/ are the reader's."""
+    """Paths in code spans are of the repository, or below finetrainers/ or tests/; `my_...`, NAME and folders in runs/
+    are the reader's."""
     bases = (ROOT, ROOT / "finetrainers", ROOT / "tests")
     folders = {path.name for base in bases for path in base.iterdir() if path.is_dir()}
     spans = re.findall(r"`([\w.-]+/[\w./-]*)`", "\n".join(page.read_text(encoding="utf-8").splitlines()))

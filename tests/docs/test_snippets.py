@@ -1,8 +1,11 @@
-"""Every published snippet runs: the shell and Python blocks of each page, in order, in a directory that has what the page names.
+"""Every published snippet runs: the shell and Python blocks of each page, in order, in a directory that has what the
+page names.
 
-What a page runs on a GPU with weights from the hub runs here on a CPU, with a tiny repository of the same classes and fewer
-steps: `INSTEAD` says what is put in for what. `DRY` are commands that end after all their checks, `ELSEWHERE` those that
-another test runs with less to do, `FAILS` those that are to fail, and how, `NOT_RUN` what cannot run here. An entry that no page needs any more is an error.
+What a page runs on a GPU with weights from the hub runs here on a CPU, with a tiny repository of the same classes and
+fewer
+steps: `INSTEAD` says what is put in for what. `DRY` are commands that end after all their checks, `ELSEWHERE` those
+that another test runs with less to do, `FAILS` those that are to fail, and how, `NOT_RUN` what cannot run here. An
+entry that no page needs any more is an error.
 """
 
 from __future__ import annotations
@@ -120,7 +123,8 @@ def file_name(block: Block) -> str | None:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory, tiny_repo: Callable[..., Path], python_of_module: Python) -> Path:
-    """What the pages' commands find: the checkout, clips, pictures, prompts, configurations, and runs that are finished."""
+    """What the pages' commands find: the checkout, clips, pictures, prompts, configurations, and runs that are
+    finished."""
     root = tmp_path_factory.mktemp("world")
     repo = tiny_repo("ltx_video")
     for name in ("train.py", "accelerate_configs"):

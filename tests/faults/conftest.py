@@ -82,7 +82,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory, flags: Callable[..., list
 
 @pytest.fixture
 def train(python: Python, flags: Callable[..., list[str]], tmp_path: Path) -> Callable[..., RealProcess]:
-    """`train(fault="", **changes)`: the command with a fault, in `tmp_path / "run"`; `ranks=2` for a list of processes."""
+    """`train(fault="", **changes)`: the command with a fault, in `tmp_path / "run"`; `ranks=2` for a list of
+    processes."""
 
     def start(
         fault: str = "", *, resume: bool = False, ranks: int = 1, output_dir: Path | None = None, **changes: Any

@@ -1,4 +1,5 @@
-"""Disks that are full, folders that cannot be written or are gone: the run ends with exit code 1 or 2, and goes on afterwards."""
+"""Disks that are full, folders that cannot be written or are gone: the run ends with exit code 1 or 2, and goes on
+afterwards."""
 
 from __future__ import annotations
 

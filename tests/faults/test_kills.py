@@ -1,4 +1,5 @@
-"""A process that is killed anywhere loses the steps since its last checkpoint, and the run ends as if nothing had been."""
+"""A process that is killed anywhere loses the steps since its last checkpoint, and the run ends as if nothing had
+been."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests on a device: on CUDA for what only a GPU shows, on the CPU so that their code runs, and can fail, everywhere.
 
-On a machine with a GPU: `pytest -m gpu tests/gpu`, and the rest of the suite with `CUDA_VISIBLE_DEVICES= pytest -m "not gpu"`.
-On the CPU a part of the cases is run, all of them with `FINETRAINERS_DEVICE_TESTS=all`.
+On a machine with a GPU: `pytest -m gpu tests/gpu`, and the rest of the suite with `CUDA_VISIBLE_DEVICES= pytest -m "not
+gpu"`. On the CPU a part of the cases is run, all of them with `FINETRAINERS_DEVICE_TESTS=all`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def start(tiny_repo: Callable[..., Path], clips: Path, tmp_path_factory: pytest.
 
 @pytest.fixture(scope="session")
 def plain(start: Callable[..., Run]) -> Callable[..., Run]:
-    """`plain(device, family, training_type, exact=False)`: a run that tests compare theirs with; in fp32 if it is exact."""
+    """`plain(device, family, training_type, exact=False)`: a run that tests compare theirs with; in fp32 if it is
+    exact."""
     made: dict[tuple[Any, ...], Run] = {}
 
     def build(device: str, family: str = "ltx_video", training_type: str = "lora", *, exact: bool = False) -> Run:

@@ -22,7 +22,8 @@ _ALL_ON_CPU = os.environ.get("FINETRAINERS_DEVICE_TESTS") == "all"
 
 
 def cases(*values: Any, on_cpu: int = 1) -> list[Any]:
-    """Parameters `(device, *value)`: all values on CUDA, and the first ones on the CPU, where each takes time of every run."""
+    """Parameters `(device, *value)`: all values on CUDA, and the first ones on the CPU, where each takes time of every
+    run."""
     found = []
     for number, value in enumerate(values):
         one = value if isinstance(value, tuple) else (value,)

@@ -98,7 +98,8 @@ def test_gradients_are_the_same_however_fast_blocks_compute(repeats: int) -> Non
 
 @pytest.mark.gpu
 def test_copies_overlap_with_computation() -> None:
-    """Blocks that compute for longer than their copy takes are hardly slower: at most a quarter of the copies' time is added."""
+    """Blocks that compute for longer than their copy takes are hardly slower: at most a quarter of the copies' time is
+    added."""
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 

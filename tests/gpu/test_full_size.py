@@ -1,6 +1,7 @@
 """Every published network at its full size with random weights: training steps, and their peak against the plan.
 
-`benchmarks/memory.py` measures more cases. Without a GPU, its code runs here with the same options on the tiny networks.
+`benchmarks/memory.py` measures more cases. Without a GPU, its code runs here with the same options on the tiny
+networks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Copies of a device's tensors in host memory while kernels still write to them, and checkpoints that are written from them."""
+"""Copies of a device's tensors in host memory while kernels still write to them, and checkpoints that are written from
+them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def limit() -> Iterator[Callable[[int], None]]:
 
 
 def hungry(patch: pytest.MonkeyPatch, limit: Callable[[int], None]) -> list[int]:
-    """Let each sample of a micro-batch take memory, of which there is enough for one; the sizes of all micro-batches."""
+    """Let each sample of a micro-batch take memory, of which there is enough for one; the sizes of all
+    micro-batches."""
     loss, sizes = SFT.loss, []
 
     def limited(self: SFT, transformer: Any, batch: Any) -> Any:

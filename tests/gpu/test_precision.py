@@ -99,7 +99,8 @@ def test_fp16_with_a_gradient_scaler(start: Start, plain: Start, monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("device", devices(cpu=False))
 def test_compiled_as_eager(device: str, start: Start, plain: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `accelerate launch --config_file accelerate_configs/compiled_1.yaml` says it; on the CPU traced, not compiled."""
+    """As `accelerate launch --config_file accelerate_configs/compiled_1.yaml` says it; on the CPU traced, not
+    compiled."""
     lines = (ROOT / "accelerate_configs" / "compiled_1.yaml").read_text().splitlines()
     settings = dict(line.strip().split(": ") for line in lines if line.startswith("  dynamo_"))
     assert settings["dynamo_backend"] == "INDUCTOR"

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize(("dtype", "masked"), [("bfloat16", False), ("bfloat16", True), ("float32", True)])
 def test_parts_of_the_keys_are_merged(dtype: str, masked: bool) -> None:
-    """By flash attention, and by memory-efficient attention with a mask or in fp32; 45 and 77 are no multiples of anything."""
+    """By flash attention, and by memory-efficient attention with a mask or in fp32; 45 and 77 are no multiples of
+    anything."""
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(2, 3, length, 64, generator=generator).cuda().double() for length in (77, 122, 122, 77)]
     mask = torch.ones(2, 1, 1, 45, dtype=torch.bool, device="cuda")

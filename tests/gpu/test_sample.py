@@ -1,4 +1,5 @@
-"""Samples of a finished run, and of a watch: the frames of its validation, also with parts of the model in host memory."""
+"""Samples of a finished run, and of a watch: the frames of its validation, also with parts of the model in host
+memory."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_samples_are_those_of_validation(
 def test_a_watch_draws_the_samples_of_validation_and_scores_them_as_training_does(
     device: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames of the last checkpoint are those of the run's last validation, and so are the scores of its rewards."""
+    """The frames of the last checkpoint are those of the run's last validation, and so are the scores of its
+    rewards."""
     done = start(
         device, train_steps=2, checkpointing_steps=1, validation_prompts="a red ball@@@9x64x64", eval_steps=1,
         validation_inference_steps=2, eval_reward=["brightness"], enable_model_cpu_offload=False,

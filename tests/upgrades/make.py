@@ -136,7 +136,8 @@ BUILD = Path("/finetrainers-runs")
 
 
 def merged(text: str) -> str:
-    """Return a configuration file with the common settings; its own tables come first, and settings of both are joined."""
+    """Return a configuration file with the common settings; its own tables come first, and settings of both are
+    joined."""
     import tomli_w
 
     if sys.version_info >= (3, 11):
@@ -196,7 +197,8 @@ def program(*arguments: str, **environment: str) -> int:
 
 
 def without_machine(run: Path) -> None:
-    """Take what names the machine out of a run: who held the lock is gone already; the program's path and the platform."""
+    """Take what names the machine out of a run: who held the lock is gone already; the program's path and the
+    platform."""
     path = run / "env.json"
     facts = json.loads(path.read_text())
     facts["command"][0], facts["platform"] = "finetrainers", "Linux"

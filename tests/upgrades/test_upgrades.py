@@ -26,8 +26,8 @@ from finetrainers.training.checkpoints.save import take_snapshot
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.parent.name for path in HERE.glob("*/expected.json"))
 RUNS = ["sft", "grpo", "dpo", "datasets", "stages/high"]
-#: Runs that now compute otherwise, each with the relative error of what it was: preferences are compared per element before
-#: the mean, to 8e-8 of the loss in float64, where means of errors were subtracted, to 4e-4.
+#: Runs that now compute otherwise, each with the relative error of what it was: preferences are compared per element
+#: before the mean, to 8e-8 of the loss in float64, where means of errors were subtracted, to 4e-4.
 CHANGED = {"dpo": 1e-3}
 #: What a checkpoint holds that is not the same when it is written again: sizes and hashes of the files themselves.
 WRITTEN_AGAIN = {"manifest.json"}
@@ -42,7 +42,8 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def assert_continued(directory: Path, name: str) -> None:
-    """Compare the three steps after the resume with those of the version that began the run, and keep the records before."""
+    """Compare the three steps after the resume with those of the version that began the run, and keep the records
+    before."""
     expected = json.loads((directory / "expected.json").read_text())
     run, is_same_machine = directory / "runs" / name, expected["machine"] == machine()
     continued = metrics(run, after=STOPPED_AT)
