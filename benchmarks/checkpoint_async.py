@@ -159,7 +159,8 @@ def report(saves: Saves, *, size: int, parameters: int) -> None:
             clock, cpu = (statistics.median(one) for one in zip(*steps, strict=True))
             speeds = alone[0] / clock, alone[1] / cpu
             print(
-                f"| {name} | {len(steps)} | {clock:.3f} | {max(steps)[0]:.3f} | {speeds[0]:.0%} | {cpu:.3f} | {speeds[1]:.0%} |"
+                f"| {name} | {len(steps)} | {clock:.3f} | {max(steps)[0]:.3f} | {speeds[0]:.0%} | {cpu:.3f} | "
+                f"{speeds[1]:.0%} |"
             )
 
 

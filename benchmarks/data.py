@@ -308,7 +308,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = parts or ["decode", "range", *OTHERS]
     machine = platform.processor() or platform.machine()
     print(
-        f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV {av.__version__}\n"
+        f"{machine}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads, torch {torch.__version__}, PyAV "
+        f"{av.__version__}\n"
     )
     reached = True
     for part, measure in (("decode", decode), ("range", consecutive)):

@@ -129,7 +129,8 @@ def wait_table(*, steps: int, clips: int, batch_size: int, directory: Path) -> t
     for precompute in (False, True):
         for workers in (0, 2):
             found = measure_waits(
-                directory, steps=steps, precompute_conditions=precompute, dataloader_num_workers=workers, batch_size=batch_size
+                directory, steps=steps, precompute_conditions=precompute, dataloader_num_workers=workers,
+                batch_size=batch_size
             )  # fmt: skip
             how = "from the cache" if precompute else "decoded and encoded"
             rows.append(

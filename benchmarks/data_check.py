@@ -151,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n| start | items | files opened | s | s of the processor | memory, MiB |\n|---|---:|---:|---:|---:|---:|")
     for number, row in enumerate(starts, start=1):
         print(
-            f"| {number} | {row['clips']} | {row['opened']} | {row['total']:.2f} | {row['cpu']:.2f} | {row['mib']:.0f} |"
+            f"| {number} | {row['clips']} | {row['opened']} | {row['total']:.2f} | {row['cpu']:.2f} | {row['mib']:.0f} "
+            f"|"
         )
     fine = all(row["cpu"] < 5 and row["mib"] < 1024 and row["opened"] == 0 for row in starts)
     print("\nwithin 5 s of the processor and 1 GiB" if fine else "\nnot within 5 s of the processor and 1 GiB")

@@ -215,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"the plain loop needs it: {problem}")
     quiet_progress_bars()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads\n"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch "
+        f"threads\n"
     )
     with tempfile.TemporaryDirectory() as directory:
         rows, share = table(Path(directory), clips=arguments.clips, repeats=arguments.repeats)

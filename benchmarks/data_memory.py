@@ -89,7 +89,8 @@ def table(directory: Path, *, epochs: int, clips: int) -> tuple[list[str], float
         ("from the cache", {"precompute_conditions": True}),
     ):
         held = memory_by_epoch(
-            directory, epochs=epochs, clips=clips, batch_size=4, output_dir=str(directory / what.replace(" ", "-")), **options
+            directory, epochs=epochs, clips=clips, batch_size=4, output_dir=str(directory / what.replace(" ", "-")),
+            **options
         )  # fmt: skip
         grown = max(held[_SETTLED:]) - held[_SETTLED]
         worst = max(worst, grown)

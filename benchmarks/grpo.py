@@ -166,7 +166,8 @@ def measure(chosen: Mapping[str, dict[str, Any]], options: argparse.Namespace) -
                 points.append(point)
                 cost = point.cost
                 print(
-                    f"seed {seed}  {point.settings:24} update {point.step:4} {cost.passes:7.0f} passes {cost.cpu_s:5.0f} "
+                    f"seed {seed}  {point.settings:24} update {point.step:4} {cost.passes:7.0f} passes "
+                    f"{cost.cpu_s:5.0f} "
                     f"CPU s {cost.wall_s:5.0f} s  {point.score:.4f} {point.ended}",
                     flush=True,
                 )
@@ -191,7 +192,8 @@ def report(
         f"\nuntil a held-out score of {score:g}: median (smallest to largest) of seeds {', '.join(map(str, seeds))}\n"
     )
     print(
-        f"| settings | reached | {' | '.join(_UNITS.values())} | updates | passes per update | outside the network | times as fast |"
+        f"| settings | reached | {' | '.join(_UNITS.values())} | updates | passes per update | outside the network | "
+        f"times as fast |"
     )
     print("|---" * (len(_UNITS) + 6) + "|")
     ratios: dict[str, dict[str, float]] = {}
@@ -205,17 +207,21 @@ def report(
         if reached == len(found):
             ratios[name] = {unit: median(values) for unit, values in fast.items() if values}
         print(
-            f"| {name} | {reached} of {len(found)} | {' | '.join(cells)} | {_spread([one.updates for one in found.values()])} "
-            f"| {median(one.per_update for one in found.values()):.0f} | {median(one.outside for one in found.values()):.0%} "
+            f"| {name} | {reached} of {len(found)} | {' | '.join(cells)} | "
+            f"{_spread([one.updates for one in found.values()])} "
+            f"| {median(one.per_update for one in found.values()):.0f} | "
+            f"{median(one.outside for one in found.values()):.0%} "
             f"| {', '.join(_spread(values, 1) for values in fast.values() if values) or '-'} |"
         )
     print(
-        f"\ntimes as fast as {baseline!r}: in {', in '.join(_UNITS.values())}, seed by seed, where the score was reached"
+        f"\ntimes as fast as {baseline!r}: in {', in '.join(_UNITS.values())}, seed by seed, where the score was "
+        f"reached"
     )
     missed = [str(seed) for seed in seeds if (baseline, seed) in table and not table[baseline, seed].is_reached]
     if missed:
         print(
-            f"{baseline!r} did not reach the score with seed {', '.join(missed)}: there they are at least so many times as fast"
+            f"{baseline!r} did not reach the score with seed {', '.join(missed)}: there they are at least so many "
+            f"times as fast"
         )
     return ratios
 

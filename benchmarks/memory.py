@@ -337,7 +337,8 @@ def in_process(name: str, *, count: bool) -> Result:
 
 
 HEADINGS = (
-    "case", "size", "plan", "counted", "measured", "reserved", "plan / measured", "s/step", "MFU", "published", "for", "note",
+    "case", "size", "plan", "counted", "measured", "reserved", "plan / measured", "s/step", "MFU", "published", "for",
+    "note",
 )  # fmt: skip
 
 

@@ -272,7 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nestimate against counting: {len(both)} runs, at most {100 * worst[0]:+.1f} % ({' '.join(worst[1][:5])})")
     ratios = [float(cells[11]) for row, cells in found if cells[11] and not row.is_loading]
     print(
-        f"estimate / published, where training took more than loading: {len(ratios)} runs, {min(ratios)} to {max(ratios)}"
+        f"estimate / published, where training took more than loading: {len(ratios)} runs, {min(ratios)} to "
+        f"{max(ratios)}"
     )
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")

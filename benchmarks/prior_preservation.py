@@ -79,7 +79,8 @@ def main() -> None:
     for row in compare(options.weights, steps=options.steps, asked=options.asked, prior=options.prior):
         rows.append(row)
         print(
-            f"weight {row['prior_preservation_weight']}: new concept {row['concept']:.0%}, everything that captions with it "
+            f"weight {row['prior_preservation_weight']}: new concept {row['concept']:.0%}, everything that captions "
+            f"with it "
             f"say {row['asked']:.0%}, other captions {row['others']:.0%}",
             flush=True,
         )

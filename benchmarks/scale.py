@@ -140,7 +140,8 @@ def row(name: str, processes: int, group: int | None, *, depth: int | None, fold
     read = max(sum(entries[file]["size"] for file in share_of(entries, rank, processes)) for rank in (0, processes - 1))
     numbers = (exchanged.gathered, exchanged.reduced, read, 12 * total, writes, 12 * total)
     return (
-        str(processes), str(group or processes), f"{of_clips(processes):.3f}", *(f"{number / GIB:.3f}" for number in numbers)
+        str(processes), str(group or processes), f"{of_clips(processes):.3f}",
+        *(f"{number / GIB:.3f}" for number in numbers)
     )  # fmt: skip
 
 
@@ -198,7 +199,8 @@ def table_of_starts(numbers: Sequence[int]) -> Iterator[str]:
                 (data / f"{k}.mp4").hardlink_to(folder / "clip.mp4")
                 (data / f"{k}.txt").write_text(f"clip {k}")
             options = {
-                "model_name": "ltx_video", "pretrained_model_name_or_path": str(folder / "model"), "data_root": str(data),
+                "model_name": "ltx_video", "pretrained_model_name_or_path": str(folder / "model"),
+                "data_root": str(data),
                 "video_resolution_buckets": ["9x64x64"], "output_dir": str(folder / "run"),
             }  # fmt: skip
             for start in ("first", "later"):

@@ -122,7 +122,8 @@ def count_sharded(
         set_activation_memory(network.train(), shape.stored, blocks=spread(spec.block_modules(network), shape.share))
         shard(
             network, spec.block_modules(network), mesh=mesh, computed=shape.autocast or torch.float32,
-            reshard=processes.reshard, offload=CPUOffloadPolicy(pin_memory=False) if processes.offload else OffloadPolicy(),
+            reshard=processes.reshard,
+            offload=CPUOffloadPolicy(pin_memory=False) if processes.offload else OffloadPolicy(),
         )  # fmt: skip
         conditions, meta = spec.empty_inputs(shape.batch_size)
         live = ResizedStorages()

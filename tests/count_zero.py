@@ -180,7 +180,8 @@ def deepspeed_on_fakes() -> Iterator[Any]:
 
     accelerator, name = get_accelerator(), str(DEVICE)
     changes = {
-        "device_name": lambda *_: name, "current_device_name": lambda *_: name, "available_memory": lambda *_: sys.maxsize,
+        "device_name": lambda *_: name, "current_device_name": lambda *_: name,
+        "available_memory": lambda *_: sys.maxsize,
         "on_accelerator": lambda tensor: tensor.device == DEVICE, "pin_memory": lambda tensor, *_, **__: tensor,
     }  # fmt: skip
     with ExitStack() as stack:

@@ -94,7 +94,8 @@ def published_repository(tiny: Path, directory: Path, transformer: dict[str, Any
 
 
 _T5 = {
-    "architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
+    "architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64,
+    "num_heads": 64,
     "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -103,7 +104,8 @@ _LLAMA = {
     "num_key_value_heads": 8, "vocab_size": 128320, "head_dim": 128,
 }  # fmt: skip
 _CLIP = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 49408,
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "vocab_size": 49408,
     "max_position_embeddings": 77, "projection_dim": 768,
 }  # fmt: skip
 

@@ -52,7 +52,8 @@ def test_cases_run_once_and_are_not_measured_without_a_gpu(
 
 def test_a_measured_case_is_a_row(script: Any) -> None:
     measured = {
-        "planned": 20.0, "size": "49x480x720", "counted": 19.5, "allocated": 16.0, "reserved": 18.0, "step_s": 2.5, "mfu": 0.4,
+        "planned": 20.0, "size": "49x480x720", "counted": 19.5, "allocated": 16.0, "reserved": 18.0, "step_s": 2.5,
+        "mfu": 0.4,
     }  # fmt: skip
     row = cells(script.table({"cogvideox-5b-lora": measured}))["cogvideox-5b-lora"]
     assert (row["plan"], row["counted"], row["measured"], row["reserved"]) == ("20.0", "19.5", "16.0", "18.0")

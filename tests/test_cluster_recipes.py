@@ -307,7 +307,8 @@ TASK_FIELDS = {
     "name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run", "config",
 }  # fmt: skip
 RESOURCE_FIELDS = {
-    "infra", "accelerators", "accelerator_args", "cpus", "memory", "instance_type", "use_spot", "disk_size", "disk_tier",
+    "infra", "accelerators", "accelerator_args", "cpus", "memory", "instance_type", "use_spot", "disk_size",
+    "disk_tier",
     "network_tier", "image_id", "ports", "labels", "autostop", "any_of", "ordered", "job_recovery",
 }  # fmt: skip
 

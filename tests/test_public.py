@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 def fresh(code: str, *, cwd: Path) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True,
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -32,9 +33,11 @@ def test_the_package_shows_its_public_names() -> None:
 
 def test_importing_the_package_costs_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys\nbefore = set(sys.modules)\nimport finetrainers\nnew = {n.partition('.')[0] for n in set(sys.modules) - before}\n"
+        "import sys\nbefore = set(sys.modules)\nimport finetrainers\nnew = {n.partition('.')[0] for n in "
+        "set(sys.modules) - before}\n"
         "print(sorted(new - sys.stdlib_module_names))\n"
-        "from finetrainers import Callback, ConfigError, TrainResult, check, load_config, register_method, register_model\n"
+        "from finetrainers import Callback, ConfigError, TrainResult, check, load_config, register_method, "
+        "register_model\n"
         "from finetrainers import register_reward, train\n"
         "print('torch' in sys.modules)\n"
         "@register_reward('mine')\ndef mine(videos, prompts): ...\n"

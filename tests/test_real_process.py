@@ -44,7 +44,8 @@ def test_a_launchers_processes_are_forks_of_the_server(python: Python, tmp_path:
     outer = (
         "import os, subprocess, sys\n"
         f"command = [sys.executable, '-u', '-c', {inner!r}, 'a b']\n"
-        f"some = [subprocess.Popen(command, cwd={str(tmp_path)!r}, env={{**os.environ, 'COLOR': 'red'}}) for _ in range(2)]\n"
+        f"some = [subprocess.Popen(command, cwd={str(tmp_path)!r}, env={{**os.environ, 'COLOR': 'red'}}) for _ in "
+        f"range(2)]\n"
         "print([one.wait() for one in some])\n"
     )
     said = python.launch("-c", outer, timeout=60).splitlines()

@@ -40,7 +40,8 @@ sys.exit(code)
 def test_what_only_posix_has_is_not_needed(tiny_repo: Callable[..., Path], python: Python, tmp_path: Path) -> None:
     write_clips(tmp_path / "data", training_scenes(2))
     process = python(
-        "-c", _PROGRAM, "2", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")),
+        "-c", _PROGRAM, "2", "--model_name", "ltx_video", "--pretrained_model_name_or_path",
+        str(tiny_repo("ltx_video")),
         "--data_root", str(tmp_path / "data"), "--dataset_file", str(tmp_path / "data" / "captions.jsonl"),
         "--video_resolution_buckets", "9x32x64", "--precompute_conditions", "--dataloader_num_workers", "1",
         "--output_dir", str(tmp_path / "run"), cwd=tmp_path,

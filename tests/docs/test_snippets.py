@@ -55,7 +55,8 @@ INSTEAD = {
     "--validation_steps 250": "--validation_steps 250 --validation_inference_steps 2",
     "validation_steps = 250": "validation_steps = 250\nvalidation_inference_steps = 2",
     "--eval_num_items 4 --eval_steps 100": "--eval_num_items 1 --eval_steps 1",
-    "num_frames=49, height=512, width=768, generator": "num_frames=9, height=32, width=64, num_inference_steps=2, generator",
+    "num_frames=49, height=512, width=768, generator": "num_frames=9, height=32, width=64, num_inference_steps=2, "
+    "generator",
     "finetrainers sample ": "finetrainers sample --num_inference_steps 2 ",
     "finetrainers watch ": "finetrainers watch --prompts boat --preset tiny=9x32x64,steps=2 --presets tiny ",
     "train_steps = 1500": "train_steps = 2",

@@ -65,14 +65,16 @@ def start(tiny_repo: Callable[..., Path], clips: Path, tmp_path_factory: pytest.
     def build(device: str, family: str = "ltx_video", **changes: Any) -> Run:
         root = tmp_path_factory.mktemp("run")
         values: dict[str, Any] = {
-            "model_name": family, "pretrained_model_name_or_path": str(tiny_repo(family)), "output_dir": str(root / "run"),
+            "model_name": family, "pretrained_model_name_or_path": str(tiny_repo(family)),
+            "output_dir": str(root / "run"),
             "train_steps": 3, "lr": 1e-2, "optimizer": "adamw",
         }  # fmt: skip
         if changes.get("method") in ("grpo", "nft", "refl"):
             (root / "prompts.txt").write_text("a red ball\na blue cube\n")
             values |= {
                 "prompts": str(root / "prompts.txt"), "reward": ["brightness", "contrast=0"], "rollout_size": "9x64x64",
-                "prompts_per_step": 2, "num_generations": 4, "batch_size": 4, "sampling_steps": 4, "updates_per_rollout": 1,
+                "prompts_per_step": 2, "num_generations": 4, "batch_size": 4, "sampling_steps": 4,
+                "updates_per_rollout": 1,
             }  # fmt: skip
         else:
             values |= {"data_root": str(clips), "video_resolution_buckets": ["9x64x64"], "batch_size": 2}
