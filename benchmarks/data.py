@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/data.py            everything, in minutes
     OMP_NUM_THREADS=1 python benchmarks/data.py --decode   frames of a clip, against decoding and resizing all of it
-    OMP_NUM_THREADS=1 python benchmarks/data.py --range    49 consecutive frames, against a plain read by PyAV, with memory
-    OMP_NUM_THREADS=1 python benchmarks/data.py --check    checking files, and a start with 100 000 known ones (data_check.py)
+    OMP_NUM_THREADS=1 python benchmarks/data.py --range    49 consecutive frames, against a plain read by PyAV
+    OMP_NUM_THREADS=1 python benchmarks/data.py --check    checking files, and a start with 100,000 known ones
     OMP_NUM_THREADS=1 python benchmarks/data.py --wait     how long steps wait for their batches (data_cache.py)
     OMP_NUM_THREADS=1 python benchmarks/data.py --startup  a start with a cache of 100 000 entries (data_cache.py)
     OMP_NUM_THREADS=1 python benchmarks/data.py --fill     filling the cache, against a plain loop (data_fill.py)

@@ -1,13 +1,13 @@
 """The memory estimate: its error against counting, and what fits which GPU.
 
     python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: minutes
-    python benchmarks/memory_estimate.py --zero           # DeepSpeed's stages and offloads, against its own engine: minutes
+    python benchmarks/memory_estimate.py --zero           # DeepSpeed's stages against its own engine: minutes
     python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
     python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
-    python benchmarks/memory_estimate.py --clusters       # model, clip and number of GPUs -> strategy, --sp_size, planned peak
+    python benchmarks/memory_estimate.py --clusters       # model, clip, GPUs -> strategy, --sp_size, planned peak
     python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
     python benchmarks/memory_estimate.py --clusters --write  # writes that one into docs/how-to/distributed.md
-    python benchmarks/memory_estimate.py --sharing --write  # what shared clips take, into docs/how-to/sequence-parallel.md
+    python benchmarks/memory_estimate.py --sharing --write  # shared clips, into docs/how-to/sequence-parallel.md
     python benchmarks/memory_estimate.py --recipes --write  # writes those peaks into the recipes
 
 Nothing runs on a GPU here: the networks are the published ones without weights. Table and peaks are what
@@ -326,7 +326,10 @@ ZERO = (
 
 def zero_errors() -> Iterator[str]:
     """Estimate and count of a training step under DeepSpeed with its own buffers, per process, with checkpointing."""
-    yield f"{'network':<14}{'kind':<15}{'ZeRO':<6}{'host':<6}{'processes':<11}{'planned':>9}{'counted':>9}{'error':>8}{'host: planned':>15}{'counted':>9}"
+    yield (
+        f"{'network':<14}{'kind':<15}{'ZeRO':<6}{'host':<6}{'processes':<11}"
+        f"{'planned':>9}{'counted':>9}{'error':>8}{'host: planned':>15}{'counted':>9}"
+    )
     for name, training_type, stage, offload, processes, micro_batches in ZERO:
         network = NETWORKS[name]
         config = load_config(

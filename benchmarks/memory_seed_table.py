@@ -212,9 +212,16 @@ def _counted(
     spec, meta, geometry, bucket = _network(model, kind, 1 if rank == "-" else int(rank))
     latent = (meta.config.out_channels, *geometry.denoised_shape(*bucket))
     found = count_step(
-        spec, meta,
-        StepShape(latent, batch, "checkpoint" if checkpointing else "none", trained=torch.bfloat16, gradients_stay=gradients_stay),
-    )  # fmt: skip
+        spec,
+        meta,
+        StepShape(
+            latent,
+            batch,
+            "checkpoint" if checkpointing else "none",
+            trained=torch.bfloat16,
+            gradients_stay=gradients_stay,
+        ),
+    )
     return found.forward, found.backward
 
 

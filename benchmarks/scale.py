@@ -155,7 +155,8 @@ def seen(kind, path):
     if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(roots):
         counts[kind] += 1
 
-sys.addaudithook(lambda event, values: seen("opened", values[0]) if event in ("open", "os.scandir", "os.listdir") else None)
+opening = ("open", "os.scandir", "os.listdir")
+sys.addaudithook(lambda event, values: seen("opened", values[0]) if event in opening else None)
 stat = os.stat
 os.stat = lambda path, *options, **named: (seen("examined", path), stat(path, *options, **named))[1]
 
@@ -186,7 +187,8 @@ def starts(processes: int, options: dict[str, Any], roots: Sequence[Path]) -> li
 
 def table_of_starts(numbers: Sequence[int]) -> Iterator[str]:
     """A first start, when nothing is known of the clips, and a later one."""
-    yield "| clips | start | opened by the first | examined | opened by another | examined | before: by each | examined |"
+    headings = "clips", "start", "opened by the first", "examined", "opened by another", "examined", "before: by each"
+    yield f"| {' | '.join(headings)} | examined |"
     yield "|---" * 8 + "|"
     for clips in numbers:
         with tempfile.TemporaryDirectory() as name:

@@ -43,8 +43,8 @@ num_generations use_same_noise use_videoalign timestep_fraction shift bestofn vq
 #: Every flag that the trainer reads or accepts, in the order of its parser (fastvideo/train_grpo_hunyuan.py).
 DANCEGRPO_FLAGS = _FLAGS.split()
 _OTHER_FLAGS = """
-num_latent_t loss_coef use_hpsv2 use_pickscore ignore_last init_same_noise clip_range adv_clip_max use_ema cfg_infer use_lora
-lora_rank lora_alpha reference_model_path weight_path weighting_scheme logit_mean logit_std mode_scale
+num_latent_t loss_coef use_hpsv2 use_pickscore ignore_last init_same_noise clip_range adv_clip_max use_ema cfg_infer
+use_lora lora_rank lora_alpha reference_model_path weight_path weighting_scheme logit_mean logit_std mode_scale
 """
 #: What its trainers for images and for SkyReels-I2V have besides.
 DANCEGRPO_OTHER_FLAGS = _OTHER_FLAGS.split()

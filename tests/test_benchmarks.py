@@ -30,7 +30,8 @@ def startup(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.mark.parametrize("case", ["ltx", "hunyuan", "cogvideo"])
 @pytest.mark.rotating
 def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    overhead.main(["--cases", case, "--training", "full-finetune", "--data", "memory", "cache", "--blocks", "1", "--steps", "1"])  # fmt: skip
+    shape = ["--training", "full-finetune", "--blocks", "1", "--steps", "1"]
+    overhead.main(["--cases", case, "--data", "memory", "cache", *shape])
     out = capsys.readouterr().out
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith(f"| {case} ")]
     assert [row[3] for row in rows] == ["memory", "cache"]

@@ -79,11 +79,12 @@ DRY = {
 FAILS = {
     "FINETRAINERS_FAULT=kill": 137,
 }
+DANCEGRPO = "tests/parallel/test_dancegrpo_commands.py"
 ELSEWHERE = {
-    "finetrainers prepare --method grpo --pretrained_model_name_or_path data/HunyuanVideo": "tests/parallel/test_dancegrpo_commands.py",
-    "torchrun --nnodes=": "tests/parallel/test_dancegrpo_commands.py",
-    "cp data/outputs/grpo_hunyuan_6gpu": "tests/parallel/test_dancegrpo_commands.py",
-    "finetrainers export data/outputs/grpo_hunyuan_6gpu": "tests/parallel/test_dancegrpo_commands.py",
+    "finetrainers prepare --method grpo --pretrained_model_name_or_path data/HunyuanVideo": DANCEGRPO,
+    "torchrun --nnodes=": DANCEGRPO,
+    "cp data/outputs/grpo_hunyuan_6gpu": DANCEGRPO,
+    "finetrainers export data/outputs/grpo_hunyuan_6gpu": DANCEGRPO,
     "finetrainers quickstart": "tests/demo/test_quickstart.py",
     "finetrainers demo reward color": "tests/demo/test_reward_learning.py",
     "finetrainers demo scratch": "tests/demo/test_scratch.py",

@@ -100,8 +100,8 @@ def launch(jobs: dict[str, Any], directory: Path, *, script: str = "rank.py") ->
     (directory / "jobs.json").write_text(json.dumps(jobs))
     path = ROOT / "tests" / "parallel" / script
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(path), str(directory / "jobs.json"),
-         str(directory)],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(path),
+         str(directory / "jobs.json"), str(directory)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     files = [directory / f"rank{rank}.json" for rank in (0, 1)]
