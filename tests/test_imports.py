@@ -42,6 +42,8 @@ LAYERS = {
     "demo": 12,
     "cli": 13,
 }
+#: Of the package's folders, and of lines in each.
+MOST_PACKAGES, MOST_LINES = 20, 6000
 #: The wings of `data`, in the order in which data goes through them.
 WINGS = {"reading": 0, "buckets": 1, "video": 2, "inspect": 3, "cache": 4, "loading": 5}
 #: What of `models` the rest of the package may know. A family's own module is reached through the registry; the formats
@@ -110,6 +112,20 @@ def test_every_package_has_a_layer() -> None:
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert packages <= set(LAYERS), "give new packages a place in LAYERS and in docs/explanation/architecture.md"
     assert not [path.name for path in PACKAGE.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+
+
+def test_packages_are_few_and_of_a_size_that_one_can_know() -> None:
+    """A subject that outgrows the limit is two, but for those that grow with families, formats, methods and options."""
+    packages = {path.parent for path in PACKAGE.glob("*/__init__.py")}
+    assert len(packages) <= MOST_PACKAGES
+    lines = {
+        package.name: sum(path.read_text(encoding="utf-8").count("\n") for path in package.rglob("*.py"))
+        for package in packages
+    }
+    assert {name for name, number in lines.items() if number > MOST_LINES} <= {"config", "data", "methods", "models"}
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| .+\. \|$", page, re.M)
+    assert {name: int(layer) for layer, name in rows} == LAYERS
 
 
 def test_the_walk_sees_imports_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
