@@ -76,7 +76,9 @@ def run(
             arm_faults()
             fault_point("start")
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
-            if parallel.same_on_all(parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.found):
+            if parallel.same_on_all(
+                parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
+            ):
                 checked = examine_weights(get_ready(config))
             damaged: dict[Path, str] = {}
             while damage := find_damage(checked.start, parallel):

@@ -17,7 +17,7 @@ from finetrainers.config.option import Option
 from finetrainers.config.root import TrainConfig, critical_options, fields
 from finetrainers.config.stages import Load, Stage
 from finetrainers.plan.initial_weights import find_initial_weights
-from finetrainers.plan.lineage import began_from, origin_of
+from finetrainers.plan.lineage import began_from, read_origin
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.rundir.lock import in_use
 from finetrainers.rundir.run_records import result_paths, run_status
@@ -199,7 +199,7 @@ def _origin_now(one: Standing) -> Mapping[str, Any]:
         place = one.checkpoint if one.load == "state" else find_initial_weights(given).path if given else None
     except ValueError:
         return {}
-    return {} if place is None else origin_of(place)
+    return {} if place is None else read_origin(place)
 
 
 def _changed(one: Standing) -> list[str]:

@@ -92,9 +92,9 @@ def finish(names: Sequence[str], content: str = "1") -> None:
             place = one.config.training.init_from or one.source.root
             weights = Path(place) / ("" if one.load == "lora" else "transformer")
             lora = next(iter(weights.glob("*.safetensors")))
-            from finetrainers.plan.lineage import origin_of
+            from finetrainers.plan.lineage import read_origin
 
-            events.append({"event": "began_from", **origin_of(lora if one.load == "lora" else weights)})
+            events.append({"event": "began_from", **read_origin(lora if one.load == "lora" else weights)})
         events.append({"event": "finished", "step": 3})
         (one.root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
