@@ -173,7 +173,7 @@ class RunMemory:
         return total
 
     def advice(self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False) -> Advice | None:
-        """Return the cheapest options with which the run fits a GPU, or None if there are none.
+        """Return the cheapest options that make the run fit a GPU, or None if there are none.
 
         Args:
             budget_gib: of the GPU.

@@ -61,7 +61,7 @@ class Start:
         origin: path and kind of the weights that the run began with, through all continuations, or None if they are the
             model's. A LoRA that the run has stored also has its `sha256`.
         checkpoint: the one to continue from, or None for a new run.
-        initial_lora: file of the LoRA with which the reference model begins, or None if it is the base model.
+        initial_lora: file of the LoRA that the reference model begins with, or None if it is the base model.
         resets: parts of the checkpoint that are left out, including implied ones.
         step: optimizer steps that count as taken.
         schedule_start: step at which the learning rate schedule begins.

@@ -53,7 +53,7 @@ class Needs:
 
     @property
     def least(self) -> int:
-        """Minimum space with which the run can end well."""
+        """Minimum space for the run to end well."""
         return (
             (self.checkpoint if self.num_checkpoints else 0) + self.result + self.samples + self.initial_lora + _SPARE
         )

@@ -101,8 +101,8 @@ def find_checkpoint(
     """Return the checkpoint that `auto`, `latest`, a step number or a directory names, or None if none is requested.
 
     Every byte of it is compared with its manifest, unless processes are to share that work. `latest` falls back to the
-    newest checkpoint that passes, with a warning for each that does not. So does `auto`, which requests none if there
-    are no checkpoints, not even damaged ones.
+    newest checkpoint that passes, with a warning for each that does not. So does `auto`, which requests none without
+    checkpoints, not even damaged ones.
 
     Args:
         requested: `auto`, `latest`, a step number, a directory or None.

@@ -1,6 +1,6 @@
 """The identity of a run: an id drawn once, at the first start, and kept in its directory and in its checkpoints.
 
-It distinguishes the run in a directory from another one that has taken its place, and a copy from a separate run. It is
+It distinguishes the run in a directory from a run that has replaced it, and a copy from a separate run. It is
 not part of the configuration: people copy `config.toml` to start another run. Imports no torch.
 """
 

@@ -50,7 +50,7 @@ class RunRecords:
         events: of `events.jsonl`.
         items: of `manifest.jsonl`: clips or prompts.
         status: `finished`, `stopped`, `training`, or `ended` for a run that left no result.
-        failures: texts left by failures, each with the file's name.
+        failures: tracebacks and stacks left by failures, each with the file's name.
         health: of `health.jsonl`, with a time and a host each, in the order of time.
     """
 

@@ -172,7 +172,7 @@ def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
     assert "no folder 'image_processor'" in refused()
 
 
-# ---- two experts, as Wan 2.2's -----------------------------------------------------------------------------------------
+# ---- two experts, as Wan 2.2's ---------------------------------------------------------------------------------------
 
 BOUNDARY, TOKENS = 0.875, 32
 

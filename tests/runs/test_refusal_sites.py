@@ -1,7 +1,7 @@
 """Every place that refuses something is reached by a dry run, or says here why it cannot be known before loading.
 
-A place is a function that raises an error of its own, or makes a `Problem`. A function that dry runs enter refuses there what a
-run would refuse. A new refusal in another function turns this test red: move it to what a dry run calls
+A place is a function that raises an error of its own, or makes a `Problem`. A function that dry runs enter refuses
+there what a run would refuse. A new refusal in another function turns this test red: move it to what a dry run calls
 (`plan.ready.check_network`, `MethodSpec.check`, `MethodSpec.plan_problems`, ...), or add it to `AFTER` with the reason.
 """
 

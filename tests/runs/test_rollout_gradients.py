@@ -98,7 +98,8 @@ def test_the_gradient_is_that_of_replay(
             torch.sqrt(sum((one.double() ** 2).sum() for one in parts))
             for parts in ([taken[w] - compared.replayed[w] for w in taken], compared.replayed.values())
         )
-        # Steps that are trained are sampled clip by clip. Replay does the same, since products of other sizes round differently.
+        # Steps that are trained are sampled clip by clip. Replay does the same, since products of other sizes round
+        # differently.
         assert error <= 2e-6 * size > 0, how
         rollout = compared.without[how]
         norms = by_noise(rollout.taken.norms, rollout.taken.levels)
