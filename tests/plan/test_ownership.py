@@ -199,7 +199,11 @@ def test_other_commands_write_over_their_own_files_alone(
         "--num_inference_steps",
         "2",
     ]
-    flags = [part for name, value in values.items() for part in (f"--{name}", *(value if isinstance(value, list) else [str(value)]))]  # fmt: skip
+    flags = [
+        part
+        for name, value in values.items()
+        for part in (f"--{name}", *(value if isinstance(value, list) else [str(value)]))
+    ]
     search = [
         "search-batch",
         "--estimate_only",

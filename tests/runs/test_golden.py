@@ -147,8 +147,8 @@ def test_steps_on_preference_pairs(
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = options(
-        family, clips=2, method="dpo", dataset_file=str(pairs), batch_size=2, training_type=training_type, train_steps=2,
-        lr=3e-3 if training_type == "lora" else 1e-4, optimizer="adamw",
+        family, clips=2, method="dpo", dataset_file=str(pairs), batch_size=2, training_type=training_type,
+        train_steps=2, lr=3e-3 if training_type == "lora" else 1e-4, optimizer="adamw",
     )  # fmt: skip
     names = ("loss", "margin", "grad_norm")
     found = [dict(zip(names, numbers, strict=True)) for _, *numbers in run(**values).curve(*names)]

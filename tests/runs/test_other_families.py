@@ -1,4 +1,4 @@
-"""Whole runs of families that are not in this repository, each with something of its own that `ModelSpec` provides for."""
+"""Complete runs of families outside this repository, each with a specialty that `ModelSpec` supports."""
 
 from __future__ import annotations
 

@@ -45,11 +45,12 @@ FOLDERS = (
 )
 OTHER_COMMANDS = (
     "tools/batch_search", "plan/check.py", "tools/doctor", "results/export_formats.py", "results/reports", "sampling/",
-    "runs/stages", "tools/sync.py", "sampling/watch", "models/files/lora_formats.py", "models/tiny", "rewards/server.py", "rewards/limits.py",
+    "runs/stages", "tools/sync.py", "sampling/watch", "models/files/lora_formats.py", "models/tiny",
+    "rewards/server.py", "rewards/limits.py",
 )  # fmt: skip
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
 AFTER = {
-    "The hub, another process, another machine or the disk decides while the run goes on; a dry run joins nobody and locks nothing.": """
+    "The Hub, another process or machine, or the disk decides during the run; a dry run joins and locks nothing.": """
         data/loading/precompute.py: check_room
         data/loading/workers.py: Workers._next 3, Workers.batches
         plan/check_upload.py: _permission_problems 2
@@ -173,7 +174,7 @@ def stated() -> dict[str, int]:
 
 
 def sites() -> dict[str, tuple[int, str, int]]:
-    """How many places refuse something in each function, by `module:function`, with the file and line where it begins."""
+    """Return each function's number of refusing places, with its file and first line, by `module:function`."""
     found: dict[str, tuple[int, str, int]] = {}
     for folder in FOLDERS:
         for path in sorted((PACKAGE / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Gradients taken while a rollout samples are those of replay, on every family; and an OOM there says what needs less."""
+"""Gradients taken during a rollout are those of replay, for every family; an OOM there names options that need less."""
 
 from __future__ import annotations
 

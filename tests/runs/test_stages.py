@@ -125,8 +125,8 @@ def test_options_that_have_changed_since() -> None:
     text = text.replace("rank = 8", "rank = 8\noverlap_gradient_exchange = false")
     (problem,) = changed_stages(look_at(stages(text)))
     assert str(problem) == (
-        "stage low: is finished, and its options have changed since: lr 1e-05 -> 2e-05; mid, more, whole and on began from "
-        "it. Restore what it was, or run with --from low, which trains it and every later stage again, or with "
+        "stage low: is finished, and its options have changed since: lr 1e-05 -> 2e-05; mid, more, whole and on began "
+        "from it. Restore what it was, or run with --from low, which trains it and every later stage again, or with "
         "--keep_finished, which takes what is there as it is"
     )
     again = look_at(stages(text), again_from="low")

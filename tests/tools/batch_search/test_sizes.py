@@ -16,7 +16,7 @@ from finetrainers.tools.batch_search.sizes import Trial, best, largest_fitting, 
 def test_the_largest_that_fits_is_found_with_few_questions(
     phases: list[tuple[float, float]], jumps: int, limit: float, most: int
 ) -> None:
-    """The peak of several phases, each a line, and of a network that takes clips one by one where many are too large."""
+    """The peak of several phases, each a line, and of a network that takes clips one by one if many are too large."""
     asked: list[int] = []
 
     def peak(size: int) -> float:

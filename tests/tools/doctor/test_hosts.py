@@ -1,4 +1,4 @@
-"""Machines asked over a real sshd on the loopback address: what differs, what is wrong, and those that do not answer."""
+"""Machines asked over a real sshd on the loopback address: differences, problems, and missing answers."""
 
 from __future__ import annotations
 
