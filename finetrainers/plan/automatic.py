@@ -71,18 +71,19 @@ def _options_for_budget(checked: Preflight, budget: float) -> TrainConfig:
     """
     memory = run_memory(checked)
     peak = memory.plan().peak
-    needed = reserved(peak) / GIB
+    needed_gib = reserved(peak) / GIB
     if fits(peak, GIB * budget):
-        print_line(f"memory budget: {needed:.1f} of {budget:g} GiB are planned; no option is changed")
+        print_line(f"memory budget: {needed_gib:.1f} of {budget:g} GiB are planned; no option is changed")
         return checked.config
     advice = memory.advice(budget, device=target_device(checked.config))
     if advice is None:
-        ways = "".join(f"\n    * {way}" for way in OTHER_WAYS)
+        remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_WAYS)
         message = (
-            f"{needed:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What does:{ways}"
+            f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
+            f"does:{remedies}"
         )
         raise ConfigError([Problem("--memory_budget", message)])
-    for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
+    for line in advice_lines(advice, f"memory budget: {needed_gib:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
     return advice.config
 
@@ -99,17 +100,17 @@ def _options_for_gpu(checked: Preflight) -> TrainConfig:
     peak = memory.plan().peak
     if fits(peak, GIB * gib):
         return config
-    needed = f"{file_size(reserved(peak))} are planned, and the GPU has {gib:.1f} GiB"
+    message = f"{file_size(reserved(peak))} are planned, and the GPU has {gib:.1f} GiB"
     advice = memory.advice(gib, device=target_device(config), exact=True)
     if advice is None:
         print_warnings(
             [
-                f"{needed}: no memory options that leave results the same make the run fit; `finetrainers estimate "
+                f"{message}: no memory options that leave results the same make the run fit; `finetrainers estimate "
                 f"--gpu {gib:.1f}GiB` searches among all options"
             ]
         )
         return config
-    heading = f"note: {needed}. Chosen, with the same results (--no-fit_gpu changes nothing):"
+    heading = f"note: {message}. Chosen, with the same results (--no-fit_gpu changes nothing):"
     for line in advice_lines(advice, heading):
         print_line(line)
     return advice.config
@@ -131,12 +132,12 @@ def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, 
     if not (is_swap_auto or is_storage_auto or is_offload_auto or is_decoding_auto or has_variants):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
-        config = _on_cpu(config)
-        return (_variant_on_cpu(config, checked, parallel) if has_variants else config), None
+        config = _resolve_on_cpu(config)
+        return (_choose_variant_on_cpu(config, checked, parallel) if has_variants else config), None
     memory = run_memory(checked)
     memory.machine = _machine(config, memory, parallel)
     settings = memory.choose(config)
-    _print(settings)
+    _print_settings(settings)
     return settings.config.model_copy(update={"model": config.model}), settings
 
 
@@ -165,24 +166,24 @@ def link_bandwidth(device: torch.device) -> float:
 
 def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Machine:
     """Return the minimum over all processes, in the estimate's terms: loaded networks count as planned."""
-    device, budget, others = parallel.device, config.memory.memory_budget, memory.plan().other_networks
+    device, budget, other_bytes = parallel.device, config.memory.memory_budget, memory.plan().other_networks
     free_memory()
-    left, loaded, flops, link = float("inf"), others, ASSUMED_FLOPS, ASSUMED_LINK
+    free, loaded_bytes, flops, link = float("inf"), other_bytes, ASSUMED_FLOPS, ASSUMED_LINK
     if device.type == "cuda":
-        left, loaded = for_tensors(torch.cuda.mem_get_info(device)[0]), float(torch.cuda.memory_allocated(device))
+        free, loaded_bytes = for_tensors(torch.cuda.mem_get_info(device)[0]), float(torch.cuda.memory_allocated(device))
         if config.memory.activation_memory == "auto":
             peak = peak_flops(device)
             flops = flops if peak is None else UTILIZATION * peak
             link = link_bandwidth(device)
     if budget is not None:
-        left = min(left, for_tensors(GIB * budget) - loaded)
+        free = min(free, for_tensors(GIB * budget) - loaded_bytes)
     host = HOST_SHARE * room().available / local_world_size()
-    shares = parallel.gather_objects([(left, host, flops, link)])
-    left, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
-    return Machine(left + others, host, flops, link)
+    shares = parallel.gather_objects([(free, host, flops, link)])
+    free, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
+    return Machine(free + other_bytes, host, flops, link)
 
 
-def _on_cpu(config: TrainConfig) -> TrainConfig:
+def _resolve_on_cpu(config: TrainConfig) -> TrainConfig:
     """Return the configuration with nothing moved: a CPU has no device memory to save."""
     memory = config.memory
     if memory.blocks_to_swap == "auto":
@@ -193,7 +194,7 @@ def _on_cpu(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: Strategy) -> TrainConfig:
+def _choose_variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: Strategy) -> TrainConfig:
     """Return the configuration with the method's variant that fits the memory of the smallest machine."""
     host_bytes = min(parallel.gather_objects([HOST_SHARE * room().available / local_world_size()]))
     settings = run_memory(checked).choose(config, machine=Machine(host_bytes, host_bytes, ASSUMED_FLOPS, ASSUMED_LINK))
@@ -206,16 +207,16 @@ def _print_variant(settings: Automatic) -> None:
     machine, variant = settings.machine, settings.variant
     if machine is None or variant is None:
         return
-    planned = f"{file_size(settings.plan.peak)} of {file_size(machine.device)}"
+    share = f"{file_size(settings.plan.peak)} of {file_size(machine.device)}"
     if settings.fits:
-        print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {planned}")
+        print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {share}")
     else:
         print_warnings(
-            [f"--{variant.option} auto: {variant.value} takes the least memory, and does not fit either: {planned}"]
+            [f"--{variant.option} auto: {variant.value} takes the least memory, and does not fit either: {share}"]
         )
 
 
-def _print(settings: Automatic) -> None:
+def _print_settings(settings: Automatic) -> None:
     """Print the chosen settings, and whether they fit."""
     machine, plan = settings.machine, settings.plan
     assert machine is not None

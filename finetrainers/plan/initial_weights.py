@@ -202,17 +202,17 @@ def check_lora(
 
 
 def _target_differences(modules: list[str], targets: list[str]) -> list[str]:
-    def hits(target: str, module: str) -> bool:
+    def matches(target: str, module: str) -> bool:
         return re.fullmatch(target, module) is not None if is_expression(targets) else is_target(module, target)
 
     differences = []
-    unmatched = [module for module in modules if not any(hits(target, module) for target in targets)]
+    unmatched = [module for module in modules if not any(matches(target, module) for target in targets)]
     if unmatched:
         differences.append(
             f"target_modules: the file adapts {plural(len(unmatched), 'module')} that {' '.join(targets)} does not "
             f"name, e.g. {unmatched[0]}"
         )
-    unused = [target for target in targets if not any(hits(target, module) for module in modules)]
+    unused = [target for target in targets if not any(matches(target, module) for module in modules)]
     if unused:
         differences.append(f"target_modules: {' '.join(unused)} in this run, which the file does not adapt")
     return differences

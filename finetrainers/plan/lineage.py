@@ -48,7 +48,7 @@ def read_origin(path: Path) -> dict[str, Any]:
     origin: dict[str, Any] = {"path": str(path), "digest": short_digest(path)}
     if run is None:
         return origin
-    step = _last_step(run) if checkpoint is None else step_of(checkpoint)
+    step = _find_last_step(run) if checkpoint is None else step_of(checkpoint)
     if checkpoint is None and step is not None:
         checkpoint = checkpoints_dir(run) / f"step-{step}"
     seal = None if checkpoint is None else seal_of(checkpoint)
@@ -65,16 +65,16 @@ def short_digest(path: Path) -> str | None:
     return files_digest(files) if files and all(file.is_file() for file in files) else None
 
 
-def _last_step(run: Path) -> int | None:
+def _find_last_step(run: Path) -> int | None:
     """Return the step of a run's result, or None if the run has not recorded its end."""
-    steps = [event.get("step") for event in _events(run) if event.get("event") == "finished"]
+    steps = [event.get("step") for event in _read_events(run) if event.get("event") == "finished"]
     return steps[-1] if steps else None
 
 
 def began_from(run: Path) -> Mapping[str, Any] | None:
     """Return the recorded origin of a run, or None if it began from the model's own weights."""
     origin: Mapping[str, Any] | None = None
-    for event in _events(run):
+    for event in _read_events(run):
         if event.get("event") == BEGAN_FROM:
             origin = event
         elif event.get("event") == "start" and not event.get("step"):  # a new run in the same directory
@@ -101,6 +101,6 @@ def _has_other_run(origin: Mapping[str, Any]) -> bool:
     return then is not None and now is not None and now.run != then
 
 
-def _events(run: Path) -> list[dict[str, Any]]:
+def _read_events(run: Path) -> list[dict[str, Any]]:
     path = run / _EVENTS
     return read_jsonl(path)[0] if path.is_file() else []

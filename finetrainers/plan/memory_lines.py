@@ -93,10 +93,10 @@ def automatic_lines(config: TrainConfig, settings: Automatic) -> list[str]:
 
 def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
     """Return whether the run fits a GPU, and the options that make it fit."""
-    needed = file_size(reserved(plan.peak))
+    size = file_size(reserved(plan.peak))
     if fits(plan.peak, GIB * gpu.gib):
-        return [f"it fits {gpu}: {needed} are needed"]
-    lines = [f"it does not fit {gpu}: {needed} are needed"]
+        return [f"it fits {gpu}: {size} are needed"]
+    lines = [f"it does not fit {gpu}: {size} are needed"]
     if advice is None:
         lines.append("no set of options makes it fit. What does:")
         return [*lines, *(f"  * {way}" for way in OTHER_WAYS)]
@@ -109,12 +109,14 @@ def advice_lines(advice: Advice, heading: str) -> list[str]:
     lines = [f"{heading} {reserved(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
         lines.append(f"  {applied.switch.flags}")
-        lines.append(f"      saves {file_size(max(0.0, applied.saves))}; {_time(applied)}; {applied.switch.cost}")
+        lines.append(
+            f"      saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
+        )
         lines += [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
     return [*lines, *(f"  also chosen: {choice}" for choice in choices.values())]
 
 
-def _time(applied: Chosen) -> str:
+def _describe_slowdown(applied: Chosen) -> str:
     """Return the increase of step time by a switch, as text."""
     slowdown = applied.switch.slowdown
     increase = round(applied.slower + (slowdown or 0.0))

@@ -63,7 +63,7 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
         ConfigError: the one that the first process raised.
         FirstFailed: another error of the first process, or its end.
     """
-    others = _others()
+    others = _count_others()
     if others < 1 or sys.platform != "linux":
         return make()
     address, digest = _address(next(_calls)), hashlib.sha256(to_json(question).encode()).hexdigest()
@@ -83,7 +83,7 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
     return value
 
 
-def _others() -> int:
+def _count_others() -> int:
     """Return the number of further processes of this machine, 0 if the launcher does not provide it."""
     is_stated = "LOCAL_RANK" in os.environ and not os.environ.keys().isdisjoint(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
     return local_world_size() - 1 if is_stated and launched_processes() > 1 else 0
@@ -140,7 +140,7 @@ def _serve(server: socket.socket, finished: socket.socket, outcome: list[bytes],
                 sources, deadline = [server], time.monotonic() + _APPEAR_S
             if server in ready:
                 connection, _ = server.accept()
-                if _is_ours(connection):
+                if _is_same_user(connection):
                     connections.append(stack.enter_context(connection))
                 else:
                     connection.close()
@@ -174,7 +174,7 @@ def _ask(address: str, *, timeout_s: float) -> bytes | None:
                     return None
                 time.sleep(_POLL_S)
                 continue
-            if not _is_ours(connection):
+            if not _is_same_user(connection):
                 return None
             return _read_answer(connection, timeout_s=timeout_s)
 
@@ -214,7 +214,7 @@ def _receive(connection: socket.socket, length: int) -> bytes:
     return bytes(content)
 
 
-def _is_ours(connection: socket.socket) -> bool:
+def _is_same_user(connection: socket.socket) -> bool:
     """Return whether the other end belongs to the same user, by the kernel."""
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return user == os.getuid()

@@ -69,7 +69,7 @@ def _has_checkpoint(directory: Path) -> bool:
 
 
 def _has_environment(path: Path) -> bool:
-    packages = _json(path).get("packages")
+    packages = _read_json(path).get("packages")
     return isinstance(packages, dict) and "finetrainers" in packages
 
 
@@ -81,7 +81,7 @@ def _has_events(path: Path) -> bool:
     return any(record.get("event") == "start" and "step" in record for record in records[:1])
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
         with open_regular(path) as file:
@@ -130,7 +130,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
             problem := export_problem(root / "export" / name, trained=trained, identity=read_identity(root))
         ) is not None:
             yield problem
-    if option := _begins_with(config, root / result, trained):
+    if option := _find_weights_option(config, root / result, trained):
         yield (f"the result would overwrite {root / result}, the weights that --{option} names; give another directory")
     for parent in root.absolute().parents:
         if is_run(parent) and (problem := inside_problem(config, parent, trained=trained)) is not None:
@@ -196,7 +196,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _begins_with(config: TrainConfig, result: Path, trained: str) -> str | None:
+def _find_weights_option(config: TrainConfig, result: Path, trained: str) -> str | None:
     """Return the option that names the weights at a path, or None if none does."""
     if not result.exists():
         return None
@@ -230,7 +230,7 @@ def page_problem(path: Path) -> str | None:
 
 def json_problem(path: Path, *keys: str) -> str | None:
     """Return the problem that a JSON object with these keys would replace another file, or None."""
-    return _file_problem(path, is_ours=set(keys) <= _json(path).keys())
+    return _file_problem(path, is_ours=set(keys) <= _read_json(path).keys())
 
 
 def _file_problem(path: Path, *, is_ours: bool) -> str | None:
@@ -257,13 +257,13 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
     """
     if not folder.is_dir():
         return None
-    record = _json(folder / EXPORTED)
+    record = _read_json(folder / EXPORTED)
     run = record.get("run")
     if run is not None and identity is not None and run != identity.run:
         return f"{folder} holds an export of another run, which would be lost; remove it, or give another --output_dir"
     names = [path.name for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     files = record.get("files")
-    exported = set(map(str, files)) if isinstance(files, list) else _exported_before(names, trained)
+    exported = set(map(str, files)) if isinstance(files, list) else _find_legacy_files(names, trained)
     others = [name for name in names if name not in exported]
     if others:
         return (
@@ -273,7 +273,7 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
     return None
 
 
-def _exported_before(names: list[str], trained: str) -> set[str]:
+def _find_legacy_files(names: list[str], trained: str) -> set[str]:
     """Return the files of a format by name, as earlier versions wrote them: one file of weights has any name."""
     fixed_names = {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", trained}
     weights = [name for name in names if name.endswith(".safetensors")]

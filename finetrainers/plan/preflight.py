@@ -86,7 +86,7 @@ class Preflight:
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """Sizes of all training clips and of all samples."""
-        return _sizes(self.plan, self.sampled)
+        return _list_sizes(self.plan, self.sampled)
 
     @property
     def geometry(self) -> Geometry:
@@ -144,21 +144,21 @@ def preflight(
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
         check_prompt_videos(config, facts, prompts, plan.size, findings)
         check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
-        sizes = _sizes(plan, [*prompts, *scored])
+        sizes = _list_sizes(plan, [*prompts, *scored])
         check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
         if method is not None and facts.first_frame != "unknown":
             plan_problems = method.plan_problems(plan, config, facts)
             findings.errors += [problem for problem in plan_problems if problem not in findings.errors]
     if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
         with _recording_errors(findings, "--resume_from_checkpoint"):
-            start = _begin(config, plan, checkpoint, initial)
+            start = _make_start(config, plan, checkpoint, initial)
     if findings.errors or plan is None or start is None:
         raise ConfigError(findings.errors)
     warnings = [*findings.warnings, *plan.warnings, *start.warnings]
     return Preflight(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
 
 
-def _sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
+def _list_sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
     return [*plan.buckets, *(prompt.size for prompt in sampled if prompt.size is not None)]
 
 
@@ -167,11 +167,11 @@ def _find_facts(
 ) -> tuple[Facts, bool]:
     """Return the model's facts, else those of published checkpoints, and whether its files have no problems."""
     check_paths(config, findings)
-    misplaced = _has_problem(findings, _MODEL_OPTIONS)
+    has_path_problem = _has_problem(findings, _MODEL_OPTIONS)
     device = target_device(config).type
-    problems = [] if misplaced else family.problems(config.model, weights=weights, device_type=device)
+    problems = [] if has_path_problem else family.problems(config.model, weights=weights, device_type=device)
     findings.errors += named_as_given(problems, initial)
-    readable = not misplaced and not problems
+    readable = not has_path_problem and not problems
     return family.facts_of(config.model) if readable else family.facts, not problems
 
 
@@ -209,8 +209,8 @@ def _check_environment() -> None:
     Raises:
         ConfigError: with the reasons.
     """
-    outdated = version_problem()
-    problems = [] if outdated is None else [Problem("", outdated)]
+    version_error = version_problem()
+    problems = [] if version_error is None else [Problem("", version_error)]
     problems += [Problem(name, message) for name, message in launch_problems(joining=False)]
     if problems:
         raise ConfigError(problems)
@@ -226,10 +226,10 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         config = config.model_copy(update={"model": with_family(config.model)})
         return config, get_family(config.model.model_name)
     except KeyError as error:
-        misplaced = Findings()
+        path_findings = Findings()
         if config.model.model_name == AUTO:
-            check_paths(config, misplaced)
-        raise ConfigError(misplaced.errors or [Problem("--model_name", str(error.args[0]))]) from None
+            check_paths(config, path_findings)
+        raise ConfigError(path_findings.errors or [Problem("--model_name", str(error.args[0]))]) from None
 
 
 def _find_weights(
@@ -269,7 +269,7 @@ def _check_earlier(config: TrainConfig, findings: Findings) -> None:
         )
 
 
-def _begin(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
+def _make_start(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
     """Return the run's start: step 0, or a checkpoint."""
     size = config.parallel.data_size(launched_processes())
     if checkpoint is None:
@@ -317,8 +317,8 @@ def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
             try:
                 if not is_url(image) and not Path(image).is_file():
                     raise UnusableError(f"no such file: {image}")
-                with decoding(image), open_image(image) as opened:
-                    opened.load()  # all of it: a truncated image has a complete header
+                with decoding(image), open_image(image) as loaded_image:
+                    loaded_image.load()  # all of it: a truncated image has a complete header
             except UnusableError as error:
                 problems[MEDIA_OPTIONS[medium]] = str(error)
     for medium, video in videos.items():

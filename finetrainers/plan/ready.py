@@ -115,7 +115,7 @@ def examine_weights(checked: Preflight) -> Preflight:
 
 
 @contextmanager
-def collected(problems: list[Problem]) -> Iterator[None]:
+def collecting_problems(problems: list[Problem]) -> Iterator[None]:
     """Add the problems of a configuration error within the block to a list."""
     try:
         yield
@@ -189,7 +189,7 @@ def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
     ]
     problems: list[Problem] = []
     for check in checks:
-        with collected(problems):
+        with collecting_problems(problems):
             check()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

@@ -107,18 +107,18 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
     """
     source = config.training.init_from
     if checkpoint is not None:
-        recorded = read_state(checkpoint)["initial"]
-        began = None if recorded is None else recorded["given"]
-        conflicts = source is not None and _resolve_source(source) != began and not _began_with(source, checkpoint)
+        record = read_state(checkpoint)["initial"]
+        origin = None if record is None else record["given"]
+        conflicts = source is not None and _resolve_source(source) != origin and not _is_origin(source, checkpoint)
         if conflicts and config.training.resume_from_checkpoint != "auto":
             raise ValueError(
                 f"{source} and {checkpoint} both give weights, and the checkpoint's run began with "
-                f"{began or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which "
+                f"{origin or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which "
                 "takes a checkpoint where there is one"
             )
-        if recorded is None or recorded["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
+        if record is None or record["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
             return None
-        source = source or began
+        source = source or origin
     if source is None:
         return None
     weights = find_initial_weights(source)
@@ -126,7 +126,7 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
     return weights
 
 
-def _began_with(source: str, checkpoint: Path) -> bool:
+def _is_origin(source: str, checkpoint: Path) -> bool:
     """Return whether a checkpoint's run began with these weights, by their digest: they and the run may have moved."""
     record = began_from(checkpoint.resolve().parents[1])
     try:
@@ -230,7 +230,7 @@ def resume_run(
     requested = frozenset(config.training.reset)
     resets = requested | ({"data", "scheduler"} if "step" in requested else frozenset())
     saved, now = state["critical"], critical_state(config, plan)
-    changed = changes(saved, now, plan=plan)
+    differences = changes(saved, now, plan=plan)
     step = 0 if "step" in resets else int(state["step"])
     data_step = step + int(state["guards"]["data_ahead"])  # after a rollback the data is ahead of the step
     data_position = DataPosition.from_state(state["course"])
@@ -238,9 +238,9 @@ def resume_run(
         data_position = DataPosition.begin(config, data_size=data_size, step=step)
     elif plan.cut_in_batches:
         data_position = data_position.resume(config, data_size=data_size, step=data_step)
-    initial_lora, lora_problems = _stored_lora(config, checkpoint, state["initial"])
-    problems = lora_problems + _refusals(checkpoint, changed, resets)
-    problems += _useless_resets(requested, config, changed, saved)
+    initial_lora, lora_problems = _find_initial_lora(config, checkpoint, state["initial"])
+    problems = lora_problems + _refusals(checkpoint, differences, resets)
+    problems += _useless_resets(requested, config, differences, saved)
     if "step" in requested and scan_checkpoints(config.run.output_dir):
         problems.append(
             f"--reset step counts from 0 again, and {config.run.output_dir} holds checkpoints of the earlier count; "
@@ -263,7 +263,7 @@ def resume_run(
     return replace(start, rows=rows, warnings=warnings)
 
 
-def _stored_lora(
+def _find_initial_lora(
     config: TrainConfig, checkpoint: Path, origin: Mapping[str, str] | None
 ) -> tuple[Path | None, list[str]]:
     """Return the LoRA that the checkpoint's run stored, or None if it stored none, and the problems with it."""
@@ -289,7 +289,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: WorkPlan)
     differences = []
     for name, value in now.items():
         # An option that is younger than the checkpoint was at its default.
-        then = saved.get(name, _default(name))
+        then = saved.get(name, _find_default(name))
         if name not in allowed or then == value:
             continue
         if name in _MODEL_FACTS and None in (saved.get(name), value):
@@ -306,7 +306,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: WorkPlan)
     return differences
 
 
-def _default(name: str) -> Any:
+def _find_default(name: str) -> Any:
     """Return the default of an option, or None for facts and for required options."""
     field = fields()[name].field if name in fields() else None
     return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
@@ -327,16 +327,16 @@ def _describe_rows(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence
     return f" ({rows(saved, now)} then; {rows(now, saved)} now)"
 
 
-def _refusals(checkpoint: Path, changed: Sequence[Change], resets: frozenset[str]) -> list[str]:
-    refused = [change for change in changed if change.reset not in resets]
-    if not refused:
+def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset[str]) -> list[str]:
+    blocking = [change for change in differences if change.reset not in resets]
+    if not blocking:
         return []
-    parts = [change.text + (f" (--reset {change.reset})" if change.reset else "") for change in refused]
-    allowing = sorted({change.reset for change in refused if change.reset} | resets)
-    unresettable = [change.name for change in refused if not change.reset]
+    parts = [change.text + (f" (--reset {change.reset})" if change.reset else "") for change in blocking]
+    allowing = sorted({change.reset for change in blocking if change.reset} | resets)
+    unresettable = [change.name for change in blocking if not change.reset]
     ways = (
         [f"--reset {' '.join(allowing)} allows {'the others' if unresettable else 'them'}"]
-        if len(refused) > len(unresettable)
+        if len(blocking) > len(unresettable)
         else []
     )
     if unresettable:
@@ -348,11 +348,11 @@ def _refusals(checkpoint: Path, changed: Sequence[Change], resets: frozenset[str
 
 
 def _useless_resets(
-    requested: frozenset[str], config: TrainConfig, changed: Sequence[Change], saved: Mapping[str, Any]
+    requested: frozenset[str], config: TrainConfig, differences: Sequence[Change], saved: Mapping[str, Any]
 ) -> list[str]:
     """Return problems of resets that would do nothing."""
     problems = []
-    if "rng" in requested and not any(change.reset == "rng" for change in changed):
+    if "rng" in requested and not any(change.reset == "rng" for change in differences):
         problems.append(
             f"--reset rng has no effect: the seed is still {config.training.seed}, and noise levels are drawn as "
             "before; give another --seed, or leave it out"
@@ -374,8 +374,8 @@ def _rows(
         rows.append(("reference model", f"the model with the LoRA {start.initial_lora}"))
     rows.append(("optimizer", "new, no moments" if "optimizer" in resets else at_step))
     schedule_start = int(state["schedule_start"])
-    since = f", begun at step {schedule_start}" if schedule_start else ""
-    rows.append(("learning rate schedule", "from its beginning" if "scheduler" in resets else f"{at_step}{since}"))
+    beginning = f", begun at step {schedule_start}" if schedule_start else ""
+    rows.append(("learning rate schedule", "from its beginning" if "scheduler" in resets else f"{at_step}{beginning}"))
     if "data" in resets:
         data = "from the beginning"
     else:
@@ -393,8 +393,8 @@ def _rows(
     if state["method"]:
         rows.append((method_spec(config).state_name, at_step))
     rows.append(("step", "from 0" if "step" in resets else at_step))
-    changed = changed_options(manifest.get("config", {}), config)
-    return rows + ([("changed options", ", ".join(changed))] if changed else [])
+    option_changes = changed_options(manifest.get("config", {}), config)
+    return rows + ([("changed options", ", ".join(option_changes))] if option_changes else [])
 
 
 def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:

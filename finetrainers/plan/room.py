@@ -155,8 +155,12 @@ def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
 
 def _initial_lora_size(checked: Preflight) -> int:
     """Return the bytes of the LoRA that the run will store, or 0 if it has none or has it stored already."""
-    path, own = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
-    return 0 if path is None or not path.is_file() or path.resolve().parent == own.resolve() else path.stat().st_size
+    path, run_folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
+    return (
+        0
+        if path is None or not path.is_file() or path.resolve().parent == run_folder.resolve()
+        else path.stat().st_size
+    )
 
 
 def _new_checkpoints(checked: Preflight) -> int:

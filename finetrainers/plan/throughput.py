@@ -26,10 +26,10 @@ def peak_flops(device: torch.device) -> float | None:
     """Return a device's peak operations per second, or None if it is unknown, or for a CPU."""
     if device.type != "cuda":
         return None
-    words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
-    if any(f" {other} " in words for other in _OTHER_CHIPS):
+    device_name = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
+    if any(f" {other} " in device_name for other in _OTHER_CHIPS):
         return None
-    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in device_name), None)
 
 
 def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> FlopMeter | None:

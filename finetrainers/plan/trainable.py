@@ -70,9 +70,9 @@ def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn
     """
     config, family = checked.config, checked.family
     trained = None if stand_in else family.load(config.model).configs.get(family.facts.trained)
-    built_from = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
-    if _last_network[:-1] != built_from:
-        _last_network[:] = [*built_from, _build_without_weights(checked, stand_in=stand_in)]
+    inputs = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
+    if _last_network[:-1] != inputs:
+        _last_network[:] = [*inputs, _build_without_weights(checked, stand_in=stand_in)]
     network: nn.Module = _last_network[-1]
     return network
 

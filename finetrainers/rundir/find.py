@@ -127,10 +127,10 @@ def find_checkpoint(
         return _find_newest_verified(root, checkpoints, weights_only=weights_only, largest=largest)
     names = ", ".join(str(checkpoint.step) for checkpoint in checkpoints if checkpoint.damage is None) or "none"
     if requested.isdigit():
-        named = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
-        if not named:
+        matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
+        if not matches:
             raise ValueError(f"no checkpoint of step {requested} in {root}; there are: {names}")
-        path = named[0]
+        path = matches[0]
     else:
         path = Path(requested)
         if not (path / "state.json").is_file():

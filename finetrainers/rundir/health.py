@@ -76,16 +76,18 @@ def reading(host: str, facts: Mapping[str, Any] | None, when: float, *, error: s
     if facts is None:
         return {**record, "error": error or "no answer"}
     gpus, ports = facts.get("gpus"), facts.get("ports")
-    gpus = [_numbers(gpu, _GPU_NUMBERS) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    gpus = (
+        [_finite_numbers(gpu, _GPU_NUMBERS) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    )
     ports = ports if isinstance(ports, dict) else {}
     record["gpus"] = [gpu for gpu in gpus if "index" in gpu]
-    record["ports"] = {name: _numbers(port, port) for name, port in ports.items() if isinstance(port, dict)}
+    record["ports"] = {name: _finite_numbers(port, port) for name, port in ports.items() if isinstance(port, dict)}
     if facts.get("gpu_error"):
         record["gpu_error"] = str(facts["gpu_error"])
     return record
 
 
-def _numbers(values: Mapping[str, Any], names: Any) -> dict[str, float]:
+def _finite_numbers(values: Mapping[str, Any], names: Any) -> dict[str, float]:
     numbers = {name: values.get(name) for name in names}
     return {name: value for name, value in numbers.items() if isinstance(value, int | float) and isfinite(value)}
 

@@ -50,7 +50,7 @@ def read_identity(root: Path) -> Identity | None:
     A directory whose file is missing or damaged has that of its newest checkpoint.
     """
     identity = read_identity_file(root / IDENTITY)
-    return identity or next((Identity(run) for run in map(run_of, _newest_first(root)) if run is not None), None)
+    return identity or next((Identity(run) for run in map(run_of, _list_newest_first(root)) if run is not None), None)
 
 
 def take_identity(root: Path) -> str:
@@ -79,7 +79,7 @@ def run_of(checkpoint: Path) -> str | None:
         return None
 
 
-def _newest_first(root: Path) -> list[Path]:
+def _list_newest_first(root: Path) -> list[Path]:
     try:
         checkpoints = [(step, path) for path in checkpoints_dir(root).iterdir() if (step := step_of(path)) is not None]
     except OSError:

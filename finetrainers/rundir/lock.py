@@ -78,7 +78,7 @@ def exclusive(
 
 
 @contextlib.contextmanager
-def unused(directory: Path) -> Iterator[None]:
+def keep_unused(directory: Path) -> Iterator[None]:
     """Keep all runs out of the directory within the block; unlike `exclusive`, this writes nothing into it.
 
     Raises:

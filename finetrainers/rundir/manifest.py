@@ -156,8 +156,8 @@ def damage(
         digests = _digests(directory, share_of(read, *share))
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    changed = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
-    return f"{changed[0]} is not what was saved: its SHA-256 differs" if changed else None
+    mismatches = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
+    return f"{mismatches[0]} is not what was saved: its SHA-256 differs" if mismatches else None
 
 
 def share_of(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:

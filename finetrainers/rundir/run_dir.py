@@ -81,15 +81,17 @@ class RunDirectory:
             return
         with self.recording(self.metrics_file):
             records, damaged = read_jsonl(self.metrics_file)
-            whole = [record for record in records if _has_step(record)]
+            complete = [record for record in records if _has_step(record)]
             damaged += [json.dumps(record).encode() for record in records if not _has_step(record)]
             if damaged:
-                aside = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
-                with open(aside, "ab") as file:
+                damaged_file = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
+                with open(damaged_file, "ab") as file:
                     file.writelines(line + b"\n" for line in damaged)
-                logger.warning("%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, aside)
-            self.recorded_step = max((int(record["step"]) for record in whole), default=-1)
-            earlier = [record for record in whole if step and record["step"] <= step]
+                logger.warning(
+                    "%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, damaged_file
+                )
+            self.recorded_step = max((int(record["step"]) for record in complete), default=-1)
+            earlier = [record for record in complete if step and record["step"] <= step]
             write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in earlier))
 
     def _set_aside_later_than(self, step: int) -> None:
@@ -101,7 +103,7 @@ class RunDirectory:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for path, output_step in outputs:
             if output_step is not None and output_step > step:
-                aside = _unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
+                aside = _find_unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
                 path.rename(aside)
                 self.event("set_aside", path=str(aside))
 
@@ -144,7 +146,7 @@ def _has_step(record: dict[str, Any]) -> bool:
     return isinstance(record.get("step"), int | float)
 
 
-def _unused(path: Path) -> Path:
+def _find_unused(path: Path) -> Path:
     """Return the path, with a number appended if something has this name."""
     count, candidate = 1, path
     while candidate.exists():

@@ -165,25 +165,25 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
         root: the directory.
         name: what to call it; default: the end of its path.
     """
-    events = _lines(root / "events.jsonl")
+    events = _read_lines(root / "events.jsonl")
     metrics = root / "metrics.jsonl"
     return RunRecords(
         root=root,
         name=name or "/".join(root.resolve().parts[-2:] if root.is_absolute() else root.parts) or root.resolve().name,
-        options=_options(root / "config.toml"),
-        environment=_json(root / "env.json"),
+        options=_read_options(root / "config.toml"),
+        environment=_read_json(root / "env.json"),
         metrics=read_metrics(metrics) if metrics.is_file() else [],
         events=events,
-        items=_lines(root / "manifest.jsonl"),
-        status=_status(root, events),
-        failures=_failures(root),
-        health=_health(root),
+        items=_read_lines(root / "manifest.jsonl"),
+        status=_find_status(root, events),
+        failures=_read_failures(root),
+        health=_read_health(root),
     )
 
 
-def _health(root: Path) -> list[dict[str, Any]]:
+def _read_health(root: Path) -> list[dict[str, Any]]:
     """Return the readings of machines, checked as those of a machine's answer: the file may have been edited."""
-    records = [r for r in _lines(root / HEALTH) if is_number(r.get("time")) and isinstance(r.get("host"), str)]
+    records = [r for r in _read_lines(root / HEALTH) if is_number(r.get("time")) and isinstance(r.get("host"), str)]
     readings = [
         reading(r["host"], None if "error" in r else r, r["time"], error=str(r.get("error", ""))) for r in records
     ]
@@ -192,10 +192,10 @@ def _health(root: Path) -> list[dict[str, Any]]:
 
 def run_status(root: Path) -> str:
     """Return the status of a run, see `RunRecords`."""
-    return _status(root, _lines(root / "events.jsonl"))
+    return _find_status(root, _read_lines(root / "events.jsonl"))
 
 
-def _status(root: Path, events: Sequence[Event]) -> str:
+def _find_status(root: Path, events: Sequence[Event]) -> str:
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     kinds = [event.get("event") for event in events[starts[-1] if starts else 0 :]]
     if "finished" in kinds:
@@ -219,7 +219,7 @@ def result_paths(root: Path) -> list[Path]:
     return [path for name in _RESULTS if (path := root / name).exists()]
 
 
-def _failures(root: Path) -> list[tuple[str, str]]:
+def _read_failures(root: Path) -> list[tuple[str, str]]:
     """Return the end of each text that failures left, with the file's name and time."""
     paths = [*sorted((root / "failures").glob("rank-*.txt")), *sorted((root / "hangs").glob("rank-*.txt"))]
     failures = []
@@ -232,11 +232,11 @@ def _failures(root: Path) -> list[tuple[str, str]]:
     return failures
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path)[0] if path.is_file() else []
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -244,7 +244,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _options(path: Path) -> dict[str, Any]:
+def _read_options(path: Path) -> dict[str, Any]:
     """Return the options of a `config.toml` by flat name; former options keep the name of their table."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))

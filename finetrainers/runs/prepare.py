@@ -44,7 +44,7 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
         with watchdog.running(), phase(LOADING):
             encoded = _encode(checked, parallel, watchdog)
         for content, counts in encoded.items():
-            print_line(_summary(content, counts))
+            print_line(_summarize(content, counts))
         done = f"done in {duration(time.monotonic() - started)}"
         scratch = method_spec(config).scratch_cache(config)
         if scratch is None:
@@ -73,7 +73,7 @@ def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[
         texts.keys.cache.release()
 
 
-def _summary(content: str, counts: Encoded) -> str:
+def _summarize(content: str, counts: Encoded) -> str:
     left_out = f", {len(counts.bad)} left out (damaged)" if counts.bad else ""
     return (
         f"{content}: {counts.encoded} encoded, {counts.found} found{left_out}; {file_size(counts.size_bytes)} written"

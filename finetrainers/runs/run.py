@@ -115,7 +115,7 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
         trainer.finish()
         state.watchdog.enter("closing")
         fault_point("close")
-        _report(state)
+        _write_report(state)
         print_results(state.run_dir.root)
         print_memory(state.memory.all_peaks)
         upload(state)
@@ -126,7 +126,7 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
     state.watchdog.exit_code = GUARDED if by_guard else STOPPED
     trainer.finish()
     state.watchdog.enter("closing")
-    _report(state)
+    _write_report(state)
     # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
     state.parallel.barrier()
     guard = state.guards.hacking if by_guard else None
@@ -141,6 +141,6 @@ def _note_slow(state: TrainState, section: str, seconds: float, median: float) -
     )
 
 
-def _report(state: TrainState) -> None:
+def _write_report(state: TrainState) -> None:
     if state.parallel.is_main:
         write_run_report(state.run_dir.root)

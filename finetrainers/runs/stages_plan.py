@@ -11,7 +11,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.stages import Stage
 from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.check_upload import check_upload
-from finetrainers.plan.dry_run import build_without_weights, why_unseen
+from finetrainers.plan.dry_run import build_without_weights, unseen_reason
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.ownership import inside_problem
 from finetrainers.plan.preflight import preflight, resolve_family
@@ -65,8 +65,8 @@ def plan_stages(
         try:
             checked[status.name] = _check(status, warnings, trains=trains)
         except ConfigError as error:
-            new = [p for p in error.problems if not any(name in str(p) for name in status.stage.wrong)]
-            problems += [(status.name, problem) for problem in new]
+            unlisted = [p for p in error.problems if not any(name in str(p) for name in status.stage.wrong)]
+            problems += [(status.name, problem) for problem in unlisted]
         problems += [(status.name, problem) for problem in _init_problems(status, checked)]
         problems += [(status.name, problem) for problem in _inside_problems(status, statuses)]
     merged = _merge_problems(problems, len(stages))
@@ -88,7 +88,7 @@ def _check(status: StageStatus, warnings: list[tuple[str, str]], *, trains: bool
     """
     if status.is_done:
         return _Checked(resolved_config(status))
-    config = _as_planned(status, trains=trains)
+    config = _plan_config(status, trains=trains)
     if status.stage.problems:
         preflight(config)
         return _Checked(config)
@@ -99,11 +99,11 @@ def _check(status: StageStatus, warnings: list[tuple[str, str]], *, trains: bool
     checked = check_rewards(within_budget(checked))
     checked, transformer = build_without_weights(checked)
     warnings += [(status.name, warning) for warning in checked.warnings]
-    peak = None if why_unseen(checked) is not None else RunMemory(checked, transformer).plan().peak
+    peak = None if unseen_reason(checked) is not None else RunMemory(checked, transformer).plan().peak
     return _Checked(checked.config, peak)
 
 
-def _as_planned(status: StageStatus, *, trains: bool) -> TrainConfig:
+def _plan_config(status: StageStatus, *, trains: bool) -> TrainConfig:
     """Return a stage's options as its run will have them, without weights that an earlier stage has yet to make."""
     config = status.stage.config if status.is_promised else status.config
     assert config is not None

@@ -31,7 +31,7 @@ def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
         return f"is the directory of another run than {run}; give another directory"
     if target_identity is not None and identity is not None and identity.is_copy and not target_identity.is_copy:
         return f"is the directory of the run of which {run} is a copy; exchange the two"
-    events, target_events = _events(run), _events(target)
+    events, target_events = _read_events(run), _read_events(target)
     foreign = len(target_events - events) if events else 0
     if foreign:
         extra = plural(foreign, "event")
@@ -45,7 +45,7 @@ def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
     return None
 
 
-def _events(root: Path) -> set[str]:
+def _read_events(root: Path) -> set[str]:
     """Return the events of a run."""
     path = root / EVENTS
     return {repr(sorted(event.items(), key=str)) for event in read_jsonl(path)[0]} if path.is_file() else set()
@@ -53,12 +53,12 @@ def _events(root: Path) -> set[str]:
 
 def _has_same_checkpoints(run: Path, target: Path) -> bool:
     """Return whether both have a checkpoint, and all checkpoints that both have are the same."""
-    run_manifests, target_manifests = _manifests(run), _manifests(target)
+    run_manifests, target_manifests = _read_manifests(run), _read_manifests(target)
     common = run_manifests.keys() & target_manifests.keys()
     return bool(common) and all(run_manifests[name] == target_manifests[name] for name in common)
 
 
-def _manifests(root: Path) -> Mapping[str, str]:
+def _read_manifests(root: Path) -> Mapping[str, str]:
     """Return the SHA-256 of each checkpoint's manifest, by the checkpoint's name."""
     files = checkpoints_dir(root).glob(f"*/{MANIFEST}")
     return {file.parent.name: file_sha256(file) for file in files if step_of(file.parent) is not None}

@@ -23,7 +23,7 @@ from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.rundir.best import BEST
 from finetrainers.rundir.find import Found, checkpoints_dir, scan_checkpoints
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
-from finetrainers.rundir.lock import HOLDER, in_use, unused
+from finetrainers.rundir.lock import HOLDER, in_use, keep_unused
 from finetrainers.rundir.manifest import MANIFEST, is_optimizer_state, read_manifest
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
@@ -150,7 +150,7 @@ class Sync:
             TransferError: rsync failed. Files that arrived before stay, and the next call copies the rest.
             ConfigError: the target is not a copy of this run. Nothing is written there.
         """
-        with self._compared_target():
+        with self._checked_target():
             return self._copy_all()
 
     def _copy_all(self) -> list[Copied]:
@@ -175,7 +175,7 @@ class Sync:
         return [name for name in names if name != IDENTITY]  # the target's own file marks it as a copy
 
     @contextlib.contextmanager
-    def _compared_target(self) -> Iterator[None]:
+    def _checked_target(self) -> Iterator[None]:
         """Keep the target a copy of this run, present or future, without a run of this machine in it, within the block.
 
         Raises:
@@ -185,7 +185,7 @@ class Sync:
         with contextlib.ExitStack() as locks:
             folder = Path(locks.enter_context(TemporaryDirectory())) if self._is_remote else Path(self.target)
             try:
-                locks.enter_context(unused(folder))
+                locks.enter_context(keep_unused(folder))
             except BlockingIOError:
                 if in_use(folder):
                     self._refuse("is in use by a run that trains there; give another directory")

@@ -59,8 +59,8 @@ AFTER = {
         results/export.py: upload
         plan/init_distributed.py: _gpu_problems, make_strategy
         training/load_work.py: _check_same_plan
-        rundir/lock.py: exclusive 2, unused
-        plan/once_per_node.py: _ask 2
+        rundir/lock.py: exclusive 2, keep_unused
+        plan/once_per_node.py: _read_answer 3
         plan/ready.py: check_rewards 2
         plan/room.py: check_room
         models/split/attention.py: check_backend 4

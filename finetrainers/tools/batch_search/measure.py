@@ -51,8 +51,8 @@ def loaded_bench(checked: Preflight) -> Iterator[Bench]:
         OutOfMemory: it does not fit before the first step.
     """
     with tempfile.TemporaryDirectory(prefix="finetrainers-search-batch-") as folder, restored():
-        config = _measured_config(checked.config, Path(folder))
-        plan = _one_of_each_bucket(checked.plan)  # type: ignore[arg-type]
+        config = _make_config(checked.config, Path(folder))
+        plan = _select_clips(checked.plan)  # type: ignore[arg-type]
         checked = replace(checked, config=config, plan=plan, prompts=[], scored=[])
         with contextlib.closing(make_strategy(config)) as parallel:
             watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
@@ -66,7 +66,7 @@ def loaded_bench(checked: Preflight) -> Iterator[Bench]:
                 yield Bench(trainer)
 
 
-def _one_of_each_bucket(plan: DatasetPlan) -> DatasetPlan:
+def _select_clips(plan: DatasetPlan) -> DatasetPlan:
     """Return a plan of each bucket's clip with the longest caption, and of a clip with a mask, if any has one.
 
     A clip with a mask gives all batches a mask.
@@ -77,7 +77,7 @@ def _one_of_each_bucket(plan: DatasetPlan) -> DatasetPlan:
     return plan.of_clips(clips)
 
 
-def _measured_config(config: TrainConfig, folder: Path) -> TrainConfig:
+def _make_config(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return the run's configuration for measuring, with everything that takes memory in a step.
 
     The run samples, saves and reports nothing, and keeps its weights.
@@ -149,7 +149,7 @@ class Bench:
         free_memory()
         return_freed_memory()
         memory.record()  # earlier peaks are of other sizes
-        seconds = self._seconds(bucket, clips, steps)
+        seconds = self._try_timing(bucket, clips, steps)
         peaks = memory.record()
         is_reduced = (spec.vae_one_by_one, spec.vae_too_large) != vae_sizes
         spec.vae_one_by_one, spec.vae_too_large = vae_sizes
@@ -162,20 +162,20 @@ class Bench:
             return Trial(clips, "the VAE ran out of memory", seconds, peak)
         return Trial(clips, None if peak <= limit else f"over {limit:.2f} GiB", seconds, peak)
 
-    def _seconds(self, bucket: Bucket, clips: int, steps: int) -> float | None:
+    def _try_timing(self, bucket: Bucket, clips: int, steps: int) -> float | None:
         """Return seconds per micro-batch, or None if it ran out of memory.
 
         The error, which holds the tensors of the step, ends here.
         """
         try:
-            return self._time(bucket, clips, steps)
+            return self._time_steps(bucket, clips, steps)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             logger.debug("out of memory with %d clips of %s: %s", clips, bucket, error)
         return None
 
-    def _time(self, bucket: Bucket, clips: int, steps: int) -> float:
+    def _time_steps(self, bucket: Bucket, clips: int, steps: int) -> float:
         state, times = self.trainer.state, []
         num_batches = self._micro_batches
         batches = state.method.trial_steps(bucket, clips, micro_batches=num_batches)  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ class Column:
 
 
 def columns(checkpoint_bytes: int | None) -> list[Column]:
-    """Return all columns, including the duration of writing a checkpoint if its size is gpu_values."""
+    """Return all columns, including the duration of writing a checkpoint if its size is known."""
 
     def save(facts: Mapping[str, Any]) -> str:
         if not checkpoint_bytes or not facts.get("disk_write"):
@@ -62,7 +62,7 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
     return [
         Column("GPUs", _gpus, "train on machines with equal GPUs", True),
         measured("load", lambda facts: _mean(facts, "utilization", "{:.0f} %")),
-        measured("GPU memory used", _used),
+        measured("GPU memory used", _used_memory),
         measured("power", _power),
         measured("hottest", lambda facts: _maximum(facts, "temperature_c", "{:.0f} C")),
         measured("slowest clock", _clock),
@@ -71,20 +71,20 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
         measured("disk read", lambda facts: _speed(facts, "disk_read")),
         measured("disk free", lambda facts: _size(facts, "disk_free")),
         *([measured("a save takes", save)] if checkpoint_bytes else []),
-        Column("driver", _plain("driver"), "install the same driver on all"),
+        Column("driver", _text_fact("driver"), "install the same driver on all"),
         Column("torch", _torch_fact("torch"), _SAME_VERSION, True),
         Column("CUDA", _torch_fact("cuda"), "install the same build of torch on all", True),
         Column("NCCL", _torch_fact("nccl"), "install the same build of torch on all", True),
-        Column("python", _plain("python"), _SAME_VERSION),
-        *(Column(name, _plain(name), _SAME_VERSION, True) for name in _PACKAGES),
+        Column("python", _text_fact("python"), _SAME_VERSION),
+        *(Column(name, _text_fact(name), _SAME_VERSION, True) for name in _PACKAGES),
         Column("open files", lambda facts: _limit(facts, "open_files", str)),
         Column("memlock", lambda facts: _limit(facts, "memlock", file_size), "set the same limit on all"),
         Column("/dev/shm", lambda facts: _size(facts, "shm")),
         Column("InfiniBand", _ports, "see `ibstat` for ports that are down", True),
         measured("link errors", lambda facts: str(sum(link_errors(facts).values())) if facts.get("ports") else ""),
-        Column("CPUs", _plain("cpus"), "the slowest machine sets the pace"),
+        Column("CPUs", _text_fact("cpus"), "the slowest machine sets the pace"),
         Column("memory", lambda facts: _size(facts, "memory"), "the machine with least memory sets the limit"),
-        Column("kernel", _plain("kernel"), "boot the same one on all"),
+        Column("kernel", _text_fact("kernel"), "boot the same one on all"),
     ]  # fmt: skip
 
 
@@ -110,12 +110,12 @@ def clock(node: Node) -> str:
     return f"{skew:+.1f} s" if abs(skew) >= 1 else f"{round(1000 * skew):+d} ms".replace("+0 ", "0 ")
 
 
-def _plain(name: str) -> Callable[[Mapping[str, Any]], str]:
+def _text_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda facts: "" if facts.get(name) is None else str(facts[name])
 
 
 def _torch_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda facts: BROKEN if "torch_error" in facts else _plain(name)(facts)
+    return lambda facts: BROKEN if "torch_error" in facts else _text_fact(name)(facts)
 
 
 def _size(facts: Mapping[str, Any], name: str) -> str:
@@ -157,7 +157,7 @@ def _maximum(facts: Mapping[str, Any], name: str, form: str) -> str:
     return form.format(max(values)) if values else ""
 
 
-def _used(facts: Mapping[str, Any]) -> str:
+def _used_memory(facts: Mapping[str, Any]) -> str:
     sizes = gpu_values(facts, "memory_used_mib")
     return file_size(sum(sizes) * _MIB) if sizes else ""
 

@@ -75,20 +75,18 @@ def read_hosts(path: Path) -> list[Node]:
         raise ConfigError([Problem("--hosts", f"{path} {message}")]) from None
     nodes: dict[str, Node] = {}
     problems = []
-    for number, line in enumerate(lines, 1):
-        host, *words = line.partition("#")[0].split() or [""]
+    for line_number, line in enumerate(lines, 1):
+        host, *assignments = line.partition("#")[0].split() or [""]
         if not host:
             continue
-        settings = dict(word.partition("=")[::2] for word in words)
-        slots, line_name = settings.get("slots"), f"{path}:{number}"
+        settings = dict(assignment.partition("=")[::2] for assignment in assignments)
+        slots, where = settings.get("slots"), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
-            problems.append(Problem(line_name, f"{quoted(host)} is no name of a host"))
+            problems.append(Problem(where, f"{quoted(host)} is no name of a host"))
         elif settings.keys() - {"slots", "max_slots", "max-slots"} or (slots is not None and not slots.isdecimal()):
-            problems.append(
-                Problem(line_name, f"not understood: {quoted(line.strip())}; write `host` or `host slots=8`")
-            )
+            problems.append(Problem(where, f"not understood: {quoted(line.strip())}; write `host` or `host slots=8`"))
         elif host in nodes:
-            problems.append(Problem(line_name, f"{host} is there twice"))
+            problems.append(Problem(where, f"{host} is there twice"))
         nodes[host] = Node(host, None if slots is None or not slots.isdecimal() else int(slots))
     if not nodes:
         problems.append(Problem("--hosts", f"{path} names no host; write one a line"))
@@ -120,8 +118,8 @@ class Fleet:
         return asyncio.run(self._ask_all(nodes))
 
     async def _ask_all(self, nodes: Sequence[Node]) -> list[Node]:
-        places = asyncio.Semaphore(_AT_ONCE)
-        return list(await asyncio.gather(*(self._ask(node, places) for node in nodes)))
+        semaphore = asyncio.Semaphore(_AT_ONCE)
+        return list(await asyncio.gather(*(self._ask(node, semaphore) for node in nodes)))
 
     def _command(self, host: str) -> list[str]:
         """Return the command that connects to a host and starts this program there.
@@ -132,9 +130,9 @@ class Fleet:
         script = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {command}"
         return [*shlex.split(self.rsh), host, f"sh -c {shlex.quote(script)}"]
 
-    async def _ask(self, node: Node, places: asyncio.Semaphore) -> Node:
+    async def _ask(self, node: Node, semaphore: asyncio.Semaphore) -> Node:
         pipe = asyncio.subprocess.PIPE
-        async with places:
+        async with semaphore:
             process = await asyncio.create_subprocess_exec(
                 *self._command(node.host), stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES,
                 start_new_session=True,
@@ -142,7 +140,7 @@ class Fleet:
             assert process.stderr is not None, "it was asked for"
             errors = asyncio.ensure_future(process.stderr.read())
             try:
-                return await asyncio.wait_for(_conversation(node, process, self.question), self.timeout_s)
+                return await asyncio.wait_for(_converse(node, process, self.question), self.timeout_s)
             except asyncio.TimeoutError:
                 _kill(process)
                 return Node(node.host, node.slots, error=f"no answer within {self.timeout_s:g} s (--timeout)")
@@ -154,13 +152,13 @@ class Fleet:
                 return Node(
                     node.host,
                     node.slots,
-                    error=self._reason(node.host, code, (await errors).decode("utf-8", "replace")),
+                    error=self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace")),
                 )
             finally:
                 await _wait_for_end(process)
                 errors.cancel()
 
-    def _reason(self, host: str, code: int, output: str) -> str:
+    def _describe_failure(self, host: str, code: int, output: str) -> str:
         """Return why a machine has no facts, and the remedy, by the exit code and the error output of ssh."""
         lines = [printable(line.strip()) for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
@@ -175,7 +173,7 @@ class Fleet:
         return f"`{self.python} -m finetrainers doctor` failed there with exit code {code}: {last}"
 
 
-async def _conversation(node: Node, process: asyncio.subprocess.Process, question: str) -> Node:
+async def _converse(node: Node, process: asyncio.subprocess.Process, question: str) -> Node:
     """Ask for the clock several times, then for the facts; or for the health alone.
 
     Raises:
@@ -186,28 +184,28 @@ async def _conversation(node: Node, process: asyncio.subprocess.Process, questio
     trips = []
     for _ in range(_ROUND_TRIPS if question == FACTS else 0):
         sent = time.time()
-        remote_time = float(await _answer(process, CLOCK))
+        remote_time = float(await _request(process, CLOCK))
         received = time.time()
         if not math.isfinite(remote_time):
             raise ValueError("the clock is not a number")
         trips.append((received - sent, remote_time - (sent + received) / 2))
     round_trip, skew = min(trips, default=(None, None))
-    facts = _printable(json.loads(await _answer(process, question)))
+    facts = _make_printable(json.loads(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
     return Node(node.host, node.slots, facts, clock_skew_s=skew, round_trip_s=round_trip)
 
 
-def _printable(value: Any) -> Any:
+def _make_printable(value: Any) -> Any:
     """Return JSON whose strings cannot control the terminal that displays them: they come from another machine."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {printable(name): _printable(inner) for name, inner in value.items()}
-    return [_printable(inner) for inner in value] if isinstance(value, list) else value
+        return {printable(name): _make_printable(inner) for name, inner in value.items()}
+    return [_make_printable(inner) for inner in value] if isinstance(value, list) else value
 
 
-async def _answer(process: asyncio.subprocess.Process, question: str) -> str:
+async def _request(process: asyncio.subprocess.Process, question: str) -> str:
     assert process.stdin is not None, "it was asked for"
     assert process.stdout is not None, "it was asked for"
     process.stdin.write(f"{question}\n".encode())

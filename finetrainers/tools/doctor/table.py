@@ -15,23 +15,23 @@ _MARK = "*"
 
 
 def report_lines(
-    nodes: Sequence[Node], remarks: Sequence[Finding], needs: Needs | None, *, width: int
+    nodes: Sequence[Node], findings: Sequence[Finding], needs: Needs | None, *, width: int
 ) -> Iterator[str]:
     """Yield the lines of the report.
 
     Args:
         nodes: the machines; the facts of a single one are listed below each other.
-        remarks: the findings about them.
+        findings: the findings about them.
         needs: bytes that a run writes.
         width: columns of the terminal.
     """
     visible = columns(needs.checkpoint if needs else None)
     if len(nodes) == 1 and nodes[0].facts is not None:
-        yield from _list(nodes[0], visible)
+        yield from _list_facts(nodes[0], visible)
     else:
-        yield from _table(nodes, visible, width)
+        yield from _list_machines(nodes, visible, width)
     for title, is_problem in (("wrong", True), ("notes", False)):
-        selected = [finding for finding in remarks if finding.is_problem is is_problem]
+        selected = [finding for finding in findings if finding.is_problem is is_problem]
         if selected:
             yield ""
             yield f"{title}:"
@@ -39,22 +39,22 @@ def report_lines(
             yield from textwrap.wrap(
                 f"{hosts}: {text}", width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
             )
-    num_problems = sum(finding.is_problem for finding in remarks)
+    num_problems = sum(finding.is_problem for finding in findings)
     yield ""
     yield (
         f"{plural(num_problems, 'problem')} on {plural(len(nodes), 'machine')}" if num_problems else "nothing is wrong"
     )
 
 
-def _group_by_text(remarks: Sequence[Finding]) -> list[tuple[str, str]]:
+def _group_by_text(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     """Return each text with the machines that it is about."""
     hosts: dict[str, list[str]] = {}
-    for finding in remarks:
+    for finding in findings:
         hosts.setdefault(finding.text, []).append(finding.host)
     return [(text, ", ".join(names)) for text, names in hosts.items()]
 
 
-def _list(node: Node, visible: Sequence[Column]) -> Iterator[str]:
+def _list_facts(node: Node, visible: Sequence[Column]) -> Iterator[str]:
     """Yield the facts of one machine, with its clock unless it is this machine."""
     rows = [(column.heading, column.of(node)) for column in visible]
     rows += [("clock", clock(node))]
@@ -64,7 +64,7 @@ def _list(node: Node, visible: Sequence[Column]) -> Iterator[str]:
         yield f"{heading:<{wide}}  {text}"
 
 
-def _table(nodes: Sequence[Node], visible: Sequence[Column], width: int) -> Iterator[str]:
+def _list_machines(nodes: Sequence[Node], visible: Sequence[Column], width: int) -> Iterator[str]:
     """Yield a row for each machine. Facts that are equal on all follow in a sentence."""
     alive = [node for node in nodes if node.facts is not None]
     equal, cells = [], []
@@ -85,7 +85,7 @@ def _table(nodes: Sequence[Node], visible: Sequence[Column], width: int) -> Iter
         cells[0][0],
         *("no facts" if node.facts is None else text for node, text in zip(nodes, cells[0][1:], strict=True)),
     ]
-    for index, band in enumerate(_bands(hosts, cells, width)):
+    for index, band in enumerate(_split_columns(hosts, cells, width)):
         yield from [""] * (index > 0)
         yield from aligned(list(zip(hosts, *band, strict=True)))
     if any(_MARK in text for column in cells for text in column[1:]):
@@ -96,17 +96,17 @@ def _table(nodes: Sequence[Node], visible: Sequence[Column], width: int) -> Iter
         yield from textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _bands(hosts: Sequence[str], cells: Sequence[list[str]], width: int) -> Iterator[list[list[str]]]:
+def _split_columns(hosts: Sequence[str], cells: Sequence[list[str]], width: int) -> Iterator[list[list[str]]]:
     """Yield groups of columns that fit next to each other after the names of the hosts."""
     first = max(map(len, hosts))
     band: list[list[str]] = []
-    used = first
+    used_width = first
     for column in cells:
-        wide = 2 + max(map(len, column))
-        if band and used + wide > width:
+        column_width = 2 + max(map(len, column))
+        if band and used_width + column_width > width:
             yield band
-            band, used = [], first
+            band, used_width = [], first
         band.append(column)
-        used += wide
+        used_width += column_width
     if band:
         yield band
