@@ -1,4 +1,4 @@
-"""What a run chooses itself (`auto`), when all but the network that is trained is loaded: by what its GPUs have free then."""
+"""Automatic options of a run (`auto`), chosen by the free GPU memory when all but the trained network is loaded."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ _PROBE_BYTES = 64 << 20
 
 
 def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] = preflight) -> Preflight:
-    """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU; they are printed.
+    """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU, and print them.
 
     Args:
         checked: the run.
-        check: what checks the run with other options.
+        check: function that checks the run with other options.
 
     Raises:
         ConfigError: nothing fits `memory_budget`.
     """
     config = checked.config
     if config.memory.memory_budget is not None:
-        chosen = _chosen_for_budget(checked, config.memory.memory_budget)
+        options = _options_for_budget(checked, config.memory.memory_budget)
     elif config.memory.fit_gpu and not checked.family.configs_not_here(config.model):
         # One process asks: a CUDA context of each would stay on the first GPU.
-        chosen = once_per_node(lambda: _chosen_for_gpu(checked), config, timeout_s=config.run.idle_timeout)
+        options = once_per_node(lambda: _options_for_gpu(checked), config, timeout_s=config.run.idle_timeout)
     else:
         return checked
-    if chosen == config:
+    if options == config:
         return checked
-    again = once_per_node(lambda: check(chosen), chosen, timeout_s=chosen.run.idle_timeout)
-    lost = [warning for warning in checked.warnings if warning not in again.warnings]
-    return replace(again, unseen=checked.unseen, warnings=[*again.warnings, *lost])
+    rechecked = once_per_node(lambda: check(options), options, timeout_s=options.run.idle_timeout)
+    earlier = [warning for warning in checked.warnings if warning not in rechecked.warnings]
+    return replace(rechecked, unseen=checked.unseen, warnings=[*rechecked.warnings, *earlier])
 
 
-def _chosen_for_budget(checked: Preflight, budget: float) -> TrainConfig:
+def _options_for_budget(checked: Preflight, budget: float) -> TrainConfig:
     """Return the options that fit a budget in GiB.
 
     Raises:
@@ -71,24 +71,25 @@ def _chosen_for_budget(checked: Preflight, budget: float) -> TrainConfig:
     """
     memory = run_memory(checked)
     peak = memory.plan().peak
-    needed = reserved(peak) / GIB
+    needed_gib = reserved(peak) / GIB
     if fits(peak, GIB * budget):
-        print_line(f"memory budget: {needed:.1f} of {budget:g} GiB are planned; no option is changed")
+        print_line(f"memory budget: {needed_gib:.1f} of {budget:g} GiB are planned; no option is changed")
         return checked.config
     advice = memory.advice(budget, device=target_device(checked.config))
     if advice is None:
-        ways = "".join(f"\n    * {way}" for way in OTHER_WAYS)
+        remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_WAYS)
         message = (
-            f"{needed:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What does:{ways}"
+            f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
+            f"does:{remedies}"
         )
         raise ConfigError([Problem("--memory_budget", message)])
-    for line in advice_lines(advice, f"memory budget: {needed:.1f} GiB are planned, more than {budget:g}. Chosen:"):
+    for line in advice_lines(advice, f"memory budget: {needed_gib:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
     return advice.config
 
 
-def _chosen_for_gpu(checked: Preflight) -> TrainConfig:
-    """Return the options that fit the GPU and leave results the same; those of the run if it fits, or nothing fits."""
+def _options_for_gpu(checked: Preflight) -> TrainConfig:
+    """Return options that fit the GPU with the same results; the run's own if it fits already, or if nothing fits."""
     config = checked.config
     gib = planned_gib(config)
     if gib is None:
@@ -99,59 +100,60 @@ def _chosen_for_gpu(checked: Preflight) -> TrainConfig:
     peak = memory.plan().peak
     if fits(peak, GIB * gib):
         return config
-    needed = f"{file_size(reserved(peak))} are planned, and the GPU has {gib:.1f} GiB"
+    message = f"{file_size(reserved(peak))} are planned, and the GPU has {gib:.1f} GiB"
     advice = memory.advice(gib, device=target_device(config), exact=True)
     if advice is None:
         print_warnings(
             [
-                f"{needed}: no memory options that leave results the same make the run fit; `finetrainers estimate --gpu "
-                f"{gib:.1f}GiB` searches among all options"
+                f"{message}: no memory options that leave results the same make the run fit; `finetrainers estimate "
+                f"--gpu {gib:.1f}GiB` searches among all options"
             ]
         )
         return config
-    heading = f"note: {needed}. Chosen, with the same results (--no-fit_gpu changes nothing):"
+    heading = f"note: {message}. Chosen, with the same results (--no-fit_gpu changes nothing):"
     for line in advice_lines(advice, heading):
         print_line(line)
     return advice.config
 
 
 def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, Automatic | None]:
-    """The configuration with what the run chooses in the place of every `auto`, and the choice; every rank must call it.
+    """Return the configuration with each `auto` replaced by the run's choice, and that choice; every rank must call it.
 
-    None: the options leave nothing open; or the device is a CPU without a budget, where nothing is moved or recomputed.
+    The choice is None if the options leave nothing open, or the device is a CPU without a budget, where nothing is
+    moved or recomputed.
     """
     config, on_gpu = checked.config, parallel.device.type == "cuda"
     if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_plain):
         config = with_samples(config, offloads=False)
-    swaps, stores = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
-    samples = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
-    decodes = method_spec(config).samples and None in (config.model.enable_slicing, config.model.enable_tiling)
-    varies = bool(method_spec(config).variants(config, expected_split(config.parallel)))
-    if not (swaps or stores or samples or decodes or varies):
+    is_swap_auto, is_storage_auto = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
+    is_offload_auto = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
+    is_decoding_auto = method_spec(config).samples and None in (config.model.enable_slicing, config.model.enable_tiling)
+    has_variants = bool(method_spec(config).variants(config, expected_split(config.parallel)))
+    if not (is_swap_auto or is_storage_auto or is_offload_auto or is_decoding_auto or has_variants):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
-        config = _on_cpu(config)
-        return (_variant_on_cpu(config, checked, parallel) if varies else config), None
+        config = _resolve_on_cpu(config)
+        return (_choose_variant_on_cpu(config, checked, parallel) if has_variants else config), None
     memory = run_memory(checked)
     memory.machine = _machine(config, memory, parallel)
-    found = memory.choose(config)
-    _print(found)
-    return found.config.model_copy(update={"model": config.model}), found
+    settings = memory.choose(config)
+    _print_settings(settings)
+    return settings.config.model_copy(update={"model": config.model}), settings
 
 
-def fit_decoding(found: Automatic | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
-    """Have the VAE decode clips of a size as was chosen; as after an OOM, this process remembers it."""
+def fit_decoding(settings: Automatic | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
+    """Have the VAE decode clips of a size as the settings say; as after an OOM, this process remembers it."""
     for name, sizes in (("enable_slicing", spec.vae_one_by_one), ("enable_tiling", spec.vae_too_large)):
-        if found is not None and name in found.decoding:
+        if settings is not None and name in settings.decoding:
             sizes.add(size)
 
 
 def link_bandwidth(device: torch.device) -> float:
-    """Bytes a second of a copy between pinned host memory and a CUDA device, in the slower direction."""
+    """Return bytes per second of copies between pinned host memory and a CUDA device, in the slower direction."""
     host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
+    remote = torch.empty_like(host, device=device)
     slowest = 0.0
-    for target, source in ((there, host), (host, there)):
+    for target, source in ((remote, host), (host, remote)):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         target.copy_(source, non_blocking=True)  # the first one may set up the link
         start.record()
@@ -163,26 +165,26 @@ def link_bandwidth(device: torch.device) -> float:
 
 
 def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Machine:
-    """The least that any process has, in the estimate's terms: what is loaded counts as it was planned."""
-    device, budget, others = parallel.device, config.memory.memory_budget, memory.plan().other_networks
+    """Return the minimum over all processes, in the estimate's terms: loaded networks count as planned."""
+    device, budget, other_bytes = parallel.device, config.memory.memory_budget, memory.plan().other_networks
     free_memory()
-    left, loaded, flops, link = float("inf"), others, ASSUMED_FLOPS, ASSUMED_LINK
+    free, loaded_bytes, flops, link = float("inf"), other_bytes, ASSUMED_FLOPS, ASSUMED_LINK
     if device.type == "cuda":
-        left, loaded = for_tensors(torch.cuda.mem_get_info(device)[0]), float(torch.cuda.memory_allocated(device))
+        free, loaded_bytes = for_tensors(torch.cuda.mem_get_info(device)[0]), float(torch.cuda.memory_allocated(device))
         if config.memory.activation_memory == "auto":
             peak = peak_flops(device)
             flops = flops if peak is None else UTILIZATION * peak
             link = link_bandwidth(device)
     if budget is not None:
-        left = min(left, for_tensors(GIB * budget) - loaded)
+        free = min(free, for_tensors(GIB * budget) - loaded_bytes)
     host = HOST_SHARE * room().available / local_world_size()
-    shares = parallel.gather_objects([(left, host, flops, link)])
-    left, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
-    return Machine(left + others, host, flops, link)
+    shares = parallel.gather_objects([(free, host, flops, link)])
+    free, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
+    return Machine(free + other_bytes, host, flops, link)
 
 
-def _on_cpu(config: TrainConfig) -> TrainConfig:
-    """Everything in its place: a CPU has no device memory to save."""
+def _resolve_on_cpu(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with nothing moved: a CPU has no device memory to save."""
     memory = config.memory
     if memory.blocks_to_swap == "auto":
         config = with_blocks_to_swap(config, 0)
@@ -192,51 +194,51 @@ def _on_cpu(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: Strategy) -> TrainConfig:
-    """The variant of the method that fits the memory of the least machine."""
-    least = min(parallel.gather_objects([HOST_SHARE * room().available / local_world_size()]))
-    found = run_memory(checked).choose(config, machine=Machine(least, least, ASSUMED_FLOPS, ASSUMED_LINK))
-    _print_variant(found)
-    return config if found.variant is None else found.variant.config
+def _choose_variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: Strategy) -> TrainConfig:
+    """Return the configuration with the method's variant that fits the memory of the smallest machine."""
+    host_bytes = min(parallel.gather_objects([HOST_SHARE * room().available / local_world_size()]))
+    settings = run_memory(checked).choose(config, machine=Machine(host_bytes, host_bytes, ASSUMED_FLOPS, ASSUMED_LINK))
+    _print_variant(settings)
+    return config if settings.variant is None else settings.variant.config
 
 
-def _print_variant(found: Automatic) -> None:
-    """The variant of the method, and whether it fits."""
-    machine, variant = found.machine, found.variant
+def _print_variant(settings: Automatic) -> None:
+    """Print the variant of the method, and whether it fits."""
+    machine, variant = settings.machine, settings.variant
     if machine is None or variant is None:
         return
-    planned = f"{file_size(found.plan.peak)} of {file_size(machine.device)}"
-    if found.fits:
-        print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {planned}")
+    share = f"{file_size(settings.plan.peak)} of {file_size(machine.device)}"
+    if settings.fits:
+        print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {share}")
     else:
         print_warnings(
-            [f"--{variant.option} auto: {variant.value} takes the least memory, and does not fit either: {planned}"]
+            [f"--{variant.option} auto: {variant.value} takes the least memory, and does not fit either: {share}"]
         )
 
 
-def _print(found: Automatic) -> None:
-    """What was chosen, and whether it fits."""
-    machine, plan = found.machine, found.plan
+def _print_settings(settings: Automatic) -> None:
+    """Print the chosen settings, and whether they fit."""
+    machine, plan = settings.machine, settings.plan
     assert machine is not None
-    _print_variant(found)
-    if found.offloads_samples:
+    _print_variant(settings)
+    if settings.offloads_samples:
         print_line(
-            f"note: samples are drawn with the model's parts in host memory: they would not fit the {file_size(machine.device)} "
-            "that tensors may take otherwise (--no-enable_model_cpu_offload)"
+            "note: samples are drawn with the model's parts in host memory: they would not fit the "
+            f"{file_size(machine.device)} that tensors may take otherwise (--no-enable_model_cpu_offload)"
         )
-    for name in found.decoding:
+    for name in settings.decoding:
         print_line(
-            f"note: {found.words[name]}: all at once would not fit the {file_size(machine.device)} that tensors may take "
-            f"(--no-{name})"
+            f"note: {settings.words[name]}: all at once would not fit the {file_size(machine.device)} that tensors may "
+            f"take (--no-{name})"
         )
-    if (choice := found.activations) is not None:
-        say = print_line if choice.fits else lambda text: print_warnings([text])
-        say(f"activation memory: {choice.what}: {choice.why(machine)}")
-    if found.swapped is not None and not found.fits:
+    if (choice := settings.activations) is not None:
+        report = print_line if choice.fits else lambda text: print_warnings([text])
+        report(f"activation memory: {choice.what}: {choice.why(machine)}")
+    if settings.swapped is not None and not settings.fits:
         print_warnings(
             [
-                f"--blocks_to_swap auto: with {found.words['blocks_to_swap']} swapped {file_size(plan.peak)} are planned in "
-                f"the phase {label(plan.peak_phase)}, and tensors may take {file_size(machine.device)}; see "
+                f"--blocks_to_swap auto: with {settings.words['blocks_to_swap']} swapped {file_size(plan.peak)} are "
+                f"planned in the phase {label(plan.peak_phase)}, and tensors may take {file_size(machine.device)}; see "
                 "docs/how-to/memory.md"
             ]
         )

@@ -31,7 +31,7 @@ def check_number_of_blocks(config: TrainConfig, spec: ModelSpec) -> None:
 
 
 def block_swap(number: int, spec: ModelSpec, parallel: Strategy) -> Swap | None:
-    """What swaps so many blocks of a network that is to be trained; None where all stay on the device."""
+    """Return a function that swaps `number` blocks of a network to be trained, or None if all stay on the device."""
     if not number:
         return None
 
@@ -39,8 +39,8 @@ def block_swap(number: int, spec: ModelSpec, parallel: Strategy) -> Swap | None:
         blocks = spec.block_modules(network)
         swapped = swap_blocks(network, blocks, number, parallel.device)
         print_line(
-            f"block swap: {number} of {len(blocks)} blocks wait in host memory ({swapped.host_bytes / GIB:.2f} GiB for each "
-            f"process), and take {swapped.slot_bytes / GIB:.2f} GiB on the device"
+            f"block swap: {number} of {len(blocks)} blocks wait in host memory ({swapped.host_bytes / GIB:.2f} GiB for "
+            f"each process), and take {swapped.slot_bytes / GIB:.2f} GiB on the device"
             + (", which a CPU gains nothing by" if parallel.device.type == "cpu" else "")
         )
         return swapped.weights(network)

@@ -21,7 +21,7 @@ def check(config: TrainConfig, *, decode: bool = False, recall: bool = True, job
     Args:
         config: from `load_config`; needs a model's name and data.
         decode: decode every file from end to end, not only its header.
-        recall: use what is remembered of files that were looked at before.
+        recall: use remembered results of files that were examined before.
         jobs: processes that decode; default: one for each processor.
 
     Returns:
@@ -37,7 +37,10 @@ def check(config: TrainConfig, *, decode: bool = False, recall: bool = True, job
 
 
 def examine(config: TrainConfig, options: ProbeOptions) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """The report (None where the configuration leaves nothing to check), and what else is wrong with the configuration."""
+    """Return the report and the other problems of the configuration.
+
+    The report is None if the configuration leaves nothing to check.
+    """
     survey: DatasetPlan | None = None
 
     resolved = config
@@ -54,9 +57,14 @@ def examine(config: TrainConfig, options: ProbeOptions) -> tuple[dict[str, Any] 
     try:
         preflight(config, planner=planner)
     except ConfigError as error:
-        # Nothing is written to the run's folder; and what is wrong with items is in the survey.
-        ours = ("--output_dir", "--resume_from_checkpoint", "--report_to", *(("data",) if survey is not None else ()))
-        problems = [problem for problem in error.problems if problem.where not in ours]
+        # Nothing is written to the run's folder; and the survey has the problems of items.
+        excluded = (
+            "--output_dir",
+            "--resume_from_checkpoint",
+            "--report_to",
+            *(("data",) if survey is not None else ()),
+        )
+        problems = [problem for problem in error.problems if problem.where not in excluded]
     if survey is None:
         return None, problems or [Problem("--data_root", "no clips to check: give --data_root or --dataset_file")]
     return make_report(survey, resolved, decoded=options.decode), problems

@@ -1,4 +1,4 @@
-"""Whether the results of a run can be uploaded when it ends, found out before anything is loaded. Imports no torch."""
+"""The check, before anything is loaded, that the results of a run can be uploaded when it ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRITERS = ("admin", "write", "contributor")
 
 
 def hub_token(config: TrainConfig) -> str | None:
-    """Return the access token of a run, or None if it is that of `hf auth login`."""
+    """Return the access token of a run, or None if it uses that of `hf auth login`."""
     return config.run.hub_token.get_secret_value() if config.run.hub_token else None
 
 
@@ -26,7 +26,7 @@ def repository_name(config: TrainConfig) -> str:
 
 
 def check_upload(config: TrainConfig) -> None:
-    """Check that the hub answers and that the token may write the repository, if the results are to be uploaded.
+    """Check that the Hub answers and that the token may write the repository, if the results are to be uploaded.
 
     Raises:
         ConfigError: the upload would fail.
@@ -39,10 +39,10 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     from huggingface_hub import HfApi, get_token
 
     name = repository_name(config)
-    away = ask([name])
-    if away is not None:
-        remedy = "unset it" if away == OFFLINE else "try again when it does"
-        yield Problem(_OPTION, f"{away}; {remedy}, {_LATER}")
+    outage = ask([name])
+    if outage is not None:
+        remedy = "unset it" if outage == OFFLINE else "try again when it does"
+        yield Problem(_OPTION, f"{outage}; {remedy}, {_LATER}")
         return
     token = hub_token(config) or get_token()
     if token is None:
@@ -51,7 +51,7 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     option = "--hub_token" if hub_token(config) else _OPTION
     try:
         user = HfApi(token=token).whoami()
-    except Exception as error:  # of whichever HTTP library this version of huggingface_hub uses
+    except Exception as error:  # its type depends on the HTTP library of huggingface_hub's version
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         yield Problem(option, f"the hub does not accept the access token: {reason}; use another one, {_LATER}")
         return
@@ -59,7 +59,7 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _permission_problems(user: dict[str, Any], name: str, option: str) -> Iterator[Problem]:
-    """Yield what the owner of a token, as the hub describes it, may not do; fine-grained tokens may or may not write."""
+    """Yield the permissions that a token's owner lacks, by the Hub's description, which omits fine-grained rights."""
     role = user.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
         yield Problem(option, f"the access token may only read; use one with the role write, {_LATER}")

@@ -1,4 +1,4 @@
-"""The dry run: what would be trained on, and how much memory it takes, found out without weights."""
+"""The dry run: the training data and the memory of a run, determined without weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import Preflight
-from .ready import check_classes, collected, examine_weights
+from .ready import check_classes, collecting_problems, examine_weights
 from .room import check_trainable, disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
 from .trainable import network_without_weights, num_quantizable, trainable_dtype, trainable_parameters
 
-#: Asked of this invocation, not of the run.
-_OF_THIS_COMMAND = ("dry_run", "gpu", "verbose")
+#: Options of this invocation, not of the run.
+_COMMAND_OPTIONS = ("dry_run", "gpu", "verbose")
 
 
 def dry_run_report(checked: Preflight) -> None:
-    """Build what can be built without weights; print the plan, the options, and last whether all was seen.
+    """Build what can be built without weights; print the plan, the options, and last whether all was checked.
 
     Raises:
-        ConfigError: the model's parts do not go with the options (a LoRA target that matches nothing, say).
+        ConfigError: the model's parts do not fit the options (a LoRA target that matches nothing, say).
     """
-    config, unseen = checked.config, why_unseen(checked)
+    config, unseen = checked.config, unseen_reason(checked)
     checked, transformer = build_without_weights(checked)
     print_first_line(checked, before="dry run: ")
     print_data(checked)
@@ -49,18 +49,20 @@ def dry_run_report(checked: Preflight) -> None:
         _print_memory(checked, transformer)
     print_remarks(checked)
     _print_options(config)
-    print_line(_conclusion(checked, unseen))
+    print_line(_conclude(checked, unseen))
 
 
 def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
-    """The network of a run without weights, with what is trained attached; and the run, with warnings about what it would read and write.
+    """Build the network of a run without weights, trainable parts attached; return the run and the network.
+
+    The returned run also has warnings about the files that it would read and write.
 
     Raises:
-        ConfigError: the model's parts do not go with the options.
+        ConfigError: the model's parts do not fit the options.
     """
-    unseen = why_unseen(checked)
+    unseen = unseen_reason(checked)
     problems: list[Problem] = []
-    with collected(problems):
+    with collecting_problems(problems):
         is_here = not target_device(checked.config).is_elsewhere
         if is_here:
             check_device()
@@ -68,12 +70,12 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
         if unseen is None and is_here:
             spec, dtype = checked.family.load(checked.config.model), trainable_dtype(checked.config)
             spec.check_attention(parallel.device, parallel.compute_dtype(dtype))
-    with collected(problems):
+    with collecting_problems(problems):
         if unseen is None:
             checked = examine_weights(checked)
         else:
             check_classes(checked)
-    with collected(problems):
+    with collecting_problems(problems):
         transformer = network_without_weights(checked, stand_in=unseen is not None)
         if unseen is None:
             check_trainable(checked.config, transformer, checked.family.load(checked.config.model))
@@ -85,8 +87,8 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
     return replace(checked, warnings=[*checked.warnings, *warnings]), transformer
 
 
-def why_unseen(checked: Preflight) -> str | None:
-    """Why the model itself is not known; None: its configs are on this disk."""
+def unseen_reason(checked: Preflight) -> str | None:
+    """Return the reason why the model itself is unknown, or None if its configs are on this disk."""
     missing = checked.family.configs_not_here(checked.config.model)
     if checked.unseen is None and missing:
         return f"{missing[0][1]} is not on this disk"
@@ -102,12 +104,12 @@ def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
         weights = num_quantizable(transformer, config, checked.family.load(config.model))
         print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
     memory, gpu = RunMemory(checked, transformer), planned_gpu(config)
-    found = memory.choose()
-    lines = memory_lines(memory, found)
+    settings = memory.choose()
+    lines = memory_lines(memory, settings)
     if gpu is not None:
-        is_too_large = not fits(found.plan.peak, GIB * gpu.gib)
+        is_too_large = not fits(settings.plan.peak, GIB * gpu.gib)
         lines += fit_lines(
-            found.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None
+            settings.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None
         )
     for line in lines:
         print_line(line)
@@ -119,10 +121,10 @@ def _print_options(config: TrainConfig) -> None:
         return
     options = {name: value for name, value in changed_options(config).items() if value is not None}
     print_line("\noptions that differ from their defaults (all: --dry_run --verbose):")
-    print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _OF_THIS_COMMAND}))
+    print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _COMMAND_OPTIONS}))
 
 
-def _rewards_not_here(checked: Preflight) -> list[str]:
+def _find_missing_rewards(checked: Preflight) -> list[str]:
     """Return the repositories of reward weights that a run would download."""
     entries = method_spec(checked.config).rewards(checked.config)
     if not entries:
@@ -132,14 +134,14 @@ def _rewards_not_here(checked: Preflight) -> list[str]:
     return list(dict.fromkeys(repository for entry in entries for repository in weights_not_here(entry)))
 
 
-def _conclusion(checked: Preflight, unseen: str | None) -> str:
-    """The last line; it claims nothing of what was not seen."""
+def _conclude(checked: Preflight, unseen: str | None) -> str:
+    """Return the last line; it claims nothing about unchecked parts."""
     if unseen is not None:
         return (
-            f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} models, and "
-            "LoRA targets with a tiny one. Memory cannot be estimated"
+            f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} "
+            "models, and LoRA targets with a tiny one. Memory cannot be estimated"
         )
-    missing = [name for name, size in sizes_on_disk(checked).items() if size is None] + _rewards_not_here(checked)
+    missing = [name for name, size in sizes_on_disk(checked).items() if size is None] + _find_missing_rewards(checked)
     if missing:
         return f"everything checks out, by the model's configs; weights not on this disk yet: {', '.join(missing)}"
     return "everything checks out" + (f", with {plural(len(checked.warnings), 'warning')}" if checked.warnings else "")

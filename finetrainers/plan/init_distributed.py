@@ -1,4 +1,4 @@
-"""Joining the processes of a run, and what their device and their strategy cannot serve."""
+"""Joining the processes of a run, and the options that their device and strategy do not support."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_strategy(config: TrainConfig) -> Strategy:
     """Join the other processes, and check what depends on the device.
 
     Raises:
-        ConfigError: options that this device cannot serve, or a GPU that torch cannot use.
+        ConfigError: options that this device does not support, or a GPU that torch cannot use.
     """
     parallel = join(config)
     capability = torch.cuda.get_device_capability(parallel.device) if parallel.device.type == "cuda" else None
@@ -71,14 +71,14 @@ def check_device() -> None:
 
 
 def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
-    """Check what `make_strategy` would, as far as it is known without joining other processes.
+    """Check what `make_strategy` would, as far as that is possible without joining other processes.
 
     Args:
         config: the run.
-        start: where it begins; None: nothing is resumed.
+        start: the run's start, or None if nothing is resumed.
 
     Returns:
-        The strategy, which has joined no process: its attributes alone can be used.
+        The strategy, which has joined no process, so that only its attributes can be used.
 
     Raises:
         ConfigError: see `make_strategy`; or the optimizer's state is that of another strategy.
@@ -88,9 +88,9 @@ def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
     problems = [
         problem
         for problem in _problems(config, parallel, capability=device.capability)
-        if not (device.is_elsewhere and problem.is_local)  # which is a warning already
+        if not (device.is_elsewhere and problem.is_local)  # these are warnings already
     ]
-    # One process may only plan, for others that are launched together.
+    # A single process may only be planning for processes that are launched together.
     if start is not None and launched_processes() > 1 and (problem := layout_problem(start, parallel)) is not None:
         problems.append(problem)
     if problems:
@@ -99,21 +99,21 @@ def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
 
 
 def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
-    """Return why a strategy, joined or planned, cannot read the optimizer's state of a checkpoint, or None if it can."""
+    """Return the problem that a strategy cannot read the optimizer's state of a checkpoint, or None if it can."""
     if start.checkpoint is None or "optimizer" in start.resets:
         return None
     then, now = read_state(start.checkpoint)["engine"], parallel.optimizer_layout
     if parallel.reads_optimizer_of(then):
         return None
     message = (
-        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same way, or "
-        "start the optimizer from scratch with --reset optimizer"
+        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same "
+        "way, or start the optimizer from scratch with --reset optimizer"
     )
     return Problem("--resume_from_checkpoint", message)
 
 
 def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
-    """Return why a step that ran out of memory cannot be retried, or None if it can.
+    """Return the reason why a step that ran out of memory cannot be retried, or None if it can.
 
     Args:
         option: `--oom_retry`.
@@ -128,10 +128,10 @@ def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False)
 
 
 def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
-    """Refuse options that each machine has chosen for its own GPUs, where they differ."""
+    """Yield a problem if machines have chosen different options for their GPUs."""
     if config.memory.fit_gpu:
-        chosen = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
-        if any(other != chosen for other in parallel.gather_objects([chosen])):
+        options = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
+        if any(other != options for other in parallel.gather_objects([options])):
             message = (
                 "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
             )
@@ -139,7 +139,7 @@ def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
 
 
 def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:
-    """What this device and this strategy cannot serve."""
+    """Yield the options that this device and this strategy do not support."""
     # Preflight guessed the device and knew one process; its warnings have been shown.
     errors, _ = optimizer_problems(
         config,
@@ -163,9 +163,9 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
     if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
         message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
         yield Problem("--dry_batches on", message)
-    why_not = retry_refusal(config.memory.oom_retry, parallel=parallel)
-    if config.memory.oom_retry == "on" and why_not is not None:
-        yield Problem("--oom_retry on", why_not)
+    refusal = retry_refusal(config.memory.oom_retry, parallel=parallel)
+    if config.memory.oom_retry == "on" and refusal is not None:
+        yield Problem("--oom_retry on", refusal)
     if training.use_ema and not parallel.weights_are_whole:
         message = (
             "averages need whole weights, and this strategy splits them; use DDP or DeepSpeed ZeRO-2, or leave it out"
@@ -175,8 +175,8 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
     samples = config.validation
     if samples.enable_model_cpu_offload and samples.validation_prompts and not parallel.weights_are_plain:
         message = (
-            "it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its own; use "
-            "DDP, or leave it out: --enable_tiling lets decoding take less"
+            "it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its "
+            "own; use DDP, or leave it out: --enable_tiling lets decoding take less"
         )
         yield Problem("--enable_model_cpu_offload", message)
     yield from _swap_problems(config, parallel)
@@ -200,11 +200,14 @@ def _precision_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Pro
 def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     if not config.memory.blocks_to_swap:
         return
-    where = "--blocks_to_swap"
+    option = "--blocks_to_swap"
     if parallel.why_no_swap is not None:
-        yield Problem(where, parallel.why_no_swap)
+        yield Problem(option, parallel.why_no_swap)
     if parallel.device.type not in ("cuda", "cpu"):
-        yield Problem(where, f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out")
+        yield Problem(option, f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out")
     if parallel.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        message = "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it out"
-        yield Problem(where, message)
+        message = (
+            "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it "
+            "out"
+        )
+        yield Problem(option, message)

@@ -1,4 +1,4 @@
-"""What `--init_from` names: weights of a transformer, or a LoRA. Reads headers only and imports no torch."""
+"""The weights that `--init_from` names: a transformer's, or a LoRA. Reads headers only and imports no torch."""
 
 from __future__ import annotations
 
@@ -33,55 +33,55 @@ _MODULE = re.compile(r"(?P<module>.+)\.(?:lora_(?:A|B)(?:\.\w+)?\.weight|lora_ma
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where a run's first weights come from.
+    """Source of a run's first weights.
 
     Attributes:
-        given: as the user named it.
+        source: its name, as the user wrote it.
         kind: `full`, a transformer, or `lora`.
         path: its folder, or its single file; the LoRA's file.
-        model_name: of the run that made them, where that is known.
+        model_name: of the run that made them, or None if it is unknown.
     """
 
-    given: str
+    source: str
     kind: Literal["full", "lora"]
     path: Path
     model_name: str | None = None
 
 
-def find_initial_weights(given: str) -> InitialWeights:
-    """What a path holds.
+def find_initial_weights(source: str) -> InitialWeights:
+    """Return the weights that a path holds.
 
     Raises:
-        ValueError: nothing that training can start from; the message says what may be given.
+        ValueError: training cannot start from it; the message lists what may be given.
     """
-    path = Path(model_path(given)).expanduser()
+    path = Path(model_path(source)).expanduser()
     if path.is_file():
-        return _in_file(given, path)
+        return _find_in_file(source, path)
     if not path.is_dir():
         raise ValueError(
-            f"no such file or directory: {given}; give a checkpoint, a run directory, a diffusers folder, or a LoRA in "
-            "safetensors (a model of the hub must be downloaded, or is named by --transformer_id)"
+            f"no such file or directory: {source}; give a checkpoint, a run directory, a diffusers folder, or a LoRA "
+            "in safetensors (a model of the hub must be downloaded, or is named by --transformer_id)"
         )
     if (path / MANIFEST).is_file():
-        return _in_checkpoint(given, path)
-    found = _in_folder(given, path)
-    if found is not None:
-        return found
-    if checkpoints_dir(path).is_dir():  # a run that has not come to its end
+        return _find_in_checkpoint(source, path)
+    weights = _find_in_folder(source, path)
+    if weights is not None:
+        return weights
+    if checkpoints_dir(path).is_dir():  # an unfinished run
         newest = find_checkpoint("latest", path, weights_only=True)
         assert newest is not None
-        return _in_checkpoint(given, newest)
+        return _find_in_checkpoint(source, newest)
     raise ValueError(
-        f"{given} holds neither a transformer (transformer/ or config.json) nor {LORA_FILE} nor checkpoints/; it holds "
-        f"{', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}"
+        f"{source} holds neither a transformer (transformer/ or config.json) nor {LORA_FILE} nor checkpoints/; it "
+        f"holds {', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}"
     )
 
 
 def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:
-    """Return the LoRA that a checkpoint's run began with, as that run or this one has stored it.
+    """Return the path of the LoRA that a checkpoint's run began with, as stored by that run or this one.
 
     Args:
-        checkpoint: to be continued from.
+        checkpoint: the one to continue from.
         output_dir: of this run, or None to look in the checkpoint's run alone.
         sha256: of the file, as the checkpoint has it.
 
@@ -90,63 +90,66 @@ def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:
     """
     roots = [checkpoint.resolve().parents[1], *([] if output_dir is None else [output_dir])]
     paths = [root / INITIAL_LORA / LORA_FILE for root in roots]
-    there = [path for path in paths if path.is_file()]
-    for path in there:
+    existing = [path for path in paths if path.is_file()]
+    for path in existing:
         if file_sha256(path) == sha256:
             return path
-    problem = f"{there[0]} is damaged: it is not the file that was stored" if there else f"{paths[0]} is missing"
+    problem = f"{existing[0]} is damaged: it is not the file that was stored" if existing else f"{paths[0]} is missing"
     raise ValueError(
-        f"{problem}; it holds the LoRA that the run began with, which its reference model needs. Restore it from a copy of the "
-        "run, or start a new run from the checkpoint's weights with --init_from"
+        f"{problem}; it holds the LoRA that the run began with, which its reference model needs. Restore it from a "
+        "copy of the run, or start a new run from the checkpoint's weights with --init_from"
     )
 
 
-def _in_checkpoint(given: str, path: Path) -> InitialWeights:
-    wrong = damage(path, contents=True, weights_only=True)
-    if wrong is not None:
-        raise ValueError(f"the checkpoint {path} is damaged: {wrong}")
-    found = _in_folder(given, path)
-    if found is None:
+def _find_in_checkpoint(source: str, path: Path) -> InitialWeights:
+    problem = damage(path, contents=True, weights_only=True)
+    if problem is not None:
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}")
+    weights = _find_in_folder(source, path)
+    if weights is None:
         raise ValueError(f"the checkpoint {path} holds no weights")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return InitialWeights(given, found.kind, found.path, state.get("critical", {}).get("model_name"))
+    return InitialWeights(source, weights.kind, weights.path, state.get("critical", {}).get("model_name"))
 
 
-def _in_folder(given: str, path: Path) -> InitialWeights | None:
-    """The transformer or the LoRA of a folder, whoever wrote it; the results of a run lie like that too."""
+def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
+    """Return the transformer or LoRA of a folder, including a run's results, or None if it has neither."""
     for folder in (*sorted(path.glob("transformer*")), path):
         if (folder / "config.json").is_file():
             if not any(folder.glob("*.safetensors")):
                 raise ValueError(
                     f"{folder} has no safetensors files; pickles (.bin, .pt) are not loaded, convert them first"
                 )
-            return InitialWeights(given, "full", folder)
+            return InitialWeights(source, "full", folder)
     if (path / LORA_FILE).is_file():
-        return _in_file(given, path / LORA_FILE)
+        return _find_in_file(source, path / LORA_FILE)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
-        return _in_file(given, files[0])
+        return _find_in_file(source, files[0])
     if len(files) > 1 and not checkpoints_dir(path).is_dir():
         raise ValueError(f"{path} holds {plural(len(files), 'safetensors file')}; name one of them")
     return None
 
 
-def _in_file(given: str, path: Path) -> InitialWeights:
-    """A LoRA, or all weights of a transformer, which are compared with the network where the model's files are."""
+def _find_in_file(source: str, path: Path) -> InitialWeights:
+    """Return a LoRA, or all weights of a transformer; the network is compared once the model's files are here."""
     if path.suffix != ".safetensors":
-        what = "a pickle, which is never loaded; convert it to safetensors first"
+        problem = "a pickle, which is never loaded; convert it to safetensors first"
         if path.suffix not in (".bin", ".ckpt", ".pt", ".pth"):
-            what = "not a safetensors file; give weights in safetensors, a run directory, a checkpoint or a diffusers folder"
-        raise ValueError(f"{path} is {what}")
+            problem = (
+                "not a safetensors file; give weights in safetensors, a run directory, a checkpoint or a diffusers "
+                "folder"
+            )
+        raise ValueError(f"{path} is {problem}")
     shapes, _ = read_lora_header(path)
-    return InitialWeights(given, "lora" if any(_LORA_NAME.search(name) for name in shapes) else "full", path)
+    return InitialWeights(source, "lora" if any(_LORA_NAME.search(name) for name in shapes) else "full", path)
 
 
 def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[str, Any]]:
-    """Shapes by name, and the PEFT settings of a transformer's adapter if the file has them.
+    """Return shapes by name, and the PEFT settings of a transformer's adapter if the file has them.
 
     Raises:
-        ValueError: it is no whole safetensors file.
+        ValueError: it is not a complete safetensors file.
     """
     header = read_header(path)
     if kind_of(header.shapes) == "peft":
@@ -160,7 +163,7 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
 def check_lora(
     path: Path, shapes: Mapping[str, Iterable[int]], settings: Mapping[str, Any], training: TrainingSection
 ) -> None:
-    """Refuse a LoRA that cannot become the adapter which the options describe. Names of other programs pass unjudged.
+    """Refuse a LoRA that cannot become the adapter that the options describe; other programs' names are not checked.
 
     Args:
         path: its file.
@@ -171,56 +174,60 @@ def check_lora(
     Raises:
         ValueError: with every difference.
     """
-    ours = {name: match["module"] for name in shapes if (match := _MODULE.match(without_part(name)))}
-    if kind_of(shapes) is not None or not any(".lora_A" in name for name in ours):
+    modules = {name: match["module"] for name in shapes if (match := _MODULE.match(without_part(name)))}
+    if kind_of(shapes) is not None or not any(".lora_A" in name for name in modules):
         return
-    ranks = sorted({next(iter(shapes[name])) for name in ours if ".lora_A" in name})
-    found = []
+    ranks = sorted({next(iter(shapes[name])) for name in modules if ".lora_A" in name})
+    differences = []
     if ranks != [training.rank]:
-        found.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
-    # Without a word it is the rank, as for diffusers.
-    given = settings.get("lora_alpha")
-    alpha, said = (ranks[-1], ", which says none, so that it is the rank") if given is None else (float(given), "")
+        differences.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
+    # A missing `lora_alpha` means the rank, as in diffusers.
+    lora_alpha = settings.get("lora_alpha")
+    alpha, note = (
+        (ranks[-1], ", which says none, so that it is the rank") if lora_alpha is None else (float(lora_alpha), "")
+    )
     if not math.isclose(alpha, training.lora_alpha):
-        found.append(f"lora_alpha: {alpha:g} in the file{said}, {training.lora_alpha:g} in this run")
-    has_dora = any("lora_magnitude_vector" in name for name in ours)
-    for option, theirs in (("use_rslora", bool(settings.get("use_rslora"))), ("use_dora", has_dora)):
-        if theirs != getattr(training, option):
-            found.append(f"{option}: {theirs} in the file, {getattr(training, option)} in this run")
+        differences.append(f"lora_alpha: {alpha:g} in the file{note}, {training.lora_alpha:g} in this run")
+    has_dora = any("lora_magnitude_vector" in name for name in modules)
+    for option, setting in (("use_rslora", bool(settings.get("use_rslora"))), ("use_dora", has_dora)):
+        if setting != getattr(training, option):
+            differences.append(f"{option}: {setting} in the file, {getattr(training, option)} in this run")
     patterns = [f"{key}: {settings[key]}" for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
-    found += [f"{pattern} in the file; here all modules have the same" for pattern in patterns]
-    found += _target_differences(sorted(set(ours.values())), training.target_modules)
-    if found:
-        raise ValueError(f"{path} does not fit this run's adapter: {'; '.join(found)}. Set the options as in the file")
+    differences += [f"{pattern} in the file; here all modules have the same" for pattern in patterns]
+    differences += _target_differences(sorted(set(modules.values())), training.target_modules)
+    if differences:
+        raise ValueError(
+            f"{path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"
+        )
 
 
 def _target_differences(modules: list[str], targets: list[str]) -> list[str]:
-    def hits(target: str, module: str) -> bool:
+    def matches(target: str, module: str) -> bool:
         return re.fullmatch(target, module) is not None if is_expression(targets) else is_target(module, target)
 
-    found = []
-    others = [module for module in modules if not any(hits(target, module) for target in targets)]
-    if others:
-        found.append(
-            f"target_modules: the file adapts {plural(len(others), 'module')} that {' '.join(targets)} does not name, "
-            f"e.g. {others[0]}"
+    differences = []
+    unmatched = [module for module in modules if not any(matches(target, module) for target in targets)]
+    if unmatched:
+        differences.append(
+            f"target_modules: the file adapts {plural(len(unmatched), 'module')} that {' '.join(targets)} does not "
+            f"name, e.g. {unmatched[0]}"
         )
-    idle = [target for target in targets if not any(hits(target, module) for module in modules)]
-    if idle:
-        found.append(f"target_modules: {' '.join(idle)} in this run, which the file does not adapt")
-    return found
+    unused = [target for target in targets if not any(matches(target, module) for module in modules)]
+    if unused:
+        differences.append(f"target_modules: {' '.join(unused)} in this run, which the file does not adapt")
+    return differences
 
 
 def is_expression(targets: Sequence[str]) -> bool:
-    """Whether LoRA targets are one regular expression over full names, rather than suffixes."""
+    """Return whether LoRA targets are one regular expression over full names, rather than suffixes."""
     return len(targets) == 1 and _REGEX_CHARACTERS.search(targets[0]) is not None
 
 
 def without_part(name: str) -> str:
-    """A name in a LoRA file without the part of the pipeline, the network that it is for: `transformer.`, `transformer_2.`"""
+    """Return a name in a LoRA file without the prefix of its network: `transformer.`, `transformer_2.`"""
     return _PART.sub("", name, count=1) if _PART.match(name) else name
 
 
 def is_target(module: str, target: str) -> bool:
-    """Whether a suffix names a module."""
+    """Return whether a suffix names a module."""
     return module == target or module.endswith("." + target)

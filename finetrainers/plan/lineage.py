@@ -1,4 +1,4 @@
-"""Lineage: which run, and which of its checkpoints, the first weights of a run come from. Imports no torch."""
+"""Lineage: the run and checkpoint that the first weights of a run come from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from finetrainers.utils.files import read_jsonl
 
 from .initial_weights import InitialWeights
 
-#: The event that says what a run began from.
+#: The event that records the origin of a run.
 BEGAN_FROM = "began_from"
 _EVENTS = "events.jsonl"
-#: Longest chain of runs that is followed.
-_MOST = 100
+#: Maximum length of a chain of runs.
+_MAX_RUNS = 100
 
 
 def lineage_of(root: Path, *, checkpoint: Path | None, initial: InitialWeights | None) -> dict[str, Any] | None:
-    """Return what a run begins from, for its records, or None if that is the model's own weights or its own checkpoint.
+    """Return a run's origin for its records, or None if it is the model's own weights or the run's own checkpoint.
 
     Args:
         root: the run's directory.
-        checkpoint: which it resumes from.
+        checkpoint: the one that it resumes from.
         initial: the weights of `init_from`.
     """
     if checkpoint is not None:
         is_own = checkpoint.resolve().parent == checkpoints_dir(root).resolve()
-        return None if is_own else {"load": "state", **origin_of(checkpoint)}
-    return None if initial is None else {"load": initial.kind, **origin_of(initial.path)}
+        return None if is_own else {"load": "state", **read_origin(checkpoint)}
+    return None if initial is None else {"load": initial.kind, **read_origin(initial.path)}
 
 
-def origin_of(path: Path) -> dict[str, Any]:
-    """Where weights come from, as far as that is known.
+def read_origin(path: Path) -> dict[str, Any]:
+    """Return the origin of weights, as far as it is known.
 
-    `digest` names the checkpoint at this path, or the weight files; `run`, `run_id`, `step` and `checkpoint` say which run they
-    are of, and the step and SHA-256 of its checkpoint with the same weights.
+    `digest` names the checkpoint at this path, or the weight files; `run`, `run_id`, `step` and `checkpoint` name the
+    run that made them, and the step and SHA-256 of its checkpoint with the same weights.
     """
     path = path.resolve()
     folders = [folder for folder in (path, *path.parents) if folder.is_dir()]
     run = next((folder for folder in folders[:5] if (folder / _EVENTS).is_file()), None)
     checkpoint = next((folder for folder in folders[:3] if (folder / MANIFEST).is_file()), None)
-    found: dict[str, Any] = {"path": str(path), "digest": digest_of(path)}
+    origin: dict[str, Any] = {"path": str(path), "digest": short_digest(path)}
     if run is None:
-        return found
-    step = _last_step(run) if checkpoint is None else step_of(checkpoint)
+        return origin
+    step = _find_last_step(run) if checkpoint is None else step_of(checkpoint)
     if checkpoint is None and step is not None:
         checkpoint = checkpoints_dir(run) / f"step-{step}"
     seal = None if checkpoint is None else seal_of(checkpoint)
     identity = read_identity(run)
-    return {**found, "run": str(run), "run_id": identity and identity.run, "step": step, "checkpoint": seal}
+    return {**origin, "run": str(run), "run_id": identity and identity.run, "step": step, "checkpoint": seal}
 
 
-def digest_of(path: Path) -> str | None:
-    """A short name of a checkpoint, or of weight files by their sizes and ends; None: there are none."""
+def short_digest(path: Path) -> str | None:
+    """Return a short name of a checkpoint, or of weight files by their sizes and ends, or None if there are none."""
     if (path / MANIFEST).is_file():
         seal = seal_of(path)
         return None if seal is None else seal[:12]
@@ -65,42 +65,42 @@ def digest_of(path: Path) -> str | None:
     return files_digest(files) if files and all(file.is_file() for file in files) else None
 
 
-def _last_step(run: Path) -> int | None:
-    """The step of a run's result; None where it has not said that it is finished."""
-    steps = [event.get("step") for event in _events(run) if event.get("event") == "finished"]
+def _find_last_step(run: Path) -> int | None:
+    """Return the step of a run's result, or None if the run has not recorded its end."""
+    steps = [event.get("step") for event in _read_events(run) if event.get("event") == "finished"]
     return steps[-1] if steps else None
 
 
 def began_from(run: Path) -> Mapping[str, Any] | None:
-    """What a run began from, by its records; None: the model's own weights."""
-    found: Mapping[str, Any] | None = None
-    for event in _events(run):
+    """Return the recorded origin of a run, or None if it began from the model's own weights."""
+    origin: Mapping[str, Any] | None = None
+    for event in _read_events(run):
         if event.get("event") == BEGAN_FROM:
-            found = event
+            origin = event
         elif event.get("event") == "start" and not event.get("step"):  # a new run in the same directory
-            found = None
-    return found
+            origin = None
+    return origin
 
 
 def ancestors(run: Path) -> Sequence[Mapping[str, Any]]:
-    """What a run began from, what the run of those weights began from, and so on, as far as their directories are there."""
-    found: list[Mapping[str, Any]] = []
-    there: str | Path | None = run
-    while there is not None and len(found) < _MOST:
-        origin = began_from(Path(there))
+    """Return the origin of a run, the origin of that run, and so on, as far as their directories exist."""
+    origins: list[Mapping[str, Any]] = []
+    folder: str | Path | None = run
+    while folder is not None and len(origins) < _MAX_RUNS:
+        origin = began_from(Path(folder))
         if origin is None:
             break
-        found.append(origin)
-        there = None if _is_other_run(origin) else origin.get("run")
-    return found
+        origins.append(origin)
+        folder = None if _has_other_run(origin) else origin.get("run")
+    return origins
 
 
-def _is_other_run(origin: Mapping[str, Any]) -> bool:
-    """Return whether the directory that weights came from is that of another run by now."""
+def _has_other_run(origin: Mapping[str, Any]) -> bool:
+    """Return whether the directory that weights came from now belongs to another run."""
     then, now = origin.get("run_id"), read_identity(Path(str(origin.get("run"))))
     return then is not None and now is not None and now.run != then
 
 
-def _events(run: Path) -> list[dict[str, Any]]:
+def _read_events(run: Path) -> list[dict[str, Any]]:
     path = run / _EVENTS
     return read_jsonl(path)[0] if path.is_file() else []

@@ -1,4 +1,4 @@
-"""The memory estimate in words and as JSON: phases, what is chosen for `auto`, whether it fits, and what makes it fit."""
+"""The memory estimate as text and JSON: phases, choices for `auto`, whether it fits, and options that make it fit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from .memory_plan import RunMemory
 
 
-def memory_lines(memory: RunMemory, found: Automatic) -> list[str]:
-    """The estimate as a table of phases, what the peak consists of, host memory, what was chosen, and disk."""
-    plan, lines = found.plan, _phase_lines(found.plan)
+def memory_lines(memory: RunMemory, settings: Automatic) -> list[str]:
+    """Return the estimate as lines: a table of phases, contents of the peak, host memory, choices for `auto`, disk."""
+    plan, lines = settings.plan, _phase_lines(settings.plan)
     machine = plural(plan.local_processes, "process", "processes")
     lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
     options = with_launcher(memory.checked.config.parallel)
     if launched_processes() == 1 and ((options.fsdp is not None and not options.fsdp_cpu_offload) or options.deepspeed):
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
-    lines += automatic_lines(memory.checked.config, found)
+    lines += automatic_lines(memory.checked.config, settings)
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(map(part_name, plan.unknown))}")
@@ -44,7 +44,7 @@ def memory_lines(memory: RunMemory, found: Automatic) -> list[str]:
 
 
 def _phase_lines(plan: RunPlan) -> list[str]:
-    """The phases, and what the peak consists of."""
+    """Return a table of the phases, and of the contents of the peak."""
     peak = plan.peak_phase
     rows = [["memory of a process, estimated", "GPU", "host", ""]]
     for phase, size in plan.peaks.items():
@@ -60,43 +60,43 @@ def _phase_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
-def automatic_lines(config: TrainConfig, found: Automatic) -> list[str]:
-    """What is chosen for options that leave it open, and for what machine."""
-    memory, machine, variant = config.memory, found.machine, found.variant
+def automatic_lines(config: TrainConfig, settings: Automatic) -> list[str]:
+    """Return the choices for options set to `auto`, and the machine that they are for."""
+    memory, machine, variant = config.memory, settings.machine, settings.variant
     lines = (
         [] if variant is None else [f"--{variant.option} auto{'' if machine else ', where all fits'}: {variant.what}"]
     )
     if machine is None:
-        ask = "--gpu 24GB prints what is chosen for that GPU"
+        hint = "--gpu 24GB prints what is chosen for that GPU"
         if memory.blocks_to_swap == "auto":
             lines += [
-                f"--blocks_to_swap auto: no GPU is known, all {found.num_blocks} blocks count as swapped;",
-                f"  {ask}",
+                f"--blocks_to_swap auto: no GPU is known, all {settings.num_blocks} blocks count as swapped;",
+                f"  {hint}",
             ]
         if memory.activation_memory == "auto":
-            lines += ["--activation_memory auto: no GPU is known, all activations count as stored;", f"  {ask}"]
+            lines += ["--activation_memory auto: no GPU is known, all activations count as stored;", f"  {hint}"]
         return lines
-    if found.offloads_samples:
-        lines.append(found.words["enable_model_cpu_offload"])
-    lines += [found.words[name] for name in found.decoding]
-    if found.swapped is not None:
-        lines.append(f"--blocks_to_swap auto: {found.words['blocks_to_swap']}")
-    if found.activations is not None:
+    if settings.offloads_samples:
+        lines.append(settings.words["enable_model_cpu_offload"])
+    lines += [settings.words[name] for name in settings.decoding]
+    if settings.swapped is not None:
+        lines.append(f"--blocks_to_swap auto: {settings.words['blocks_to_swap']}")
+    if settings.activations is not None:
         speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
         lines += [
             f"--activation_memory auto, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
-            f"  {found.activations.what}",
-            f"  {found.activations.why(machine)}",
+            f"  {settings.activations.what}",
+            f"  {settings.activations.why(machine)}",
         ]
     return lines
 
 
 def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
     """Return whether the run fits a GPU, and the options that make it fit."""
-    needed = file_size(reserved(plan.peak))
+    size = file_size(reserved(plan.peak))
     if fits(plan.peak, GIB * gpu.gib):
-        return [f"it fits {gpu}: {needed} are needed"]
-    lines = [f"it does not fit {gpu}: {needed} are needed"]
+        return [f"it fits {gpu}: {size} are needed"]
+    lines = [f"it does not fit {gpu}: {size} are needed"]
     if advice is None:
         lines.append("no set of options makes it fit. What does:")
         return [*lines, *(f"  * {way}" for way in OTHER_WAYS)]
@@ -104,31 +104,35 @@ def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
 
 
 def advice_lines(advice: Advice, heading: str) -> list[str]:
-    """The switches of an advice, each with what it saves and costs; and what is chosen for `auto`."""
-    chosen = dict(advice.outcome.chosen)
+    """Return the switches of an advice, each with its saving and cost, and the choices for `auto`."""
+    choices = dict(advice.outcome.chosen)
     lines = [f"{heading} {reserved(advice.outcome.peak) / GIB:.1f} GiB:"]
-    for one in advice.switches:
-        lines.append(f"  {one.switch.flags}")
-        lines.append(f"      saves {file_size(max(0.0, one.saves))}; {_time(one)}; {one.switch.cost}")
-        lines += [f"      chosen: {chosen.pop(name)}" for name in one.switch.options if name in chosen]
-    return [*lines, *(f"  also chosen: {what}" for what in chosen.values())]
+    for applied in advice.switches:
+        lines.append(f"  {applied.switch.flags}")
+        lines.append(
+            f"      saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
+        )
+        lines += [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
+    return [*lines, *(f"  also chosen: {choice}" for choice in choices.values())]
 
 
-def _time(one: Chosen) -> str:
-    """How much longer a step takes with a switch than without."""
-    slowdown = one.switch.slowdown
-    known = round(one.slower + (slowdown or 0.0))
+def _describe_slowdown(applied: Chosen) -> str:
+    """Return the increase of step time by a switch, as text."""
+    slowdown = applied.switch.slowdown
+    increase = round(applied.slower + (slowdown or 0.0))
     if slowdown is None:
-        return f"{known:+d} % time, rest not measured" if known else "slowdown not measured"
-    return f"{known:+d} % time" if known else "training as fast"
+        return f"{increase:+d} % time, rest not measured" if increase else "slowdown not measured"
+    return f"{increase:+d} % time" if increase else "training as fast"
 
 
-def as_json(memory: RunMemory, chosen: Automatic, gpu: Gpu | None, advice: Advice | None) -> dict[str, Any]:
-    """The estimate for programs; sizes in bytes."""
-    needs, plan = memory.disk(), chosen.plan
-    found: dict[str, Any] = {
+def as_json(memory: RunMemory, settings: Automatic, gpu: Gpu | None, advice: Advice | None) -> dict[str, Any]:
+    """Return the estimate for programs; sizes in bytes."""
+    needs, plan = memory.disk(), settings.plan
+    estimate: dict[str, Any] = {
         "phases": {
-            phase: {"gpu": round(size), "host": round(plan.host[phase]), "parts": {k: round(v) for k, v in parts.items()}}
+            phase: {
+                "gpu": round(size), "host": round(plan.host[phase]), "parts": {k: round(v) for k, v in parts.items()},
+            }
             for (phase, size), parts in zip(plan.peaks.items(), plan.phases.values(), strict=True)
         },
         "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(reserved(plan.peak))},
@@ -139,35 +143,35 @@ def as_json(memory: RunMemory, chosen: Automatic, gpu: Gpu | None, advice: Advic
             "samples": needs.samples, "cache": round(memory.cache_bytes()),
         },
         "unknown": list(plan.unknown),
-        **_chosen_json(chosen),
+        **_settings_json(settings),
     }  # fmt: skip
     if gpu is not None:
-        found["gpu"], found["gpu_gib"] = gpu.name, gpu.gib
-        found["fits"] = fits(plan.peak, GIB * gpu.gib)
-        if not found["fits"]:
-            found["advice"] = None if advice is None else _advice_json(advice)
-    return found
+        estimate["gpu"], estimate["gpu_gib"] = gpu.name, gpu.gib
+        estimate["fits"] = fits(plan.peak, GIB * gpu.gib)
+        if not estimate["fits"]:
+            estimate["advice"] = None if advice is None else _advice_json(advice)
+    return estimate
 
 
-def _chosen_json(chosen: Automatic) -> dict[str, Any]:
-    """What is chosen for `auto`; `for_gpu` is false where no GPU is known."""
-    found: dict[str, Any] = {}
-    if chosen.swapped is not None:
-        known = chosen.machine is not None
-        found["blocks_to_swap"] = {"blocks": chosen.swapped, "of": chosen.num_blocks, "for_gpu": known}
-    if chosen.decoding:
-        found["decoding"] = list(chosen.decoding)
-    if (variant := chosen.variant) is not None:
-        found[variant.option] = {
-            "value": variant.value, "forward": variant.forward, "backward": variant.backward, "fits": chosen.fits,
+def _settings_json(settings: Automatic) -> dict[str, Any]:
+    """Return the choices for `auto`; `for_gpu` is false if no GPU is known."""
+    record: dict[str, Any] = {}
+    if settings.swapped is not None:
+        has_gpu = settings.machine is not None
+        record["blocks_to_swap"] = {"blocks": settings.swapped, "of": settings.num_blocks, "for_gpu": has_gpu}
+    if settings.decoding:
+        record["decoding"] = list(settings.decoding)
+    if (variant := settings.variant) is not None:
+        record[variant.option] = {
+            "value": variant.value, "forward": variant.forward, "backward": variant.backward, "fits": settings.fits,
         }  # fmt: skip
-    if chosen.activations is not None:
-        choice = chosen.activations
-        found["activation_memory"] = {
+    if settings.activations is not None:
+        choice = settings.activations
+        record["activation_memory"] = {
             "setting": choice.stored, "blocks": choice.number, "of": choice.total, "host": round(choice.host),
             "slowdown_percent": round(100 * choice.slower, 1), "fits": choice.fits,
         }  # fmt: skip
-    return found
+    return record
 
 
 def _advice_json(advice: Advice) -> dict[str, Any]:
@@ -177,10 +181,10 @@ def _advice_json(advice: Advice) -> dict[str, Any]:
         "chosen": dict(advice.outcome.chosen),
         "switches": [
             {
-                "options": dict(one.switch.options), "saves": round(one.saves),
-                "planned_slowdown_percent": round(one.slower, 1), "slowdown_percent": one.switch.slowdown,
-                "cost": one.switch.cost,
+                "options": dict(applied.switch.options), "saves": round(applied.saves),
+                "planned_slowdown_percent": round(applied.slower, 1), "slowdown_percent": applied.switch.slowdown,
+                "cost": applied.switch.cost,
             }
-            for one in advice.switches
+            for applied in advice.switches
         ],
     }  # fmt: skip

@@ -51,18 +51,20 @@ class RunMemory:
         self, checked: Preflight, transformer: nn.Module | None = None, *, gpu_gib: float | None = None,
         host_gib: float | None = None,
     ) -> None:  # fmt: skip
-        """Args:
-        checked: the run, whose model's configs are on this disk.
-        transformer: on the meta device, with its adapter attached.
-        gpu_gib: of the GPU to plan for; default: the one that is stated, else this machine's, at most `memory_budget`.
-        host_gib: of the machine to plan for; default: this one.
+        """Prepare the estimate of a run.
+
+        Args:
+            checked: the run, whose model's configs are on this disk.
+            transformer: on the meta device, with its adapter attached.
+            gpu_gib: of the GPU to plan for; default: the stated one, else this machine's, at most `memory_budget`.
+            host_gib: of the machine to plan for; default: this one.
         """
         self.checked = checked
         host = room().total if host_gib is None else GIB * host_gib
         self._host = HOST_SHARE * host / local_world_size()
         gpu_gib = gpu_gib or planned_gib(checked.config)
-        #: What is planned for; None: no GPU is known.
-        self.machine = None if gpu_gib is None else self._assumed(gpu_gib)
+        #: The machine to plan for, or None if no GPU is known.
+        self.machine = None if gpu_gib is None else self._assume_machine(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
         spec = checked.family.load(checked.config.model)
         networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
@@ -88,36 +90,36 @@ class RunMemory:
         )
 
     def plan(self, config: TrainConfig | None = None) -> RunPlan:
-        """The memory of each phase; `config`: with other options that save memory."""
+        """Return the memory of each phase, for the run's options or for `config`, which differs in memory options."""
         return self.choose(config).plan
 
     def choose(
         self, config: TrainConfig | None = None, *, machine: Machine | None = None,
         batch: tuple[tuple[int, int, int], int] | None = None,
     ) -> Automatic:  # fmt: skip
-        """What a run on this machine chooses where its options leave that open, and the memory of each phase.
+        """Return the settings that a run on this machine chooses for open options, with the memory of each phase.
 
         Args:
             config: with other options that save memory.
-            machine: another one.
+            machine: another machine to choose for.
             batch: the bucket and the number of clips of a micro-batch; default: those of the heaviest one.
         """
         config = config or self.checked.config
         spec, geometry = self.checked.family.load(config.model), self.checked.geometry
         bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
-        # Clips that are encoded beforehand are those of all buckets; otherwise those of the micro-batch.
-        alone = batch is not None and self._around.encoded and not config.data.precompute_conditions
+        # Encoding beforehand takes clips of all buckets; otherwise only those of the micro-batch are encoded.
+        only_bucket = batch is not None and self._around.encoded and not config.data.precompute_conditions
         around = replace(
             self._around,
             bucket=bucket,
-            encoded=(bucket,) if alone else self._around.encoded,
+            encoded=(bucket,) if only_bucket else self._around.encoded,
             parts={part: size - encoder_bytes_saved(spec, part) for part, size in self._around.parts.items()},
             clips=clips,
             split=expected_split(config.parallel),
             text_bytes=_text_bytes(config, spec, clips if batch else config.dataloader.batch_size),
         )
         own = method_spec(config)
-        if own.rewards(config) != own.rewards(self.checked.config):  # they compute elsewhere
+        if own.rewards(config) != own.rewards(self.checked.config):  # other options compute them elsewhere
             rewards, scoring = self._reward_bytes(config, around.bucket)
             around = replace(around, rewards=rewards, scoring=scoring)
 
@@ -129,57 +131,58 @@ class RunMemory:
             others = plan(config).other_networks
             return activation_model(config, geometry, self.transformer, spec=spec, around=around, others=others)
 
-        whole = not (around.split.gathers or around.split.zero_stage)
+        is_unsharded = not (around.split.gathers or around.split.zero_stage)
         run = Run(
-            plan, model, len(spec.block_modules(self.transformer)), may_offload_samples=whole and bool(around.sampled),
+            plan, model, len(spec.block_modules(self.transformer)),
+            may_offload_samples=is_unsharded and bool(around.sampled),
             decodes=method_spec(config).samples, split=around.split,
         )  # fmt: skip
         return choose_automatic(config, run, machine or self.machine)
 
     def _reward_bytes(self, config: TrainConfig, bucket: tuple[int, int, int]) -> tuple[float | None, float | None]:
-        """What rewards take on a process's device: their networks, and scoring besides; None: not known."""
+        """Return the bytes on a process's device of reward networks, and of scoring, each None if unknown."""
         method, size = method_spec(config), _largest_scored(self.checked, bucket)
         return method.reward_bytes(config), method.scoring_bytes(config, size, fps=self.checked.frame_rate)
 
-    def _assumed(self, gpu_gib: float) -> Machine:
-        """A machine of which only the memory is known."""
+    def _assume_machine(self, gpu_gib: float) -> Machine:
+        """Return a machine whose memory alone is known; its speeds are assumed."""
         return Machine(for_tensors(GIB * gpu_gib), self._host, ASSUMED_FLOPS, ASSUMED_LINK)
 
     def disk(self) -> Needs:
-        """What the run writes, without the cache."""
+        """Return the disk space that the run needs, without the cache."""
         return disk_needs(self.checked, self.transformer)
 
     def cache_bytes(self) -> float:
-        """Bytes of the cache of encoded clips and texts."""
+        """Return the bytes of the cache of encoded clips and prompts."""
         config, plan = self.checked.config, self.checked.plan
         spec = self.checked.family.load(config.model)
-        found = 0.0
+        total = 0.0
         if config.data.precompute_conditions and plan.encodes_clips:
             channels = 2 * int(self.transformer.config.out_channels)  # type: ignore[union-attr, arg-type]
             media = 1 + len(spec.facts.media)
             for clip in plan.encoded_clips():
                 shape = self.checked.geometry.denoised_shape(*clip.bucket)
-                found += media * channels * math.prod(shape) * DTYPE_BYTES[config.model.vae_dtype]
+                total += media * channels * math.prod(shape) * DTYPE_BYTES[config.model.vae_dtype]
         if method_spec(config).caches_texts(config):
             try:
                 shapes = spec.text_shapes()
             except NotImplementedError:
-                return found
-            one = sum(math.prod(shape) * (1 if name.endswith("_mask") else 2) for name, shape in shapes.items())
-            found += one * len({"", *plan.all_captions()})
-        return found
+                return total
+            text_bytes = sum(math.prod(shape) * (1 if name.endswith("_mask") else 2) for name, shape in shapes.items())
+            total += text_bytes * len({"", *plan.all_captions()})
+        return total
 
     def advice(self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False) -> Advice | None:
-        """Return the cheapest options with which the run fits a GPU, or None if there are none.
+        """Return the cheapest options that make the run fit a GPU, or None if there are none.
 
         Args:
             budget_gib: of the GPU.
-            device: that options are checked for, or None for a GPU of which nothing else is known.
-            exact: whether to choose only options that leave results the same, and that were not given at all.
+            device: that options are checked for, or None for a GPU with unknown properties.
+            exact: whether to choose only options that leave results the same and that the user did not set.
         """
-        # What is advised can be done here: packages that are missing are not excused.
+        # The advice must work on this machine: missing packages are not excused.
         device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
-        machine = self._assumed(budget_gib)
+        machine = self._assume_machine(budget_gib)
 
         def outcome(config: TrainConfig) -> Outcome | None:
             key = f"{budget_gib} {device} {config.model_dump_json()}"
@@ -195,7 +198,7 @@ class RunMemory:
         return cheapest(config, outcome, budget=machine.device, switches=switches)
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
-        """Memory and time of other options; None: the run would be refused, or the options would do nothing."""
+        """Return memory and time of other options, or None if the run would be refused, or they would do nothing."""
         memory = config.memory
         if (
             device.type == "cpu"
@@ -203,26 +206,26 @@ class RunMemory:
             and "auto" in (memory.blocks_to_swap, memory.activation_memory)
         ):
             return None
-        refused = self._refused(config, device)
-        if refused:  # a missing compiler, say, refuses the run on this machine whatever saves memory
-            known = self._refused(self.checked.config, device)
-            if any(problem not in known for problem in refused):
+        problems = self._option_problems(config, device)
+        if problems:  # a missing compiler, say, refuses the run on this machine with any memory options
+            own_problems = self._option_problems(self.checked.config, device)
+            if any(problem not in own_problems for problem in problems):
                 return None
-        found = self.choose(config, machine=machine)
-        return Outcome(found.plan.peaks, 100 * found.slower, chosen=found.words)
+        settings = self.choose(config, machine=machine)
+        return Outcome(settings.plan.peaks, 100 * settings.slower, chosen=settings.words)
 
-    def _refused(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
-        """Why a run with these options is refused."""
+    def _option_problems(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
+        """Return the reasons why a run with these options is refused."""
         checked, parts = self.checked, with_launcher(config.parallel).fsdp is not None
-        found = option_findings(
+        findings = option_findings(
             config, checked.facts, checked.prompts, checked.scored, device=device, updates_parts=parts
         )
-        check_shared_sizes(config, checked.facts, checked.sizes, found, processes=launched_processes())
-        return found.errors
+        check_shared_sizes(config, checked.facts, checked.sizes, findings, processes=launched_processes())
+        return findings.errors
 
 
 def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The size of the clips that rewards score: those that are trained on, or samples of prompts."""
+    """Return the size of the clips that rewards score: those trained on, or samples of prompts."""
     if method_spec(checked.config).samples:
         return bucket
     sizes = [prompt.size or checked.plan.size for prompt in checked.scored or checked.prompts]
@@ -230,7 +233,10 @@ def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[i
 
 
 def planned_gib(config: TrainConfig) -> float | None:
-    """Return the GiB of GPU memory to plan for: of the stated GPU or this machine's, at most the budget; None if there is none."""
+    """Return the GiB of GPU memory to plan for, or None if there is none.
+
+    They are those of the stated GPU or this machine's, at most the budget.
+    """
     budget, stated = config.memory.memory_budget, planned_gpu(config)
     if stated is None:
         return budget or gib_of_this_gpu()
@@ -238,7 +244,7 @@ def planned_gib(config: TrainConfig) -> float | None:
 
 
 def gib_of_this_gpu() -> float | None:
-    """GiB of this machine's GPU; None: there is none."""
+    """Return the GiB of this machine's GPU, or None if there is none."""
     if likely_device_type() != "cuda":
         return None
     import torch
@@ -247,7 +253,7 @@ def gib_of_this_gpu() -> float | None:
 
 
 def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:
-    """Activations of encoding the texts of so many clips, of the encoder that takes most."""
+    """Return bytes of activations of encoding the prompts of `clips` clips, for the encoder that needs most."""
     batch = TEXTS_AT_ONCE if method_spec(config).caches_texts(config) else clips
     working = (
         text_working_bytes(spec, part, batch=batch) + largest_layer_bytes(spec, part) for part in spec.facts.text_parts
@@ -255,23 +261,24 @@ def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:
     return max(working, default=0.0)
 
 
-# ---- for runs ----------------------------------------------------------------------------------------------------------
+# ---- for runs --------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def run_memory(checked: Preflight) -> RunMemory:
-    """The estimate of a run, made once: building a large network without weights takes a second."""
+    """Return the estimate of a run, made once: building a large network without weights takes a second."""
     return RunMemory(checked)
 
 
 def print_planned(checked: Preflight) -> None:
-    """One line at the start of a run."""
+    """Print the planned memory, as one line at the start of a run."""
     if checked.family.configs_not_here(checked.config.model):
         return
     plan = run_memory(checked).plan()
     if likely_device_type() == "cpu":
         print_line(
-            f"memory, planned: {file_size(plan.local_processes * plan.peak + plan.machine_bytes)} of host memory (no GPU)"
+            f"memory, planned: {file_size(plan.local_processes * plan.peak + plan.machine_bytes)} of host memory (no "
+            "GPU)"
         )
         return
     print_line(
@@ -281,7 +288,7 @@ def print_planned(checked: Preflight) -> None:
 
 
 def planned_peaks(checked: Preflight) -> dict[str, dict[str, float]]:
-    """GiB that the estimate has for each phase of a process, named as the measured peaks; empty if it cannot be made."""
+    """Return the planned GiB of each phase of a process, named as measured peaks; empty if they cannot be planned."""
     if checked.family.configs_not_here(checked.config.model):
         return {}
     plan = run_memory(checked).plan()

@@ -1,8 +1,9 @@
-"""What every process of a machine needs and one can find out: its first process reads, the others are told. Imports no torch.
+"""Work that one process does for all processes of a machine: the first one does it, and sends the answer to the others.
 
-Checking a run reads its data, the model's files and its checkpoints, before the processes have joined and with nothing but the
-launcher's variables to tell them of each other. So the first one answers on a Unix socket whose name all can work out. It is an
-abstract one: there is no file that a killed run could leave, and it is gone with its process.
+Checking a run reads its data, the model's files and its checkpoints, before the processes have joined, when they know
+of each other only by the launcher's variables. So the first one answers on a Unix socket whose name all can compute. It
+is an abstract socket: there is no file that a killed run could leave, and it disappears with its process. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from finetrainers.utils.launch import launched_local_rank, launched_processes, l
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: The launcher's variables that tell one launch from another.
+#: The launcher's variables that distinguish launches.
 _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-#: For the first process to appear, and for the others once it has the answer; processes of a launch start within seconds.
+#: Time for the first process to appear, and for the others once it has the answer: a launch takes seconds.
 _APPEAR_S = 60.0
 _POLL_S = 0.02
-#: Between signs of life of the first process while it works, and without one for so long, it counts as stopped.
+#: Interval of the first process's signs of life while it works; without one for `_SILENCE_S` it counts as stopped.
 _BEAT_S, _SILENCE_S = 1.0, 600.0
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -44,36 +45,36 @@ _calls = itertools.count()
 
 
 class FirstFailed(ExpectedError, RuntimeError):
-    """The first process of this machine has failed; its own output says why."""
+    """Failure of the first process of this machine; its own output has the reason."""
 
 
 def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> T:
-    """`make()`, called by the first process of each machine alone; every process must ask the same questions in order.
+    """Return `make()`, called only by each machine's first process; all processes ask the same questions in order.
 
-    Where processes cannot be told (no Linux, a launcher that does not say which are of one machine, a first one that does not
-    appear), or ask something else, each calls it.
+    Each process calls it if they cannot be distinguished (no Linux, a launcher that does not name the processes of one
+    machine, a first process that does not appear), or if their questions differ.
 
     Args:
-        make: gives what `json_objects` can write, or raises.
-        question: what decides over the answer, likewise.
+        make: function whose value `json_objects` can write, or which raises.
+        question: all that decides the answer; `json_objects` must be able to write it.
         timeout_s: for the answer.
 
     Raises:
-        ConfigError: as the first process has raised it.
+        ConfigError: the one that the first process raised.
         FirstFailed: another error of the first process, or its end.
     """
-    others = _others()
+    others = _count_others()
     if others < 1 or sys.platform != "linux":
         return make()
-    address, asked = _address(next(_calls)), hashlib.sha256(to_json(question).encode()).hexdigest()
+    address, digest = _address(next(_calls)), hashlib.sha256(to_json(question).encode()).hexdigest()
     if launched_local_rank() == 0:
-        return _answer(address, asked, make, others=others)
+        return _answer(address, digest, make, others=others)
     with waiting():
-        told = _ask(address, timeout_s=timeout_s)
-    if told is None:
+        message = _ask(address, timeout_s=timeout_s)
+    if message is None:
         return make()
-    of, outcome, value = from_json(told)
-    if of != asked:  # each process has options of its own
+    answered, outcome, value = from_json(message)
+    if answered != digest:  # each process has its own options
         return make()
     if outcome == "refused":
         raise ConfigError(value)
@@ -82,21 +83,21 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
     return value
 
 
-def _others() -> int:
-    """Further processes of this machine, if the launcher says so."""
-    said = "LOCAL_RANK" in os.environ and not os.environ.keys().isdisjoint(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
-    return local_world_size() - 1 if said and launched_processes() > 1 else 0
+def _count_others() -> int:
+    """Return the number of further processes of this machine, 0 if the launcher does not provide it."""
+    is_stated = "LOCAL_RANK" in os.environ and not os.environ.keys().isdisjoint(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+    return local_world_size() - 1 if is_stated and launched_processes() > 1 else 0
 
 
 def _address(call: int) -> str:
-    """The name of a call's socket; abstract names begin with NUL."""
+    """Return the name of a call's socket; abstract names begin with NUL."""
     launch = [os.environ.get(name, "") for name in _LAUNCH]
     names = (*launch, os.getuid(), launched_rank() - launched_local_rank(), call)
     return f"\0finetrainers-{hashlib.sha256(repr(names).encode()).hexdigest()}"
 
 
-def _answer(address: str, asked: str, make: Callable[[], T], *, others: int) -> T:
-    """Call `make`, and send its outcome to the other processes of the machine, and signs of life until then."""
+def _answer(address: str, digest: str, make: Callable[[], T], *, others: int) -> T:
+    """Call `make`, send signs of life to the other processes of the machine meanwhile, and then its outcome."""
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(address)
@@ -106,40 +107,40 @@ def _answer(address: str, asked: str, make: Callable[[], T], *, others: int) -> 
         return make()
     server.listen(others)
     outcome: list[bytes] = []
-    known, knows = socket.socketpair()
-    # Not a daemon: a process that has failed ends when the others know.
-    threading.Thread(target=_serve, args=(server, known, outcome, others), name="tells-the-node").start()
-    with knows:  # closed without an outcome, such as after Ctrl-C, the connections are closed
+    finished, finisher = socket.socketpair()
+    # Not a daemon: a failed process ends after the others have its error.
+    threading.Thread(target=_serve, args=(server, finished, outcome, others), name="tells-the-node").start()
+    with finisher:  # closed without an outcome, such as after Ctrl-C, the connections are closed
         try:
             value = make()
-            outcome.append(to_json((asked, "made", value)).encode())
+            outcome.append(to_json((digest, "made", value)).encode())
         except Exception as error:
-            told = ("refused", error.problems) if isinstance(error, ConfigError) else ("failed", _words(error))
-            outcome.append(to_json((asked, *told)).encode())
+            result = ("refused", error.problems) if isinstance(error, ConfigError) else ("failed", _describe(error))
+            outcome.append(to_json((digest, *result)).encode())
             raise
         return value
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return sentence_of(error) or f"{type(error).__name__}: {error}"
 
 
-def _serve(server: socket.socket, known: socket.socket, outcome: list[bytes], others: int) -> None:
+def _serve(server: socket.socket, finished: socket.socket, outcome: list[bytes], others: int) -> None:
     """Send every process an empty message each `_BEAT_S`, then the outcome, or close the connections if there is none.
 
     Args:
-        known: readable once nothing is added to `outcome` any more. Processes that connect `_APPEAR_S` later get nothing.
+        finished: readable once `outcome` is final. Processes that connect more than `_APPEAR_S` later get nothing.
     """
     connections: list[socket.socket] = []
-    served, waited_for, deadline = 0, [server, known], math.inf
-    with ExitStack() as stack, server, known:
+    served, sources, deadline = 0, [server, finished], math.inf
+    with ExitStack() as stack, server, finished:
         while served < others and time.monotonic() < deadline:
-            ready = select.select(waited_for, [], [], _BEAT_S)[0]
-            if known in ready:
-                waited_for, deadline = [server], time.monotonic() + _APPEAR_S
+            ready = select.select(sources, [], [], _BEAT_S)[0]
+            if finished in ready:
+                sources, deadline = [server], time.monotonic() + _APPEAR_S
             if server in ready:
                 connection, _ = server.accept()
-                if _is_ours(connection):
+                if _is_same_user(connection):
                     connections.append(stack.enter_context(connection))
                 else:
                     connection.close()
@@ -158,7 +159,7 @@ def _serve(server: socket.socket, known: socket.socket, outcome: list[bytes], ot
 
 
 def _ask(address: str, *, timeout_s: float) -> bytes | None:
-    """Return what the first process sends, or None if it does not appear.
+    """Return the answer of the first process, or None if that process does not appear.
 
     Raises:
         FirstFailed: it has ended, takes longer than `timeout_s`, or gave no sign of life for `_SILENCE_S`.
@@ -173,22 +174,22 @@ def _ask(address: str, *, timeout_s: float) -> bytes | None:
                     return None
                 time.sleep(_POLL_S)
                 continue
-            if not _is_ours(connection):
+            if not _is_same_user(connection):
                 return None
-            return _answer_of(connection, timeout_s=timeout_s)
+            return _read_answer(connection, timeout_s=timeout_s)
 
 
-def _answer_of(connection: socket.socket, *, timeout_s: float) -> bytes:
-    """Return the first message of a connection that is not empty; errors are those of `_ask`."""
+def _read_answer(connection: socket.socket, *, timeout_s: float) -> bytes:
+    """Return the first non-empty message of a connection; errors are those of `_ask`."""
     deadline, length = time.monotonic() + timeout_s, 0
     try:
         while not length:
             connection.settimeout(max(_POLL_S, min(_SILENCE_S, deadline - time.monotonic())))
-            (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+            (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
             if not length and time.monotonic() > deadline:
                 raise TimeoutError
         connection.settimeout(_SILENCE_S)
-        return _received(connection, length)
+        return _receive(connection, length)
     except TimeoutError:
         if time.monotonic() > deadline:
             raise FirstFailed(f"the first process of this machine was not ready after {timeout_s:g} s") from None
@@ -198,22 +199,22 @@ def _answer_of(connection: socket.socket, *, timeout_s: float) -> bytes:
         raise FirstFailed("the first process of this machine has ended: its own output says why") from None
 
 
-def _received(connection: socket.socket, length: int) -> bytes:
-    """So many bytes.
+def _receive(connection: socket.socket, length: int) -> bytes:
+    """Receive `length` bytes.
 
     Raises:
-        OSError: there are not as many.
+        OSError: the connection ended before.
     """
-    found = bytearray()
-    while len(found) < length:
-        some = connection.recv(min(length - len(found), 1 << 20))
-        if not some:
+    content = bytearray()
+    while len(content) < length:
+        chunk = connection.recv(min(length - len(content), 1 << 20))
+        if not chunk:
             raise ConnectionResetError
-        found += some
-    return bytes(found)
+        content += chunk
+    return bytes(content)
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether the other end is of the same user, by the kernel."""
+def _is_same_user(connection: socket.socket) -> bool:
+    """Return whether the other end belongs to the same user, by the kernel."""
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return user == os.getuid()

@@ -1,4 +1,4 @@
-"""Which directories a run may write into, and whose files a command would overwrite. Imports no torch."""
+"""Checks that runs and commands do not write into directories, or over files, of others. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
     import tomli as tomllib
 
 CONFIG = "config.toml"
-#: Entries that a command leaves in a directory before its run has records. None of them is replaced by a run.
+#: Entries that a command leaves in a directory before its run has records. A run replaces none of them.
 _BEFORE_RECORDS = frozenset(
     ("train.log", "traceback.txt", "hangs", "failures", "control", "precomputed", "stage.toml", "lost+found")
 )
@@ -34,17 +34,17 @@ _RECORDS = frozenset(
     (IDENTITY, CONFIG, "env.json", "README.md", "report.html", "metrics.jsonl", "events.jsonl", "manifest.jsonl")
 ) | frozenset(("dataset.toml", "curves.png", "rollouts.png", "vq_reward.txt", "mq_reward.txt"))
 _FOLDERS = frozenset(("checkpoints", "samples", "rollouts", "pairs", "export", "watch", "videos", INITIAL_LORA))
-#: What a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
-_NEXT_TO = (".log", ".out", ".err", ".toml")
-#: A file in an exported folder that says which run it is of, and which other files are of the export.
+#: Files that a launcher, a scheduler or a shell writes next to a run that it starts, and configuration files.
+_SUFFIXES_BESIDE = (".log", ".out", ".err", ".toml")
+#: A file in an exported folder that names its run and the other files of the export.
 EXPORTED = ".export.json"
-#: Bytes of a page that every version of ours begins with.
+#: Bytes at the beginning of a page by any version of this program.
 _PAGE = b"default-src 'none'; img-src data:"
-_MOST_SHOWN = 6
+_MAX_NAMES = 6
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run of ours, of any version, also if only a part of it was copied."""
+    """Return whether a directory is that of a run of any version, even if only a part of it was copied."""
     return (
         read_identity(directory) is not None
         or _has_checkpoint(directory)
@@ -56,10 +56,10 @@ def is_run(directory: Path) -> bool:
 def _has_checkpoint(directory: Path) -> bool:
     root = checkpoints_dir(directory)
     try:
-        found = [path for path in root.iterdir() if step_of(path) is not None]
+        checkpoints = [path for path in root.iterdir() if step_of(path) is not None]
     except OSError:
         return False
-    for path in found:
+    for path in checkpoints:
         try:
             read_manifest(path)
         except (OSError, ValueError):
@@ -69,7 +69,7 @@ def _has_checkpoint(directory: Path) -> bool:
 
 
 def _has_environment(path: Path) -> bool:
-    packages = _json(path).get("packages")
+    packages = _read_json(path).get("packages")
     return isinstance(packages, dict) and "finetrainers" in packages
 
 
@@ -81,18 +81,18 @@ def _has_events(path: Path) -> bool:
     return any(record.get("event") == "start" and "step" in record for record in records[:1])
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file; empty if there is none."""
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object in a file; empty if there is none."""
     try:
         with open_regular(path) as file:
-            found = json.load(file)
+            content = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _is_resolved_config(path: Path) -> bool:
-    """Whether a run has written a configuration: it names most options. People copy it to start another run."""
+    """Return whether a run wrote a configuration: it names most options. People copy it to start another run."""
     try:
         with open_regular(path) as file:
             document = tomllib.load(file)
@@ -102,27 +102,27 @@ def _is_resolved_config(path: Path) -> bool:
     return sum(map(len, tables)) > len(fields()) // 3
 
 
-# ---- the output directory of a run --------------------------------------------------------------------------------------------
+# ---- the output directory of a run -----------------------------------------------------------------------------------
 
 
 def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
-    """Why a run must not write into its output directory: what it would overwrite there is not its own.
+    """Yield the reasons why a run must not write into its output directory: it would overwrite others' files.
 
     Args:
         config: of the run.
-        trained: the folder of the network that a full finetuning writes.
+        trained: the folder of the network that full finetuning writes.
     """
     root = config.run.output_dir
     result = LORA_FILE if config.training.training_type == "lora" else trained
-    written = _written(config, trained)
+    written = _written_entries(config, trained)
     if root.is_dir() and not is_run(root):
-        foreign = _foreign(root, written, used=_used(config, root))
+        foreign = _foreign_entries(root, written, used=_used_entries(config, root))
         if foreign:
             lost = [name for name in foreign if name in written - {LORA_FILE, trained} | {Path(result).parts[0]}]
-            overwritten = f", and the run would overwrite {_named(lost)}" if lost else ""
+            overwritten = f", and the run would overwrite {_list_names(lost)}" if lost else ""
             yield (
-                f"{root} is not the directory of a run: it holds {_named(foreign)}{overwritten}; give a new or empty "
-                "directory"
+                f"{root} is not the directory of a run: it holds {_list_names(foreign)}{overwritten}; give a new or "
+                "empty directory"
             )
             return
     for name in config.run.export_formats:
@@ -130,7 +130,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
             problem := export_problem(root / "export" / name, trained=trained, identity=read_identity(root))
         ) is not None:
             yield problem
-    if option := _begins_with(config, root / result, trained):
+    if option := _find_weights_option(config, root / result, trained):
         yield (f"the result would overwrite {root / result}, the weights that --{option} names; give another directory")
     for parent in root.absolute().parents:
         if is_run(parent) and (problem := inside_problem(config, parent, trained=trained)) is not None:
@@ -138,74 +138,74 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
 
 
 def inside_problem(config: TrainConfig, other: Path, *, trained: str) -> str | None:
-    """Why a run must not write into its output directory: another run writes there.
+    """Return the problem that another run writes into a run's output directory, or None if there is none.
 
     Args:
         config: of the run.
         other: the directory of the other run.
-        trained: the folder of the network that a full finetuning writes.
+        trained: the folder of the network that full finetuning writes.
     """
     root, other = Path(os.path.realpath(config.run.output_dir)), Path(os.path.realpath(other))
     if other not in root.parents:
         return None
     name = root.relative_to(other).parts[0]
-    if name not in _written(config, trained):
+    if name not in _written_entries(config, trained):
         return None
     return (
         f"{config.run.output_dir} is in {name}/ of the run {other}, which writes there; give a directory outside of it"
     )
 
 
-def _written(config: TrainConfig, trained: str) -> set[str]:
-    """The entries of its directory that a run writes."""
+def _written_entries(config: TrainConfig, trained: str) -> set[str]:
+    """Return the entries that a run writes into its directory."""
     return {*_RECORDS, *_FOLDERS, LORA_FILE, trained, Path(config.run.logging_dir).parts[0]}
 
 
-def _foreign(root: Path, written: Collection[str], *, used: Collection[str]) -> list[str]:
-    """The entries of a directory that keep a run from being started in it; those that it would overwrite come first."""
-    found = []
+def _foreign_entries(root: Path, written: Collection[str], *, used: Collection[str]) -> list[str]:
+    """Return the entries that keep a run from starting in a directory; those that it would overwrite come first."""
+    foreign = []
     for path in sorted(root.iterdir()):
         name = path.name
         is_record = _is_resolved_config(path) if name == CONFIG else name in _BEFORE_RECORDS or name.startswith(".")
-        if is_record or (name not in written and (name in used or name.endswith(_NEXT_TO) or is_run(path))):
+        if is_record or (name not in written and (name in used or name.endswith(_SUFFIXES_BESIDE) or is_run(path))):
             continue
-        found.append(name)
-    return sorted(found, key=lambda name: name not in written)
+        foreign.append(name)
+    return sorted(foreign, key=lambda name: name not in written)
 
 
-def _used(config: TrainConfig, root: Path) -> set[str]:
-    """The entries of a directory that options name, or name something in."""
-    base, found = Path(os.path.realpath(root)), set()
-    for text in _texts(config.plain()):
+def _used_entries(config: TrainConfig, root: Path) -> set[str]:
+    """Return the entries of a directory that options name, or that contain something that options name."""
+    base, entries = Path(os.path.realpath(root)), set()
+    for text in _strings(config.plain()):
         for part in text.split(config.validation.validation_separator):
             path = Path(os.path.realpath(part)) if "\0" not in part else base
             if base in path.parents:
-                found.add(path.relative_to(base).parts[0])
-    return found
+                entries.add(path.relative_to(base).parts[0])
+    return entries
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Every text and path in a configuration."""
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string and path in a configuration."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from _strings(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner)
+            yield from _strings(inner)
 
 
-def _begins_with(config: TrainConfig, result: Path, trained: str) -> str | None:
-    """The option that names the weights at a path, or None if none does."""
+def _find_weights_option(config: TrainConfig, result: Path, trained: str) -> str | None:
+    """Return the option that names the weights at a path, or None if none does."""
     if not result.exists():
         return None
     result = result.resolve()
-    places = {name: [config.get(name)] for name, option in fields().items() if option.place == "model"}
+    sources = {name: [config.get(name)] for name, option in fields().items() if option.place == "model"}
     # A run that is continued writes over its own result, which a repeated command may name.
     initial = None if config.training.resume_from_checkpoint else config.training.init_from
-    places |= {"part": [split_part(text)[1] for text in config.model.part], "init_from": [initial]}
-    for option, values in places.items():
+    sources |= {"part": [split_part(text)[1] for text in config.model.part], "init_from": [initial]}
+    for option, values in sources.items():
         for value in values:
             path = Path(os.path.realpath(value)) if value else None
             if path is not None and result in (path, *path.parents, path / trained, path / LORA_FILE):
@@ -213,24 +213,24 @@ def _begins_with(config: TrainConfig, result: Path, trained: str) -> str | None:
     return None
 
 
-def _named(names: list[str]) -> str:
-    """Names of entries, the first few of many."""
-    more = len(names) - _MOST_SHOWN
-    shown = [printable(name) for name in names[:_MOST_SHOWN]]
-    return listed([*shown, plural(more, "other", "others")] if more > 0 else shown)
+def _list_names(names: list[str]) -> str:
+    """Return names of entries as text, only the first few of many."""
+    remaining = len(names) - _MAX_NAMES
+    visible = [printable(name) for name in names[:_MAX_NAMES]]
+    return listed([*visible, plural(remaining, "other", "others")] if remaining > 0 else visible)
 
 
-# ---- what other commands write --------------------------------------------------------------------------------------------------
+# ---- what other commands write ---------------------------------------------------------------------------------------
 
 
 def page_problem(path: Path) -> str | None:
-    """Why an HTML page must not be written to a path: another file is there."""
+    """Return the problem that an HTML page would replace another file, or None."""
     return _file_problem(path, is_ours=_is_page(path))
 
 
 def json_problem(path: Path, *keys: str) -> str | None:
-    """Why a JSON object with these keys must not be written to a path: another file is there."""
-    return _file_problem(path, is_ours=set(keys) <= _json(path).keys())
+    """Return the problem that a JSON object with these keys would replace another file, or None."""
+    return _file_problem(path, is_ours=set(keys) <= _read_json(path).keys())
 
 
 def _file_problem(path: Path, *, is_ours: bool) -> str | None:
@@ -248,37 +248,40 @@ def _is_page(path: Path) -> bool:
 
 
 def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> str | None:
-    """Why an export must not replace a folder: it holds that of another run, or other files besides.
+    """Return the problem that an export would replace another run's, or other files, or None.
 
     Args:
         folder: of one format.
-        trained: the folder of the network that a full finetuning writes.
-        identity: of the run that is exported, if it has one.
+        trained: the folder of the network that full finetuning writes.
+        identity: of the exported run, if it has one.
     """
     if not folder.is_dir():
         return None
-    record = _json(folder / EXPORTED)
+    record = _read_json(folder / EXPORTED)
     run = record.get("run")
     if run is not None and identity is not None and run != identity.run:
         return f"{folder} holds an export of another run, which would be lost; remove it, or give another --output_dir"
-    there = [path.name for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    names = [path.name for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     files = record.get("files")
-    ours = set(map(str, files)) if isinstance(files, list) else _exported_before(there, trained)
-    others = [name for name in there if name not in ours]
+    exported = set(map(str, files)) if isinstance(files, list) else _find_legacy_files(names, trained)
+    others = [name for name in names if name not in exported]
     if others:
-        return f"{folder} also holds {_named(others)}, which would be lost; move it away, or give another --output_dir"
+        return (
+            f"{folder} also holds {_list_names(others)}, which would be lost; move it away, or give another "
+            "--output_dir"
+        )
     return None
 
 
-def _exported_before(there: list[str], trained: str) -> set[str]:
-    """The files of a format by their names, as earlier versions have written them: one of weights has any name."""
-    named = {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", trained}
-    weights = [name for name in there if name.endswith(".safetensors")]
-    return named | (set(weights) if len(weights) == 1 else set())
+def _find_legacy_files(names: list[str], trained: str) -> set[str]:
+    """Return the files of a format by name, as earlier versions wrote them: one file of weights has any name."""
+    fixed_names = {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", trained}
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return fixed_names | (set(weights) if len(weights) == 1 else set())
 
 
 def samples_problem(folder: Path) -> str | None:
-    """Why clips must not be sampled into a folder: their page and its sheet would overwrite other files."""
+    """Return the problem that the page or sheet of samples would overwrite other files, or None if there is none."""
     page, sheet = folder / "index.html", folder / "sheet.png"
     others = [] if _is_page(page) or not page.exists() else [page.name]
     if sheet.exists() and not _is_page(page) and not any(folder.glob("ledger*.jsonl")):

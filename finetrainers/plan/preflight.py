@@ -1,4 +1,4 @@
-"""Everything that can be refused before a weight is loaded, checked in one go. Imports no torch."""
+"""All checks before a weight is loaded, in one pass. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ from .initial_weights import InitialWeights
 from .ownership import output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
-_MODEL_PLACES = [name for name, option in fields().items() if option.place == "model"]
+_MODEL_OPTIONS = [name for name, option in fields().items() if option.place == "model"]
 #: Folders that a run creates if they do not exist.
 _FOLDERS = [name for name, option in fields().items() if option.place == "folder"]
 
 
-@dataclass(frozen=True, eq=False)  # a key of what is computed once for each
+@dataclass(frozen=True, eq=False)  # hashed by identity, as a cache key
 class Preflight:
-    """A configuration that passed, with what was learnt on the way; weights of `init_from` are its `transformer_id`."""
+    """Configuration that passed its checks, with facts learned on the way.
+
+    Weights of `init_from` are its `transformer_id`.
+    """
 
     config: TrainConfig
     facts: Facts
@@ -61,29 +64,29 @@ class Preflight:
     plan: WorkPlan
     start: Start
     warnings: list[str] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)  # the checkpoints among which it has chosen
-    unseen: str | None = None  # why nothing is known of the model itself; for a dry run
-    scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, where the method does not sample
+    checkpoints: list[Found] = field(default_factory=list)  # those that it has chosen among
+    unseen: str | None = None  # why the model itself is unknown; for a dry run
+    scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, if the method does not sample
 
     @property
     def family(self) -> Family:
-        """The model's."""
+        """The model's family."""
         return get_family(self.config.model.model_name)
 
     @property
     def sampled(self) -> list[ValidationPrompt]:
-        """All prompts that samples are drawn of with the pipeline."""
+        """All prompts that are sampled with the pipeline."""
         return [*self.prompts, *self.scored]
 
     @property
     def needs_text(self) -> bool:
-        """Whether a text must be encoded, or found in the cache: not if all came encoded."""
+        """Whether a text must be encoded, or found in the cache: not if all are already encoded."""
         return bool(self.sampled or self.plan.needs_empty_text or self.plan.all_captions())
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Of all clips that are trained on, and of all samples."""
-        return _sizes(self.plan, self.sampled)
+        """Sizes of all training clips and of all samples."""
+        return _list_sizes(self.plan, self.sampled)
 
     @property
     def geometry(self) -> Geometry:
@@ -107,226 +110,226 @@ def preflight(
     """Check a configuration against its model's rules and its data.
 
     Args:
-        config: what to check.
-        preparing: nothing will be trained, so earlier checkpoints in the output directory are not in the way.
+        config: the configuration.
+        preparing: nothing will be trained, so earlier checkpoints in the output directory are allowed.
         weights: whether weights will be loaded, so that their files are examined.
-        planner: what finds out what the run will work on.
+        planner: function that determines the work of the run.
         damaged: checkpoints that must not be resumed from, with the reason.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems at once.
     """
     _check_environment()
     config, family = resolve_family(config)
     config = _with_targets(config, family.facts)
-    found = Findings()
-    method = _find_method(config, found)
+    findings = Findings()
+    method = _find_method(config, findings)
     if weights and not (preparing and config.data.precompute_dir):
-        _check_output_dir(config, family, found)
+        _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
-    checkpoint, initial = _find_weights(config, found, damaged or {})
+    checkpoint, initial = _find_weights(config, findings, damaged or {})
     config = _with_base(config, initial)
-    facts, known = _find_facts(config, family, initial, weights=weights, found=found)
-    prompts = read_prompts(config, found)
-    scored = _read_scored(config, method, found)
-    _check_options(config, facts, prompts, scored, found)
+    facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
+    prompts = read_prompts(config, findings)
+    scored = _read_scored(config, method, findings)
+    _check_options(config, facts, prompts, scored, findings)
     config = _with_media(config, facts)
     if not preparing:
-        check_tracker(config, found)
-        if earlier:  # damaged ones too
-            _check_earlier(config, found)
+        check_tracker(config, findings)
+        if earlier:  # including damaged ones
+            _check_earlier(config, findings)
     start = None
-    plan = None if method is None else _find_work(config, facts, method, planner, found)
+    plan = None if method is None else _find_work(config, facts, method, planner, findings)
     if plan is not None:
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
-        check_prompt_videos(config, facts, prompts, plan.size, found)
-        check_prompt_videos(config, facts, scored, plan.size, found, option="eval_prompts")
-        sizes = _sizes(plan, [*prompts, *scored])
-        check_shared_sizes(config, facts, sizes, found, processes=launched_processes())
+        check_prompt_videos(config, facts, prompts, plan.size, findings)
+        check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
+        sizes = _list_sizes(plan, [*prompts, *scored])
+        check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
         if method is not None and facts.first_frame != "unknown":
-            of_plan = method.plan_problems(plan, config, facts)
-            found.errors += [problem for problem in of_plan if problem not in found.errors]
-    if plan is not None and known and not _concern(found, ("init_from", "resume_from_checkpoint")):
-        with _noted(found, "--resume_from_checkpoint"):
-            start = _begin(config, plan, checkpoint, initial)
-    if found.errors or plan is None or start is None:
-        raise ConfigError(found.errors)
-    warnings = [*found.warnings, *plan.warnings, *start.warnings]
+            plan_problems = method.plan_problems(plan, config, facts)
+            findings.errors += [problem for problem in plan_problems if problem not in findings.errors]
+    if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
+        with _recording_errors(findings, "--resume_from_checkpoint"):
+            start = _make_start(config, plan, checkpoint, initial)
+    if findings.errors or plan is None or start is None:
+        raise ConfigError(findings.errors)
+    warnings = [*findings.warnings, *plan.warnings, *start.warnings]
     return Preflight(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
 
 
-def _sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
+def _list_sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
     return [*plan.buckets, *(prompt.size for prompt in sampled if prompt.size is not None)]
 
 
 def _find_facts(
-    config: TrainConfig, family: Family, initial: InitialWeights | None, *, weights: bool, found: Findings
+    config: TrainConfig, family: Family, initial: InitialWeights | None, *, weights: bool, findings: Findings
 ) -> tuple[Facts, bool]:
-    """The facts of the model, else those of the published checkpoints; and whether nothing is wrong with its files."""
-    check_paths(config, found)
-    misplaced = _concern(found, _MODEL_PLACES)
+    """Return the model's facts, else those of published checkpoints, and whether its files have no problems."""
+    check_paths(config, findings)
+    has_path_problem = _has_problem(findings, _MODEL_OPTIONS)
     device = target_device(config).type
-    problems = [] if misplaced else family.problems(config.model, weights=weights, device_type=device)
-    found.errors += named_as_given(problems, initial)
-    readable = not misplaced and not problems
+    problems = [] if has_path_problem else family.problems(config.model, weights=weights, device_type=device)
+    findings.errors += named_as_given(problems, initial)
+    readable = not has_path_problem and not problems
     return family.facts_of(config.model) if readable else family.facts, not problems
 
 
-def _find_method(config: TrainConfig, found: Findings) -> MethodSpec | None:
-    """The method of the configuration; None, and an error among the findings, if there is none of that name."""
+def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
+    """Return the method of the configuration, or None and an error among the findings if its name is unknown."""
     name = config.training.method
     if name in method_names():
         if (problem := spec_problem(name)) is not None:
             raise ConfigError([Problem("--method", problem)])
         return method_spec(config)
-    found.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
+    findings.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
     return None
 
 
 def _find_work(
-    config: TrainConfig, facts: Facts, method: MethodSpec, planner: Planner, found: Findings
+    config: TrainConfig, facts: Facts, method: MethodSpec, planner: Planner, findings: Findings
 ) -> WorkPlan | None:
-    """What the run will work on; None, and errors among the findings, if that is not clear."""
+    """Return the work of the run, or None and errors among the findings if it cannot be determined."""
     backend = backend_problem(config.data.video_backend)
-    if backend is not None:  # it is asked about every clip
-        found.error("video_backend", backend)
+    if backend is not None:  # it would fail for every clip
+        findings.error("video_backend", backend)
         return None
     try:
-        return planner(config, facts.geometry, sizes_are_wrong=_concern(found, method.size_options))
+        return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
     except DataError as error:
-        found.errors.append(Problem("data", str(error)))
+        findings.errors.append(Problem("data", str(error)))
     except ConfigError as error:
-        found.errors += error.problems
+        findings.errors += error.problems
     return None
 
 
 def _check_environment() -> None:
-    """Refuse libraries and numbers of processes with which nothing else can be checked.
+    """Refuse libraries and numbers of processes that make all other checks impossible.
 
     Raises:
         ConfigError: with the reasons.
     """
-    outdated = version_problem()
-    problems = [] if outdated is None else [Problem("", outdated)]
+    version_error = version_problem()
+    problems = [] if version_error is None else [Problem("", version_error)]
     problems += [Problem(name, message) for name, message in launch_problems(joining=False)]
     if problems:
         raise ConfigError(problems)
 
 
 def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
-    """The model's family, which the configuration then names.
+    """Return the configuration with its model's family named, and that family.
 
     Raises:
-        ConfigError: there is none of this name, or the model's files do not tell it.
+        ConfigError: its name is unknown, or the model's files do not determine it.
     """
     try:
         config = config.model_copy(update={"model": with_family(config.model)})
         return config, get_family(config.model.model_name)
     except KeyError as error:
-        misplaced = Findings()
+        path_findings = Findings()
         if config.model.model_name == AUTO:
-            check_paths(config, misplaced)
-        raise ConfigError(misplaced.errors or [Problem("--model_name", str(error.args[0]))]) from None
+            check_paths(config, path_findings)
+        raise ConfigError(path_findings.errors or [Problem("--model_name", str(error.args[0]))]) from None
 
 
 def _find_weights(
-    config: TrainConfig, found: Findings, damaged: Mapping[Path, str]
+    config: TrainConfig, findings: Findings, damaged: Mapping[Path, str]
 ) -> tuple[Path | None, InitialWeights | None]:
-    """The checkpoint to resume from, and the weights that the run begins with.
+    """Return the checkpoint to resume from, and the weights that the run begins with.
 
-    Of several processes none reads all of a checkpoint, which they will do together (`restore.verified`).
+    No single one of several processes reads all of a checkpoint: they do so together (`restore.verified`).
     """
     checkpoint, initial = None, None
-    with _noted(found, "--resume_from_checkpoint"):
-        wanted, alone = config.training.resume_from_checkpoint, launched_processes() == 1
-        checkpoint = find_checkpoint(wanted, config.run.output_dir, contents=alone, known=damaged)
-    if not found.errors:
-        with _noted(found, "--init_from"):
+    with _recording_errors(findings, "--resume_from_checkpoint"):
+        requested, is_single = config.training.resume_from_checkpoint, launched_processes() == 1
+        checkpoint = find_checkpoint(requested, config.run.output_dir, contents=is_single, known_damage=damaged)
+    if not findings.errors:
+        with _recording_errors(findings, "--init_from"):
             initial = initial_weights(config, checkpoint)
     return checkpoint, initial
 
 
-def _check_output_dir(config: TrainConfig, family: Family, found: Findings) -> None:
-    """Files of others are not overwritten."""
+def _check_output_dir(config: TrainConfig, family: Family, findings: Findings) -> None:
+    """Refuse to overwrite files that are not the run's."""
     try:
         problems = list(output_dir_problems(config, trained=family.facts.trained))
     except OSError as error:
         problems = [f"{config.run.output_dir} cannot be read: {error.strerror}"]
     for problem in problems:
-        found.error("output_dir", problem)
+        findings.error("output_dir", problem)
 
 
-def _check_earlier(config: TrainConfig, found: Findings) -> None:
-    """Checkpoints of an earlier run are continued, not overwritten."""
+def _check_earlier(config: TrainConfig, findings: Findings) -> None:
+    """Refuse to overwrite checkpoints of an earlier run, which are to be continued."""
     if config.training.resume_from_checkpoint is None:
-        found.error(
+        findings.error(
             "output_dir",
             f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
             "--resume_from_checkpoint latest, or give another directory",
         )
 
 
-def _begin(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
-    """Where the run begins: at step 0, or at a checkpoint."""
+def _make_start(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
+    """Return the run's start: step 0, or a checkpoint."""
     size = config.parallel.data_size(launched_processes())
     if checkpoint is None:
         return new_run(config, plan, initial=initial, data_size=size)
     return resume_run(config, plan, checkpoint, initial=initial, data_size=size)
 
 
-def _read_scored(config: TrainConfig, method: MethodSpec | None, found: Findings) -> list[ValidationPrompt]:
-    """The prompts of `eval_prompts`, where the method does not read and sample them itself."""
+def _read_scored(config: TrainConfig, method: MethodSpec | None, findings: Findings) -> list[ValidationPrompt]:
+    """Return the prompts of `eval_prompts`, unless the method reads and samples them itself."""
     if method is None or method.samples or not config.validation.eval_reward:
         return []
     try:
         prompts = parse_eval_prompts(config.validation)
     except ConfigError as error:
-        found.errors += error.problems
+        findings.errors += error.problems
         return []
     start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
     for problem in [problem for prompt in prompts for problem in _media_problems(prompt).values()]:
-        found.error("eval_prompts", problem)
+        findings.error("eval_prompts", problem)
     return prompts
 
 
-def read_prompts(config: TrainConfig, found: Findings) -> list[ValidationPrompt]:
+def read_prompts(config: TrainConfig, findings: Findings) -> list[ValidationPrompt]:
     """Return the validation prompts, whose images and videos must be readable."""
     try:
         prompts = parse_validation_prompts(config.validation)
     except ConfigError as error:
-        found.errors += error.problems
+        findings.errors += error.problems
         return []
     start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
     for prompt in prompts:
         for option, problem in _media_problems(prompt).items():
-            found.error(option, problem)
+            findings.error(option, problem)
     return prompts
 
 
 def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
-    """Return why the images and videos of a prompt cannot be read, by option. Images may also be URLs, which are fetched."""
+    """Return the problems of reading a prompt's images and videos, by option. Images may be URLs, which are fetched."""
     prefix = str(prompt.prefix[0]) if prompt.prefix else None
     images = {"image": prompt.image, "last_image": prompt.last_image}
     videos = {"video": prompt.video, "video_prefix": prefix}
-    found = {}
+    problems = {}
     for medium, image in images.items():
         if image:
             try:
                 if not is_url(image) and not Path(image).is_file():
                     raise UnusableError(f"no such file: {image}")
-                with decoding(image), open_image(image) as picture:
-                    picture.load()  # all of it: one that is cut short has a whole header
+                with decoding(image), open_image(image) as loaded_image:
+                    loaded_image.load()  # all of it: a truncated image has a complete header
             except UnusableError as error:
-                found[MEDIA_OPTIONS[medium]] = str(error)
+                problems[MEDIA_OPTIONS[medium]] = str(error)
     for medium, video in videos.items():
         if video and not Path(video).is_file():
-            found[MEDIA_OPTIONS[medium]] = f"no such file: {video}; give a local video"
+            problems[MEDIA_OPTIONS[medium]] = f"no such file: {video}; give a local video"
         elif video:
             try:
                 probe(Path(video))
             except UnusableError as error:
-                found[MEDIA_OPTIONS[medium]] = f"{video}: {error}"
-    return found
+                problems[MEDIA_OPTIONS[medium]] = f"{video}: {error}"
+    return problems
 
 
 def option_findings(
@@ -338,77 +341,83 @@ def option_findings(
     device: TargetDevice,
     updates_parts: bool = False,
 ) -> Findings:
-    """Errors and warnings of the options among each other, with the method, and on a device.
+    """Return errors and warnings of the options together, with the method, and on a device.
 
     Args:
         config: the run.
         facts: of the model.
         prompts: to be sampled during training.
-        scored: to be sampled and scored besides.
+        scored: to be sampled and scored in addition.
         device: that it trains on.
         updates_parts: see `optimizer_problems`.
     """
     method = method_spec(config) if config.training.method in method_names() else None
     unread = {} if method is None else method.unread
-    found = check_config(config, facts=facts, prompts=prompts, scored=scored, unread=unread)
+    findings = check_config(config, facts=facts, prompts=prompts, scored=scored, unread=unread)
     errors, warnings = optimizer_problems(
         config, device_type=device.type, num_processes=launched_processes(), updates_parts=updates_parts
     )
     kernels = kernel_problems(
         config, device_type=device.type, dtype_bytes=computed_bytes(config), capability=device.capability
     )
-    found.errors += [*([] if method is None else method.problems(config)), *errors, *kernels.errors]
-    found.errors += quantization_problems(config, device_type=device.type)
+    findings.errors += [*([] if method is None else method.problems(config)), *errors, *kernels.errors]
+    findings.errors += quantization_problems(config, device_type=device.type)
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
-            "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add up; use "
-            "--gradient_accumulation_steps 1, or leave it out"
+            "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add "
+            "up; use --gradient_accumulation_steps 1, or leave it out"
         )
-        found.errors.append(Problem("--optimizer_in_backward", message))
-    found.warnings += [*warnings, *kernels.warnings]
+        findings.errors.append(Problem("--optimizer_in_backward", message))
+    findings.warnings += [*warnings, *kernels.warnings]
     if device.is_elsewhere:
-        found.allow_local()
-    return found
+        findings.allow_local()
+    return findings
 
 
 def _check_options(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], scored: list[ValidationPrompt], found: Findings
+    config: TrainConfig,
+    facts: Facts,
+    prompts: list[ValidationPrompt],
+    scored: list[ValidationPrompt],
+    findings: Findings,
 ) -> None:
-    """The options on this device and under this launcher, formats that the result cannot have, and faults that were asked for."""
+    """Check the options on this device and launcher, formats that the result cannot have, and requested faults."""
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))
-    found.errors += rules.errors
-    found.warnings += rules.warnings
+    findings.errors += rules.errors
+    findings.warnings += rules.warnings
     is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora
-    for wanted in config.run.export_formats:
-        why = format_problem(config.model.model_name, wanted, is_lora=is_lora, is_dora=is_dora, misread=facts.misread)
-        found.errors += [] if why is None else [Problem("--export_formats", why)]
-    found.warnings += filter(None, [restart_warning()])
-    asked = os.environ.get(faults.ENVIRONMENT, "")
-    with _noted(found, faults.ENVIRONMENT):
-        if faults.parse_faults(asked):  # so that nobody forgets the variable
-            found.warnings.append(f"{faults.ENVIRONMENT}={asked} will disturb this run on purpose")
-    with _noted(found, faults.PATIENCE):
+    for export_format in config.run.export_formats:
+        problem = format_problem(
+            config.model.model_name, export_format, is_lora=is_lora, is_dora=is_dora, misread=facts.misread
+        )
+        findings.errors += [] if problem is None else [Problem("--export_formats", problem)]
+    findings.warnings += filter(None, [restart_warning()])
+    requested = os.environ.get(faults.ENVIRONMENT, "")
+    with _recording_errors(findings, faults.ENVIRONMENT):
+        if faults.parse_faults(requested):  # so that the variable is not forgotten
+            findings.warnings.append(f"{faults.ENVIRONMENT}={requested} will disturb this run on purpose")
+    with _recording_errors(findings, faults.PATIENCE):
         faults.ten_minutes()
 
 
 @contextmanager
-def _noted(found: Findings, where: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Within the block, an error of this kind becomes a problem of an option."""
+def _recording_errors(findings: Findings, where: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Turn an error of this kind within the block into a problem of an option."""
     try:
         yield
     except kind as error:
-        found.errors.append(Problem(where, str(error)))
+        findings.errors.append(Problem(where, str(error)))
 
 
-def _concern(found: Findings, options: Collection[str]) -> bool:
-    """Whether a problem is one of these options."""
-    return any(problem.where.removeprefix("--") in options for problem in found.errors)
+def _has_problem(findings: Findings, options: Collection[str]) -> bool:
+    """Return whether a problem concerns one of these options."""
+    return any(problem.where.removeprefix("--") in options for problem in findings.errors)
 
 
 def for_preparing(config: TrainConfig) -> TrainConfig:
-    """The configuration of a training run as that of its preparation: the same data, and nothing to continue."""
+    """Return the configuration for preparing a training run: the same data, and no run to continue."""
     config = _with(config, "training", resume_from_checkpoint=None, init_from=None, reset=[])
-    if config.training.method not in method_names():  # what is wrong is said with the rest
+    if config.training.method not in method_names():  # its problem is reported with the others
         return config
     method = method_spec(config)
     config = method.for_preparing(config)
@@ -416,25 +425,25 @@ def for_preparing(config: TrainConfig) -> TrainConfig:
 
 
 def _with_targets(config: TrainConfig, facts: Facts) -> TrainConfig:
-    """A configuration whose LoRA adapts the family's own modules, unless others are named."""
+    """Return a configuration whose LoRA adapts the family's default modules, unless others are named."""
     if config.training.training_type != "lora" or config.changed("target_modules"):
         return config
     return _with(config, "training", target_modules=list(facts.lora_targets))
 
 
 def _with_base(config: TrainConfig, initial: InitialWeights | None) -> TrainConfig:
-    """A configuration whose transformer is the one that a run starts from, if it is a whole one."""
+    """Return a configuration whose transformer is the one that a run starts from, if that is complete."""
     if initial is None or initial.kind != "full":
         return config
     return _with(config, "model", transformer_id=str(initial.path))
 
 
 def _with_media(config: TrainConfig, facts: Facts) -> TrainConfig:
-    """A configuration that names the column of every further medium that the checkpoint takes, and no other."""
+    """Return a configuration that names the column of every control medium of the checkpoint, and no other column."""
     if facts.first_frame == "unknown":
         return config
-    given = dict(config.data.extra_columns)
-    return _with(config, "data", extra_columns=[(name, given.get(name, name)) for name in facts.media])
+    columns = dict(config.data.extra_columns)
+    return _with(config, "data", extra_columns=[(name, columns.get(name, name)) for name in facts.media])
 
 
 def _with(config: TrainConfig, table: str, **options: Any) -> TrainConfig:
@@ -442,16 +451,16 @@ def _with(config: TrainConfig, table: str, **options: Any) -> TrainConfig:
 
 
 def named_as_given(problems: list[Problem], initial: InitialWeights | None) -> list[Problem]:
-    """What is wrong with a model, under the option that was given: a transformer may have come from `--init_from`."""
+    """Return a model's problems under the user's option: a transformer may have come from `--init_from`."""
     if initial is None or initial.kind != "full":
         return problems
     return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
 
 
 def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainConfig:
-    """The configuration with the frame rate of samples, where none is given and it is not the model's own.
+    """Return the configuration with the frame rate of samples, if none is set and it is not the model's.
 
-    So it is in `config.toml`, and whoever samples from the run or from a checkpoint does it at the same rate.
+    So `config.toml` has it, and later samples from the run or from a checkpoint have the same rate.
     """
     if config.validation.validation_frame_rate is not None or rate == facts.geometry.fps:
         return config
@@ -460,38 +469,48 @@ def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainCon
 
 
 def check_prompt_videos(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], found: Findings, *,
-    option: str | None = None,
+    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], size: tuple[int, int, int], findings: Findings,
+    *, option: str | None = None,
 ) -> None:  # fmt: skip
-    """Control videos of prompts that are shorter than the sample, and given frames that leave nothing to sample.
+    """Check that control videos are as long as the sample, and that conditioning frames leave some to sample.
 
     Args:
         config: the run.
         facts: of the model.
         prompts: to sample.
         size: of prompts without one.
-        found: gets the errors.
-        option: that gave the prompts; None: each medium has its own.
+        findings: receives the errors.
+        option: that gave the prompts, or None if each medium has its own.
     """
     rate = config.validation.validation_frame_rate or facts.geometry.fps
     for prompt in prompts:
         needed = (prompt.size or size)[0]
-        if facts.media and prompt.video and (there := _frames_of(Path(prompt.video), rate)) and there[0] < needed:
-            has = f"{prompt.video} gives {there[1]}"
-            found.error(option or "validation_videos", f"{has}, and {needed} are sampled; give a longer one")
-        if facts.any_frame and prompt.prefix and (there := _frames_of(prompt.prefix[0], rate)):
+        if (
+            facts.media
+            and prompt.video
+            and (video_frames := _count_frames(Path(prompt.video), rate))
+            and video_frames[0] < needed
+        ):
+            has = f"{prompt.video} gives {video_frames[1]}"
+            findings.error(option or "validation_videos", f"{has}, and {needed} are sampled; give a longer one")
+        if facts.any_frame and prompt.prefix and (video_frames := _count_frames(prompt.prefix[0], rate)):
             path, frames = prompt.prefix
-            if problem := facts.geometry.prefix_problem(frames, there[0], needed, ending=prompt.last_image is not None):
-                found.error(option or "validation_video_prefixes", f"{path} gives {there[1]}{problem}")
-        given = sum(1 for one in (prompt.image or prompt.video, prompt.last_image) if one)
-        if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= given:
-            what = "the first and the last frame are" if given > 1 else "the last frame is"
-            message = f"{what} all that a sample of {needed} frames has; sample more"
-            found.error(option or "validation_last_images", message)
+            if problem := facts.geometry.prefix_problem(
+                frames, video_frames[0], needed, ending=prompt.last_image is not None
+            ):
+                findings.error(option or "validation_video_prefixes", f"{path} gives {video_frames[1]}{problem}")
+        num_given = sum(1 for image in (prompt.image or prompt.video, prompt.last_image) if image)
+        if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= num_given:
+            given_frames = "the first and the last frame are" if num_given > 1 else "the last frame is"
+            message = f"{given_frames} all that a sample of {needed} frames has; sample more"
+            findings.error(option or "validation_last_images", message)
 
 
-def _frames_of(path: Path, rate: float) -> tuple[int, str] | None:
-    """How many frames a video gives at a frame rate, and that in words; None: that it cannot be read was said already."""
+def _count_frames(path: Path, rate: float) -> tuple[int, str] | None:
+    """Return the number of frames that a video gives at a frame rate, and a description, or None if it is unreadable.
+
+    Its read error has been reported already.
+    """
     try:
         video = probe(path) if path.is_file() else None
     except UnusableError:
@@ -503,8 +522,8 @@ def _frames_of(path: Path, rate: float) -> tuple[int, str] | None:
     return available, f"{plural(available, 'frame')} at {fps:.4g} fps"
 
 
-def check_tracker(config: TrainConfig, found: Findings) -> None:
-    """Trackers that are not installed: nothing of the run would reach them."""
+def check_tracker(config: TrainConfig, findings: Findings) -> None:
+    """Report trackers that are not installed: no data of the run would reach them."""
     missing = []
     for tracker in config.run.report_to:
         packages = (
@@ -515,19 +534,19 @@ def check_tracker(config: TrainConfig, found: Findings) -> None:
             missing.append(tracker)
     if missing:
         is_are = "is" if len(missing) == 1 else "are"
-        found.error("report_to", f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}")
+        findings.error("report_to", f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}")
 
 
-def check_paths(config: TrainConfig, found: Findings) -> None:
-    """Paths that cannot be right. A model that looks like a path must exist; other names are hub ids."""
-    places = [(option, config.get(option)) for option in _MODEL_PLACES if option != "part"]
-    for option, value in [*places, *(("part", split_part(text)[1]) for text in config.model.part)]:
+def check_paths(config: TrainConfig, findings: Findings) -> None:
+    """Report paths that cannot be right. A model that looks like a path must exist; other names are Hub ids."""
+    sources = [(option, config.get(option)) for option in _MODEL_OPTIONS if option != "part"]
+    for option, value in [*sources, *(("part", split_part(text)[1]) for text in config.model.part)]:
         if value and value.startswith(SCHEME):
-            with _noted(found, f"--{option}"):
+            with _recording_errors(findings, f"--{option}"):
                 model_path(value)
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
-            found.error(option, f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}")
+            findings.error(option, f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}")
     for option in _FOLDERS:
         folder = config.get(option)
         if folder is not None and (problem := folder_problem(folder)) is not None:
-            found.error(option, problem)
+            findings.error(option, problem)

@@ -1,4 +1,4 @@
-"""From a configuration to what can be run: checked, with the model's own configs, and said, before torch is imported."""
+"""Preparation of a run: its configuration checked with the model's configs, and printed, before torch is imported."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .start_report import print_start, print_warnings
 
 
 def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None) -> Preflight:
-    """The preflight of a run by its model's own configs; unless it is a dry run, what it will do is printed.
+    """Return the preflight of a run by its model's own configs; print the plan of the run unless it is a dry run.
 
-    Of the processes of a machine the first one reads, and tells the others.
+    The first process of each machine reads, and sends the result to the others.
 
     Args:
-        config: what to run.
+        config: the configuration to run.
         preparing, damaged: see `preflight`.
 
     Raises:
-        ConfigError: everything that is wrong, at once; or the model is neither on this disk nor to be had from the hub.
+        ConfigError: all problems at once; or the model is neither on this disk nor available from the Hub.
     """
     return once_per_node(
         lambda: _get_ready(config, preparing=preparing, damaged=damaged),
@@ -51,7 +51,7 @@ def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, s
 def preflight_by_model(
     config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None
 ) -> Preflight:
-    """The preflight of a run by its model's own configs, which are fetched from the hub if they are not on this disk.
+    """Return the preflight of a run by its model's own configs, which are fetched from the Hub if necessary.
 
     Raises:
         ConfigError: see `get_ready`.
@@ -63,8 +63,8 @@ def preflight_by_model(
     elif fetched.missing and not config.run.dry_run:
         names = ", ".join(fetched.missing)
         message = (
-            f"{names} is not on this disk, and {fetched.away}, so the name cannot be checked either; {fetched.way_out}, or "
-            "give a directory"
+            f"{names} is not on this disk, and {fetched.away}, so the name cannot be checked either; "
+            f"{fetched.way_out}, or give a directory"
         )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
     elif fetched.missing:
@@ -79,7 +79,7 @@ def check_rewards(checked: Preflight) -> Preflight:
     """Return the run if the weights of its rewards can be loaded, with a warning if it is planned for another machine.
 
     Raises:
-        ConfigError: weights are neither on this disk nor available from the hub.
+        ConfigError: weights are neither on this disk nor available from the Hub.
     """
     entries = method_spec(checked.config).rewards(checked.config)
     if not entries:
@@ -88,12 +88,12 @@ def check_rewards(checked: Preflight) -> Preflight:
 
     held_out = checked.config.validation.eval_reward
     options = {
-        repo: "eval_reward" if one in held_out else "reward" for one in entries for repo in weights_not_here(one)
+        repo: "eval_reward" if entry in held_out else "reward" for entry in entries for repo in weights_not_here(entry)
     }
-    away = ask(list(options))
-    if away is None:
+    outage = ask(list(options))
+    if outage is None:
         return checked
-    problems = [Problem(f"--{option}", not_to_be_had(repo, away)) for repo, option in options.items()]
+    problems = [Problem(f"--{option}", not_to_be_had(repo, outage)) for repo, option in options.items()]
     if not target_device(checked.config).is_elsewhere:
         raise ConfigError(problems)
     warnings = [f"{problem} (on the machine that trains)" for problem in problems]
@@ -101,20 +101,22 @@ def check_rewards(checked: Preflight) -> Preflight:
 
 
 def examine_weights(checked: Preflight) -> Preflight:
-    """The run, if its weight files have what the networks need, by their headers; the first step that needs torch.
+    """Return the run, if its weight files' headers have the tensors of its networks; the first step that needs torch.
 
     Raises:
-        ConfigError: tensors are missing, or of other shapes; or the LoRA to start from is one of another model.
+        ConfigError: tensors are missing or have other shapes; or the LoRA to start from is of another model.
     """
-    warnings = once_per_node(lambda: _examined(checked), checked.config, timeout_s=checked.config.run.idle_timeout)
-    if not checked.config.run.dry_run:  # which prints all its warnings together
+    warnings = once_per_node(
+        lambda: _weight_warnings(checked), checked.config, timeout_s=checked.config.run.idle_timeout
+    )
+    if not checked.config.run.dry_run:  # a dry run prints all its warnings together
         print_warnings(warnings)
     return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
 @contextmanager
-def collected(problems: list[Problem]) -> Iterator[None]:
-    """Within the block, the problems of a configuration are added to a list."""
+def collecting_problems(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a configuration error within the block to a list."""
     try:
         yield
     except ConfigError as error:
@@ -125,7 +127,7 @@ def check_classes(checked: Preflight) -> None:
     """Check the classes that a run is about to use, and the servers of its rewards (imports torch).
 
     Raises:
-        ConfigError: everything that is wrong.
+        ConfigError: all problems.
     """
     from finetrainers.optim.factory import optimizer_class_problem
 
@@ -139,21 +141,21 @@ def check_classes(checked: Preflight) -> None:
         if entries:
             from finetrainers.rewards.registry import server_problem
 
-            found = [server_problem(entry) for entry in entries]
-            problems += [Problem(f"--{option}", why) for why in found if why is not None]
+            server_problems = [server_problem(entry) for entry in entries]
+            problems += [Problem(f"--{option}", message) for message in server_problems if message is not None]
     if problems:
         raise ConfigError(problems)
 
 
 def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
-    """Check a run against the model's configs and its scheduler, as far as that takes the network's classes (imports torch).
+    """Check a run against the model's configs, network classes and scheduler (imports torch).
 
     Args:
         checked: the run.
-        plan_known: whether it is known what the run works on, and not only in which sizes.
+        plan_known: whether the run's work is known, and not only its sizes.
 
     Raises:
-        ConfigError: everything that does not go together.
+        ConfigError: all incompatibilities.
     """
     from finetrainers.diffusion.timesteps import resolution_shift
     from finetrainers.models.spec import check_split
@@ -187,14 +189,14 @@ def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
     ]
     problems: list[Problem] = []
     for check in checks:
-        with collected(problems):
+        with collecting_problems(problems):
             check()
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def _examined(checked: Preflight) -> list[str]:
-    """Warnings about the weight files of a run.
+def _weight_warnings(checked: Preflight) -> list[str]:
+    """Return warnings about the weight files of a run.
 
     Raises:
         ConfigError: see `examine_weights`.

@@ -1,6 +1,6 @@
-"""What a run begins with: a checkpoint, less what is reset, or initial weights, or nothing. Imports no torch.
+"""Start of a run: a checkpoint without the parts that are reset, or initial weights, or neither. Imports no torch.
 
-Everything here is decided, refused and put into words before anything is loaded.
+All decisions, refusals and descriptions here are made before anything is loaded.
 """
 
 from __future__ import annotations
@@ -31,40 +31,42 @@ from .initial_weights import (
     read_lora_header,
     stored_lora,
 )
-from .lineage import began_from, digest_of
+from .lineage import began_from, short_digest
 
 #: Learning rates that differ by less than this share count as the same.
 _SAME_RATE = 1e-3
-#: What else must be the same: facts about the model and the data, which are not options.
+#: Facts about the model and the data, which are not options, that must also be the same.
 _FACTS: dict[str, str | None] = {
     "base": None, "noise_process": None, "vae": "data", "text_encoders": "data", "data": "data",
 }  # fmt: skip
-#: Those that are known only where the model's files are on disk, and what to say if they differ.
+#: Facts that are known only if the model's files are on disk, and the message if they differ.
 _MODEL_FACTS = {
-    "base": "the transformer's weights are not those of then (--pretrained_model_name_or_path, --init_from, --transformer_id)",
+    "base": "the transformer's weights are not those of then (--pretrained_model_name_or_path, --init_from, "
+    "--transformer_id)",
     "noise_process": None,
     "vae": "the VAE is not that of then (--pretrained_model_name_or_path, --vae_id)",
-    "text_encoders": "the text encoders or tokenizers are not those of then (--pretrained_model_name_or_path, --text_encoder_id, --tokenizer_id)",
+    "text_encoders": "the text encoders or tokenizers are not those of then (--pretrained_model_name_or_path, "
+    "--text_encoder_id, --tokenizer_id)",
 }
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with.
+    """Start of a run.
 
     Attributes:
-        data_position: the way through the data.
-        critical: settings and facts that the next checkpoint keeps.
-        initial: first weights of a new run, or the base of one that is continued; None: those of the model.
-        origin: the weights that the run began with, by place and kind, through all continuations; None: the model's. A LoRA
-            that the run has stored also has its `sha256`.
-        checkpoint: to be continued from; None for a new run.
-        initial_lora: file of the LoRA with which the reference model begins, or None if it is the base model.
-        resets: parts of the checkpoint that are left out, implied ones included.
+        data_position: the path through the data.
+        critical: settings and facts that the next checkpoint stores.
+        initial: first weights of a new run, or the base of a continued one, or None if they are the model's.
+        origin: path and kind of the weights that the run began with, through all continuations, or None if they are the
+            model's. A LoRA that the run has stored also has its `sha256`.
+        checkpoint: the one to continue from, or None for a new run.
+        initial_lora: file of the LoRA that the reference model begins with, or None if it is the base model.
+        resets: parts of the checkpoint that are left out, including implied ones.
         step: optimizer steps that count as taken.
         schedule_start: step at which the learning rate schedule begins.
-        rows: `(part, where it comes from)`, to be printed; empty for a new run of the model's own weights.
-        warnings: what the user should know.
+        rows: `(part, source)`, to be printed; empty for a new run of the model's own weights.
+        warnings: messages for the user.
     """
 
     data_position: DataPosition
@@ -80,7 +82,10 @@ class Start:
     warnings: Sequence[str] = ()
 
     def checkpoint_fields(self, config: TrainConfig) -> dict[str, Any]:
-        """What checkpoints of this run store of how it began, with facts that only loading the model has brought onto this disk."""
+        """Return the entries of this run's checkpoints about its start.
+
+        They include facts that only loading the model has brought onto this disk.
+        """
         return {
             "critical": {**self.critical, **_model_facts(config)},
             "schedule_start": self.schedule_start,
@@ -90,78 +95,78 @@ class Start:
 
 
 def needs_base(config: TrainConfig) -> bool:
-    """Whether the model's own transformer is part of what is trained, or of what it is compared with."""
+    """Return whether the model's own transformer is part of the trained network or of its reference."""
     return config.training.training_type == "lora" or method_spec(config).uses_reference(config)
 
 
 def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeights | None:
-    """The weights that a run begins with, or those that one which is continued still needs beside its checkpoint.
+    """Return the weights that a run begins with, or those that a continued run needs beside its checkpoint.
 
     Raises:
-        ValueError: there are none, or they do not fit; or a checkpoint is to be continued that has begun otherwise.
+        ValueError: they do not exist or do not fit; or the checkpoint to continue began with other weights.
     """
-    given = config.training.init_from
+    source = config.training.init_from
     if checkpoint is not None:
-        recorded = read_state(checkpoint)["initial"]
-        began = None if recorded is None else recorded["given"]
-        names_others = given is not None and _place(given) != began and not _began_with(given, checkpoint)
-        if names_others and config.training.resume_from_checkpoint != "auto":
+        record = read_state(checkpoint)["initial"]
+        origin = None if record is None else record["given"]
+        conflicts = source is not None and _resolve_source(source) != origin and not _is_origin(source, checkpoint)
+        if conflicts and config.training.resume_from_checkpoint != "auto":
             raise ValueError(
-                f"{given} and {checkpoint} both give weights, and the checkpoint's run began with "
-                f"{began or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which takes a "
-                "checkpoint where there is one"
+                f"{source} and {checkpoint} both give weights, and the checkpoint's run began with "
+                f"{origin or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which "
+                "takes a checkpoint where there is one"
             )
-        if recorded is None or recorded["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
+        if record is None or record["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
             return None
-        given = given or began
-    if given is None:
+        source = source or origin
+    if source is None:
         return None
-    found = find_initial_weights(given)
-    _check_fits(found, config)
-    return found
+    weights = find_initial_weights(source)
+    _check_fits(weights, config)
+    return weights
 
 
-def _began_with(given: str, checkpoint: Path) -> bool:
+def _is_origin(source: str, checkpoint: Path) -> bool:
     """Return whether a checkpoint's run began with these weights, by their digest: they and the run may have moved."""
     record = began_from(checkpoint.resolve().parents[1])
     try:
-        return record is not None and record.get("digest") == digest_of(find_initial_weights(given).path)
-    except ValueError:  # they are not there any more
+        return record is not None and record.get("digest") == short_digest(find_initial_weights(source).path)
+    except ValueError:  # they no longer exist
         return False
 
 
 def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:
-    """Refuse weights that do not fit the run, as far as files' headers tell."""
+    """Refuse weights that do not fit the run, judged by the headers of their files."""
     if initial.model_name not in (None, config.model.model_name):
-        raise ValueError(f"{initial.given} is a {initial.model_name}, and this run trains a {config.model.model_name}")
+        raise ValueError(f"{initial.source} is a {initial.model_name}, and this run trains a {config.model.model_name}")
     if initial.kind == "full":
-        given = config.model.transformer_id
-        if given is not None and Path(given).resolve() != initial.path.resolve():
-            raise ValueError(f"{initial.path} would take the place of --transformer_id {given}; give one of them")
+        transformer = config.model.transformer_id
+        if transformer is not None and Path(transformer).resolve() != initial.path.resolve():
+            raise ValueError(f"{initial.path} would take the place of --transformer_id {transformer}; give one of them")
     elif config.training.training_type == "lora":
         check_lora(initial.path, *read_lora_header(initial.path), config.training)
 
 
-def _place(given: str) -> str:
-    """A path from wherever it is looked at."""
-    return given if given.startswith(SCHEME) else str(Path(given).expanduser().resolve())
+def _resolve_source(source: str) -> str:
+    """Return an absolute path, which is valid from any working directory."""
+    return source if source.startswith(SCHEME) else str(Path(source).expanduser().resolve())
 
 
 def critical_state(config: TrainConfig, plan: WorkPlan) -> dict[str, Any]:
-    """What must be the same for a run to be continued; facts that are not known here are None."""
+    """Return settings and facts that must be the same for a run to be continued; unknown facts are None."""
     values = config.plain()
     return {
         **{name: values[name] for name in (*critical_options(), *plan.critical_options)},
         **_model_facts(config),
         "data": plan.fingerprint,
-        "data_table": _lasting(plan.table()),
+        "data_table": _permanent_columns(plan.table()),
     }
 
 
-def _lasting(table: Sequence[Sequence[str]]) -> list[list[str]]:
-    """A summary of the data without what a continued run may change."""
-    columns = [place for place, heading in enumerate(table[0]) if heading != "batches"]
-    return [[row[place] for place in columns] for row in table]
+def _permanent_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return a summary of the data without the columns that a continued run may change."""
+    columns = [index for index, heading in enumerate(table[0]) if heading != "batches"]
+    return [[row[index] for index in columns] for row in table]
 
 
 def _model_facts(config: TrainConfig) -> dict[str, Any]:
@@ -174,7 +179,14 @@ def _model_facts(config: TrainConfig) -> dict[str, Any]:
 
 
 def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | None, data_size: int) -> Start:
-    """The start of a new run, on so many processes."""
+    """Return the start of a new run.
+
+    Args:
+        config: of the run.
+        plan: of the run.
+        initial: the weights that it begins with, or None for those of the model.
+        data_size: processes that train on separate samples.
+    """
     rows = []
     if initial is not None:
         weights = {
@@ -186,15 +198,15 @@ def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | No
         rows = [("weights", weights), ("optimizer, schedule, data, step", "new")]
         if config.training.use_ema:
             rows.append(("moving average", "new, from these weights"))
-    keeps = initial is not None and initial.kind == "lora" and method_spec(config).reference == "start"
-    if keeps and method_spec(config).uses_reference(config):
+    stores_lora = initial is not None and initial.kind == "lora" and method_spec(config).reference == "start"
+    if stores_lora and method_spec(config).uses_reference(config):
         rows.append(("reference model", f"the model with this LoRA, which the run stores in {INITIAL_LORA}/"))
     return Start(
         data_position=DataPosition.begin(config, data_size=data_size),
         critical=critical_state(config, plan),
         initial=initial,
-        initial_lora=initial.path if initial is not None and keeps else None,
-        origin=None if initial is None else {"given": _place(initial.given), "kind": initial.kind},
+        initial_lora=initial.path if initial is not None and stores_lora else None,
+        origin=None if initial is None else {"given": _resolve_source(initial.source), "kind": initial.kind},
         rows=rows,
     )
 
@@ -202,37 +214,37 @@ def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | No
 def resume_run(
     config: TrainConfig, plan: WorkPlan, checkpoint: Path, *, initial: InitialWeights | None, data_size: int
 ) -> Start:
-    """The start of a run that continues from a checkpoint.
+    """Return the start of a run that continues from a checkpoint.
 
     Args:
         config: of this run.
         plan: of this run.
-        checkpoint: whole, as was checked.
-        initial: the weights that it began with, if they are still needed.
-        data_size: processes of this run that train on samples of their own.
+        checkpoint: verified to be complete.
+        initial: the weights that the run began with, if they are still needed.
+        data_size: processes of this run that train on separate samples.
 
     Raises:
-        ValueError: a setting has changed that no reset allows, or a reset has no effect; with all of them.
+        ValueError: a setting has changed that no reset allows, or a reset has no effect; it lists all of them.
     """
     state, manifest = read_state(checkpoint), read_manifest(checkpoint)
-    asked = frozenset(config.training.reset)
-    resets = asked | ({"data", "scheduler"} if "step" in asked else frozenset())
+    requested = frozenset(config.training.reset)
+    resets = requested | ({"data", "scheduler"} if "step" in requested else frozenset())
     saved, now = state["critical"], critical_state(config, plan)
-    changed = changes(saved, now, plan=plan)
+    differences = changes(saved, now, plan=plan)
     step = 0 if "step" in resets else int(state["step"])
-    place = step + int(state["guards"]["data_ahead"])  # a run that has gone back is further in the data
+    data_step = step + int(state["guards"]["data_ahead"])  # after a rollback the data is ahead of the step
     data_position = DataPosition.from_state(state["course"])
     if "data" in resets:
         data_position = DataPosition.begin(config, data_size=data_size, step=step)
     elif plan.cut_in_batches:
-        data_position = data_position.resume(config, data_size=data_size, step=place)
-    initial_lora, lost = _stored_lora(config, checkpoint, state["initial"])
-    problems = lost + _refused(checkpoint, changed, resets)
-    problems += _useless(asked, config, changed, saved)
-    if "step" in asked and scan_checkpoints(config.run.output_dir):
+        data_position = data_position.resume(config, data_size=data_size, step=data_step)
+    initial_lora, lora_problems = _find_initial_lora(config, checkpoint, state["initial"])
+    problems = lora_problems + _refusals(checkpoint, differences, resets)
+    problems += _useless_resets(requested, config, differences, saved)
+    if "step" in requested and scan_checkpoints(config.run.output_dir):
         problems.append(
-            f"--reset step counts from 0 again, and {config.run.output_dir} holds checkpoints of the earlier count; name the "
-            "checkpoint by its directory and give a new --output_dir"
+            f"--reset step counts from 0 again, and {config.run.output_dir} holds checkpoints of the earlier count; "
+            "name the checkpoint by its directory and give a new --output_dir"
         )
     if problems:
         raise ValueError("; also: ".join(problems))
@@ -251,10 +263,10 @@ def resume_run(
     return replace(start, rows=rows, warnings=warnings)
 
 
-def _stored_lora(
+def _find_initial_lora(
     config: TrainConfig, checkpoint: Path, origin: Mapping[str, str] | None
 ) -> tuple[Path | None, list[str]]:
-    """Return the LoRA that the checkpoint's run has stored, or None if it has stored none; and what is wrong with it."""
+    """Return the LoRA that the checkpoint's run stored, or None if it stored none, and the problems with it."""
     sha256 = None if origin is None else origin.get("sha256")
     try:
         return None if sha256 is None else stored_lora(checkpoint, config.run.output_dir, sha256), []
@@ -264,7 +276,7 @@ def _stored_lora(
 
 @dataclass(frozen=True)
 class Change:
-    """A setting or fact that is not what it was, in words, and the reset that allows it."""
+    """Setting or fact that differs from the checkpoint, with a description and the reset that allows it."""
 
     name: str
     text: str
@@ -272,33 +284,36 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: WorkPlan) -> list[Change]:
-    """Everything critical in which a run differs from the checkpoint."""
+    """Return all critical differences of a run from the checkpoint."""
     saved, allowed = by_current_names(saved), {**critical_options(), **plan.critical_options, **_FACTS}
-    found = []
+    differences = []
     for name, value in now.items():
         # An option that is younger than the checkpoint was at its default.
-        then = saved.get(name, _default(name))
+        then = saved.get(name, _find_default(name))
         if name not in allowed or then == value:
             continue
         if name in _MODEL_FACTS and None in (saved.get(name), value):
-            continue  # not known on one of the machines, or younger than the checkpoint
+            continue  # unknown on one of the machines, or younger than the checkpoint
         text = f"{name}: {then!r} then, {value!r} now"
-        if said := _MODEL_FACTS.get(name):
-            text = f"{name}: {said}"
+        if message := _MODEL_FACTS.get(name):
+            text = f"{name}: {message}"
         elif name == "data":
-            text = f"data: {plan.fingerprint_of} are not those of then{_tables(saved.get('data_table'), now['data_table'])}"
-        found.append(Change(name, text, allowed[name]))
-    return found
+            text = (
+                f"data: {plan.fingerprint_of} are not those of "
+                f"then{_describe_rows(saved.get('data_table'), now['data_table'])}"
+            )
+        differences.append(Change(name, text, allowed[name]))
+    return differences
 
 
-def _default(name: str) -> Any:
-    """Of an option; None for facts, and for options that must be given."""
+def _find_default(name: str) -> Any:
+    """Return the default of an option, or None for facts and for required options."""
     field = fields()[name].field if name in fields() else None
     return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _tables(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence[str]]) -> str:
-    """In which rows two summaries of the data differ."""
+def _describe_rows(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence[str]]) -> str:
+    """Return the rows in which two summaries of the data differ, in parentheses."""
 
     def rows(table: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> str:
         headings, *lines = table
@@ -312,56 +327,59 @@ def _tables(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence[str]])
     return f" ({rows(saved, now)} then; {rows(now, saved)} now)"
 
 
-def _refused(checkpoint: Path, changed: Sequence[Change], resets: frozenset[str]) -> list[str]:
-    refused = [change for change in changed if change.reset not in resets]
-    if not refused:
+def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset[str]) -> list[str]:
+    blocking = [change for change in differences if change.reset not in resets]
+    if not blocking:
         return []
-    parts = [change.text + (f" (--reset {change.reset})" if change.reset else "") for change in refused]
-    allowing = sorted({change.reset for change in refused if change.reset} | resets)
-    firm = [change.name for change in refused if not change.reset]
+    parts = [change.text + (f" (--reset {change.reset})" if change.reset else "") for change in blocking]
+    allowing = sorted({change.reset for change in blocking if change.reset} | resets)
+    unresettable = [change.name for change in blocking if not change.reset]
     ways = (
-        [f"--reset {' '.join(allowing)} allows {'the others' if firm else 'them'}"] if len(refused) > len(firm) else []
+        [f"--reset {' '.join(allowing)} allows {'the others' if unresettable else 'them'}"]
+        if len(blocking) > len(unresettable)
+        else []
     )
-    if firm:
+    if unresettable:
         ways.append(
-            f"nothing allows another {', '.join(firm)}; a new run can take the weights alone, where they fit, with --init_from"
+            f"nothing allows another {', '.join(unresettable)}; a new run can take the weights alone, where they fit, "
+            "with --init_from"
         )
     return [f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"]
 
 
-def _useless(
-    asked: frozenset[str], config: TrainConfig, changed: Sequence[Change], saved: Mapping[str, Any]
+def _useless_resets(
+    requested: frozenset[str], config: TrainConfig, differences: Sequence[Change], saved: Mapping[str, Any]
 ) -> list[str]:
-    """Resets that would do nothing."""
-    found = []
-    if "rng" in asked and not any(change.reset == "rng" for change in changed):
-        found.append(
-            f"--reset rng has no effect: the seed is still {config.training.seed}, and noise levels are drawn as before; give "
-            "another --seed, or leave it out"
+    """Return problems of resets that would do nothing."""
+    problems = []
+    if "rng" in requested and not any(change.reset == "rng" for change in differences):
+        problems.append(
+            f"--reset rng has no effect: the seed is still {config.training.seed}, and noise levels are drawn as "
+            "before; give another --seed, or leave it out"
         )
-    if "ema" in asked and not config.training.use_ema and not saved.get("use_ema"):
-        found.append("--reset ema has no effect: neither the checkpoint nor this run has a moving average")
-    return found
+    if "ema" in requested and not config.training.use_ema and not saved.get("use_ema"):
+        problems.append("--reset ema has no effect: neither the checkpoint nor this run has a moving average")
+    return problems
 
 
 def _rows(
     start: Start, state: Mapping[str, Any], config: TrainConfig, manifest: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
     step, position, initial, resets = int(state["step"]), start.data_position, start.initial, start.resets
-    here = f"step {step}"
-    rows = [("weights", f"{here} of {start.checkpoint}")]
+    at_step = f"step {step}"
+    rows = [("weights", f"{at_step} of {start.checkpoint}")]
     if initial is not None and initial.kind == "full" and config.training.training_type == "lora":
         rows.append(("base of the LoRA", str(initial.path)))
     if start.initial_lora is not None and method_spec(config).uses_reference(config):
         rows.append(("reference model", f"the model with the LoRA {start.initial_lora}"))
-    rows.append(("optimizer", "new, no moments" if "optimizer" in resets else here))
-    begun = int(state["schedule_start"])
-    since = f", begun at step {begun}" if begun else ""
-    rows.append(("learning rate schedule", "from its beginning" if "scheduler" in resets else f"{here}{since}"))
+    rows.append(("optimizer", "new, no moments" if "optimizer" in resets else at_step))
+    schedule_start = int(state["schedule_start"])
+    beginning = f", begun at step {schedule_start}" if schedule_start else ""
+    rows.append(("learning rate schedule", "from its beginning" if "scheduler" in resets else f"{at_step}{beginning}"))
     if "data" in resets:
         data = "from the beginning"
     else:
-        data = here + (f", begun at step {position.first_step}" if position.first_step else "")
+        data = at_step + (f", begun at step {position.first_step}" if position.first_step else "")
         last = position.segments[-1]
         if last.first_step == step + int(state["guards"]["data_ahead"]) and len(position.segments) > 1:
             data += ", in other batches from here on"
@@ -369,18 +387,18 @@ def _rows(
     noise = f"seed {config.training.seed}"
     rows.append(("noise", f"{noise}, as set now" if "rng" in resets else noise))
     if config.training.use_ema:
-        rows.append(("moving average", "from the weights of now" if "ema" in resets else here))
+        rows.append(("moving average", "from the weights of now" if "ema" in resets else at_step))
     elif "ema" in resets:
         rows.append(("moving average", "let go"))
     if state["method"]:
-        rows.append((method_spec(config).state_name, here))
-    rows.append(("step", "from 0" if "step" in resets else here))
-    changed = changed_options(manifest.get("config", {}), config)
-    return rows + ([("changed options", ", ".join(changed))] if changed else [])
+        rows.append((method_spec(config).state_name, at_step))
+    rows.append(("step", "from 0" if "step" in resets else at_step))
+    option_changes = changed_options(manifest.get("config", {}), config)
+    return rows + ([("changed options", ", ".join(option_changes))] if option_changes else [])
 
 
 def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """Options that are set otherwise than in the checkpoint's run: this run's count."""
+    """Return options that differ from those of the checkpoint's run; this run's values apply."""
     then = by_current_names(saved)
     return [
         f"{name} {then[name]} -> {value}"
@@ -392,15 +410,18 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
 def _warnings(
     start: Start, state: Mapping[str, Any], config: TrainConfig, plan: WorkPlan, manifest: Mapping[str, Any]
 ) -> list[str]:
-    found, step, resets = [], int(state["step"]), start.resets
+    warnings, step, resets = [], int(state["step"]), start.resets
     saved, installed = manifest.get("packages", {}), package_versions()
-    other = [f"{name} {saved[name]} then, {version} now" for name, version in installed.items()
+    changed_packages = [f"{name} {saved[name]} then, {version} now" for name, version in installed.items()
              if name in saved and saved[name] != version]  # fmt: skip
-    if other:
-        found.append(f"the checkpoint was saved with other packages, so numbers may differ: {'; '.join(other)}")
+    if changed_packages:
+        warnings.append(
+            f"the checkpoint was saved with other packages, so numbers may differ: {'; '.join(changed_packages)}"
+        )
     if not is_sealed(manifest):
-        found.append(
-            "the checkpoint's manifest has no checksum of its own (it is of an earlier version): damage to it would not be seen"
+        warnings.append(
+            "the checkpoint's manifest has no checksum of its own (it is of an earlier version): damage to it would "
+            "not be seen"
         )
     method, origin = method_spec(config), start.origin or {}
     if (
@@ -409,31 +430,31 @@ def _warnings(
         and origin.get("kind") == "lora"
         and start.initial_lora is None
     ):
-        found.append(
-            f"the run began with the LoRA {origin['given']} in an earlier version, whose reference model is the base model without "
-            "it, and it stays so; a new run with --init_from has the model with the LoRA as its reference"
+        warnings.append(
+            f"the run began with the LoRA {origin['given']} in an earlier version, whose reference model is the base "
+            "model without it, and it stays so; a new run with --init_from has the model with the LoRA as its reference"
         )
     then, now = DataPosition.from_state(state["course"]).segments[-1], start.data_position.segments[-1]
     clips = then.batch_size * then.per_step, now.batch_size * now.per_step
     if plan.cut_in_batches and clips[0] != clips[1] and "data" not in resets:
         world = max(1, now.per_step // config.training.gradient_accumulation_steps)
-        found.append(
+        warnings.append(
             f"optimizer steps had {plural(clips[0], 'clip')} and have {clips[1]} from here "
-            f"on; each clip still comes once an epoch.{_way_back(then.batch_size, then.per_step, world)}"
+            f"on; each clip still comes once an epoch.{_batch_advice(then.batch_size, then.per_step, world)}"
         )
-    found += _rate_change(state, config, manifest, resets)
+    warnings += _rate_change(state, config, manifest, resets)
     if "scheduler" in resets and "step" not in resets and config.optimizer.lr_scheduler == "constant":
-        found.append("--reset scheduler has no effect with --lr_scheduler constant")
+        warnings.append("--reset scheduler has no effect with --lr_scheduler constant")
     steps = config.training.train_steps
     if steps is not None and "step" not in resets and steps <= step:
-        found.append(f"nothing is left to train: the checkpoint is of step {step}, and --train_steps is {steps}")
-    return found
+        warnings.append(f"nothing is left to train: the checkpoint is of step {step}, and --train_steps is {steps}")
+    return warnings
 
 
 def _rate_change(
     state: Mapping[str, Any], config: TrainConfig, manifest: Mapping[str, Any], resets: frozenset[str]
 ) -> list[str]:
-    """Warn if another number of steps moves the run on its learning rate schedule."""
+    """Return a warning if another number of steps moves the run on its learning rate schedule."""
     before = manifest.get("config") or {}
     then, now, step, start = (
         before.get("train_steps"),
@@ -443,7 +464,7 @@ def _rate_change(
     )
     if resets & {"scheduler", "step"} or None in (then, now) or then == now or now <= step:
         return []
-    from finetrainers.optim.schedules import lr_schedule  # needs torch, so only where the steps have changed
+    from finetrainers.optim.schedules import lr_schedule  # needs torch, so only if the steps have changed
 
     rates = [
         lr_schedule(config.optimizer, lr=config.optimizer.lr, total_steps=total - start, first_step=start)(step)
@@ -453,13 +474,13 @@ def _rate_change(
     if abs(rates[0] - rates[1]) <= _SAME_RATE * max(rates):
         return []
     return [
-        f"--train_steps was {then} and is {now}: on the {config.optimizer.lr_scheduler} schedule the learning rate of step "
-        f"{step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}; --reset scheduler starts the schedule again"
+        f"--train_steps was {then} and is {now}: on the {config.optimizer.lr_scheduler} schedule the learning rate of "
+        f"step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}; --reset scheduler starts the schedule again"
     ]
 
 
-def _way_back(batch_size: int, per_step: int, world: int) -> str:
-    """Options under which a step has as many clips as before, with this many processes."""
+def _batch_advice(batch_size: int, per_step: int, world: int) -> str:
+    """Return options that keep the number of clips of a step with this many processes, as a sentence."""
     if per_step % world == 0:
         return f" To keep the number: --batch_size {batch_size} --gradient_accumulation_steps {per_step // world}"
     if batch_size * per_step % world == 0:

@@ -1,4 +1,4 @@
-"""Room on disk: what a run will write, estimated before anything is loaded, so that a full disk does not end it hours later."""
+"""Disk space that a run needs, estimated before anything is loaded, so that a full disk does not end it hours later."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from .initial_weights import INITIAL_LORA
 from .preflight import Preflight
 from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
-#: Of a sampled video: bytes a pixel and frame of H.264, and of the eight frames of its contact sheet.
+#: Bytes per pixel and frame of a sampled H.264 video, and of the eight frames of its contact sheet.
 _VIDEO_BYTES, _SHEET_BYTES, _SHEET_FRAMES = 0.1, 1.5, 8
-_SPARE = 1 << 20  # records, and what the file system takes
+_SPARE = 1 << 20  # records, and the file system's own data
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run writes, in bytes, without the cache of precomputed tensors, which `data.precompute.check_room` judges by its first
-    entries.
+    """Bytes that a run writes, without the cache of precomputed tensors.
+
+    `data.precompute.check_room` estimates the cache by its first entries.
 
     Attributes:
         checkpoint: each checkpoint.
-        num_checkpoints: how many of them will be there besides those of today.
+        num_checkpoints: the largest number of new checkpoints at a time.
         result: the weights at the end.
         samples: all validation samples.
         initial_lora: the LoRA of the reference model.
@@ -52,19 +53,19 @@ class Needs:
 
     @property
     def least(self) -> int:
-        """Without this much, the run cannot end well."""
+        """Minimum space for the run to end well."""
         return (
             (self.checkpoint if self.num_checkpoints else 0) + self.result + self.samples + self.initial_lora + _SPARE
         )
 
     @property
     def most(self) -> int:
-        """With all checkpoints that it keeps."""
+        """Space for all checkpoints that the run keeps."""
         return self.least + self.checkpoint * max(0, self.num_checkpoints - 1)
 
 
 def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
-    """What a run will write.
+    """Return the disk space that a run needs.
 
     Args:
         checked: the run.
@@ -86,33 +87,33 @@ def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
 
 
 def room_warnings(checked: Preflight, needs: Needs) -> list[str]:
-    """What the user should know of the room on disk.
+    """Return warnings about the disk space.
 
     Raises:
         ConfigError: there is too little for the run to end well.
     """
     root = checked.config.run.output_dir.resolve()
-    there = next(path for path in (root, *root.parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
+    folder = next(path for path in (root, *root.parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
     parts = [("a checkpoint", needs.checkpoint), ("the result", needs.result), ("samples", needs.samples)]
     parts.append(("the LoRA that it begins with", needs.initial_lora))
-    said = ", ".join(f"{name} {file_size(size)}" for name, size in parts if size)
+    details = ", ".join(f"{name} {file_size(size)}" for name, size in parts if size)
     if free < needs.least:
         message = (
-            f"{there} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({said}); make room, or "
-            "give another --output_dir"
+            f"{folder} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({details}); "
+            "make room, or give another --output_dir"
         )
         raise ConfigError([Problem("--output_dir", message)])
     if free < needs.most:
         return [
-            f"{there} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
+            f"{folder} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
             f"{file_size(needs.most)} with its results; --checkpointing_limit bounds how many are kept"
         ]
     return []
 
 
 def check_trainable(config: TrainConfig, network: nn.Module, spec: ModelSpec) -> None:
-    """Check that a network can be trained as the options say, from its layers; it may lie on the meta device.
+    """Check by its layers that a network can be trained with the options; it may lie on the meta device.
 
     Raises:
         ConfigError: it cannot.
@@ -131,11 +132,11 @@ def check_trainable(config: TrainConfig, network: nn.Module, spec: ModelSpec) ->
 
 
 def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
-    """Refuse a run that the disk cannot hold, as rank 0 sees it; warnings. Every rank must call it.
+    """Refuse a run that does not fit rank 0's disk, and return warnings. Every rank must call it.
 
     Raises:
-        ConfigError: the disk has too little room, LoRA targets match nothing, or the optimizer cannot update their weights; on
-            every rank.
+        ConfigError: the disk has too little space, LoRA targets match nothing, or the optimizer cannot update their
+            weights; on every rank.
     """
     warnings: list[str] = []
     problems: list[Problem] = []
@@ -154,20 +155,24 @@ def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
 
 def _initial_lora_size(checked: Preflight) -> int:
     """Return the bytes of the LoRA that the run will store, or 0 if it has none or has it stored already."""
-    path, own = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
-    return 0 if path is None or not path.is_file() or path.resolve().parent == own.resolve() else path.stat().st_size
+    path, run_folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
+    return (
+        0
+        if path is None or not path.is_file() or path.resolve().parent == run_folder.resolve()
+        else path.stat().st_size
+    )
 
 
 def _new_checkpoints(checked: Preflight) -> int:
-    """How many checkpoints will be there at once, besides those of today."""
+    """Return the largest number of new checkpoints that exist at a time."""
     training = checked.config.training
     todo = _total_steps(checked) - checked.start.step
     saves = math.ceil(todo / training.checkpointing_steps) if training.checkpointing_steps else 1
     if training.checkpointing_limit is None or todo <= 0:
         return max(saves, 0)
-    # An old one is removed only once a new one is there.
-    room = training.checkpointing_limit + 1 - len(checked.found)
-    return min(saves, max(1, room))
+    # An old checkpoint is removed only after a new one exists.
+    remaining = training.checkpointing_limit + 1 - len(checked.checkpoints)
+    return min(saves, max(1, remaining))
 
 
 def _total_steps(checked: Preflight) -> int:
@@ -184,18 +189,18 @@ def _total_steps(checked: Preflight) -> int:
 
 def _samples_size(checked: Preflight) -> int:
     config: TrainConfig = checked.config
-    every, todo = config.validation.validation_steps, _total_steps(checked) - checked.start.step
-    times = 1 + (max(0, todo) // every if every else 0)
-    scored, again = config.validation.eval_steps if config.validation.eval_reward else None, 0
-    if scored and not method_spec(config).samples:
-        again = 1 + max(0, todo) // scored  # before training, too
+    interval, todo = config.validation.validation_steps, _total_steps(checked) - checked.start.step
+    times = 1 + (max(0, todo) // interval if interval else 0)
+    eval_interval, evaluations = config.validation.eval_steps if config.validation.eval_reward else None, 0
+    if eval_interval and not method_spec(config).samples:
+        evaluations = 1 + max(0, todo) // eval_interval  # including one before training
     videos = config.validation.num_validation_videos
-    size = _sample_bytes(checked, checked.prompts) * videos * (times + (0 if checked.scored else again))
-    return round(size + _sample_bytes(checked, checked.scored) * (1 + again))
+    size = _sample_bytes(checked, checked.prompts) * videos * (times + (0 if checked.scored else evaluations))
+    return round(size + _sample_bytes(checked, checked.scored) * (1 + evaluations))
 
 
 def _sample_bytes(checked: Preflight, prompts: Sequence[ValidationPrompt]) -> float:
-    """Of a video of each prompt, and its contact sheet."""
+    """Return the bytes of a video of each prompt with its contact sheet."""
     size = 0.0
     for prompt in prompts:
         frames, height, width = prompt.size or checked.plan.size

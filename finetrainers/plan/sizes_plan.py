@@ -1,4 +1,4 @@
-"""A plan of work of which only sizes are known: to estimate the memory of a run whose data is not on this machine."""
+"""A plan of work whose sizes alone are known, to estimate the memory of a run whose data is not on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SizesPlan:
 
     @property
     def critical_options(self) -> dict[str, str | None]:
-        """None: nothing is resumed."""
+        """An empty mapping: nothing is resumed."""
         return {}
 
     @property
@@ -45,37 +45,37 @@ class SizesPlan:
         return max(self.buckets, key=lambda size: (math.prod(size), size))
 
     def heaviest(self, config: TrainConfig) -> tuple[Size, int]:
-        """Size and number of clips of the largest micro-batch."""
+        """Return the size and number of clips of the largest micro-batch."""
         sizes, usual = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
         batches = [(bucket, sizes.get(bucket, usual)) for bucket in self.buckets]
         return max(batches, key=lambda batch: (math.prod(batch[0]) * batch[1], batch))
 
     def all_captions(self) -> Sequence[str]:
-        """Not known."""
+        """Return no captions: they are unknown."""
         return ()
 
     def shown_texts(self) -> Sequence[Any]:
-        """Not known."""
+        """Return no prompts: they are unknown."""
         return ()
 
     def encoded_clips(self) -> Sequence[Any]:
-        """Not known."""
+        """Return no clips: they are unknown."""
         return ()
 
     def step_of(self, config: TrainConfig) -> str:
-        """Not told."""
+        """Return an empty description."""
         return ""
 
     def table(self) -> list[tuple[str, ...]]:
-        """The sizes."""
+        """Return the sizes."""
         return [("size",), *(("x".join(map(str, size)),) for size in self.buckets)]
 
     def write(self, path: Path) -> None:
-        """Nothing is written."""
+        """Write nothing."""
 
 
 def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
-    """The configured sizes.
+    """Return a plan of the configured sizes, or None if they are wrong.
 
     Raises:
         ConfigError: there are none.

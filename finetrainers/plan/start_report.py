@@ -1,4 +1,4 @@
-"""What a run says besides its progress: what it is going to do, what it has loaded, and what it leaves. Imports no torch."""
+"""Output of a run besides its progress: its plan, the loaded weights, and its results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ORDINALS = {"2": "second ", "3": "third "}
 
 
 def print_start(checked: Preflight) -> None:
-    """What trains on what, what will be loaded, and every warning."""
+    """Print the plan of the training, the weights to load, and every warning."""
     print_first_line(checked)
     sizes = sizes_on_disk(checked).items()
     print_line("to load: " + ", ".join(f"{name} {'?' if size is None else file_size(size)}" for name, size in sizes))
@@ -35,7 +35,7 @@ def print_start(checked: Preflight) -> None:
 
 
 def print_first_line(checked: Preflight, *, before: str = "") -> None:
-    """What trains on what, and which weights come from single files."""
+    """Print the training and its data, and the weights that come from single files."""
     config = checked.config
     print_line(
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
@@ -47,21 +47,21 @@ def print_first_line(checked: Preflight, *, before: str = "") -> None:
 
 
 def sizes_on_disk(checked: Preflight) -> dict[str, int | None]:
-    """Bytes of the weight files of each network that is loaded, by what it is called; None where they are not on this disk."""
+    """Return the bytes of each network's weight files by its readable name, None if they are not on this disk."""
     sizes = checked.family.weights_on_disk(checked.config.model).items()
     left_out = () if checked.needs_text else checked.facts.text_parts
     return {part_name(part): size for part, size in sizes if part not in left_out}
 
 
 def part_name(part: str) -> str:
-    """What a part is called: `second text encoder` of `text_encoder_2`."""
+    """Return the readable name of a component: `second text encoder` for `text_encoder_2`."""
     name, _, number = part.rpartition("_") if part[-1:].isdigit() else (part, "", "")
     return _ORDINALS.get(number, "") + {"vae": "VAE"}.get(name, name.replace("_", " "))
 
 
 @contextlib.contextmanager
 def loading(checked: Preflight, what: str) -> Iterator[None]:
-    """Around the loading of networks, `text encoder` for all of these: says then how much it was, and how long it took."""
+    """Print size and duration after the block, which loads the networks whose name ends with `what`."""
     started = time.perf_counter()
     yield
     if launched_rank() != 0:
@@ -72,32 +72,32 @@ def loading(checked: Preflight, what: str) -> Iterator[None]:
 
 
 def print_origin(checked: Preflight) -> None:
-    """The source of each part of a run that resumes or has `--init_from`."""
+    """Print the source of each part of a run that resumes or has `--init_from`."""
     if not checked.start.rows:
         return
     resumes = checked.start.checkpoint is not None
     start = "resumes from a checkpoint" if resumes else "starts from the weights of --init_from"
     print_line(f"{start}; source of each part:")
     width = max(len(part) for part, _ in checked.start.rows)
-    for part, origin in checked.start.rows:  # no table: paths must not be broken into lines
+    for part, origin in checked.start.rows:  # not a table: paths must not be wrapped
         print_line(f"  {part:<{width}}  {origin}")
 
 
 def print_remarks(checked: Preflight) -> None:
-    """Every note and every warning."""
+    """Print every note and every warning."""
     for note in checked.plan.notes:
         print_line(f"note: {note}")
     print_warnings(checked.warnings)
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """One line for each."""
+    """Print one line for each warning."""
     for warning in warnings:
         print_line(f"warning: {warning}")
 
 
 def print_data(checked: Preflight) -> None:
-    """What is trained on, as a table."""
+    """Print the training data as a table."""
     table = Table(title=checked.plan.title, title_justify="left", box=None)
     headings, *rows = checked.plan.table()
     for heading in headings:
@@ -108,13 +108,13 @@ def print_data(checked: Preflight) -> None:
 
 
 def print_stopped(*, step: int, by: str, resume_command: str) -> None:
-    """How to continue after a stop."""
+    """Print the command that continues after a stop."""
     print_line(f"stopped by {by} after step {step}, with a checkpoint; to continue:\n  {resume_command}")
 
 
 def print_results(root: Path) -> None:
-    """Where everything is, after training."""
-    places = {
+    """Print the paths of all results, after training."""
+    paths = {
         "LoRA": root / "pytorch_lora_weights.safetensors",
         **{part_name(path.name): path for path in root.glob("transformer*")},
         "samples": root / "samples",
@@ -124,29 +124,30 @@ def print_results(root: Path) -> None:
         "metrics": root / "metrics.jsonl",
     }
     print_line("done; results:")
-    width = max(map(len, places)) + 2
-    for name, path in places.items():
+    width = max(map(len, paths)) + 2
+    for name, path in paths.items():
         if path.exists():
             print_line(f"  {name:<{max(16, width)}}{path}")
     run = shlex.quote(str(root))
     print_line(
-        f"next:\n  finetrainers sample {run} --prompts TEXT --compare base\n  finetrainers export {run} --format comfyui"
+        f"next:\n  finetrainers sample {run} --prompts TEXT --compare base\n  finetrainers export {run} --format "
+        "comfyui"
     )
 
 
 def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:
-    """The measured peaks of each phase."""
+    """Print the measured peaks of each phase."""
     table = Table(box=None, pad_edge=False)
     headings, *rows = memory_table(peaks)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
     _print(table)
 
 
 def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Rows of the measured peaks by phase, in GiB; the first has the headings."""
+    """Return rows of the measured peaks by phase, in GiB; the first has the headings."""
     columns = [name for name in ("allocated", "reserved", "host") if any(name in peak for peak in peaks.values())]
     cells = [
         [label(phase), *(f"{peak[column]:.2f}" if column in peak else "" for column in columns)]
@@ -156,16 +157,17 @@ def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
 
 
 def print_line(text: str) -> None:
-    """One line for the user."""
+    """Print one line for the user."""
     _print(text)
 
 
-def _print(what: str | Table) -> None:
-    """Rank 0 speaks for all."""
+def _print(content: str | Table) -> None:
+    """Print on rank 0 for all ranks."""
     if launched_rank() == 0:
-        # In a notebook rich displays what it prints, and ignores the file. FORCE_COLOR, set there, is not for the log file.
+        # In a notebook rich displays what it prints, and ignores the file. FORCE_COLOR, set there, is not for the log
+        # file.
         for file, is_terminal in ((None, None), (PrintedLines(), False)):
             console = Console(
                 file=file, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=is_terminal
             )
-            console.print(what, markup=False)
+            console.print(content, markup=False)

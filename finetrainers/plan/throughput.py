@@ -1,4 +1,4 @@
-"""Throughput of a run: tokens a second, and model FLOPs utilization (MFU) where the GPU's peak is known."""
+"""Throughput of a run: tokens per second, and model FLOPs utilization (MFU) if the GPU's peak is known."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import nn
 
 from finetrainers.models.spec import FlopMeter, ModelSpec
 
-#: Peak of dense products of bf16 matrices with fp32 sums, in TFLOPS, as the makers' data sheets publish it, by what is in the
-#: device's name. The first that fits counts.
+#: Peak of dense products of bf16 matrices with fp32 sums, in TFLOPS, as published in the makers' data sheets, by a part
+#: of the device's name. The first match counts.
 PEAK_TFLOPS: Mapping[str, float] = {
     "B200": 2250, "H200 NVL": 835.5, "H200": 989.4, "H100 NVL": 835.5, "H100 PCIe": 756.5, "H100": 989.4, "H800": 989.4,
     "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A40": 149.7, "A10": 125, "RTX A6000": 154.8,
     "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "MI300X": 1307.4,
 }  # fmt: skip
-#: What makes of a device's name that of another chip, or of a part of one (MIG).
+#: Words that turn a device's name into that of another chip, or of a part of a chip (MIG).
 _OTHER_CHIPS = ("Laptop", "Ti", "D", "SUPER", "MIG")
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Operations a second at the peak of a device; None: not known, or a CPU."""
+    """Return a device's peak operations per second, or None if it is unknown, or for a CPU."""
     if device.type != "cuda":
         return None
-    words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
-    if any(f" {other} " in words for other in _OTHER_CHIPS):
+    device_name = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
+    if any(f" {other} " in device_name for other in _OTHER_CHIPS):
         return None
-    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in device_name), None)
 
 
 def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> FlopMeter | None:
-    """Meter the calls of the network from here on; None: the family does not tell its operations.
+    """Meter the calls of the network from here on, or return None if the family does not count its operations.
 
     Args:
         spec: of the model.
-        network: that is trained.
+        network: the trained one.
         sharing: processes that share each call.
     """
     flops = spec.flops(network)
@@ -54,16 +54,16 @@ def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> F
 
 
 def rates(record: dict[str, float], *, num_ranks: int, peak: float | None) -> dict[str, float]:
-    """The record with rates in the place of `flops` and `tokens`, the means of a step and a rank.
+    """Return the record with rates instead of `flops` and `tokens`, which are means per step and rank.
 
     Args:
         record: of one step or several.
-        num_ranks: that have samples of their own.
+        num_ranks: ranks that have separate samples.
         peak: see `peak_flops`.
     """
-    found = {name: value for name, value in record.items() if name not in ("flops", "tokens")}
+    rated = {name: value for name, value in record.items() if name not in ("flops", "tokens")}
     if "tokens" in record:
-        found["tokens_per_s"] = num_ranks * record["tokens"] / record["step_s"]
+        rated["tokens_per_s"] = num_ranks * record["tokens"] / record["step_s"]
     if "flops" in record and peak is not None:
-        found["mfu"] = record["flops"] / record["step_s"] / peak
-    return found
+        rated["mfu"] = record["flops"] / record["step_s"] / peak
+    return rated

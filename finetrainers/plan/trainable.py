@@ -1,4 +1,4 @@
-"""What is trained: an adapter or every weight; the network without weights, and adapters on it."""
+"""Trainable parameters: an adapter or all parameters; the network without weights, and adapters on it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from .preflight import Preflight
 
 
 def trainable_dtype(config: TrainConfig) -> torch.dtype:
-    """The dtype in which the transformer is loaded: frozen weights as asked, trained ones in fp32 unless they round."""
+    """Return the transformer's dtype at loading: frozen weights as set, trainable ones fp32 unless they round."""
     if config.training.training_type == "lora":
         return DTYPES[config.model.transformer_dtype]
     return torch.float32 if config.training.master_weights == "fp32" else torch.bfloat16
 
 
 def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec) -> int:
-    """How many frozen weights a run quantizes; the transformer may lie on the meta device.
+    """Return the number of frozen weights that a run quantizes; the transformer may lie on the meta device.
 
     Raises:
-        ConfigError: none.
+        ConfigError: there are none.
     """
     skip = config.memory.quantize_skip_modules or spec.unquantized
     layers = quantizable_layers(transformer, skip=skip)
@@ -52,27 +52,27 @@ def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec
     return sum(layer.weight.numel() for _, layer in layers)
 
 
-#: The last result of `network_without_weights`, after what it was built from.
+#: The arguments of the last `network_without_weights`, followed by its result.
 _last_network: list[Any] = []
 
 
 def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:
     """Return the transformer on the meta device, with an adapter or all weights trainable.
 
-    It must not be changed: the next call returns it again for a run with the same model and training options.
+    It must not be changed: the next call returns the same network for a run with the same model and training options.
 
     Args:
         checked: the run.
-        stand_in: whether it is to be a tiny one of the family, where the model's own config is not to be had.
+        stand_in: whether to build a tiny network of the family, because the model's own config is unavailable.
 
     Raises:
         ConfigError: a LoRA target matches nothing.
     """
     config, family = checked.config, checked.family
     trained = None if stand_in else family.load(config.model).configs.get(family.facts.trained)
-    built_from = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
-    if _last_network[:-1] != built_from:
-        _last_network[:] = [*built_from, _build_without_weights(checked, stand_in=stand_in)]
+    inputs = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
+    if _last_network[:-1] != inputs:
+        _last_network[:] = [*inputs, _build_without_weights(checked, stand_in=stand_in)]
     network: nn.Module = _last_network[-1]
     return network
 
@@ -137,7 +137,7 @@ def has_reference_adapter(checked: Preflight) -> bool:
 
 
 def attach_reference(transformer: nn.Module) -> None:
-    """Attach a frozen copy of the adapter that is trained, without dropout, for the reference model."""
+    """Attach a frozen copy of the trainable adapter, without dropout, for the reference model."""
     settings: LoraConfig = deepcopy(transformer.peft_config["default"])  # type: ignore[union-attr, index, assignment]
     layers = [re.escape(name) for name, module in transformer.named_modules() if isinstance(module, LoraLayer)]
     settings.target_modules, settings.lora_dropout = "|".join(layers), 0.0
@@ -148,7 +148,7 @@ def attach_reference(transformer: nn.Module) -> None:
 
 
 def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
-    """PEFT's `target_modules`: a list of name suffixes, or one regular expression.
+    """Return PEFT's `target_modules`: a list of name suffixes, or one regular expression.
 
     Raises:
         ConfigError: a suffix or the expression matches no linear or convolution layer.
@@ -168,12 +168,12 @@ def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
 
 
 def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained weights by name."""
+    """Return trainable parameters by name."""
     return {name: p for name, p in transformer.named_parameters() if p.requires_grad}
 
 
 def check_initial_lora(initial: InitialWeights, spec: ModelSpec, training: TrainingSection) -> None:
-    """Refuse a LoRA file of `--init_from`, in whatever format, that is of another network or another adapter.
+    """Refuse a LoRA file of `--init_from`, in any format, that is of another network or another adapter.
 
     Raises:
         ConfigError: with every difference.
@@ -187,7 +187,7 @@ def check_initial_lora(initial: InitialWeights, spec: ModelSpec, training: Train
 
 @contextmanager
 def named_init_from() -> Iterator[None]:
-    """Within the block, what is wrong with a LoRA is a problem of `--init_from`."""
+    """Turn an error about a LoRA within the block into a problem of `--init_from`."""
     try:
         yield
     except ValueError as error:
@@ -202,13 +202,14 @@ def check_modules(path: Path, state: Mapping[str, Tensor], transformer: nn.Modul
     """
     modules = dict(transformer.named_modules())
     for name, tensor in state.items():
-        module, found, _ = name.partition(".lora_A.")
-        if not found:
+        module, separator, _ = name.partition(".lora_A.")
+        if not separator:
             continue
         if module not in modules:
             raise ValueError(f"{path} adapts {module}, which this model does not have; is it a LoRA of this model?")
         width = getattr(modules[module], "in_features", tensor.shape[1])
         if tensor.shape[1] != width:
             raise ValueError(
-                f"{path} adapts {module} of {tensor.shape[1]} inputs, and this model's has {width}; is it a LoRA of this model?"
+                f"{path} adapts {module} of {tensor.shape[1]} inputs, and this model's has {width}; is it a LoRA of "
+                "this model?"
             )

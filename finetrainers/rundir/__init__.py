@@ -1,1 +1,1 @@
-"""What a run directory holds: files, identity, lock, checkpoints and records. Imports no torch."""
+"""Files, identity, lock, checkpoints and records of a run directory. Imports no torch."""

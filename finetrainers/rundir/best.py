@@ -14,18 +14,18 @@ BEST = "best"
 
 
 def best_checkpoint(output_dir: Path) -> Path | None:
-    """The checkpoint that is marked as the best, if there is one and it still exists."""
+    """Return the checkpoint that is marked as the best, or None if there is no mark or it no longer exists."""
     link = checkpoints_dir(output_dir) / BEST
     try:
         name = link.readlink().name
     except OSError:  # no link, or a file system without links
         return None
-    found = link.parent / name
-    return found if step_of(found) is not None and found.is_dir() else None
+    checkpoint = link.parent / name
+    return checkpoint if step_of(checkpoint) is not None and checkpoint.is_dir() else None
 
 
 def mark_best(checkpoint: Path) -> None:
-    """Let `best` lead to this checkpoint, by one rename; a relative link, so that the run can be moved.
+    """Let the link `best` lead to this checkpoint, by one rename; the link is relative, so that the run can be moved.
 
     Raises:
         OSError: the folder cannot be written to.

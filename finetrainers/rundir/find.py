@@ -1,4 +1,4 @@
-"""Which checkpoints a run has, and which of them to continue from. Imports no torch."""
+"""The checkpoints of a run, and the choice of the one to continue from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .manifest import damage, lacks_optimizer, read_manifest, total_size
 
 logger = logging.getLogger(__name__)
 
-#: Layout of checkpoint directories. 1 had no manifest, so that nothing vouches for what it holds; 2 did not say which way the
-#: run had gone through its data.
+#: Layout of checkpoint directories. 1 had no manifest, so that nothing vouches for its contents; 2 did not record the
+#: run's path through its data.
 FORMAT = 3
-#: The same, with the optimizer's state in slices: earlier versions look for it in one file.
+#: Layout 3 with the optimizer's state in slices: earlier versions look for it in one file.
 SLICED_FORMAT = 4
-#: A file that each process may read for itself: it says what the checkpoint is, and holds no weights.
+#: Largest file that each process reads itself: such files describe the checkpoint and hold no weights.
 SMALL_BYTES = 1 << 20
-#: Ending of a checkpoint's name while another one of the same step takes its place.
+#: Ending of a checkpoint's name while a new checkpoint of the same step takes its place.
 REPLACED = ".replaced"
-#: What is said of a checkpoint that cannot be resumed, because `finetrainers sync` has copied it, and not its optimizer.
+#: Message about a checkpoint that cannot be resumed, because `finetrainers sync` copied it without its optimizer state.
 WITHOUT_OPTIMIZER = (
-    "has no optimizer state: it is a copy to sample from. Resume where it was trained, or start a new run from its weights "
-    "with --init_from"
+    "has no optimizer state: it is a copy to sample from. Resume where it was trained, or start a new run from its "
+    "weights with --init_from"
 )
 _STEP_DIR = re.compile(rf"^(?:step-(?P<step>\d+)|\.step-(?P<replaced>\d+){re.escape(REPLACED)})$")
 
 
 def checkpoints_dir(output_dir: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return the directory in which a run keeps its checkpoints."""
     return output_dir / "checkpoints"
 
 
@@ -44,10 +44,10 @@ class Found:
 
     Attributes:
         step: the optimizer steps that it holds.
-        path: where it is.
-        damage: why it cannot be used, as far as names and sizes tell; None for a whole one.
-        size: bytes; 0 for a damaged one.
-        saved_at: seconds since 1970; 0 for a damaged one.
+        path: its directory.
+        damage: why it cannot be used, judged by names and sizes, or None if it is complete.
+        size: bytes; 0 if damaged.
+        saved_at: seconds since 1970; 0 if damaged.
     """
 
     step: int
@@ -58,11 +58,11 @@ class Found:
 
 
 def scan_checkpoints(output_dir: Path, *, weights_only: bool = False) -> list[Found]:
-    """Every checkpoint of a run, whole or damaged, oldest step first. Half-written ones have another name.
+    """Return all checkpoints of a run, complete or damaged, oldest step first; half-written ones have another name.
 
     Args:
         output_dir: of the run.
-        weights_only: whether one without its optimizer state counts as whole, too.
+        weights_only: whether a checkpoint without its optimizer state also counts as complete.
     """
     root = checkpoints_dir(output_dir)
     if not root.is_dir():
@@ -73,99 +73,106 @@ def scan_checkpoints(output_dir: Path, *, weights_only: bool = False) -> list[Fo
         # One that was being replaced when its process died counts only if the new one is not there.
         if step is not None and (step not in by_step or not path.name.endswith(REPLACED)):
             by_step[step] = path
-    return [_look_at(step, path, weights_only) for step, path in sorted(by_step.items())]
+    return [_inspect(step, path, weights_only) for step, path in sorted(by_step.items())]
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint's directory by its name, also of one that was being replaced; None for anything else."""
+    """Return the step in a checkpoint directory's name, including one being replaced, or None for any other name."""
     match = _STEP_DIR.match(path.name)
     return None if match is None else int(match["step"] or match["replaced"])
 
 
-def _look_at(step: int, path: Path, weights_only: bool) -> Found:
-    wrong = damage(path, contents=False, weights_only=weights_only)
-    if wrong is not None:
-        return Found(step, path, wrong)
+def _inspect(step: int, path: Path, weights_only: bool) -> Found:
+    problem = damage(path, contents=False, weights_only=weights_only)
+    if problem is not None:
+        return Found(step, path, problem)
     manifest = read_manifest(path)
     return Found(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
 
 
 def find_checkpoint(
-    wanted: str | None,
+    requested: str | None,
     output_dir: Path,
     *,
     weights_only: bool = False,
     contents: bool = True,
-    known: Mapping[Path, str] | None = None,
+    known_damage: Mapping[Path, str] | None = None,
 ) -> Path | None:
-    """The checkpoint that `auto`, `latest`, a step number or a directory names; None when none is wanted.
+    """Return the checkpoint that `auto`, `latest`, a step number or a directory names, or None if none is requested.
 
-    Every byte of it is compared with its manifest, unless processes are to share that. `latest` falls back to the newest that passes, with a warning for
-    each that does not. So does `auto`, but where there are none, not even damaged ones, it wants none.
+    Every byte of it is compared with its manifest, unless processes are to share that work. `latest` falls back to the
+    newest checkpoint that passes, with a warning for each that does not. So does `auto`, which requests none without
+    checkpoints, not even damaged ones.
 
     Args:
-        wanted: what names it.
+        requested: `auto`, `latest`, a step number, a directory or None.
         output_dir: of the run.
         weights_only: whether its optimizer state may be missing.
-        contents: whether all bytes are compared; without, those of small files, and the sizes of the others.
-        known: checkpoints that were found to be damaged, with the reason.
+        contents: whether all bytes are compared, or only those of small files and the sizes of the others.
+        known_damage: checkpoints already found to be damaged, with the reason.
 
     Raises:
         ValueError: it does not exist or is damaged; the message lists those that exist.
     """
     largest = None if contents else SMALL_BYTES
-    root, found = checkpoints_dir(output_dir), scan_checkpoints(output_dir, weights_only=weights_only)
-    if wanted is None or (wanted == "auto" and not found):
+    root, checkpoints = checkpoints_dir(output_dir), scan_checkpoints(output_dir, weights_only=weights_only)
+    if requested is None or (requested == "auto" and not checkpoints):
         return None
-    if wanted in ("auto", "latest"):
-        known = known or {}
-        found = [replace(one, damage=one.damage or known.get(one.path)) for one in found]
-        return _newest_verified(root, found, weights_only=weights_only, largest=largest)
-    names = ", ".join(str(one.step) for one in found if one.damage is None) or "none"
-    if wanted.isdigit():
-        named = [one.path for one in found if one.step == int(wanted)]
-        if not named:
-            raise ValueError(f"no checkpoint of step {wanted} in {root}; there are: {names}")
-        path = named[0]
+    if requested in ("auto", "latest"):
+        known_damage = known_damage or {}
+        checkpoints = [
+            replace(checkpoint, damage=checkpoint.damage or known_damage.get(checkpoint.path))
+            for checkpoint in checkpoints
+        ]
+        return _find_newest_verified(root, checkpoints, weights_only=weights_only, largest=largest)
+    names = ", ".join(str(checkpoint.step) for checkpoint in checkpoints if checkpoint.damage is None) or "none"
+    if requested.isdigit():
+        matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
+        if not matches:
+            raise ValueError(f"no checkpoint of step {requested} in {root}; there are: {names}")
+        path = matches[0]
     else:
-        path = Path(wanted)
+        path = Path(requested)
         if not (path / "state.json").is_file():
             raise ValueError(
-                f"{wanted} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a directory"
+                f"{requested} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a "
+                "directory"
             )
-    wrong = (known or {}).get(path) or damage(path, contents=True, weights_only=weights_only, largest=largest)
-    if wrong is not None:
+    problem = (known_damage or {}).get(path) or damage(path, contents=True, weights_only=weights_only, largest=largest)
+    if problem is not None:
         if lacks_optimizer(path):
             raise ValueError(f"{path} {WITHOUT_OPTIMIZER}")
-        raise ValueError(f"{path} is damaged: {wrong}; `latest` takes the newest whole one (whole by size: {names})")
+        raise ValueError(f"{path} is damaged: {problem}; `latest` takes the newest whole one (whole by size: {names})")
     return path
 
 
-def _newest_verified(root: Path, found: list[Found], *, weights_only: bool, largest: int | None) -> Path:
-    """The newest checkpoint that is what was saved; see `damage`."""
-    if not found:
+def _find_newest_verified(root: Path, checkpoints: list[Found], *, weights_only: bool, largest: int | None) -> Path:
+    """Return the newest checkpoint whose files match its manifest; see `damage`."""
+    if not checkpoints:
         raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
     damaged: list[str] = []
-    for one in reversed(found):
-        wrong = one.damage or damage(one.path, contents=True, weights_only=weights_only, largest=largest)
-        if wrong is None:
-            for line in damaged:
-                _warn("continuing from %s, because a newer checkpoint is damaged: %s", one.path, line)
-            return one.path
-        damaged.append(f"{one.path.name}: {wrong}")
-    if not weights_only and all(lacks_optimizer(one.path) for one in found):
+    for checkpoint in reversed(checkpoints):
+        problem = checkpoint.damage or damage(
+            checkpoint.path, contents=True, weights_only=weights_only, largest=largest
+        )
+        if problem is None:
+            for reason in damaged:
+                _warn("continuing from %s, because a newer checkpoint is damaged: %s", checkpoint.path, reason)
+            return checkpoint.path
+        damaged.append(f"{checkpoint.path.name}: {problem}")
+    if not weights_only and all(lacks_optimizer(checkpoint.path) for checkpoint in checkpoints):
         raise ValueError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}")
     raise ValueError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})")
 
 
 def _warn(message: str, *values: object) -> None:
-    """Warn once for all processes: they look at the same directory."""
+    """Warn once for all processes: they read the same directory."""
     if launched_rank() == 0:
         logger.warning(message, *values)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run.
+    """Return the state of a run that a checkpoint has stored.
 
     Raises:
         ValueError: it is of another version.

@@ -1,4 +1,4 @@
-"""Readings of machines while a run trains: power, clocks and temperatures of GPUs, ECC and InfiniBand counters. Imports no torch.
+"""Readings of machines while a run trains: power, clocks, temperatures, ECC and InfiniBand counters. Imports no torch.
 
 A run's `health.jsonl` has one JSON object per machine and reading, see `reading`.
 """
@@ -51,7 +51,7 @@ def port_facts() -> dict[str, dict[str, int]]:
 
 
 def health_facts() -> dict[str, Any]:
-    """Return what is read of a machine again and again: it takes no disk, no GPU work and no import of torch."""
+    """Return the facts that are read of a machine repeatedly: they need no disk, no GPU work and no import of torch."""
     return {**gpu_facts(), "ports": port_facts()}
 
 
@@ -68,7 +68,7 @@ def reading(host: str, facts: Mapping[str, Any] | None, when: float, *, error: s
 
     Args:
         host: name of the machine.
-        facts: as `health_facts` gives them, or None if there are none.
+        facts: as `health_facts` returns them, or None if there are none.
         when: the time, in seconds since the epoch.
         error: why there are no facts.
     """
@@ -76,27 +76,29 @@ def reading(host: str, facts: Mapping[str, Any] | None, when: float, *, error: s
     if facts is None:
         return {**record, "error": error or "no answer"}
     gpus, ports = facts.get("gpus"), facts.get("ports")
-    gpus = [_numbers(gpu, _GPU_NUMBERS) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    gpus = (
+        [_finite_numbers(gpu, _GPU_NUMBERS) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    )
     ports = ports if isinstance(ports, dict) else {}
     record["gpus"] = [gpu for gpu in gpus if "index" in gpu]
-    record["ports"] = {name: _numbers(port, port) for name, port in ports.items() if isinstance(port, dict)}
+    record["ports"] = {name: _finite_numbers(port, port) for name, port in ports.items() if isinstance(port, dict)}
     if facts.get("gpu_error"):
         record["gpu_error"] = str(facts["gpu_error"])
     return record
 
 
-def _numbers(values: Mapping[str, Any], names: Any) -> dict[str, float]:
-    found = {name: values.get(name) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int | float) and isfinite(value)}
+def _finite_numbers(values: Mapping[str, Any], names: Any) -> dict[str, float]:
+    numbers = {name: values.get(name) for name in names}
+    return {name: value for name, value in numbers.items() if isinstance(value, int | float) and isfinite(value)}
 
 
-def counters_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return all counters of a record by a name for people; that a port is down counts as one."""
+def read_counters(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return all counters of a record by a readable name; a port that is down counts as one."""
     counters = {}
     for gpu in record.get("gpus", ()):
-        for name, called in _GPU_COUNTERS.items():
+        for name, label in _GPU_COUNTERS.items():
             if name in gpu:
-                counters[f"GPU {gpu['index']:.0f} {called}"] = gpu[name]
+                counters[f"GPU {gpu['index']:.0f} {label}"] = gpu[name]
     for port, values in record.get("ports", {}).items():
         if "active" in values:
             counters[f"{port} down"] = 1 - values["active"]
@@ -105,35 +107,35 @@ def counters_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Rises:
-    """Compares each reading of a machine with the one before. A counter that fell was reset, and counts from there."""
+    """Increases of a machine's counters between readings. A counter that fell was reset, and counts from there."""
 
     def __init__(self) -> None:
         self._last: dict[str, dict[str, float]] = {}
 
     def of(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return by how much each counter rose since the machine's last answer."""
-        host, now = record["host"], counters_of(record)
+        host, now = record["host"], read_counters(record)
         before = self._last.get(host, {})
         self._last[host] = {**before, **now}
         return {name: value - before[name] for name, value in now.items() if name in before and value > before[name]}
 
 
 def round_lines(records: Sequence[Mapping[str, Any]], rises: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """Yield a line about all machines of a reading, and one for each that rose, failed or did not answer."""
+    """Yield a line about all machines of a reading, and one for each with a risen counter, a failure or no answer."""
     answers = [record for record in records if "error" not in record]
     gpus = [(record["host"], gpu) for record in answers for gpu in record["gpus"]]
-    words = [f"{len(answers)} of {plural(len(records), 'machine')}"]
+    fields = [f"{len(answers)} of {plural(len(records), 'machine')}"]
     if watts := [gpu["power_w"] for _, gpu in gpus if "power_w" in gpu]:
-        words.append(f"{sum(watts):.0f} W")
+        fields.append(f"{sum(watts):.0f} W")
     for name, choose, form in (("temperature_c", max, "hottest {:.0f} C"), ("clock_mhz", min, "slowest {:.0f} MHz")):
-        known = [(host, gpu) for host, gpu in gpus if name in gpu]
-        if known:
-            host, gpu = choose(known, key=lambda one: one[1][name])
-            words.append(f"{form.format(gpu[name])} ({host} GPU {gpu['index']:.0f})")
-    yield "  ".join(words)
+        measured = [(host, gpu) for host, gpu in gpus if name in gpu]
+        if measured:
+            host, gpu = choose(measured, key=lambda pair: pair[1][name])
+            fields.append(f"{form.format(gpu[name])} ({host} GPU {gpu['index']:.0f})")
+    yield "  ".join(fields)
     for record, risen in zip(records, rises, strict=True):
-        told = [f"no answer: {record['error']}"] if "error" in record else []
-        told += [record["gpu_error"]] if "gpu_error" in record else []
-        told += [f"{name} +{by:.0f}" for name, by in risen.items()]
-        if told:
-            yield f"  {record['host']}: {', '.join(told)}"
+        notes = [f"no answer: {record['error']}"] if "error" in record else []
+        notes += [record["gpu_error"]] if "gpu_error" in record else []
+        notes += [f"{name} +{by:.0f}" for name, by in risen.items()]
+        if notes:
+            yield f"  {record['host']}: {', '.join(notes)}"

@@ -1,7 +1,7 @@
-"""The identity of a run: an id that is drawn once, at the first start, and kept in its directory and in its checkpoints.
+"""The identity of a run: an id drawn once, at the first start, and kept in its directory and in its checkpoints.
 
-It tells the run in a directory from another one that has taken its place, and a copy from a run of its own. It is no part
-of the configuration: people copy `config.toml` to start another run. Imports no torch.
+It distinguishes the run in a directory from a run that has replaced it, and a copy from a separate run. It is
+not part of the configuration: people copy `config.toml` to start another run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IDENTITY = "run.json"
 #: Key of a checkpoint's manifest.
 RUN = "run"
 _ID = re.compile(r"[0-9a-f]{32}")
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Identity:
 
     Attributes:
         run: the id of the run.
-        is_copy: whether the directory is a copy that `finetrainers sync` has made.
+        is_copy: whether `finetrainers sync` made the directory as a copy.
     """
 
     run: str
@@ -49,54 +49,54 @@ def read_identity(root: Path) -> Identity | None:
 
     A directory whose file is missing or damaged has that of its newest checkpoint.
     """
-    found = read_identity_file(root / IDENTITY)
-    return found or next((Identity(run) for run in map(run_of, _newest_first(root)) if run is not None), None)
+    identity = read_identity_file(root / IDENTITY)
+    return identity or next((Identity(run) for run in map(run_of, _list_newest_first(root)) if run is not None), None)
 
 
 def take_identity(root: Path) -> str:
-    """Return the id of the run that starts in a directory, which is drawn and written if the directory has none.
+    """Return the id of the run that starts in a directory; it is drawn and written if the directory has none.
 
-    A copy that is trained is another run from then on, so that nothing is synchronized into it any more.
+    A copy that is trained becomes a separate run, so that nothing is synchronized into it any longer.
     """
-    found = read_identity(root)
-    if found is None or found.is_copy:
-        found = Identity(uuid.uuid4().hex)
-    if read_identity_file(root / IDENTITY) != found:
-        found.write(root / IDENTITY)
-    return found.run
+    identity = read_identity(root)
+    if identity is None or identity.is_copy:
+        identity = Identity(uuid.uuid4().hex)
+    if read_identity_file(root / IDENTITY) != identity:
+        identity.write(root / IDENTITY)
+    return identity.run
 
 
-def are_different(one: Identity | None, other: Identity | None) -> bool:
-    """Return whether two identities are of different runs; of a run without one that is not known."""
-    return one is not None and other is not None and one.run != other.run
+def are_different(first: Identity | None, second: Identity | None) -> bool:
+    """Return whether two identities are known and belong to different runs."""
+    return first is not None and second is not None and first.run != second.run
 
 
 def run_of(checkpoint: Path) -> str | None:
-    """Return the id of the run that has saved a checkpoint, or None if its manifest has none or cannot be read."""
+    """Return the id of the run that saved a checkpoint, or None if its manifest has none or cannot be read."""
     try:
-        return _checked(read_manifest(checkpoint).get(RUN))
+        return _valid_id(read_manifest(checkpoint).get(RUN))
     except (OSError, ValueError):
         return None
 
 
-def _newest_first(root: Path) -> list[Path]:
+def _list_newest_first(root: Path) -> list[Path]:
     try:
-        found = [(step, path) for path in checkpoints_dir(root).iterdir() if (step := step_of(path)) is not None]
+        checkpoints = [(step, path) for path in checkpoints_dir(root).iterdir() if (step := step_of(path)) is not None]
     except OSError:
         return []
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def read_identity_file(path: Path) -> Identity | None:
-    """Return what `Identity.write` has written, or None if that is not there."""
+    """Return the identity that `Identity.write` wrote, or None if there is none."""
     try:
         with open_regular(path) as file:
-            found = json.loads(file.read(_MOST_BYTES))
+            record = json.loads(file.read(_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
-    run = _checked(found.get("run")) if isinstance(found, dict) else None
-    return None if run is None else Identity(run, found.get("copy") is True)
+    run = _valid_id(record.get("run")) if isinstance(record, dict) else None
+    return None if run is None else Identity(run, record.get("copy") is True)
 
 
-def _checked(value: Any) -> str | None:
+def _valid_id(value: Any) -> str | None:
     return value if isinstance(value, str) and _ID.fullmatch(value) else None

@@ -1,4 +1,4 @@
-"""Links in the run directory to the weights of its checkpoints, by the names that other trainers give them. Imports no torch."""
+"""Links in the run directory to its checkpoints' weights, named as other trainers name them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def link_weights(weights: Path, links: Iterable[Path]) -> None:
-    """Make relative links to the weights of a checkpoint; what is not a link is left as it is.
+    """Make relative links to the weights of a checkpoint; paths that exist and are not links are left alone.
 
     Args:
-        weights: directory of the checkpoint's weights, which is complete.
+        weights: complete directory of the checkpoint's weights.
         links: to make, or to replace.
     """
     for link in links:

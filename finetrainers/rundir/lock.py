@@ -1,8 +1,8 @@
-"""One run per output directory: a second one is refused, and told who has it.
+"""One run per output directory: a second one is refused, and its error names the holder.
 
-Two locks of the kernel (flock), held for as long as the process lives, however it dies: on the file `.lock`, and on the directory
-itself, so that removing the file lets nobody in. Where directories cannot be locked (NFS, Windows), the file's lock is the
-only one.
+The kernel holds two locks (flock) for as long as the process lives, however it dies: on the file `.lock`, and on the
+directory itself, so that removing the file lets no other run in. Where directories cannot be locked (NFS, Windows), the
+file's lock is the only one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-#: Stays behind, which means nothing.
+#: The file stays after the run; its presence alone means nothing.
 _LOCK = ".lock"
-#: Who has the lock, for the message.
+#: The lock's holder, for the message.
 HOLDER = ".lock-holder.json"
 
 
@@ -45,14 +45,14 @@ def exclusive(
     holder: str = "run",
     otherwise: str = "give another one",
 ) -> Iterator[None]:
-    """Within the block, no other run may use the directory; every rank must enter.
+    """Keep all other runs out of the directory within the block; every rank must enter.
 
     Args:
-        output_dir: what is locked.
+        output_dir: the directory to lock.
         parallel: the processes.
-        where: the option that an error is about.
-        holder: what else may use it.
-        otherwise: what to do if that does and is to stay.
+        where: the option that an error names.
+        holder: kind of program that may hold the lock.
+        otherwise: remedy if that program is to keep running.
 
     Raises:
         ConfigError: another run uses it, or it cannot be written to; on every rank.
@@ -63,10 +63,11 @@ def exclusive(
             try:
                 output_dir.mkdir(parents=True, exist_ok=True)
                 locks.enter_context(FileLock(output_dir / _LOCK).acquire(timeout=0))
-                locks.enter_context(_directory_locked(output_dir))
-                locks.enter_context(_named(output_dir))
+                locks.enter_context(_lock_directory(output_dir))
+                locks.enter_context(_holder_file(output_dir))
             except (Timeout, BlockingIOError):
-                problem = f"{output_dir} is in use by another {holder}{_holder(output_dir)}; wait for it, stop it, or {otherwise}"
+                conflict = f"{output_dir} is in use by another {holder}{_describe_holder(output_dir)}"
+                problem = f"{conflict}; wait for it, stop it, or {otherwise}"
             except OSError as error:
                 file = "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
                 problem = f"cannot write to {output_dir}: {error.strerror or error}{file}"
@@ -77,8 +78,8 @@ def exclusive(
 
 
 @contextlib.contextmanager
-def unused(directory: Path) -> Iterator[None]:
-    """Within the block, no run uses the directory; nothing is written into it, unlike by `exclusive`.
+def keep_unused(directory: Path) -> Iterator[None]:
+    """Keep all runs out of the directory within the block; unlike `exclusive`, this writes nothing into it.
 
     Raises:
         BlockingIOError: a run, or another process, uses it.
@@ -90,30 +91,30 @@ def unused(directory: Path) -> Iterator[None]:
             except Timeout as error:
                 raise BlockingIOError(f"{directory} is locked") from error
         if directory.is_dir():
-            locks.enter_context(_directory_locked(directory))
+            locks.enter_context(_lock_directory(directory))
         yield
 
 
 def in_use(output_dir: Path) -> bool:
-    """Whether a run has the lock, by what it has written down; nothing is locked for the answer.
+    """Return whether a run holds the lock, by the holder's file; nothing is locked for the answer.
 
-    A run of another machine counts until its file is gone: a run that is killed leaves it.
+    A run of another machine counts until its file is gone: a killed run leaves it.
     """
     try:
-        found = json.loads((output_dir / HOLDER).read_bytes())
-        return found["host"] != socket.gethostname() or psutil.pid_exists(found["pid"])
+        holder = json.loads((output_dir / HOLDER).read_bytes())
+        return holder["host"] != socket.gethostname() or psutil.pid_exists(holder["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def was_used(output_dir: Path) -> bool:
-    """Whether a run has ever locked the directory: one that was copied without hidden files has no lock."""
+    """Return whether a run has ever locked the directory: a copy without hidden files has no lock."""
     return (output_dir / _LOCK).exists()
 
 
 @contextlib.contextmanager
-def _directory_locked(directory: Path) -> Iterator[None]:
-    """Within the block, the directory is locked, where its file system can do that.
+def _lock_directory(directory: Path) -> Iterator[None]:
+    """Lock the directory within the block, if its file system supports that.
 
     Raises:
         BlockingIOError: another process has locked it.
@@ -128,15 +129,15 @@ def _directory_locked(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             raise
         except OSError:
-            pass  # NFS wants a file that is open for writing, other file systems have no such locks
+            pass  # NFS requires a file that is open for writing, other file systems have no such locks
         yield
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def _named(output_dir: Path) -> Iterator[None]:
-    """Within the block, who has the lock is written down."""
+def _holder_file(output_dir: Path) -> Iterator[None]:
+    """Keep a file that names the lock's holder within the block."""
     started = time.strftime("%Y-%m-%d %H:%M:%S")
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
     write_json_atomic(output_dir / HOLDER, holder)
@@ -146,11 +147,11 @@ def _named(output_dir: Path) -> Iterator[None]:
         (output_dir / HOLDER).unlink(missing_ok=True)
 
 
-def _holder(output_dir: Path) -> str:
-    """Who has the lock, in parentheses."""
+def _describe_holder(output_dir: Path) -> str:
+    """Return a description of the lock's holder in parentheses, or an empty string if it is unknown."""
     try:
-        found = json.loads((output_dir / HOLDER).read_bytes())
-        return f" (process {found['pid']} on {found['host']}, started {found['started']})"
+        holder = json.loads((output_dir / HOLDER).read_bytes())
+        return f" (process {holder['pid']} on {holder['host']}, started {holder['started']})"
     except (OSError, ValueError, KeyError, TypeError):
-        # It has the lock and is about to write its name, or about to go; or the file is damaged.
+        # The holder is about to write the file, or about to end; or the file is damaged.
         return ""

@@ -1,6 +1,6 @@
 """A checkpoint's manifest: every file with its size and SHA-256, so that damage is found before anything is loaded.
 
-It has a checksum of its own text, too, so that damage to the manifest itself is found. Imports no torch.
+It also has a checksum of its text, so that damage to the manifest itself is found. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from finetrainers.utils.files import file_sha256, fsync_dir, not_a_file, write_text_atomic
 
 MANIFEST = "manifest.json"
-#: The SHA-256 of the manifest's own text, in which it reads `_BLANK`.
-_OWN = "manifest_sha256"
+#: Key of the SHA-256 of the manifest's text, computed with `_BLANK` in its place.
+_SEAL = "manifest_sha256"
 _BLANK = "0" * 64
-#: What manifests say that were written before they had a checksum of their own.
-_BEFORE = {"format", "step", "saved_at", "packages", "config", "data", "tracker_run", "files"}
-#: What is only told, and must not keep a run from being continued.
+#: Keys of manifests written before they had a checksum of their text.
+_KEYS_WITHOUT_CHECKSUM = {"format", "step", "saved_at", "packages", "config", "data", "tracker_run", "files"}
+#: Informative entries, which must not keep a run from being continued.
 _INFORMATIVE: dict[str, type | tuple[type, ...]] = {"packages": dict, "config": dict, "saved_at": (int, float)}
-#: Without it there is nothing to continue.
+#: The file without which a run cannot be continued.
 _STATE = "state.json"
 #: Files and folders that only resuming needs: a copy of a checkpoint to sample from may lack them.
 _OPTIMIZER = ("optimizer.pt", "optimizer", "deepspeed")
@@ -31,28 +31,28 @@ _OPTIMIZER = ("optimizer.pt", "optimizer", "deepspeed")
 def write_manifest(
     directory: Path, *, facts: Mapping[str, Any], written: Mapping[Path, tuple[int, str]] | None = None
 ) -> None:
-    """Write `directory/manifest.json` over all files that are there, and flush it to disk.
+    """Write `directory/manifest.json` over all its files, and flush it to disk.
 
     Args:
         directory: complete but for this file.
-        facts: what else the manifest says: format, step, versions and so on.
+        facts: other entries of the manifest: format, step, versions and so on.
         written: size and SHA-256 of the files that were hashed when they were written; the others are read.
     """
-    known = {path.relative_to(directory).as_posix(): what for path, what in (written or {}).items()}
+    entries = {path.relative_to(directory).as_posix(): entry for path, entry in (written or {}).items()}
     names = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    for name, digest in _digests(directory, sorted(names - known.keys())).items():
-        known[name] = ((directory / name).stat().st_size, digest)
-    files = {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(known.items())}
-    text = json.dumps({**facts, "files": files, _OWN: _BLANK}, indent=2, sort_keys=True, default=str) + "\n"
+    for name, digest in _digests(directory, sorted(names - entries.keys())).items():
+        entries[name] = ((directory / name).stat().st_size, digest)
+    files = {name: {"size": size, "sha256": digest} for name, (size, digest) in sorted(entries.items())}
+    text = json.dumps({**facts, "files": files, _SEAL: _BLANK}, indent=2, sort_keys=True, default=str) + "\n"
     write_text_atomic(directory / MANIFEST, text.replace(_BLANK, hashlib.sha256(text.encode()).hexdigest()))
     fsync_dir(directory)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        ValueError: there is none, or it is none, or it is not what was written.
+        ValueError: it is missing, is not a manifest, or has changed since it was written.
     """
     path = directory / MANIFEST
     try:
@@ -65,10 +65,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes) -> dict[str, Any]:
-    """The manifest with this content.
+    """Return the manifest with this content.
 
     Raises:
-        ValueError: it is none, or not what was written.
+        ValueError: it is not a manifest, or has changed since it was written.
     """
     try:
         manifest = json.loads(content)
@@ -76,7 +76,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
             int(entry["size"]), str(entry["sha256"])
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{name!r} leads out of the checkpoint")
-        _check_own(manifest, content)
+        _check_checksum(manifest, content)
         for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
             if name in manifest and not isinstance(manifest[name], kind):
                 del manifest[name]
@@ -86,36 +86,36 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
 
 
 def is_sealed(manifest: Mapping[str, Any]) -> bool:
-    """Whether damage to the manifest itself would have been found: earlier versions wrote none of its own checksum."""
-    return _OWN in manifest
+    """Return whether the manifest has a checksum of its text; those of earlier versions have none."""
+    return _SEAL in manifest
 
 
 def seal_of(directory: Path) -> str | None:
-    """The SHA-256 that names a checkpoint and everything in it; None of one of an earlier version, and where there is none."""
+    """Return the SHA-256 that names a checkpoint and its contents, or None if it has none or is missing."""
     try:
-        return read_manifest(directory).get(_OWN)
+        return read_manifest(directory).get(_SEAL)
     except (ValueError, OSError):
         return None
 
 
-def _check_own(manifest: Mapping[str, Any], content: bytes) -> None:
-    """Compare the manifest's text with its checksum, and look for what every manifest has.
+def _check_checksum(manifest: Mapping[str, Any], content: bytes) -> None:
+    """Compare the manifest's text with its checksum, and check that required entries exist.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: it has changed since it was written.
     """
     if not is_sealed(manifest):
-        unknown = sorted(manifest.keys() - _BEFORE)
+        unknown = sorted(manifest.keys() - _KEYS_WITHOUT_CHECKSUM)
         if unknown:
             raise ValueError(f"it has no checksum of its own, and {unknown[0]!r} is not known")
-    elif hashlib.sha256(content.replace(manifest[_OWN].encode(), _BLANK.encode())).hexdigest() != manifest[_OWN]:
+    elif hashlib.sha256(content.replace(manifest[_SEAL].encode(), _BLANK.encode())).hexdigest() != manifest[_SEAL]:
         raise ValueError("it is not what was saved: its own SHA-256 differs")
     if _STATE not in manifest["files"]:
         raise ValueError(f"it does not list {_STATE}")
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Whether a file that a manifest lists is of the optimizer, which samples do not need."""
+    """Return whether a listed file belongs to the optimizer, which sampling does not need."""
     return PurePosixPath(name).parts[0] in _OPTIMIZER
 
 
@@ -127,16 +127,17 @@ def damage(
     largest: int | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> str | None:
-    """What is wrong with a checkpoint's files, naming the first; None if nothing is.
+    """Return the first problem with a checkpoint's files, or None if it is complete.
 
     Links, pipes and devices count as damage, and are not read.
 
     Args:
         directory: the checkpoint.
-        contents: also read every byte and compare the SHA-256; without, existence and sizes are looked at.
-        largest: bytes of the largest file whose contents are read; None: all are.
-        share: which part of the contents, of how many: processes that each read one have read every byte once.
-        weights_only: of a checkpoint that nobody will resume from: its optimizer state is not looked at, and may be missing.
+        contents: also read every byte and compare the SHA-256; otherwise only existence and sizes are checked.
+        largest: bytes of the largest file whose contents are read, or None to read all.
+        share: index and number of the share of the contents to read: processes that each read one share have together
+            read every byte once.
+        weights_only: whether the optimizer state is ignored, and may be missing: the checkpoint will not be resumed.
     """
     try:
         files = read_manifest(directory)["files"]
@@ -145,9 +146,9 @@ def damage(
     if weights_only:
         files = {name: expected for name, expected in files.items() if not is_optimizer_state(name)}
     for name, expected in files.items():
-        found = _look_at(directory, name, size=expected["size"])
-        if found is not None:
-            return found
+        problem = _file_problem(directory, name, size=expected["size"])
+        if problem is not None:
+            return problem
     if not contents:
         return None
     try:
@@ -155,12 +156,12 @@ def damage(
         digests = _digests(directory, share_of(read, *share))
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    changed = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
-    return f"{changed[0]} is not what was saved: its SHA-256 differs" if changed else None
+    mismatches = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
+    return f"{mismatches[0]} is not what was saved: its SHA-256 differs" if mismatches else None
 
 
 def share_of(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:
-    """The files of one of several shares that have about the same number of bytes."""
+    """Return the files of one of `count` shares that have about the same number of bytes."""
     shares: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
     for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
@@ -170,8 +171,8 @@ def share_of(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> 
     return sorted(shares[index])
 
 
-def _look_at(directory: Path, name: str, *, size: int) -> str | None:
-    """What is wrong with a file, or with a folder on the way to it, without reading it."""
+def _file_problem(directory: Path, name: str, *, size: int) -> str | None:
+    """Return the problem with a file, or with a folder on the way to it, without reading it, or None."""
     *folders, _ = PurePosixPath(name).parents  # the file's own first, the checkpoint's last
     try:
         for folder in folders:
@@ -189,7 +190,7 @@ def _look_at(directory: Path, name: str, *, size: int) -> str | None:
 
 
 def lacks_optimizer(directory: Path) -> bool:
-    """Whether a checkpoint is whole but for its optimizer state, of which nothing is there: a copy, by names and sizes."""
+    """Return whether all optimizer state of an otherwise complete checkpoint is missing, as in a copy."""
     if damage(directory, contents=False, weights_only=True) is not None:
         return False
     names = [name for name in read_manifest(directory)["files"] if is_optimizer_state(name)]
@@ -197,11 +198,11 @@ def lacks_optimizer(directory: Path) -> bool:
 
 
 def total_size(manifest: Mapping[str, Any]) -> int:
-    """Bytes of all files that a manifest lists."""
+    """Return the bytes of all files that a manifest lists."""
     return sum(entry["size"] for entry in manifest["files"].values())
 
 
 def _digests(directory: Path, names: list[str]) -> dict[str, str]:
-    """SHA-256 by name; hashing releases the interpreter lock, so that files are read side by side."""
+    """Return SHA-256 by name; hashing releases the interpreter lock, so that files are read side by side."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         return dict(zip(names, pool.map(lambda name: file_sha256(directory / name), names), strict=True))

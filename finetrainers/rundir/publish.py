@@ -1,7 +1,6 @@
-"""From a half-written directory to a checkpoint: reserve a name, seal what was written, rename it, prune older ones.
+"""Publication of checkpoints: reserve a name, write the manifest, rename, prune older ones. Imports no torch.
 
-A process may die between any two lines here: `scan_checkpoints` then still finds every checkpoint that was published.
-Imports no torch.
+A process may die between any two lines here: `scan_checkpoints` then still finds every published checkpoint.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ _GIB = 2**30
 
 
 def temporary_of(final: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Return the directory in which a checkpoint is written until it is complete."""
     return final.with_name(f".{final.name}.tmp")
 
 
 def reserve(final: Path, *, needed: int) -> Path:
-    """Make the directory in which the checkpoint `final` is written; what earlier processes left half-done goes first.
+    """Make the directory in which the checkpoint `final` is written, after removing half-written ones.
 
     Args:
         final: path of the checkpoint to be.
-        needed: bytes that it will take, about.
+        needed: bytes that it will take, approximately.
 
     Raises:
         OSError: the disk has less room than that; nothing was written.
@@ -57,7 +56,7 @@ def reserve(final: Path, *, needed: int) -> Path:
 def publish(
     temporary: Path, final: Path, *, facts: Mapping[str, Any], written: Mapping[Path, tuple[int, str]] | None = None
 ) -> None:
-    """Flush what was written, seal it with a manifest, and give it its name; one of that name goes afterwards.
+    """Flush the files, seal them with a manifest, and rename the directory; an older checkpoint of that name goes last.
 
     Args:
         temporary: complete but for the manifest.
@@ -69,7 +68,7 @@ def publish(
     write_manifest(temporary, facts=facts, written=written)
     fault_point("save.publish")
     replaced = final.with_name(f".{final.name}{REPLACED}")
-    if final.exists():  # the step was reached again; until the new one is there, the old one is found by this name
+    if final.exists():  # the step was reached again; until the new one exists, the old one is found by this name
         final.rename(replaced)
         fault_point("save.replace")
     temporary.rename(final)
@@ -80,31 +79,35 @@ def publish(
 
 
 def prune(output_dir: Path, *, step: int, limit: int | None) -> list[Path]:
-    """Remove all but the newest `limit` checkpoints up to `step`; what was removed.
+    """Remove all but the newest `limit` checkpoints up to `step`, and return the removed paths.
 
-    Only whole ones count and only whole ones are removed: damaged ones stay until somebody looks at them. The one that is
-    marked as the best stays, too.
+    Only complete ones count and only complete ones are removed: damaged ones stay for inspection. The one marked as the
+    best also stays.
     """
     fault_point("save.prune")
     if limit is None:
         return []
-    whole = [found for found in scan_checkpoints(output_dir) if found.damage is None and found.step <= step]
+    complete = [
+        checkpoint
+        for checkpoint in scan_checkpoints(output_dir)
+        if checkpoint.damage is None and checkpoint.step <= step
+    ]
     best = best_checkpoint(output_dir)
-    gone = [found.path for found in whole[:-limit] if found.path != best]
-    for path in gone:
+    removed = [checkpoint.path for checkpoint in complete[:-limit] if checkpoint.path != best]
+    for path in removed:
         _remove(path)
-    return gone
+    return removed
 
 
 def published_size(output_dir: Path) -> int:
-    """Bytes of the newest whole checkpoint; 0 if there is none."""
-    whole = [found for found in scan_checkpoints(output_dir) if found.damage is None]
-    return whole[-1].size if whole else 0
+    """Return the bytes of the newest complete checkpoint; 0 if there is none."""
+    complete = [checkpoint for checkpoint in scan_checkpoints(output_dir) if checkpoint.damage is None]
+    return complete[-1].size if complete else 0
 
 
 @contextlib.contextmanager
 def discarded_on_error(final: Path) -> Iterator[None]:
-    """An error within the block removes what was written for the checkpoint; the next try needs the room."""
+    """Remove the files written for a checkpoint if the block raises; the next attempt needs the space."""
     try:
         yield
     except Exception:
@@ -113,7 +116,7 @@ def discarded_on_error(final: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; one that is half removed must not pass for a damaged one, so it loses its name first."""
+    """Remove a checkpoint; it loses its name first, so that a half-removed one does not pass for a damaged one."""
     doomed = path.with_name(f".{path.name.lstrip('.')}.removed.tmp")
     path.rename(doomed)
     fault_point("save.remove")
@@ -121,7 +124,7 @@ def _remove(path: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Undo what a killed process left: temporary directories go, a checkpoint that was being replaced comes back."""
+    """Undo the work of a killed process: remove temporary directories, restore a checkpoint that was being replaced."""
     for path in sorted(root.glob(".step-*.tmp")):
         shutil.rmtree(path)
     for path in sorted(root.glob(f".step-*{REPLACED}")):

@@ -46,19 +46,19 @@ class RunDirectory:
 
     @property
     def resume_command(self) -> str:
-        """What continues this run: its own settings, and the newest checkpoint."""
+        """Command that continues this run with its settings from the newest checkpoint."""
         return self.resume_from("latest")
 
     def resume_from(self, checkpoint: str) -> str:
-        """What continues this run from a checkpoint, with its own settings."""
+        """Return the command that continues this run with its settings from a checkpoint."""
         flags = (
             f"--config {shlex.quote(str(self.root / 'config.toml'))} --resume_from_checkpoint {shlex.quote(checkpoint)}"
         )
-        # How a launcher was called, nobody has told this process.
+        # This process does not know the launcher's command line.
         return f"the same launcher with train.py {flags}" if "RANK" in os.environ else f"finetrainers train {flags}"
 
     def start(self, config: TrainConfig, *, resumed_step: int) -> None:
-        """Write the run's identity, the resolved configuration and the environment; drop metrics of steps to be redone."""
+        """Write the run's identity, resolved configuration and environment; drop metrics of steps to be redone."""
         if not self.writes:
             return
         self.root.mkdir(parents=True, exist_ok=True)
@@ -71,46 +71,48 @@ class RunDirectory:
         self.event("start", step=resumed_step)
 
     def rewind(self, step: int) -> None:
-        """After a rollback: drop the metrics of later steps, and set their samples aside."""
+        """Drop the metrics of later steps and set their samples aside, after a rollback."""
         self._keep_metrics(step)
         self._set_aside_later_than(step)
 
     def _keep_metrics(self, step: int) -> None:
-        """Drop what was measured after a step; all of it where there is none. Lines that are no records are put aside."""
+        """Drop the metrics after a step, or all of them for step 0. Lines that are not records are put aside."""
         if not self.metrics_file.exists():
             return
         with self.recording(self.metrics_file):
             records, damaged = read_jsonl(self.metrics_file)
-            whole = [record for record in records if _has_step(record)]
+            complete = [record for record in records if _has_step(record)]
             damaged += [json.dumps(record).encode() for record in records if not _has_step(record)]
             if damaged:
-                aside = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
-                with open(aside, "ab") as file:
+                damaged_file = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
+                with open(damaged_file, "ab") as file:
                     file.writelines(line + b"\n" for line in damaged)
-                logger.warning("%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, aside)
-            self.recorded_step = max((int(record["step"]) for record in whole), default=-1)
-            kept = [record for record in whole if step and record["step"] <= step]
-            write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
+                logger.warning(
+                    "%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, damaged_file
+                )
+            self.recorded_step = max((int(record["step"]) for record in complete), default=-1)
+            earlier = [record for record in complete if step and record["step"] <= step]
+            write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in earlier))
 
     def _set_aside_later_than(self, step: int) -> None:
         """Rename checkpoints and samples of later steps: they belong to a continuation that is being replaced."""
-        found = [(path, step_of(path)) for path in sorted(checkpoints_dir(self.root).glob("*"))]
+        outputs = [(path, step_of(path)) for path in sorted(checkpoints_dir(self.root).glob("*"))]
         for path in sorted([*(self.root / "samples").glob("step-*"), *(self.root / "rollouts").glob("step-*")]):
-            number = path.name.removeprefix("step-")
-            found.append((path, int(number) if number.isdigit() else None))
+            suffix = path.name.removeprefix("step-")
+            outputs.append((path, int(suffix) if suffix.isdigit() else None))
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        for path, place in found:
-            if place is not None and place > step:
-                aside = _unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
+        for path, output_step in outputs:
+            if output_step is not None and output_step > step:
+                aside = _find_unused(path.with_name(f"replaced-{stamp}-{path.name.lstrip('.')}"))
                 path.rename(aside)
                 self.event("set_aside", path=str(aside))
 
     @contextlib.contextmanager
     def recording(self, path: Path) -> Iterator[None]:
-        """Within the block, an error of the disk costs this file's records, not the run; a warning says so once.
+        """Let a disk error within the block cost this file's records, not the run; the first one logs a warning.
 
         Raises:
-            FileNotFoundError: the folder is gone, and there is nowhere to save to either.
+            FileNotFoundError: the folder is gone, so that nothing else can be saved either.
         """
         try:
             yield
@@ -127,11 +129,11 @@ class RunDirectory:
 
     @property
     def tracker_run(self) -> str | None:
-        """What the trackers call this run; None if none has a name for it."""
+        """Names of this run at the trackers, or None if none has a name for it."""
         return ", ".join(self.tracker_runs.values()) or None
 
     def event(self, kind: str, **details: Any) -> None:
-        """Append something that happened: a start, a checkpoint, a sample, the run at a tracker, its failure."""
+        """Append an event: a start, a checkpoint, a sample, the run at a tracker, its failure."""
         self._append(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:
@@ -144,21 +146,21 @@ def _has_step(record: dict[str, Any]) -> bool:
     return isinstance(record.get("step"), int | float)
 
 
-def _unused(path: Path) -> Path:
-    """The path, with a number where something has this name."""
-    number, found = 1, path
-    while found.exists():
-        number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+def _find_unused(path: Path) -> Path:
+    """Return the path, with a number appended if something has this name."""
+    count, candidate = 1, path
+    while candidate.exists():
+        count += 1
+        candidate = path.with_name(f"{path.name}-{count}")
+    return candidate
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions of the packages that decide over a run; None for those that are not installed."""
+    """Return the versions of the packages that affect a run, None for those that are not installed."""
     return {package: _installed_version(package) for package in _PACKAGES}
 
 
-@cache  # every checkpoint says it, and reading a package's metadata takes milliseconds
+@cache  # every checkpoint stores it, and reading a package's metadata takes milliseconds
 def _installed_version(package: str) -> str | None:
     try:
         return version(package)
@@ -167,7 +169,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, for reproducing a run."""
+    """Return versions and machine, for reproducing a run."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -178,19 +180,19 @@ def environment() -> dict[str, Any]:
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command line with tokens and keys blanked out."""
-    kept: list[str] = []
+    """Return a command line with tokens and keys blanked out."""
+    cleaned: list[str] = []
     for argument in arguments:
         flag, equals, _ = argument.partition("=")
-        if kept and is_secret(kept[-1]) and "=" not in kept[-1] and not argument.startswith("--"):
+        if cleaned and is_secret(cleaned[-1]) and "=" not in cleaned[-1] and not argument.startswith("--"):
             argument = "***"
-        kept.append(f"{flag}=***" if equals and is_secret(flag) else argument)
-    return kept
+        cleaned.append(f"{flag}=***" if equals and is_secret(flag) else argument)
+    return cleaned
 
 
 @cache
 def _git_commit() -> str | None:
-    """Commit of the checkout that the code runs from, if it is one."""
+    """Return the commit of the checkout that the code runs from, or None if it is not a checkout."""
     try:
         result = subprocess.run(
             ["git", "rev-parse", "HEAD"],

@@ -1,4 +1,4 @@
-"""Encodes what a training run would encode beforehand, and stops: `finetrainers prepare`."""
+"""Encoding before a training run: `finetrainers prepare` encodes what the run would encode, and stops."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from finetrainers.utils.text import duration, file_size, plural
 
 
 def prepare(checked: Preflight) -> Mapping[str, Encoded]:
-    """Encode captions, then clips, each with its encoders alone in memory; what came of it, on all ranks together.
+    """Encode captions, then clips, each with only its encoders in memory; return the counts of all ranks together.
 
     Raises:
-        ConfigError: sizes that the loaded model refuses.
+        ConfigError: the loaded model refuses the sizes.
     """
     config = checked.config
     if config.run.dry_run:
@@ -43,12 +43,12 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
         watchdog = Watchdog.of_run(config.run, rank=parallel.rank, directory=cache_directory(config))
         with watchdog.running(), phase(LOADING):
             encoded = _encode(checked, parallel, watchdog)
-        for what, counts in encoded.items():
-            print_line(_summary(what, counts))
+        for content, counts in encoded.items():
+            print_line(_summarize(content, counts))
         done = f"done in {duration(time.monotonic() - started)}"
         scratch = method_spec(config).scratch_cache(config)
         if scratch is None:
-            print_line(f"{done}; cache: {cache_directory(config)}{_how_to_train(checked)}")
+            print_line(f"{done}; cache: {cache_directory(config)}{_training_hint(checked)}")
         else:
             parallel.barrier()
             if parallel.is_main:
@@ -73,15 +73,17 @@ def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[
         texts.keys.cache.release()
 
 
-def _summary(what: str, counts: Encoded) -> str:
+def _summarize(content: str, counts: Encoded) -> str:
     left_out = f", {len(counts.bad)} left out (damaged)" if counts.bad else ""
-    return f"{what}: {counts.encoded} encoded, {counts.found} found{left_out}; {file_size(counts.size_bytes)} written"
+    return (
+        f"{content}: {counts.encoded} encoded, {counts.found} found{left_out}; {file_size(counts.size_bytes)} written"
+    )
 
 
-def _how_to_train(checked: Preflight) -> str:
-    """What the training command needs so that it finds the cache."""
+def _training_hint(checked: Preflight) -> str:
+    """Return the hint about options that make the training command find the cache."""
     if not checked.plan.encodes_clips:
         return ""
     directory = checked.config.data.precompute_dir
-    place = "" if directory is None else f" --precompute_dir {Path(directory)}"
-    return f"; train with --precompute_conditions{place}"
+    option = "" if directory is None else f" --precompute_dir {Path(directory)}"
+    return f"; train with --precompute_conditions{option}"

@@ -42,13 +42,13 @@ def run(
     second_exits: bool = True,
     callbacks: Sequence[Callback] = (),
 ) -> TrainState | None:
-    """Train a checked configuration; the state of the run, finished or stopped, or None after a dry run.
+    """Train a checked configuration; return the state of the finished or stopped run, or None after a dry run.
 
     Args:
-        checked: what to train.
+        checked: the run to train.
         handle_signals: whether a signal (`control.SIGNALS`) stops the run with a checkpoint; only in the main thread.
         second_exits: see `StopSignals.listening`.
-        callbacks: what watches the run besides its own, after these.
+        callbacks: further callbacks, called after the run's own.
     """
     checked = within_budget(checked)
     config = checked.config
@@ -68,7 +68,7 @@ def run(
             exclusive(config.run.output_dir, parallel),
             train_log(log),
             watchdog.running(),
-            contextlib.closing(parallel),  # while it is watched: a process group may not end
+            contextlib.closing(parallel),  # within the watchdog: closing a process group may hang
             memory.running(),
             failures.written(),
         ):
@@ -76,7 +76,9 @@ def run(
             arm_faults()
             fault_point("start")
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
-            if parallel.same_on_all(parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.found):
+            if parallel.same_on_all(
+                parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
+            ):
                 checked = examine_weights(get_ready(config))
             damaged: dict[Path, str] = {}
             while damage := find_damage(checked.start, parallel):
@@ -92,7 +94,7 @@ def run(
             watchdog.on_slow = partial(_note_slow, state)
             if parallel.is_main and (planned := planned_peaks(checked)):
                 state.run_dir.event("memory_planned", step=state.step, gib=planned)
-            # Until here a signal ends the process as always: there is nothing to save yet.
+            # Before this point a signal ends the process as usual: there is nothing to save yet.
             signals = state.requests.signals.listening(second_exits=second_exits)
             with signals if handle_signals else contextlib.nullcontext():
                 trainer.run()
@@ -101,7 +103,7 @@ def run(
 
 
 def _conclude(trainer: Trainer, checked: Preflight) -> None:
-    """Export the results and close the records; of a run that was stopped, the records only."""
+    """Export the results and close the records; for a stopped run, only close the records."""
     state = trainer.state
     state.watchdog.enter("exporting")
     trainer.record_memory()
@@ -113,18 +115,18 @@ def _conclude(trainer: Trainer, checked: Preflight) -> None:
         trainer.finish()
         state.watchdog.enter("closing")
         fault_point("close")
-        _report(state)
+        _write_report(state)
         print_results(state.run_dir.root)
         print_memory(state.memory.all_peaks)
         upload(state)
         return
-    # What starts stopped runs again looks for this event, and must not start one that a guard has stopped.
+    # Programs that restart stopped runs look for this event, and must not restart a run that a guard stopped.
     by_guard = state.stopped_by == HACKING_GUARD
     state.run_dir.event("stopped_by_guard" if by_guard else "stopped", step=state.step, by=state.stopped_by)
     state.watchdog.exit_code = GUARDED if by_guard else STOPPED
     trainer.finish()
     state.watchdog.enter("closing")
-    _report(state)
+    _write_report(state)
     # Launchers end all processes once one has exited with a code other than 0, and rank 0 has records to close.
     state.parallel.barrier()
     guard = state.guards.hacking if by_guard else None
@@ -139,6 +141,6 @@ def _note_slow(state: TrainState, section: str, seconds: float, median: float) -
     )
 
 
-def _report(state: TrainState) -> None:
+def _write_report(state: TrainState) -> None:
     if state.parallel.is_main:
         write_run_report(state.run_dir.root)

@@ -1,4 +1,4 @@
-"""Training from Python: `train`, and what a run has left. Imports no torch before there is something to load."""
+"""Training from Python: `train`, and the results of a run. Imports no torch before there is something to load."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from finetrainers.utils.process_state import environment_restored, host_group_pr
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run has left in its directory, read from there when asked for.
+    """Results of a training run, read from its directory when they are requested.
 
     Attributes:
-        config: the configuration that was trained, `init_from` resolved.
+        config: the configuration of the training, with `init_from` resolved.
         step: the last optimizer step; 0 after a dry run.
-        stopped_by: what stopped the run before its last step, with a checkpoint; None: it is finished.
+        stopped_by: the cause of a stop before the last step, with a checkpoint, or None if the run is finished.
     """
 
     config: TrainConfig
@@ -43,37 +43,39 @@ class TrainResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`, those of steps before a resume included; none after a dry run."""
+        """Records of `metrics.jsonl`, including those of steps before a resume; none after a dry run."""
         if self.config.run.dry_run:
             return []
         return read_jsonl(self.run_dir / "metrics.jsonl")[0]
 
     @property
     def samples(self) -> list[Path]:
-        """The sampled videos, by step and prompt; none after a dry run."""
+        """Sampled videos, by step and prompt; none after a dry run."""
         return [] if self.config.run.dry_run else sorted((self.run_dir / "samples").glob("step-*/*.mp4"))
 
     @property
     def weights(self) -> Path | None:
-        """The LoRA file, or the folder of the transformer; None of a run that was stopped, and after a dry run."""
+        """LoRA file, or folder of the transformer, or None if the run was stopped, or after a dry run."""
         if self.config.run.dry_run or self.stopped_by is not None:
             return None
         model, is_lora = self.config.model, self.config.training.training_type == "lora"
         return self.run_dir / (LORA_FILE if is_lora else get_family(model.model_name).facts_of(model).trained)
 
     def pipeline(self, device: str | None = None, *, image_to_video: bool = False) -> Any:
-        """diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.
+        """Return diffusers' pipeline of the model with the trained weights, in the dtypes of the configuration.
 
         Args:
             device: where to put it; default: on the GPU if there is one, else on the CPU.
-            image_to_video: whether it takes a first frame, for models that can do with and without.
+            image_to_video: whether it takes a first frame, for models that support both.
 
         Raises:
             ValueError: there are no trained weights: a dry run, or a run that was stopped.
         """
         if self.weights is None:
-            why = "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
-            raise ValueError(f"there are no trained weights in {self.run_dir}: {why}")
+            reason = (
+                "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
+            )
+            raise ValueError(f"there are no trained weights in {self.run_dir}: {reason}")
         with restored(), quiet_libraries():
             import torch
 
@@ -99,19 +101,20 @@ def train(
 ) -> TrainResult:
     """Check a configuration and train.
 
-    The state of the host program (see `restored`) does not change the run, and is afterwards as before.
+    The state of the host program (see `restored`) does not affect the run, and is restored afterwards.
 
     Args:
         config: from `load_config`.
-        callbacks: what watches the run besides the run's own callbacks, after these.
-        handle_signals: whether SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM and SIGUSR1 stop the run with a checkpoint
-            once it trains; `stopped_by` names the signal then, and a second one goes to the host program's handler.
-            None: if called in the main thread, as only there Python allows it. False: the host program's handlers stay;
-            a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the last step.
+        callbacks: further callbacks, called after the run's own.
+        handle_signals: whether SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM and SIGUSR1 stop the run with a
+            checkpoint once it trains; `stopped_by` names the signal then, and a second one goes to the host program's
+            handler. None means True in the main thread, the only one where Python allows it. With False, the host's
+            handlers stay; a KeyboardInterrupt or SystemExit that they raise is raised again after a checkpoint of the
+            last step.
 
     Raises:
         ConfigError: the configuration cannot run; all reasons at once.
-        ValueError: `handle_signals` is True in another thread than the main one.
+        ValueError: `handle_signals` is True outside the main thread.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if handle_signals and not in_main_thread:

@@ -1,4 +1,4 @@
-"""Whether a directory may get the copy of a run, judged by what is there. Imports no torch."""
+"""The check that a directory may receive the copy of a run, judged by its contents. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,62 +11,64 @@ from finetrainers.rundir.manifest import MANIFEST
 from finetrainers.utils.files import file_sha256, read_jsonl
 from finetrainers.utils.text import plural
 
-#: Records of a run. Events are only ever appended, so that a copy has no event that the run does not have.
+#: Records of a run. Events are only appended, so that a copy has no event that the run does not have.
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 
 
-def copy_problem(run: Path, there: Path, *, is_empty: bool) -> str | None:
-    """Return why a run must not be copied into a directory, as the end of a sentence about it, or None if it may be.
+def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
+    """Return why a run must not be copied into a directory, as a predicate of the directory, or None if it may be.
 
     Args:
         run: the directory of the run.
-        there: the directory, or one with its `run.json`, records and manifests.
+        target: the directory, or a local one with its `run.json`, records and manifests.
         is_empty: whether nothing is in the directory.
     """
     if is_empty:
         return None
-    identity, its = read_identity(run), read_identity(there)
-    if its is not None and (identity is None or its.run != identity.run):
+    identity, target_identity = read_identity(run), read_identity(target)
+    if target_identity is not None and (identity is None or target_identity.run != identity.run):
         return f"is the directory of another run than {run}; give another directory"
-    if its is not None and identity is not None and identity.is_copy and not its.is_copy:
+    if target_identity is not None and identity is not None and identity.is_copy and not target_identity.is_copy:
         return f"is the directory of the run of which {run} is a copy; exchange the two"
-    events, its_events = _events(run), _events(there)
-    foreign = len(its_events - events) if events else 0
+    events, target_events = _read_events(run), _read_events(target)
+    foreign = len(target_events - events) if events else 0
     if foreign:
-        what = plural(foreign, "event")
+        extra = plural(foreign, "event")
         return (
-            f"has {what} that {run} does not have: it was trained itself, or is ahead of that; give another directory"
+            f"has {extra} that {run} does not have: it was trained itself, or is ahead of that; give another directory"
         )
-    if its is None and not (its_events or _has_same_checkpoints(run, there) or _has_same_beginning(run, there)):
+    if target_identity is None and not (
+        target_events or _has_same_checkpoints(run, target) or _has_same_beginning(run, target)
+    ):
         return f"is neither empty nor a copy of {run}, and its files would be overwritten; give a new directory"
     return None
 
 
-def _events(root: Path) -> set[str]:
-    """Return what has happened in a run."""
+def _read_events(root: Path) -> set[str]:
+    """Return the events of a run."""
     path = root / EVENTS
-    return {repr(sorted(one.items(), key=str)) for one in read_jsonl(path)[0]} if path.is_file() else set()
+    return {repr(sorted(event.items(), key=str)) for event in read_jsonl(path)[0]} if path.is_file() else set()
 
 
-def _has_same_checkpoints(run: Path, there: Path) -> bool:
-    """Return whether both have a checkpoint, and every one that both have is the same."""
-    ours, theirs = _manifests(run), _manifests(there)
-    common = ours.keys() & theirs.keys()
-    return bool(common) and all(ours[name] == theirs[name] for name in common)
+def _has_same_checkpoints(run: Path, target: Path) -> bool:
+    """Return whether both have a checkpoint, and all checkpoints that both have are the same."""
+    run_manifests, target_manifests = _read_manifests(run), _read_manifests(target)
+    common = run_manifests.keys() & target_manifests.keys()
+    return bool(common) and all(run_manifests[name] == target_manifests[name] for name in common)
 
 
-def _manifests(root: Path) -> Mapping[str, str]:
+def _read_manifests(root: Path) -> Mapping[str, str]:
     """Return the SHA-256 of each checkpoint's manifest, by the checkpoint's name."""
     files = checkpoints_dir(root).glob(f"*/{MANIFEST}")
     return {file.parent.name: file_sha256(file) for file in files if step_of(file.parent) is not None}
 
 
-def _has_same_beginning(run: Path, there: Path) -> bool:
+def _has_same_beginning(run: Path, target: Path) -> bool:
     """Return whether the metrics of a directory are a beginning of the run's."""
-    ours, theirs = run / METRICS, there / METRICS
-    if not (ours.is_file() and theirs.is_file()):
+    run_metrics, target_metrics = run / METRICS, target / METRICS
+    if not (run_metrics.is_file() and target_metrics.is_file()):
         return False
-    beginning = theirs.read_bytes()
-    with open(ours, "rb") as file:
+    beginning = target_metrics.read_bytes()
+    with open(run_metrics, "rb") as file:
         return bool(beginning) and file.read(len(beginning)) == beginning

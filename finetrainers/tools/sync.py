@@ -1,6 +1,7 @@
-"""Copy a run's published checkpoints with rsync, without optimizer state, and weights before manifests. Imports no torch.
+"""Copying of a run's published checkpoints with rsync, without optimizer state. Imports no torch.
 
-Whoever reads the copy compares it with the manifest, as everywhere, and so never takes half a checkpoint for a whole one.
+Weights are copied before manifests: readers of the copy compare it with the manifest, as everywhere, and so never take
+half a checkpoint for a complete one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.rundir.best import BEST
 from finetrainers.rundir.find import Found, checkpoints_dir, scan_checkpoints
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
-from finetrainers.rundir.lock import HOLDER, in_use, unused
+from finetrainers.rundir.lock import HOLDER, in_use, keep_unused
 from finetrainers.rundir.manifest import MANIFEST, is_optimizer_state, read_manifest
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
@@ -33,31 +34,33 @@ from .copies import EVENTS, METRICS, copy_problem
 
 logger = logging.getLogger(__name__)
 
-#: Files of the run directory itself that are copied: settings, metrics, events, the status of each data item, the model card.
+#: Suffixes of copied files of the run directory: settings, metrics, events, status of data items, the model card.
 _SMALL = (".toml", ".json", ".jsonl", ".md", ".txt")
-#: A transfer in which nothing moves for so long is ended, and retried.
+#: A transfer without progress for this time is ended, and retried.
 _TIMEOUT_S = 120
 _REMOTE = re.compile(r"^(?:[^/:]+:|rsync://)")
 _DAEMON = re.compile(r"^(?:[^/:]+::|rsync://)")
 #: Seconds until a machine that does not answer counts as unreachable.
 _CONNECT_S = 20
-#: Exit codes of rsync that no retry changes: wrong usage, and an option that one of the two sides does not have.
+#: Exit codes of rsync that no retry changes: wrong usage, and an option that one of the two sides lacks.
 _USAGE = (1, 4)
-#: What rsync prints of a directory that does not exist (ENOENT).
+#: Output of rsync about a directory that does not exist (ENOENT).
 _MISSING = re.compile(r"change_dir .*\(2\)")
-#: Nobody answers questions in the background, and each transfer would ask its own.
+#: No questions: there is no user to answer them in the background, and each transfer would ask again.
 SSH = f"ssh -o BatchMode=yes -o ConnectTimeout={_CONNECT_S} -o ServerAliveInterval=30"
-#: What ssh says where it would have to ask for a password, or whether to trust a machine.
+#: Output of ssh if it would have to ask for a password, or whether to trust a machine.
 ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
 
 
 class TransferError(ExpectedError):
-    """Rsync failed."""
+    """Failure of rsync."""
 
     def __init__(self, message: str, *, is_missing: bool = False) -> None:
-        """Args:
-        message: what failed, and why.
-        is_missing: whether the directory to read from does not exist.
+        """Make the error.
+
+        Args:
+            message: the failure and its reason.
+            is_missing: whether the directory to read from does not exist.
         """
         super().__init__(message)
         self.is_missing = is_missing
@@ -65,7 +68,7 @@ class TransferError(ExpectedError):
 
 @dataclass(frozen=True)
 class Copied:
-    """A checkpoint that has arrived."""
+    """Checkpoint that has arrived."""
 
     name: str
     num_bytes: int
@@ -79,8 +82,8 @@ class Sync:
     Attributes:
         run: its directory.
         target: `user@host:dir`, or a folder.
-        rsh: the command that rsync connects with; None: that of RSYNC_RSH, or ssh without questions.
-        prune: whether checkpoints that the run does not have any more are deleted at the target.
+        rsh: the command that rsync connects with, or None for that of RSYNC_RSH, or ssh without questions.
+        prune: whether checkpoints that the run no longer has are deleted at the target.
     """
 
     run: Path
@@ -88,7 +91,7 @@ class Sync:
     rsh: str | None = None
     prune: bool = False
     _arrived: dict[str, str] = field(default_factory=dict)  # SHA-256 of the manifest by name
-    _has_compared: bool = False  # whether the target is known to be a copy of this run, by its records
+    _has_compared: bool = False  # whether the target's records have proved it a copy of this run
 
     @property
     def _is_remote(self) -> bool:
@@ -96,11 +99,14 @@ class Sync:
 
     @property
     def _destination(self) -> str:
-        """The target as rsync gets it, whose --mkpath fails on `../new`; without the slash, one file would get its name."""
+        """The target for rsync, resolved since --mkpath fails on `../new`.
+
+        Without the slash at its end, a single file would get the target's name.
+        """
         return f"{(self.target if self._is_remote else str(Path(self.target).resolve())).rstrip('/')}/"
 
     def problems(self) -> list[Problem]:
-        """What is wrong, as far as it is known before anything is copied."""
+        """Return the problems that can be found before anything is copied."""
         problems = []
         if not self.run.is_dir():
             problems.append(Problem("RUN", f"{self.run} {not_there(self.run, folder=True)}"))
@@ -126,7 +132,7 @@ class Sync:
         return problems
 
     def _connection(self) -> list[str]:
-        """Arguments for the way to the target."""
+        """Return rsync's arguments for connecting to the target."""
         if _DAEMON.match(self.target):
             return [f"--contimeout={_CONNECT_S}"]
         rsh = self.rsh or (None if os.environ.get("RSYNC_RSH") else SSH)
@@ -134,29 +140,31 @@ class Sync:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether the run has published any."""
-        return any(one.damage is None for one in scan_checkpoints(self.run, weights_only=True))
+        """Whether the run has published a checkpoint."""
+        return any(checkpoint.damage is None for checkpoint in scan_checkpoints(self.run, weights_only=True))
 
     def transfer(self) -> list[Copied]:
-        """Copy what the target does not have; the checkpoints that have arrived.
+        """Copy everything that the target lacks, and return the checkpoints that have arrived.
 
         Raises:
-            TransferError: rsync failed. What arrived before stays, and the next call copies the rest.
+            TransferError: rsync failed. Files that arrived before stay, and the next call copies the rest.
             ConfigError: the target is not a copy of this run. Nothing is written there.
         """
-        with self._compared_target():
+        with self._checked_target():
             return self._copy_all()
 
     def _copy_all(self) -> list[Copied]:
         small = self._small_files()
-        if read_identity(self.run) is None:  # then these tell what the target is a copy of, and come first
+        if read_identity(self.run) is None:  # then these identify the copy's run, and come first
             self._copy([name for name in (EVENTS, METRICS) if name in small])
         self._copy(small)
-        published = [one for one in scan_checkpoints(self.run, weights_only=True) if one.damage is None]
-        found = [copied for one in published if (copied := self._checkpoint(one)) is not None]
-        if self.prune and published:  # a disk that is not mounted has none
+        published = [
+            checkpoint for checkpoint in scan_checkpoints(self.run, weights_only=True) if checkpoint.damage is None
+        ]
+        arrived = [copy for checkpoint in published if (copy := self._copy_checkpoint(checkpoint)) is not None]
+        if self.prune and published:  # an unmounted disk has none
             self._prune()
-        return found
+        return arrived
 
     def _small_files(self) -> list[str]:
         files = [path for path in sorted(self.run.iterdir()) if path.suffix in _SMALL and path.is_file()]
@@ -164,32 +172,32 @@ class Sync:
         files += [path for path in sorted(logs.rglob("*")) if path.is_file() and "wandb" not in path.parts]
         files += (self.run / INITIAL_LORA).glob("*.safetensors")  # without which a copy could not be continued
         names = [path.relative_to(self.run).as_posix() for path in files if not path.name.startswith(".")]
-        return [name for name in names if name != IDENTITY]  # the target's says that it is a copy
+        return [name for name in names if name != IDENTITY]  # the target's own file marks it as a copy
 
     @contextlib.contextmanager
-    def _compared_target(self) -> Iterator[None]:
-        """Within the block, the target is a copy of this run, or is to be one, and no run of this machine uses it.
+    def _checked_target(self) -> Iterator[None]:
+        """Keep the target a copy of this run, present or future, without a run of this machine in it, within the block.
 
         Raises:
             TransferError: another process uses it at the moment, or it cannot be read.
             ConfigError: it is something else.
         """
-        with contextlib.ExitStack() as held:
-            there = Path(held.enter_context(TemporaryDirectory())) if self._is_remote else Path(self.target)
+        with contextlib.ExitStack() as locks:
+            folder = Path(locks.enter_context(TemporaryDirectory())) if self._is_remote else Path(self.target)
             try:
-                held.enter_context(unused(there))
+                locks.enter_context(keep_unused(folder))
             except BlockingIOError:
-                if in_use(there):
+                if in_use(folder):
                     self._refuse("is in use by a run that trains there; give another directory")
                 raise TransferError(f"{self.target} is in use by another process") from None
-            is_empty = self._fetch_records(there) if self._is_remote else _is_empty(there)
-            if self._is_remote and (there / HOLDER).is_file():
+            is_empty = self._fetch_records(folder) if self._is_remote else _is_empty(folder)
+            if self._is_remote and (folder / HOLDER).is_file():
                 self._refuse(f"is in use by a run that trains there; if that was killed, remove {HOLDER} there")
-            if (problem := copy_problem(self.run, there, is_empty=is_empty)) is not None:
+            if (problem := copy_problem(self.run, folder, is_empty=is_empty)) is not None:
                 self._refuse(problem)
             self._has_compared = True
             identity = read_identity(self.run)
-            if identity is not None and not (there / IDENTITY).is_file():
+            if identity is not None and not (folder / IDENTITY).is_file():
                 self._send_identity(Identity(identity.run, is_copy=True))
             yield
 
@@ -197,7 +205,7 @@ class Sync:
         raise ConfigError([Problem("TARGET", f"{self.target} {problem}")])
 
     def _fetch_records(self, folder: Path) -> bool:
-        """Bring what tells the run of a remote target into a folder; return whether nothing is at the target."""
+        """Fetch the records that identify a remote target's run into a folder; return whether the target is empty."""
         if not self._fetch(folder, IDENTITY, HOLDER, *([] if self._has_compared else [EVENTS])):
             return True
         if (folder / IDENTITY).is_file():
@@ -208,12 +216,12 @@ class Sync:
         return all(_is_insignificant(name) for name in names)
 
     def _fetch(self, folder: Path, *names: str) -> bool:
-        """Bring files of the target into a folder, as far as they are there; return whether the target exists."""
+        """Fetch files of the target into a folder, as far as they exist; return whether the target exists."""
         parents = dict.fromkeys(f"/{parent}/" for name in names for parent in reversed(Path(name).parents[:-1]))
-        wanted = [f"--include={pattern}" for pattern in [*parents, *(f"/{name}" for name in names)]]
+        includes = [f"--include={pattern}" for pattern in [*parents, *(f"/{name}" for name in names)]]
         source = self._destination
         try:
-            self._rsync(["--recursive", *wanted, "--exclude=*", "--", source, f"{folder}/"])
+            self._rsync(["--recursive", *includes, "--exclude=*", "--", source, f"{folder}/"])
         except TransferError as error:
             if error.is_missing:
                 return False
@@ -225,28 +233,28 @@ class Sync:
             identity.write(Path(folder) / IDENTITY)
             self._rsync(["--mkpath", "--", f"{folder}/{IDENTITY}", self._destination])
 
-    def _checkpoint(self, found: Found) -> Copied | None:
-        """Copy a checkpoint that has not arrived yet; None if it had, or has been removed meanwhile."""
-        name, begun = found.path.name, time.monotonic()
+    def _copy_checkpoint(self, checkpoint: Found) -> Copied | None:
+        """Copy a checkpoint, and return it, or None if it arrived earlier or was removed meanwhile."""
+        name, started = checkpoint.path.name, time.monotonic()
         try:
-            files, digest = read_manifest(found.path)["files"], file_sha256(found.path / MANIFEST)
+            files, digest = read_manifest(checkpoint.path)["files"], file_sha256(checkpoint.path / MANIFEST)
             if name.startswith(".") or self._arrived.get(name) == digest:
                 return None
             needed = {file: entry["size"] for file, entry in files.items() if not is_optimizer_state(file)}
-            place = found.path.relative_to(self.run).as_posix()
-            self._copy([f"{place}/{file}" for file in needed])
+            folder = checkpoint.path.relative_to(self.run).as_posix()
+            self._copy([f"{folder}/{file}" for file in needed])
             fault_point("sync.manifest")
-            self._copy([f"{place}/{MANIFEST}"])
+            self._copy([f"{folder}/{MANIFEST}"])
         except (OSError, ValueError, TransferError) as error:
-            if isinstance(error, TransferError | ConfigError) and (found.path / MANIFEST).is_file():
+            if isinstance(error, TransferError | ConfigError) and (checkpoint.path / MANIFEST).is_file():
                 raise
             logger.info("%s was removed while it was copied; the next ones follow", name)
             return None
         self._arrived[name] = digest
-        return Copied(name, sum(needed.values()), time.monotonic() - begun)
+        return Copied(name, sum(needed.values()), time.monotonic() - started)
 
     def _copy(self, files: Sequence[str]) -> None:
-        """Copy files of the run, named relative to it, to the same places at the target."""
+        """Copy files of the run, named relative to it, to the same paths at the target."""
         # A step that was saved again may have the size of the old one, and a time within the same second.
         arguments = [
             "--archive",
@@ -262,40 +270,42 @@ class Sync:
         )
 
     def _prune(self) -> None:
-        """Delete checkpoints at the target that the run has pruned, but for the one that is marked as the best there."""
-        there = f"{self._destination}checkpoints"
+        """Delete checkpoints at the target that the run has pruned, except the one marked as the best there."""
+        target = f"{self._destination}checkpoints"
         best = None
-        with contextlib.suppress(TransferError):  # there is none
-            best = re.search(rf"{BEST} -> (step-\d+)", self._rsync(["--links", "--list-only", "--", f"{there}/{BEST}"]))
+        with contextlib.suppress(TransferError):  # no checkpoint is marked
+            best = re.search(
+                rf"{BEST} -> (step-\d+)", self._rsync(["--links", "--list-only", "--", f"{target}/{BEST}"])
+            )
         protected = [] if best is None else [f"--filter=P /{best[1]}"]
-        # Without --recursive, what is within a checkpoint that stays is not looked at.
+        # Without --recursive, rsync does not examine the contents of checkpoints that stay.
         arguments = ["--dirs", "--existing", "--delete", *protected, "--include=/step-*", "--exclude=/*"]
-        self._rsync([*arguments, "--", f"{checkpoints_dir(self.run).resolve()}/", f"{there}/"])
+        self._rsync([*arguments, "--", f"{checkpoints_dir(self.run).resolve()}/", f"{target}/"])
 
-    def _rsync(self, arguments: Sequence[str], given: str = "") -> str:
-        """Run rsync; what it prints.
+    def _rsync(self, arguments: Sequence[str], stdin: str = "") -> str:
+        """Run rsync, and return its output.
 
         Raises:
             TransferError: it failed; the message has its last line.
             ConfigError: it failed, and would fail again.
         """
         command = ["rsync", f"--timeout={_TIMEOUT_S}", *self._connection(), *arguments]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            # Its last line has its own source code's position; what happened is said before it, unless that is lost on the way:
-            # an rsync that ends at the target may close the connection first.
+        completed = subprocess.run(command, input=stdin, capture_output=True, text=True, errors="replace")
+        if completed.returncode:
+            lines = [line.strip() for line in completed.stderr.splitlines() if line.strip()]
+            # rsync's last line has a position in its source code. The reason is printed before, unless it is lost: an
+            # rsync that ends at the target may close the connection first.
             reasons = [line for line in lines if not line.startswith("rsync error:")] or lines
-            said = reasons[0] if reasons else "it says no more"
-            asked = next((line for line in lines if ASKS.search(line)), None)
-            if asked is not None:
+            reason = reasons[0] if reasons else "it says no more"
+            refusal = next((line for line in lines if ASKS.search(line)), None)
+            if refusal is not None:
                 host = self.target.partition(":")[0]
-                said = f"{asked}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
-            message = f"rsync to {self.target} failed with exit code {done.returncode}: {said}"
-            if done.returncode in _USAGE:
+                reason = f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+            message = f"rsync to {self.target} failed with exit code {completed.returncode}: {reason}"
+            if completed.returncode in _USAGE:
                 raise ConfigError([Problem("TARGET", message)])
             raise TransferError(message, is_missing=any(_MISSING.search(line) for line in lines))
-        return done.stdout
+        return completed.stdout
 
 
 def _is_empty(directory: Path) -> bool:
@@ -303,10 +313,10 @@ def _is_empty(directory: Path) -> bool:
 
 
 def _is_insignificant(name: str) -> bool:
-    """Return whether an entry of a directory is none of a run, such as what an interrupted transfer leaves."""
+    """Return whether an entry of a directory is not a run's, such as a leftover of an interrupted transfer."""
     return name.startswith(".") or name == "lost+found"
 
 
 def told(copied: Copied, target: str) -> str:
-    """A line about a checkpoint that has arrived."""
+    """Return a line about a checkpoint that has arrived."""
     return f"{copied.name}: {file_size(copied.num_bytes)} copied to {target} in {duration(copied.seconds)}"

@@ -52,7 +52,7 @@ def digests(directory: Path) -> dict[str, str]:
 def test_a_run_is_the_same(
     options: Callable[..., dict], run: Callable[..., Any], tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Steps, held-out loss, samples with guidance, averages, checkpoints, results; resumed with another number of blocks."""
+    """Steps, held-out loss, guided samples, averages, checkpoints, results; resumed with another number of blocks."""
     model = str(tiny_repo("ltx_video", layers=5))
     plain, swapped, resumed = (str(tmp_path / name) for name in ("plain", "swapped", "resumed"))
     given = options(**GIVEN, pretrained_model_name_or_path=model)
@@ -129,7 +129,8 @@ def test_engines_and_devices_that_cannot_swap(options: Callable[..., dict]) -> N
         strategy = SimpleNamespace(
             **{"why_no_swap": None, "device": torch.device("cpu"), "accelerator": compiled, **changes}
         )
-        return [problem.message for problem in init_distributed._swap_problems(config, strategy)]  # type: ignore[arg-type]
+        problems = init_distributed._swap_problems(config, strategy)  # type: ignore[arg-type]
+        return [problem.message for problem in problems]
 
     [message] = said()
     assert "launch without torch.compile" in message

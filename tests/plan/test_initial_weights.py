@@ -46,7 +46,8 @@ def stages(tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], tmp_
         kind = {"rank": 4, "lora_alpha": 8, "lr": 1e-2} if name == "lora" else {**FULL, "lr": 1e-3}
         train(
             load_config(
-                model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")), data_root=str(make_clips(1)),
+                model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")),
+                data_root=str(make_clips(1)),
                 output_dir=str(root), **common, **dtypes, **kind,
             )
         )  # fmt: skip
@@ -208,7 +209,7 @@ def test_formats_of_other_programs(
     family: str, kind: str, rank_is_alpha: bool, options: Callable[..., dict], run: Callable[..., Any],
     begun: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A run writes them at its end, and another one begins with them, bit for bit; layers that are joined there come apart."""
+    """A run writes them at its end, and a second one begins with them, bit for bit; joined layers are split again."""
     alpha = {"lora_alpha": 4} if rank_is_alpha else {}
     first = run(**options(family, train_steps=1, export_formats=[kind], output_dir=str(tmp_path / "first"), **alpha))
     assert f"{kind}: {first.root / 'export' / kind}" in capsys.readouterr().out

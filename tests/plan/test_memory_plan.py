@@ -155,7 +155,7 @@ def test_several_processes_are_advised_to_share_clips(
 
 
 def test_what_saving_takes_of_the_host(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 gathers what is written, on the rank that writes or on each its part; others copy for asynchronous saves."""
+    """FSDP2 gathers saved weights, on the writing rank or in parts on each; others copy for asynchronous saves."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     full = {"training_type": "full-finetune", "mixed_precision": "bf16"}
@@ -217,7 +217,7 @@ def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.Capt
 
 
 def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Preflight]) -> None:
-    """Compiled blocks cannot be swapped, and this attention cannot be kept; on a CPU, nothing is chosen without a budget."""
+    """Compiled blocks cannot be swapped, nor this attention kept; on a CPU, nothing is chosen without a budget."""
     run = checked(compile="regional", precompute_conditions=True, batch_size=400, lora_autocast=False)
     memory = RunMemory(run)
     peak = memory.plan().peaks["training_step"]
@@ -298,7 +298,8 @@ def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.
 
 def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Preflight]) -> None:
     options: dict[str, Any] = {
-        "method": "refl", "rollout_size": "17x128x128", "mixed_precision": "bf16", "reward": ["clipscore=1", "brightness=1"],
+        "method": "refl", "rollout_size": "17x128x128", "mixed_precision": "bf16",
+        "reward": ["clipscore=1", "brightness=1"],
         "num_generations": 1, "prompts_per_step": 4, "batch_size": 2,
     }  # fmt: skip
 

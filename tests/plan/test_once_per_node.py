@@ -42,8 +42,8 @@ def ended():
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
-for make, question in ((made, "same"), (made, rank), (refused, ""), (failed, ""), (made, "then"), (slow, ""), (too_slow, ""),
-                       (stopped, ""), (ended, "")):
+for make, question in ((made, "same"), (made, rank), (refused, ""), (failed, ""), (made, "then"), (slow, ""),
+                       (too_slow, ""), (stopped, ""), (ended, "")):
     if rank == 1 and make is ended: asks.touch()
     try:
         print(once_per_node(make, question, timeout_s=0.3 if make is too_slow else 60), flush=True)

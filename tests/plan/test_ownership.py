@@ -14,7 +14,7 @@ import pytest
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.plan.ownership import EXPORTED, _json
+from finetrainers.plan.ownership import EXPORTED, _read_json
 from finetrainers.plan.ready import get_ready
 from finetrainers.results.export_formats import find_source, set_others_aside
 from finetrainers.rundir.identity import IDENTITY, read_identity, take_identity
@@ -199,7 +199,11 @@ def test_other_commands_write_over_their_own_files_alone(
         "--num_inference_steps",
         "2",
     ]
-    flags = [part for name, value in values.items() for part in (f"--{name}", *(value if isinstance(value, list) else [str(value)]))]  # fmt: skip
+    flags = [
+        part
+        for name, value in values.items()
+        for part in (f"--{name}", *(value if isinstance(value, list) else [str(value)]))
+    ]
     search = [
         "search-batch",
         "--estimate_only",
@@ -258,7 +262,7 @@ def test_an_export_replaces_the_files_of_an_export_of_the_same_run_alone(
     assert main(again) == 0, capsys.readouterr().err
     identity = read_identity(root)
     assert identity is not None
-    assert _json(folder / EXPORTED) == {"run": identity.run, "files": ["run.safetensors"]}
+    assert _read_json(folder / EXPORTED) == {"run": identity.run, "files": ["run.safetensors"]}
     # Another run, which has its place.
     (root / IDENTITY).unlink()
     shutil.rmtree(root / "checkpoints")

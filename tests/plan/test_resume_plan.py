@@ -180,7 +180,8 @@ def test_what_a_reset_allows_and_what_has_no_effect(
     assert "--reset data ema optimizer rng allows them" in said
     assert "seed" not in said
     checked = preflight(
-        load_config(**options(**latest, clips=3, seed=3, use_ema=True, optimizer="lion", reset=["data", "rng", "ema", "optimizer", "scheduler"]))
+        load_config(**options(**latest, clips=3, seed=3, use_ema=True, optimizer="lion",
+                              reset=["data", "rng", "ema", "optimizer", "scheduler"]))
     )  # fmt: skip
     assert any("--reset scheduler has no effect with --lr_scheduler constant" in text for text in checked.warnings)
     checked = preflight(load_config(**options(**latest, clips=2, train_steps=2)))

@@ -22,7 +22,8 @@ def test_rates_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H200", 989.4), ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 NVL", 835.5),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA RTX A6000", 154.8), ("NVIDIA A10", 125), ("NVIDIA A10G", None), ("Tesla T4", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None),

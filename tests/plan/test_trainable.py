@@ -1,4 +1,4 @@
-"""Which network of a checkpoint is trained is the family's word: here the second of two experts, with a pipeline of no LoRA loader."""
+"""The family names the trained network of a checkpoint: here the second of two experts, without a LoRA loader."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ echo "1, NVIDIA H100, 570, 81559, 412, 97, 400.0, 700.0, 64, [N/A], [N/A], 1900,
 CONNECT = """#!/bin/sh
 case $1 in
     good) read question; printf 'finetrainers-doctor {"gpus": [{"index": 0, "power_w": 10, "clock_mhz": "fast"}, 7],
- "ports": {"m\\\\u001b[2J/1": {"active": 1, "symbol_error": %s}}, "gpu_error": "\\\\u0007rings"}\\n' $(cat {count}) | tr -d '\\n'; echo ;;
+ "ports": {"m\\\\u001b[2J/1": {"active": 1, "symbol_error": %s}},
+ "gpu_error": "\\\\u0007rings"}\\n' $(cat {count}) | tr -d '\\n'; echo ;;
     odd) read question; echo 'finetrainers-doctor [1]' ;;
     *) printf 'ssh: \\033]0;x\\007 gone\\n' >&2; exit 255 ;;
 esac
@@ -72,7 +73,8 @@ def test_this_machine_beside_a_run(
     begun = time.time()
     clock = [begun + 1.5]
     monkeypatch.setattr("finetrainers.cli.doctor.time", SimpleNamespace(
-        time=lambda: clock[0], sleep=lambda seconds: sleep(seconds), monotonic=time.monotonic, strftime=time.strftime))  # fmt: skip
+        time=lambda: clock[0], sleep=lambda seconds: sleep(seconds), monotonic=time.monotonic,
+        strftime=time.strftime))  # fmt: skip
     later: list[dict[str, Any]] = [
         {"errors": 10, "clock": 1200},
         {"errors": 2, "corrected": 9, "retries": 4},  # the port was reset

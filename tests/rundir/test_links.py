@@ -1,4 +1,4 @@
-"""Links to the weights of checkpoints: relative, replaced, removed with their checkpoint, never in the place of a file."""
+"""Links to the weights of checkpoints: relative, replaced, removed with the checkpoint, never replacing a file."""
 
 from __future__ import annotations
 

@@ -101,8 +101,10 @@ def test_a_manifest_without_its_own_checksum_is_read(checkpoint: Path) -> None:
     ("files", "message"),
     [
         ({}, "it does not list state.json"),
-        ({"state.json": {"size": 2, "sha256": "x"}, "../a": {"size": 1, "sha256": "x"}}, "'../a' leads out of the checkpoint"),
-        ({"state.json": {"size": 2, "sha256": "x"}, "/etc/a": {"size": 1, "sha256": "x"}}, "leads out of the checkpoint"),
+        ({"state.json": {"size": 2, "sha256": "x"}, "../a": {"size": 1, "sha256": "x"}},
+         "'../a' leads out of the checkpoint"),
+        ({"state.json": {"size": 2, "sha256": "x"}, "/etc/a": {"size": 1, "sha256": "x"}},
+         "leads out of the checkpoint"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_vouches_for_nothing_is_damage(checkpoint: Path, files: dict, message: str) -> None:

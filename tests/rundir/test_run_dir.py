@@ -51,7 +51,8 @@ def test_later_checkpoints_and_samples_are_set_aside_when_an_older_step_is_conti
 
 @pytest.mark.parametrize(
     "damaged",
-    [b'{"time": 1.5, "step": 3, "lo', b'{"step": 1, "loss": \xff}', b"[1, 2]", b"17", b'{"loss": 1.0}', b'{"step": "a"}',
+    [b'{"time": 1.5, "step": 3, "lo', b'{"step": 1, "loss": \xff}', b"[1, 2]", b"17", b'{"loss": 1.0}',
+     b'{"step": "a"}',
      b"[" * 100_000, b"\x00\x00"],
 )  # fmt: skip
 def test_damaged_records_never_stop_a_resume(damaged, tmp_path, caplog):

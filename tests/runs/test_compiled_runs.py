@@ -66,7 +66,7 @@ def test_the_first_step_of_a_size_compiles_and_later_ones_do_not(
 def test_activation_memory_is_chosen_again_after_a_step_that_did_not_compile(
     options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second step is measured. What the new choice compiles is at most once more what the first step has compiled."""
+    """The second step is measured. The new choice compiles at most as much again as the first step."""
     model = str(tiny_repo("ltx_video", layers=4))
     values = options("ltx_video", clips=4, compile="regional", train_steps=4, pretrained_model_name_or_path=model)
     plain = Graphs()

@@ -75,8 +75,8 @@ def test_a_validation_sample_is_the_pipelines_own(
 
     monkeypatch.setattr("finetrainers.training.callbacks.validation.sample_prompts", record)
     done = run(**control(
-        train_steps=1, validation_prompts="a ball@@@9x64x64", validation_videos=str(tmp_path / "pose.mp4"), validation_steps=1,
-        validation_inference_steps=2, validation_guidance_scale=1.0,
+        train_steps=1, validation_prompts="a ball@@@9x64x64", validation_videos=str(tmp_path / "pose.mp4"),
+        validation_steps=1, validation_inference_steps=2, validation_guidance_scale=1.0,
     ))  # fmt: skip
     [video] = (done.root / "samples" / "step-000001").glob("*.mp4")
     [request] = requests
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
 def test_columns_are_known_when_the_config_was_not(
     control: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint whose config is fetched with its weights; and a column of another name, in the settings of the run."""
+    """A checkpoint whose config is fetched with its weights; and a renamed column, in the settings of the run."""
     values = control(train_steps=1)
     folder = Path(values["data_root"])
     table = tmp_path / "t.jsonl"

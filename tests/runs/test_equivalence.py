@@ -158,7 +158,7 @@ def test_compiling(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compiled network is a wrapper with prefixed names: none of that may reach checkpoints, results or resuming."""
+    """The compiled network is a wrapper with prefixed names, which must not reach checkpoints, results or resuming."""
     values = options(training_type=training_type, train_steps=2, checkpointing_steps=1, use_ema=True)
     plain = run(**{**values, "output_dir": str(tmp_path / "plain")})
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # traced, not generated: the names are the same

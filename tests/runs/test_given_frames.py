@@ -1,4 +1,4 @@
-"""Runs whose samples are given frames: in training, as the context of windows, in validation and by `finetrainers sample`."""
+"""Runs with frame conditioning: in training, as the context of windows, in validation and by `finetrainers sample`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     prompts = [
-        {"prompt": "a", "size": "33x64x64", "video_prefix": f"{media / 'clip.mp4'}:17", "last_image": str(media / "last.png")},
+        {"prompt": "a", "size": "33x64x64", "video_prefix": f"{media / 'clip.mp4'}:17",
+         "last_image": str(media / "last.png")},
         {"prompt": "b", "size": "17x64x64", "image": str(media / "first.png"), "last_image": str(media / "last.png")},
     ]  # fmt: skip
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
@@ -70,9 +71,10 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     monkeypatch.setattr(LTXVideoSpec, "condition", record)
     monkeypatch.setattr("finetrainers.training.callbacks.validation.sample_prompts", recorded)
     values = options(
-        "ltx_video", data_root=str(make_clips(2, frames=33)), video_resolution_buckets=["33x64x64"], sliding_window_size=17,
-        sliding_window_stride=8, frame_conditioning="last=0.5,first+last=0.5", window_context=1, train_steps=6, batch_size=2,
-        checkpointing_steps=3, validation_frame_rate=25.0, validation_prompts=str(tmp_path / "prompts.jsonl"), validation_steps=6, validation_inference_steps=2,
+        "ltx_video", data_root=str(make_clips(2, frames=33)), video_resolution_buckets=["33x64x64"],
+        sliding_window_size=17, sliding_window_stride=8, frame_conditioning="last=0.5,first+last=0.5", window_context=1,
+        train_steps=6, batch_size=2, checkpointing_steps=3, validation_frame_rate=25.0,
+        validation_prompts=str(tmp_path / "prompts.jsonl"), validation_steps=6, validation_inference_steps=2,
     )  # fmt: skip
     whole = run(**values)
     # Of each clip the first window is given what is drawn, and the two others their context.
@@ -143,7 +145,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {"frame_conditioning": "last=0.5"}, {"first_frame_conditioning_p": 0.5}, {"window_context": 1},
         {"mask_column": ""}, {"unmasked_weight": 0.5}, {"flow_shift": 3.0},
-        {"method": "grpo", "frame_conditioning": "last=0.5", "window_context": 1, "unmasked_weight": 0.5, "flow_weighting_scheme": "mode"},
+        {"method": "grpo", "frame_conditioning": "last=0.5", "window_context": 1, "unmasked_weight": 0.5,
+         "flow_weighting_scheme": "mode"},
         {"method": "nft", "init_same_noise": False, "first_frame_conditioning_p": 0.5, "mask_column": "m"},
         {"method": "refl", "num_generations": 1, "caption_dropout_p": 0.5, "loss_weight_max": 2.0},
         {"method": "dpo", "dataset_file": "pairs.csv", "window_context": 1, "sliding_window_batching": "clip"},
@@ -200,8 +203,8 @@ def test_what_is_not_read_is_not_announced(
     [clip] = (tmp_path / "clips").glob("*.mp4")
     Image.new("L", (64, 64), 128).save(clip.with_suffix(".mask.png"))
     run(**options(
-        data_root=str(tmp_path / "clips"), video_resolution_buckets=["33x64x64"], sliding_window_size=17, sliding_window_stride=16,
-        frame_conditioning="last=0.5", window_context=1, method=method, train_steps=1,
+        data_root=str(tmp_path / "clips"), video_resolution_buckets=["33x64x64"], sliding_window_size=17,
+        sliding_window_stride=16, frame_conditioning="last=0.5", window_context=1, method=method, train_steps=1,
     ))  # fmt: skip
     said = capsys.readouterr().out
     announced = [text in said for text in ("clean frames", "of context", "a mask, which")]
@@ -266,8 +269,9 @@ def test_image_to_video_weights_are_given_frames_on_their_channels(
     monkeypatch.setattr(cls, "predict", record)
     done = run(**options(
         family, version="i2v", data_root=str(make_clips(1, frames=33)), video_resolution_buckets=["33x64x64"],
-        sliding_window_size=9, sliding_window_stride=8, frame_conditioning="first+last=1", window_context=2, train_steps=4, validation_prompts=str(tmp_path / "prompts.jsonl"),
-        validation_steps=4, validation_inference_steps=2, validation_frame_rate=25.0,
+        sliding_window_size=9, sliding_window_stride=8, frame_conditioning="first+last=1", window_context=2,
+        train_steps=4, validation_prompts=str(tmp_path / "prompts.jsonl"), validation_steps=4,
+        validation_inference_steps=2, validation_frame_rate=25.0,
     ))  # fmt: skip
     assert sorted(told) == [[0, 1], [0, 1], [0, 1], [0, 2]]  # of four windows the first is given what is drawn
     assert len([*(done.root / "samples" / "step-000004").glob("*.mp4")]) == 3

@@ -1,7 +1,8 @@
 """Losses and gradient norms of the first steps of every family and method, pinned: a change of numbers must be meant.
 
-FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers of now; after a change that is meant, their diff goes into the commit. On the
-machine that wrote them, no diff at all shows that a refactoring is exact bit for bit; other machines round differently.
+FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers of now; after a change that is meant, their diff goes into the commit.
+On the machine that wrote them, no diff at all shows that a refactoring is exact bit for bit; other machines round
+differently.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def test_steps_on_preference_pairs(
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = options(
-        family, clips=2, method="dpo", dataset_file=str(pairs), batch_size=2, training_type=training_type, train_steps=2,
-        lr=3e-3 if training_type == "lora" else 1e-4, optimizer="adamw",
+        family, clips=2, method="dpo", dataset_file=str(pairs), batch_size=2, training_type=training_type,
+        train_steps=2, lr=3e-3 if training_type == "lora" else 1e-4, optimizer="adamw",
     )  # fmt: skip
     names = ("loss", "margin", "grad_norm")
     found = [dict(zip(names, numbers, strict=True)) for _, *numbers in run(**values).curve(*names)]
@@ -184,8 +185,9 @@ def test_steps_of_reward_finetuning(
 
     def check(golden: list[dict[str, float]]) -> None:
         for now, then in zip(found, golden, strict=True):
-            # The loss of a policy gradient is a difference of clips and nearly zero. The clips' scores are divided by their
-            # small deviation, which amplifies the rounding of another processor (1.1 % of a loss was seen on an EPYC).
+            # The loss of a policy gradient is a difference of clips and nearly zero. The clips' scores are divided by
+            # their small deviation, which amplifies the rounding of another processor (1.1 % of a loss was seen on an
+            # EPYC).
             for name, value in now.items():
                 rel = 2e-2 if name == "loss" else 1e-3
                 assert value == pytest.approx(then[name], rel=rel, abs=1e-3 * min(1.0, then["grad_norm"])), name

@@ -1,4 +1,4 @@
-"""Training where the text encoder sees the image: live or from the cache, each caption with its own clip's first frame."""
+"""Training with images in the text encoder: live or from the cache, each caption with its clip's first frame."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_texts_are_encoded_with_first_frames_live_and_in_the_cache(
 
     monkeypatch.setattr(HunyuanVideoSpec, "predict", watched)
     captions = tmp_path / "captions.jsonl"
-    common = options("hunyuan_video", version="token_replace", clips=2, batch_size=2, train_steps=2, logging_steps=1, lr=1e-3,
-                     caption_dropout_p=0.5, target_modules=["to_k", "proj_mlp"])  # fmt: skip
+    common = options("hunyuan_video", version="token_replace", clips=2, batch_size=2, train_steps=2, logging_steps=1,
+                     lr=1e-3, caption_dropout_p=0.5, target_modules=["to_k", "proj_mlp"])  # fmt: skip
     rows = sorted(path.name for path in Path(common["data_root"]).glob("*.mp4"))
     captions.write_text("\n".join(json.dumps({"video": name, "text": "a red ball"}) for name in rows))
     common |= {"dataset_file": str(captions)}
@@ -65,8 +65,9 @@ def test_all_weights_are_trained_and_samples_start_from_an_image(
     options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     Image.effect_noise((64, 64), 60).convert("RGB").save(tmp_path / "first.png")
-    done = run(**options("hunyuan_video", version="latent_concat", train_steps=1, training_type="full-finetune", lr=1e-4,
-                         validation_prompts="a red ball@@@9x64x64", validation_images=str(tmp_path / "first.png"),
+    done = run(**options("hunyuan_video", version="latent_concat", train_steps=1, training_type="full-finetune",
+                         lr=1e-4, validation_prompts="a red ball@@@9x64x64",
+                         validation_images=str(tmp_path / "first.png"),
                          validation_steps=1, validation_inference_steps=2))  # fmt: skip
     assert list((tmp_path / "run" / "samples").rglob("*.mp4"))
     grown = done.state.spec.load_transformer(torch.float32, folder=tmp_path / "run" / "transformer")

@@ -74,9 +74,11 @@ def pairs_run(options: Callable[..., dict], tmp_path: Path) -> Callable[..., dic
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("ltx_video", {"use_dora": True, "use_ema": True, "eval_num_items": 1, "target_modules": [r".*attn1\.to_(k|out\.0)"]}),
+        ("ltx_video",
+         {"use_dora": True, "use_ema": True, "eval_num_items": 1, "target_modules": [r".*attn1\.to_(k|out\.0)"]}),
         ("hunyuan_video", {"quantize_frozen": "int8", "gradient_checkpointing": True, "async_checkpointing": True}),
-        ("cogvideox", {"layerwise_upcasting_modules": ["transformer"], "gradient_checkpointing": True, "transformer_dtype": "bf16"}),
+        ("cogvideox",
+         {"layerwise_upcasting_modules": ["transformer"], "gradient_checkpointing": True, "transformer_dtype": "bf16"}),
         ("ltx_video", {"training_type": "full-finetune", "lr": 1e-4}),
     ],
 )  # fmt: skip
@@ -115,13 +117,14 @@ def test_a_second_round_begins_at_its_reference(
 def test_the_distance_from_the_reference_begins_at_zero(
     method: str, pairs_run: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Of reward finetuning; the LoRA that is stored is of use to a run that measures no distance before it is resumed."""
+    """Reward finetuning; the stored LoRA also serves a run that measures no distance before it is resumed."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a cat\na dog\n")
     generations = 1 if method == "refl" else 2
     rewarded = {
-        "method": method, "prompts": str(prompts), "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 1,
-        "num_generations": generations, "sampling_steps": 4, "lr": 1e-2, "updates_per_rollout": 1, "train_steps": 2,
+        "method": method, "prompts": str(prompts), "reward": ["brightness"], "rollout_size": "9x64x64",
+        "prompts_per_step": 1, "num_generations": generations, "sampling_steps": 4, "lr": 1e-2,
+        "updates_per_rollout": 1, "train_steps": 2,
     }  # fmt: skip
     weight = {} if method == "nft" else {"kl_coef": 0.1}
     if method == "nft":
@@ -210,7 +213,7 @@ def test_the_stored_lora_is_part_of_the_run(
 def test_what_keeps_the_base_as_its_reference(
     pairs_run: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prior preservation, which is told apart by its first loss; and runs that an earlier version began, which say so."""
+    """Prior preservation, identified by its first loss; and runs that an earlier version began, which report that."""
     values = pairs_run(train_steps=2)
     prior = {"method": "sft", "dataset_file": None, "prior_preservation_weight": 1.0, "class_prompt": "a pattern"}
     preserved = run(

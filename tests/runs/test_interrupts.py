@@ -1,4 +1,4 @@
-"""Interrupts and requests in a host program: nothing that can be saved is lost, and handlers are afterwards as before."""
+"""Interrupts and requests in a host program: nothing that can be saved is lost, and handlers are restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of families that are not in this repository, each with something of its own that `ModelSpec` provides for."""
+"""Complete runs of families outside this repository, each with a specialty that `ModelSpec` supports."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
     assert "no folder 'image_processor'" in refused()
 
 
-# ---- two experts, as Wan 2.2's -----------------------------------------------------------------------------------------
+# ---- two experts, as Wan 2.2's ---------------------------------------------------------------------------------------
 
 BOUNDARY, TOKENS = 0.875, 32
 

@@ -54,7 +54,8 @@ def test_the_prior_is_held_and_the_clips_are_learned(
     weak, strong, cached = (
         run(**{**values, "output_dir": str(tmp_path / name), "prior_preservation_weight": weight, **more})
         for name, weight, more in (
-            ("weak", 1e-6, {}), ("strong", 30.0, {}), ("cached", 30.0, {"precompute_conditions": True, "train_steps": 2}),
+            ("weak", 1e-6, {}), ("strong", 30.0, {}),
+            ("cached", 30.0, {"precompute_conditions": True, "train_steps": 2}),
         )
     )  # fmt: skip
     plain = run(**{**values, "output_dir": str(tmp_path / "plain"), "prior_prompts": None, "train_steps": 1})

@@ -107,8 +107,8 @@ def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]
     values = options(train_steps=1, lora_alpha=6)
     done = run(**values)
     assert {path.name for path in done.root.iterdir()} == {
-        "README.md", "checkpoints", "config.toml", "env.json", "events.jsonl", "manifest.jsonl", "metrics.jsonl", "run.json",
-        "pytorch_lora_weights.safetensors", "report.html", ".lock",
+        "README.md", "checkpoints", "config.toml", "env.json", "events.jsonl", "manifest.jsonl", "metrics.jsonl",
+        "run.json", "pytorch_lora_weights.safetensors", "report.html", ".lock",
     }  # fmt: skip
     again = load_config(done.root / "config.toml")
     assert again == done.state.config

@@ -1,7 +1,7 @@
 """Every place that refuses something is reached by a dry run, or says here why it cannot be known before loading.
 
-A place is a function that raises an error of its own, or makes a `Problem`. A function that dry runs enter refuses there what a
-run would refuse. A new refusal in another function turns this test red: move it to what a dry run calls
+A place is a function that raises an error of its own, or makes a `Problem`. A function that dry runs enter refuses
+there what a run would refuse. A new refusal in another function turns this test red: move it to what a dry run calls
 (`plan.ready.check_network`, `MethodSpec.check`, `MethodSpec.plan_problems`, ...), or add it to `AFTER` with the reason.
 """
 
@@ -45,11 +45,12 @@ FOLDERS = (
 )
 OTHER_COMMANDS = (
     "tools/batch_search", "plan/check.py", "tools/doctor", "results/export_formats.py", "results/reports", "sampling/",
-    "runs/stages", "tools/sync.py", "sampling/watch", "models/files/lora_formats.py", "models/tiny", "rewards/server.py", "rewards/limits.py",
+    "runs/stages", "tools/sync.py", "sampling/watch", "models/files/lora_formats.py", "models/tiny",
+    "rewards/server.py", "rewards/limits.py",
 )  # fmt: skip
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
 AFTER = {
-    "The hub, another process, another machine or the disk decides while the run goes on; a dry run joins nobody and locks nothing.": """
+    "The Hub, another process or machine, or the disk decides during the run; a dry run joins and locks nothing.": """
         data/loading/precompute.py: check_room
         data/loading/workers.py: Workers._next 3, Workers.batches
         plan/check_upload.py: _permission_problems 2
@@ -58,8 +59,8 @@ AFTER = {
         results/export.py: upload
         plan/init_distributed.py: _gpu_problems, make_strategy
         training/load_work.py: _check_same_plan
-        rundir/lock.py: exclusive 2, unused
-        plan/once_per_node.py: _ask 2
+        rundir/lock.py: exclusive 2, keep_unused
+        plan/once_per_node.py: _read_answer 3
         plan/ready.py: check_rewards 2
         plan/room.py: check_room
         models/split/attention.py: check_backend 4
@@ -173,7 +174,7 @@ def stated() -> dict[str, int]:
 
 
 def sites() -> dict[str, tuple[int, str, int]]:
-    """How many places refuse something in each function, by `module:function`, with the file and line where it begins."""
+    """Return each function's number of refusing places, with its file and first line, by `module:function`."""
     found: dict[str, tuple[int, str, int]] = {}
     for folder in FOLDERS:
         for path in sorted((PACKAGE / folder).rglob("*.py")):

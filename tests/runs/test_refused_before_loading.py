@@ -28,7 +28,7 @@ Refused = Callable[..., list[str]]
 
 @pytest.fixture
 def refused(options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """`refused(family, version, **changes)`: places of what a dry run of these options refuses, and the same of a run."""
+    """Return a function that returns the options refused by a dry run, and checks that a run refuses the same ones."""
     from finetrainers.runs import run as runs
 
     def started(*_: Any) -> None:
@@ -94,7 +94,8 @@ class Hub:
     def whoami(self) -> dict[str, Any]:
         if self.token == "expired":
             raise OSError("Invalid user token")
-        return {"name": self.name, "orgs": [{"name": "lab", "roleInOrg": "write"}, {"name": "club", "roleInOrg": "read"}],
+        return {"name": self.name,
+                "orgs": [{"name": "lab", "roleInOrg": "write"}, {"name": "club", "roleInOrg": "read"}],
                 "auth": {"accessToken": {"role": self.role}}}  # fmt: skip
 
     def create_repo(self, name: str, *, exist_ok: bool) -> Any:
@@ -327,7 +328,8 @@ def test_captions_that_are_no_text_and_pairs_without_a_prompt_are_refused(
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("line", ["num_processes: [1]", "num_processes: abc", "num_processes: 1.5", "num_processes: null",
+@pytest.mark.parametrize("line",
+                         ["num_processes: [1]", "num_processes: abc", "num_processes: 1.5", "num_processes: null",
     "num_processes: true", "num_machines: {a: 1}", "distributed_type: FSDP\nfsdp_config: 3",
     "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 9}", "- 1", "mixed_precision: fp8"])  # fmt: skip
 def test_launchers_files_have_the_types_of_their_settings(

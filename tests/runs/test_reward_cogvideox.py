@@ -78,8 +78,9 @@ def test_patches_of_two_frames(tiny_repo: Callable[..., Path], tmp_path: Path, m
     config = load_config(
         method="grpo", model_name="cogvideox", pretrained_model_name_or_path=str(tiny_repo("cogvideox", version="1.5")),
         prompts=str(tmp_path / "prompts.txt"), eval_prompts=str(tmp_path / "prompts.txt"), reward=["brightness"],
-        rollout_size="9x32x32", prompts_per_step=2, num_generations=2, batch_size=2, sampling_steps=3, transformer_dtype="fp32",
-        vae_dtype="fp32", text_encoder_dtype="fp32", rank=4, lora_alpha=8, lr=1e-2, train_steps=2, checkpointing_steps=0,
+        rollout_size="9x32x32", prompts_per_step=2, num_generations=2, batch_size=2, sampling_steps=3,
+        transformer_dtype="fp32", vae_dtype="fp32", text_encoder_dtype="fp32", rank=4, lora_alpha=8, lr=1e-2,
+        train_steps=2, checkpointing_steps=0,
         logging_steps=1, output_dir=str(tmp_path / "run"),
     )  # fmt: skip
     train(config)

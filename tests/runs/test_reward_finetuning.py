@@ -353,7 +353,9 @@ def test_a_checkpoint_with_a_multistep_solver(
     solvers = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
     diffusers.UniPCMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")
     seen, rollout = [], Sampler.rollout
-    monkeypatch.setattr(Sampler, "rollout", lambda self, *a, **o: seen.append((self.times, rollout(self, *a, **o))) or seen[-1][1])  # fmt: skip
+    monkeypatch.setattr(
+        Sampler, "rollout", lambda self, *a, **o: seen.append((self.times, rollout(self, *a, **o))) or seen[-1][1]
+    )
     train(load_config(**given | {"pretrained_model_name_or_path": str(repo)}))
     times, (clean, _) = seen[0]
     t = torch.linspace(1, 0, 6)[:-1]

@@ -54,13 +54,15 @@ def options(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., dic
 
     def build(family: str, version: str | None = None, **changes: Any) -> dict[str, Any]:
         values = {
-            "method": "grpo", "model_name": family, "pretrained_model_name_or_path": str(tiny_repo(family, version=version)),
+            "method": "grpo", "model_name": family,
+            "pretrained_model_name_or_path": str(tiny_repo(family, version=version)),
             "prompts": str(tmp_path / "prompts.jsonl"), "eval_prompts": str(tmp_path / "held.csv"),
-            "reward": [f"{__name__}:likeness"], "rollout_size": "x".join(map(str, SIZE)),
-            "prompts_per_step": 2, "num_generations": 2, "batch_size": 2, "sampling_steps": 3, "window_range": [0.0, 1.0],
-            "transformer_dtype": "fp32", "vae_dtype": "fp32", "optimizer": "adamw", "lr": 1e-3, "rank": 4, "lora_alpha": 8,
-            "train_steps": 1, "keep_rollouts": 2, "keep_rollouts_every": 1, "output_dir": str(tmp_path / "run"),
-            "precompute_dir": str(tmp_path / "cache"), "logging_steps": 1, **changes,
+            "reward": [f"{__name__}:likeness"], "rollout_size": "x".join(map(str, SIZE)), "prompts_per_step": 2,
+            "num_generations": 2, "batch_size": 2, "sampling_steps": 3, "window_range": [0.0, 1.0],
+            "transformer_dtype": "fp32", "vae_dtype": "fp32", "optimizer": "adamw", "lr": 1e-3, "rank": 4,
+            "lora_alpha": 8, "train_steps": 1, "keep_rollouts": 2, "keep_rollouts_every": 1,
+            "output_dir": str(tmp_path / "run"), "precompute_dir": str(tmp_path / "cache"), "logging_steps": 1,
+            **changes,
         }  # fmt: skip
         parts = families()[family].facts.parts
         values = {f"{part}_dtype": "fp32" for part in parts if part.startswith("text_encoder")} | values
@@ -137,7 +139,8 @@ def check_density_and_samples(state: Any) -> None:
     pipeline = spec.pipeline(network, collector.source.vae, spec.load_scheduler(), image_to_video=True)
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(
-        image=Image.new("RGB", SIZE[:0:-1]), latents=diffusers.LTXPipeline._pack_latents(torch.cat([here.start, noise], dim=2)),
+        image=Image.new("RGB", SIZE[:0:-1]),
+        latents=diffusers.LTXPipeline._pack_latents(torch.cat([here.start, noise], dim=2)),
         **dict(here.tensors), num_frames=SIZE[0], height=SIZE[1], width=SIZE[2], num_inference_steps=len(sampler.times),
         guidance_scale=1.0, frame_rate=25, output_type="latent", return_dict=False,
     )[0]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rollouts are decoded one by one, or in tiles, where all at once would not fit; text encoders are gone while clips are sampled."""
+"""Rollouts are decoded one by one, or in tiles, if all would not fit; text encoders are freed while sampling."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[
 def test_text_encoders_are_gone_while_clips_are_sampled(
     rewarded: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are encoded beforehand, those of samples and of the evaluation, too: nothing has the encoders in memory then."""
+    """Prompts are encoded beforehand, including those of samples and evaluation: the encoders are freed by then."""
     encoders: list[weakref.ref[nn.Module]] = []
     sampled: list[int] = []
     load, collect = common.load_frozen, Collector.collect

@@ -1,4 +1,4 @@
-"""Gradients taken while a rollout samples are those of replay, on every family; and an OOM there says what needs less."""
+"""Gradients taken during a rollout are those of replay, for every family; an OOM there names options that need less."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_the_gradient_is_that_of_replay(
             torch.sqrt(sum((one.double() ** 2).sum() for one in parts))
             for parts in ([taken[w] - compared.replayed[w] for w in taken], compared.replayed.values())
         )
-        # Steps that are trained are sampled clip by clip. Replay does the same, since products of other sizes round differently.
+        # Steps that are trained are sampled clip by clip. Replay does the same, since products of other sizes round
+        # differently.
         assert error <= 2e-6 * size > 0, how
         rollout = compared.without[how]
         norms = by_noise(rollout.taken.norms, rollout.taken.levels)

@@ -58,7 +58,7 @@ DATASET = "frame_buckets = [120]\nresolutions = [[64, 64]]\n\n[[directory]]\npat
 
 
 def without_weights(repo: Path, to: Path, *, keep: Iterable[str] = ()) -> Path:
-    """A model's folder as `hf download --include '*.json' '*.model' '*.txt'` brings it, with the weights of some parts."""
+    """Make a model's folder as `hf download --include '*.json' '*.model' '*.txt'` does, with weights of some parts."""
     shutil.copytree(repo, to)
     for file in to.glob("*/*.safetensors"):
         if file.parent.name not in keep:
@@ -74,9 +74,15 @@ def write(weights: dict[str, Tensor], cls: str, kind: str, prefix: str, path: Pa
 
 @pytest.fixture
 def files(tiny_repo: Callable[..., Path], tmp_path: Path) -> Path:
-    """The parts of a tiny HunyuanVideo, as ComfyUI's files hold them."""
+    """Return the folder of a tiny HunyuanVideo's parts, as ComfyUI's files hold them."""
     repo, to = tiny_repo("hunyuan_video"), tmp_path / "files"
-    write(load_file(repo / "transformer" / NETWORK), "HunyuanVideoTransformer3DModel", "ComfyUI's", "model.model.", to / "transformer.safetensors")  # fmt: skip
+    write(
+        load_file(repo / "transformer" / NETWORK),
+        "HunyuanVideoTransformer3DModel",
+        "ComfyUI's",
+        "model.model.",
+        to / "transformer.safetensors",
+    )
     write(load_file(repo / "vae" / NETWORK), "AutoencoderKLHunyuanVideo", "ComfyUI's", "", to / "vae.safetensors")
     llama = {f"model.{name}": tensor for name, tensor in load_file(repo / "text_encoder" / "model.safetensors").items()}
     clip = load_file(repo / "text_encoder_2" / "model.safetensors")
@@ -91,7 +97,7 @@ def test_the_seed_trains_from_single_files(
     tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], files: Path, tmp_path: Path, capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With folders of encoders, whose repository has the rest, with such folders alone, and with single files for all."""
+    """Folders of encoders whose repository has the rest, such folders alone, and single files for all."""
     configs = without_weights(tiny_repo("hunyuan_video"), tmp_path / "configs" / "hunyuan_video")
     for folder in ("tokenizer", "tokenizer_2"):
         shutil.rmtree(configs / folder)
@@ -207,9 +213,12 @@ def test_what_is_wrong_with_single_files_is_said_at_once(
         return problem
 
     first = "model.model.img_in.proj"
-    scaled = quantized({f"{first}.weight": state[f"{first}.weight"].to(torch.float8_e4m3fn), f"{first}.scale_weight": torch.ones(1)})  # fmt: skip
+    scaled = quantized(
+        {f"{first}.weight": state[f"{first}.weight"].to(torch.float8_e4m3fn), f"{first}.scale_weight": torch.ones(1)}
+    )
     assert f"as in ComfyUI's fp8 files: {first}.scale_weight), and these are not read; give the unquantized" in scaled
-    assert "(states of bitsandbytes: " in quantized({f"{first}.weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8)})  # fmt: skip
+    state_name = f"{first}.weight.quant_state.bitsandbytes__nf4"
+    assert "(states of bitsandbytes: " in quantized({state_name: torch.zeros(3, dtype=torch.uint8)})
     assert "(integers of I8: " in quantized({f"{first}.weight": torch.zeros(4, 4, dtype=torch.int8)})
     (files / "t.gguf").write_bytes(b"GGUF" + bytes(64))
     assert "holds quantized weights (GGUF), and these" in said(transformer_id=str(files / "t.gguf"))[0]
@@ -241,7 +250,7 @@ def test_a_cast_to_8_bits_is_read_and_said(options: Callable[..., dict], files: 
 def test_weights_of_a_single_file_are_part_of_what_is_resumed(
     options: Callable[..., dict], run: Callable[..., Any], files: Path, tiny_repo: Callable[..., Path]
 ) -> None:
-    """Another file in its place is another base; the run that went on is the one from folders. Names of ComfyUI start a run, too."""
+    """A replaced file is another base; a run from folders continues. Names of ComfyUI also start a run."""
     file = str(files / "transformer.safetensors")
     values = options("hunyuan_video", train_steps=1, transformer_path=file)
     first = run(**values)
@@ -265,7 +274,15 @@ def test_weights_of_a_single_file_are_part_of_what_is_resumed(
     assert recall_files(folder, spec) is None  # encodings of other weights are not taken for theirs
     with pytest.raises(ConfigError, match=r"--init_from: .* holds none of the network's tensors, such as x_embedder"):
         run(**options("hunyuan_video", init_from=str(other), output_dir=str(files / "none")))
-    begun = options("hunyuan_video", train_steps=1, lr=0.0, weight_decay=0.0, training_type="full-finetune", init_from=file, output_dir=str(files / "run"))  # fmt: skip
+    begun = options(
+        "hunyuan_video",
+        train_steps=1,
+        lr=0.0,
+        weight_decay=0.0,
+        training_type="full-finetune",
+        init_from=file,
+        output_dir=str(files / "run"),
+    )
     written = run(**begun).weights
     expected = load_file(tiny_repo("hunyuan_video") / "transformer" / NETWORK)
     assert [key for key in expected if not torch.equal(expected[key] + 1, written[key])] == []

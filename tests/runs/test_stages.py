@@ -16,14 +16,14 @@ from finetrainers.config.stages import Stage, read_stages
 from finetrainers.plan.lineage import ancestors, began_from, lineage_of
 from finetrainers.rundir.identity import IDENTITY, take_identity
 from finetrainers.runs.stages import (
-    Standing,
+    StageStatus,
+    changed_stages,
+    incompatibilities,
     look_at,
     missing_before,
-    outdated,
     resume_flags,
     set_aside,
     start_flags,
-    unfit,
     used_elsewhere,
 )
 from finetrainers.runs.stages_plan import plan_stages
@@ -64,7 +64,7 @@ def stages(text: str = TEXT) -> list[Stage]:
     return read_stages(Path("stages.toml"), Given())
 
 
-def standing(name: str, text: str = TEXT, **more: str) -> Standing:
+def standing(name: str, text: str = TEXT, **more: str) -> StageStatus:
     return next(one for one in look_at(stages(text), **more) if one.name == name)
 
 
@@ -92,9 +92,9 @@ def finish(names: Sequence[str], content: str = "1") -> None:
             place = one.config.training.init_from or one.source.root
             weights = Path(place) / ("" if one.load == "lora" else "transformer")
             lora = next(iter(weights.glob("*.safetensors")))
-            from finetrainers.plan.lineage import origin_of
+            from finetrainers.plan.lineage import read_origin
 
-            events.append({"event": "began_from", **origin_of(lora if one.load == "lora" else weights)})
+            events.append({"event": "began_from", **read_origin(lora if one.load == "lora" else weights)})
         events.append({"event": "finished", "step": 3})
         (one.root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
@@ -116,33 +116,33 @@ def test_what_stages_are_started_with() -> None:
     ]
     assert all(resume_flags(one) == {"--resume_from_checkpoint": "auto"} for one in found)
     assert [Path(event["run"]).name for event in ancestors(Path("runs/whole"))] == ["more", "mid", "low"]
-    assert outdated(found) == []
+    assert changed_stages(found) == []
 
 
 def test_options_that_have_changed_since() -> None:
     finish(PARTS)
     text = TEXT.replace("lr = 1e-5", "lr = 2e-5\nvalidation_steps = 7\ndataloader_num_workers = 3\nblocks_to_swap = 4")
     text = text.replace("rank = 8", "rank = 8\noverlap_gradient_exchange = false")
-    (problem,) = outdated(look_at(stages(text)))
+    (problem,) = changed_stages(look_at(stages(text)))
     assert str(problem) == (
-        "stage low: is finished, and its options have changed since: lr 1e-05 -> 2e-05; mid, more, whole and on began from "
-        "it. Restore what it was, or run with --from low, which trains it and every later stage again, or with "
+        "stage low: is finished, and its options have changed since: lr 1e-05 -> 2e-05; mid, more, whole and on began "
+        "from it. Restore what it was, or run with --from low, which trains it and every later stage again, or with "
         "--keep_finished, which takes what is there as it is"
     )
     again = look_at(stages(text), again_from="low")
-    assert outdated(again) == []
+    assert changed_stages(again) == []
     assert not any(one.is_done for one in again)
 
 
 def test_weights_that_are_others_now() -> None:
     finish(PARTS)
     finish(["mid"], "2")
-    (problem,) = outdated(look_at(stages()))
+    (problem,) = changed_stages(look_at(stages()))
     assert str(problem).startswith("stage more: has begun from mid, whose result is another one now; whole and on")
     (Path("runs/low") / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     (Path("runs/low") / "transformer" / "config.json").unlink()
     (Path("runs/low") / "transformer").rmdir()
-    assert "stage mid: has begun from low, which is not finished now" in str(outdated(look_at(stages()))[0])
+    assert "stage mid: has begun from low, which is not finished now" in str(changed_stages(look_at(stages()))[0])
 
 
 def test_weights_that_are_alike_of_another_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +150,9 @@ def test_weights_that_are_alike_of_another_checkpoint(monkeypatch: pytest.Monkey
     seals = dict.fromkeys((Path(f"runs/{name}/checkpoints/step-3").resolve() for name in PARTS), "a")
     monkeypatch.setattr("finetrainers.plan.lineage.seal_of", seals.get)
     finish(PARTS)
-    assert outdated(look_at(stages())) == []
+    assert changed_stages(look_at(stages())) == []
     seals[Path("runs/low/checkpoints/step-3").resolve()] = "b"
-    (problem,) = outdated(look_at(stages()))
+    (problem,) = changed_stages(look_at(stages()))
     assert str(problem).startswith("stage mid: has begun from low, whose result is another one now")
 
 
@@ -231,17 +231,17 @@ def test_a_stage_must_fit_the_one_that_it_begins_from(name: str, change: str, lo
     one = standing(name, TEXT.replace(f'name = "{name}"', change))
     assert one.source is not None
     assert one.load == load
-    assert unfit(one.source.config, one.config, one.load) == message
+    assert incompatibilities(one.source.config, one.config, one.load) == message
 
 
 def test_a_stage_that_began_from_another_run_of_the_same_weights_is_outdated() -> None:
     take_identity(standing("low").root)
     finish(PARTS)
-    assert outdated(look_at(stages())) == []
+    assert changed_stages(look_at(stages())) == []
     (standing("low").root / IDENTITY).unlink()
-    assert outdated(look_at(stages())) == []  # of a run of before that is not known
+    assert changed_stages(look_at(stages())) == []  # of a run of before that is not known
     take_identity(standing("low").root)
-    (problem,) = outdated(look_at(stages()))
+    (problem,) = changed_stages(look_at(stages()))
     assert problem.where == "stage mid"
 
 

@@ -72,7 +72,8 @@ def process_state() -> dict[str, Any]:
         "numpy": repr(np.random.get_state()),
         "python": random.getstate(),
         "precision": [
-            cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.deterministic, torch.get_float32_matmul_precision(),
+            cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.deterministic,
+            torch.get_float32_matmul_precision(),
             *(getattr(place, "fp32_precision", None) for place in (torch.backends, matmul, cudnn)),
         ],
         "dtype": torch.get_default_dtype(),
@@ -248,7 +249,8 @@ def test_a_fresh_process_says_first_what_it_will_do_and_libraries_say_nothing(op
 
 #: What estimating and a dry run do not use besides: PyTorch's compiler, and diffusers' pipelines.
 PLANNING_UNUSED = (
-    "diffusers.pipelines.ltx", "torch._inductor.compile_fx", "finetrainers.training.trainer", "finetrainers.results.reports.page"
+    "diffusers.pipelines.ltx", "torch._inductor.compile_fx", "finetrainers.training.trainer",
+    "finetrainers.results.reports.page"
 )  # fmt: skip
 _PLANNING = """
 from finetrainers.cli.main import main

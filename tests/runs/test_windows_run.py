@@ -60,7 +60,7 @@ def test_the_published_file_trains(
 def test_all_windows_of_a_clip_in_one_step(
     options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The step is that of the mean over the windows of its clips, cached or not, and a resumed run goes on as if it had not stopped."""
+    """The step is that of the mean over its clips' windows, cached or not, and resuming changes nothing."""
     given = options(
         "ltx_video", data_root=str(make_clips(3, frames=12)), video_resolution_buckets=["1000x64x64"],
         sliding_window_size=9, sliding_window_batching="clip", target_fps=8, batch_size=2, lr=1e-2,

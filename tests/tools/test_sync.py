@@ -1,4 +1,4 @@
-"""Copies by rsync over a real sshd on the loopback address: never half a checkpoint, no optimizer state, nothing deleted unasked."""
+"""Copies by rsync over a loopback sshd: never half a checkpoint, no optimizer state, nothing deleted unasked."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ def test_a_copy_over_ssh(run: Path, ssh: str, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert [line.split(":")[0] for line in said.splitlines()] == ["step-1", "step-2"]
     small = {"config.toml", "metrics.jsonl", "logs/project/events.out"}
-    copied = {f"checkpoints/step-{step}/{name}" for step in (1, 2) for name in ("manifest.json", "state.json", "weights.safetensors")}  # fmt: skip
+    copied = {
+        f"checkpoints/step-{step}/{name}"
+        for step in (1, 2)
+        for name in ("manifest.json", "state.json", "weights.safetensors")
+    }
     assert names(there) == small | copied
     assert [one.damage for one in scan_checkpoints(there, weights_only=True)] == [None, None]
     assert damage(there / "checkpoints" / "step-2", contents=True, weights_only=True) is None

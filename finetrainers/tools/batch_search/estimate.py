@@ -1,4 +1,4 @@
-"""The batch size of each bucket by the estimate of memory: no weights are loaded."""
+"""The batch size of each bucket by the memory estimate: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def estimate_sizes(
     on_cpu: bool,
     say: Callable[[BucketSearch], Any],
 ) -> None:
-    """Fill in what the estimate says of each bucket.
+    """Set the estimate of each bucket.
 
     Args:
         checked: the run.
         searches: its buckets.
-        limit: GiB that may be taken.
-        on_cpu: whether that is memory of the host, which has all of the run.
-        say: called with each bucket that is estimated.
+        limit: GiB that may be used.
+        on_cpu: whether that is host memory, which holds the whole run.
+        say: called with each estimated bucket.
     """
     memory = RunMemory(checked, gpu_gib=limit)
 
-    def plan_of(bucket: Bucket, clips: int) -> RunPlan:
+    def make_plan(bucket: Bucket, clips: int) -> RunPlan:
         return memory.choose(batch=(bucket, clips)).plan
 
     def needed(bucket: Bucket, clips: int) -> float:
-        plan = plan_of(bucket, clips)
+        plan = make_plan(bucket, clips)
         return (plan.local_processes * plan.peak + plan.machine_bytes if on_cpu else reserved(plan.peak)) / GIB
 
-    for one in searches:
-        one.estimated = largest_fitting(partial(needed, one.bucket), limit=limit, most=one.most)
-        clips = max(1, one.estimated)
-        one.needed, one.phase = needed(one.bucket, clips), label(plan_of(one.bucket, clips).peak_phase)
-        say(one)
+    for search in searches:
+        search.estimated = largest_fitting(partial(needed, search.bucket), limit=limit, max_clips=search.most)
+        clips = max(1, search.estimated)
+        search.needed, search.phase = needed(search.bucket, clips), label(make_plan(search.bucket, clips).peak_phase)
+        say(search)

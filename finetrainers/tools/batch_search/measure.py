@@ -36,23 +36,23 @@ from .sizes import Trial, search
 
 logger = logging.getLogger(__name__)
 
-#: Micro-batches of a measured step: with accumulation, gradients are there already when the second one is computed.
+#: Micro-batches of a measured step: with accumulation, gradients exist already when the second one is computed.
 _ACCUMULATED = 2
 
 
 @contextlib.contextmanager
 def loaded_bench(checked: Preflight) -> Iterator[Bench]:
-    """Load the model, with one clip of each bucket encoded, in a folder that is deleted again.
+    """Load the model, with one clip of each bucket encoded, in a folder that is deleted after the block.
 
     Args:
-        checked: the run, by its weights too; see `ready.examine_weights`.
+        checked: the run, including its weights; see `ready.examine_weights`.
 
     Raises:
         OutOfMemory: it does not fit before the first step.
     """
     with tempfile.TemporaryDirectory(prefix="finetrainers-search-batch-") as folder, restored():
-        config = _measured_config(checked.config, Path(folder))
-        plan = _one_of_each_bucket(checked.plan)  # type: ignore[arg-type]
+        config = _make_config(checked.config, Path(folder))
+        plan = _select_clips(checked.plan)  # type: ignore[arg-type]
         checked = replace(checked, config=config, plan=plan, prompts=[], scored=[])
         with contextlib.closing(make_strategy(config)) as parallel:
             watchdog = Watchdog.of_run(config.run, rank=parallel.rank)
@@ -66,16 +66,22 @@ def loaded_bench(checked: Preflight) -> Iterator[Bench]:
                 yield Bench(trainer)
 
 
-def _one_of_each_bucket(plan: DatasetPlan) -> DatasetPlan:
-    """The plan of the clip of each bucket that has the longest caption; with one that has a mask, if any has: then all batches have."""
+def _select_clips(plan: DatasetPlan) -> DatasetPlan:
+    """Return a plan of each bucket's clip with the longest caption, and of a clip with a mask, if any has one.
+
+    A clip with a mask gives all batches a mask.
+    """
     clips = [clips[0] for clips in longest_captions(plan.clips).values()]
     if not any(clip.mask for clip in clips):
         clips += [cut_to(clip, clip.bucket) for clip in plan.clips if clip.mask is not None][:1]
     return plan.of_clips(clips)
 
 
-def _measured_config(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The run with everything that takes memory in a step, which samples, saves and reports nothing, and keeps its weights."""
+def _make_config(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return the run's configuration for measuring, with everything that takes memory in a step.
+
+    The run samples, saves and reports nothing, and keeps its weights.
+    """
     tables: dict[str, dict[str, Any]] = {
         "run": {"output_dir": folder, "report_to": [], "train_log": False, "push_to_hub": False, "export_formats": []},
         "training": {
@@ -90,16 +96,18 @@ def _measured_config(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 class Bench:
-    """A loaded model that takes training steps of any batch size.
+    """Loaded model that takes training steps of any batch size.
 
     Attributes:
         trainer: takes the steps.
-        on_gpu: whether the memory that is measured is that of a GPU; otherwise it is the resident memory of this process.
+        on_gpu: whether the measured memory is that of a GPU; otherwise it is the resident memory of this process.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Args:
-        trainer: with everything loaded.
+        """Make a bench.
+
+        Args:
+            trainer: with everything loaded.
         """
         self.trainer = trainer
         self.on_gpu = trainer.state.parallel.device.type == "cuda"
@@ -108,13 +116,13 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where the steps are computed."""
+        """Device that computes the steps."""
         return self.trainer.state.parallel.device
 
     def limit(self, size: float, *, margin: float) -> float:
-        """GiB that PyTorch may reserve so that a share of the GPU stays free; on the CPU, that this process may take.
+        """Return GiB that PyTorch may reserve, or this process may use on a CPU, so that a share stays free.
 
-        What other processes have of the GPU, and CUDA's context, are not in it.
+        GPU memory of other processes and of CUDA's context is not included.
 
         Args:
             size: GiB to fit.
@@ -127,57 +135,61 @@ class Bench:
         return ((1 - margin) * min(total, GIB * size) - others) / GIB
 
     def measure(self, bucket: Bucket, clips: int, *, steps: int, limit: float) -> Trial:
-        """One batch size: a step that is not timed, and the median of the next ones.
+        """Measure a batch size: take a step that is not timed, then return the median of the next ones.
 
         Args:
             bucket: frames, height and width.
             clips: of a micro-batch.
             steps: to time.
-            limit: GiB that may be taken.
+            limit: GiB that may be used.
         """
         spec, memory, watchdog = self.trainer.state.spec, self.trainer.state.memory, self.trainer.state.watchdog
         watchdog.enter("step")
-        before = set(spec.vae_one_by_one), set(spec.vae_too_large)
+        vae_sizes = set(spec.vae_one_by_one), set(spec.vae_too_large)
         free_memory()
         return_freed_memory()
-        memory.record()  # what was before is not of this size
-        seconds = self._seconds(bucket, clips, steps)
+        memory.record()  # earlier peaks are of other sizes
+        seconds = self._try_timing(bucket, clips, steps)
         peaks = memory.record()
-        lessened = (spec.vae_one_by_one, spec.vae_too_large) != before
-        spec.vae_one_by_one, spec.vae_too_large = before
+        is_reduced = (spec.vae_one_by_one, spec.vae_too_large) != vae_sizes
+        spec.vae_one_by_one, spec.vae_too_large = vae_sizes
         if seconds is None:
             self._recover()
             return Trial(clips, "out of memory")
         kind = "reserved" if self.on_gpu else "host"
         peak = max(gib for name, gib in peaks.items() if name.endswith(f"/{kind}_gib"))
-        if lessened:
+        if is_reduced:
             return Trial(clips, "the VAE ran out of memory", seconds, peak)
         return Trial(clips, None if peak <= limit else f"over {limit:.2f} GiB", seconds, peak)
 
-    def _seconds(self, bucket: Bucket, clips: int, steps: int) -> float | None:
-        """Of a micro-batch; None: it ran out of memory. The error, which holds the tensors of the step, ends here."""
+    def _try_timing(self, bucket: Bucket, clips: int, steps: int) -> float | None:
+        """Return seconds per micro-batch, or None if it ran out of memory.
+
+        The error, which holds the tensors of the step, ends here.
+        """
         try:
-            return self._time(bucket, clips, steps)
+            return self._time_steps(bucket, clips, steps)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             logger.debug("out of memory with %d clips of %s: %s", clips, bucket, error)
         return None
 
-    def _time(self, bucket: Bucket, clips: int, steps: int) -> float:
+    def _time_steps(self, bucket: Bucket, clips: int, steps: int) -> float:
         state, times = self.trainer.state, []
-        made = state.method.trial_steps(bucket, clips, micro_batches=self._micro_batches)  # type: ignore[attr-defined]
+        num_batches = self._micro_batches
+        batches = state.method.trial_steps(bucket, clips, micro_batches=num_batches)  # type: ignore[attr-defined]
         for _ in range(1 + steps):
             started = time.perf_counter()
             with phase(TRAINING_STEP):
-                self.trainer.train_step(next(made))
+                self.trainer.train_step(next(batches))
             if self.on_gpu:
                 torch.cuda.synchronize(self.device)
             times.append(time.perf_counter() - started)
-        return statistics.median(times[1:]) / self._micro_batches
+        return statistics.median(times[1:]) / num_batches
 
     def _recover(self) -> None:
-        """Drop what a step that ran out of memory has left."""
+        """Drop the remains of a step that ran out of memory."""
         parallel = self.trainer.state.parallel
         parallel.drop_gradients()
         if parallel.scaler is not None:
@@ -188,25 +200,27 @@ class Bench:
 
 def measure_sizes(
     bench: Bench,
-    one: BucketSearch,
+    bucket_search: BucketSearch,
     *,
     steps: int,
     limit: float,
     say: Callable[[BucketSearch, Trial], Any],
 ) -> None:
-    """Fill in the trials of a bucket.
+    """Set the trials of a bucket.
 
     Args:
         bench: a loaded model.
-        one: the bucket, with its estimate.
+        bucket_search: the bucket, with its estimate.
         steps: to time for each size.
-        limit: GiB that may be taken.
+        limit: GiB that may be used.
         say: called with each trial.
     """
 
-    def measured(clips: int) -> Trial:
-        trial = bench.measure(one.bucket, clips, steps=steps, limit=limit)
-        say(one, trial)
+    def measure(clips: int) -> Trial:
+        trial = bench.measure(bucket_search.bucket, clips, steps=steps, limit=limit)
+        say(bucket_search, trial)
         return trial
 
-    one.trials = search(measured, start=max(1, one.estimated), most=one.most, limit=limit)
+    bucket_search.trials = search(
+        measure, start=max(1, bucket_search.estimated), max_clips=bucket_search.most, limit=limit
+    )

@@ -1,4 +1,4 @@
-"""What a search has found: one table, lines for the configuration, and JSON. Imports no torch."""
+"""The results of a search: one table, lines for the configuration, and JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .sizes import Trial, best
 
 @dataclass(frozen=True)
 class Searched:
-    """A finished search.
+    """Finished search.
 
     Attributes:
-        buckets: each with what was found.
-        noun: what is trained on: `clip` or `pair`.
+        buckets: each with its results.
+        noun: name of a training item: `clip` or `pair`.
         tokens: of the transformer, for a sample of each bucket.
         gpu: GiB that were planned for.
-        margin: share of it that stays free.
-        limit: GiB that may be taken: of the estimate, and of what was measured; None: nothing was.
-        device: on which it was measured.
-        unmeasured: why nothing was measured; None: it was.
+        margin: share of the memory that stays free.
+        limit: GiB that may be used by the estimate, and by measured steps, or None if nothing was measured.
+        device: the one that was measured.
+        unmeasured: why nothing was measured, or None if it was.
         on_gpu: whether memory is that of a GPU.
-        empty: configured buckets in which no clip comes.
+        empty: configured buckets without clips.
     """
 
     buckets: Sequence[BucketSearch]
@@ -43,60 +43,65 @@ class Searched:
 
     @property
     def batch_sizes(self) -> list[str]:
-        """`49x512x768=4` for each bucket in which a batch fits."""
-        return [f"{bucket_text(one.bucket)}={one.chosen}" for one in self.buckets if one.chosen]
+        """Entries such as `49x512x768=4`, one for each bucket in which a batch fits."""
+        return [f"{bucket_text(search.bucket)}={search.chosen}" for search in self.buckets if search.chosen]
 
     @property
     def unfit(self) -> list[BucketSearch]:
         """Buckets in which nothing fits."""
-        return [one for one in self.buckets if not one.chosen]
+        return [search for search in self.buckets if not search.chosen]
 
 
-def estimate_line(one: BucketSearch, *, noun: str) -> str:
-    """One bucket, when it is estimated."""
-    name = bucket_text(one.bucket)
-    if not one.estimated:
-        return f"{name}: 1 {noun} does not fit by the estimate: {one.needed:.3g} GiB in the phase {one.phase}"
-    capped = ", the most that is tried" if one.estimated == one.most else ""
+def estimate_line(search: BucketSearch, *, noun: str) -> str:
+    """Return a line about an estimated bucket."""
+    name = bucket_text(search.bucket)
+    if not search.estimated:
+        return f"{name}: 1 {noun} does not fit by the estimate: {search.needed:.3g} GiB in the phase {search.phase}"
+    capped = ", the most that is tried" if search.estimated == search.most else ""
     return (
-        f"{name}: {plural(one.estimated, noun)} by the estimate{capped}; {one.needed:.3g} GiB in the phase {one.phase}"
+        f"{name}: {plural(search.estimated, noun)} by the estimate{capped}; {search.needed:.3g} GiB in the phase "
+        f"{search.phase}"
     )
 
 
-def trial_line(one: BucketSearch, trial: Trial, *, noun: str) -> str:
-    """One size, when it is measured."""
-    found = f"{bucket_text(one.bucket)} x {trial.clips}: "
+def trial_line(search: BucketSearch, trial: Trial, *, noun: str) -> str:
+    """Return a line about a measured size."""
+    prefix = f"{bucket_text(search.bucket)} x {trial.clips}: "
     if trial.peak is None or trial.seconds is None:
-        return f"{found}{trial.error}"
+        return f"{prefix}{trial.error}"
     over = "" if trial.fits else f"; {trial.error}"
-    return f"{found}{trial.peak:.2f} GiB, {trial.seconds / trial.clips:.3g} s/{noun}{over}"
+    return f"{prefix}{trial.peak:.2f} GiB, {trial.seconds / trial.clips:.3g} s/{noun}{over}"
 
 
-def report_lines(found: Searched) -> list[str]:
-    """The table, what to know about it, and the lines for the configuration."""
-    lines = ["", *aligned(list(_rows(found)))]
-    lines += _notes(found)
-    if found.batch_sizes:
-        quoted = ", ".join(f'"{text}"' for text in found.batch_sizes)
-        lines += ["", "as flags:", f"  --bucket_batch_sizes {' '.join(found.batch_sizes)}"]
+def report_lines(results: Searched) -> list[str]:
+    """Return the table, notes about it, and the lines for the configuration."""
+    lines = ["", *aligned(list(_rows(results)))]
+    lines += _notes(results)
+    if results.batch_sizes:
+        quoted = ", ".join(f'"{text}"' for text in results.batch_sizes)
+        lines += ["", "as flags:", f"  --bucket_batch_sizes {' '.join(results.batch_sizes)}"]
         lines += ["in the config file:", f"  bucket_batch_sizes = [{quoted}]"]
     return lines
 
 
-def _rows(found: Searched) -> Iterator[list[str]]:
-    noun, is_measured = found.noun, found.unmeasured is None
+def _rows(results: Searched) -> Iterator[list[str]]:
+    noun, is_measured = results.noun, results.unmeasured is None
     headings = ["bucket", f"{noun}s", "estimated"]
     if is_measured:
-        headings += ["fits", "use", "peak GiB" if found.on_gpu else "host GiB", f"s/{noun}", f"{noun}s/s", "tokens/s"]
+        headings += ["fits", "use", "peak GiB" if results.on_gpu else "host GiB", f"s/{noun}", f"{noun}s/s", "tokens/s"]
     else:
         headings += ["GiB"]
     yield headings
-    for one, tokens in zip(found.buckets, found.tokens, strict=True):
-        row = [bucket_text(one.bucket), "?" if one.clips is None else str(one.clips), str(one.estimated or "none")]
+    for search, tokens in zip(results.buckets, results.tokens, strict=True):
+        row = [
+            bucket_text(search.bucket),
+            "?" if search.clips is None else str(search.clips),
+            str(search.estimated or "none"),
+        ]
         if is_measured:
-            row += [str(one.largest or "none"), *_measured_cells(best(one.trials), tokens)]
+            row += [str(search.largest or "none"), *_measured_cells(best(search.trials), tokens)]
         else:
-            row += [f"{one.needed:.3g}"]
+            row += [f"{search.needed:.3g}"]
         yield row
 
 
@@ -109,52 +114,59 @@ def _measured_cells(trial: Trial | None, tokens: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _notes(found: Searched) -> Iterator[str]:
-    estimate, measured = found.limit
-    share = f"{100 * found.margin:g} %"
-    where = "the GPU" if found.on_gpu else "host memory"
-    if found.unmeasured is not None:
-        yield f"{found.unmeasured}: nothing was measured, and nothing is known of the throughput"
+def _notes(results: Searched) -> Iterator[str]:
+    estimate, measured = results.limit
+    share = f"{100 * results.margin:g} %"
+    memory = "the GPU" if results.on_gpu else "host memory"
+    if results.unmeasured is not None:
+        yield f"{results.unmeasured}: nothing was measured, and nothing is known of the throughput"
     if measured is None:
-        yield f"planned for {estimate:.3g} of {found.gpu:.3g} GiB of {where}: {share} stay free"
-    elif found.on_gpu:
-        yield f"measured on {found.device}: {measured:.2f} GiB may be reserved, so that {share} of {found.gpu:.3g} GiB stay free"
-    else:
-        yield f"measured on the CPU: host memory of this process, at most {measured:.3g} of {found.gpu:.3g} GiB; GPU memory was not measured"
-    for one in found.buckets:
-        reached = one.largest if one.largest is not None else one.estimated
-        if reached == one.clips:
-            yield f"{bucket_text(one.bucket)}: all {plural(reached, found.noun)} of the bucket fit at once"
-        elif reached == one.most:
-            yield f"{bucket_text(one.bucket)}: larger batches than --max_batch_size {reached} may fit"
-    for one in found.unfit:
+        yield f"planned for {estimate:.3g} of {results.gpu:.3g} GiB of {memory}: {share} stay free"
+    elif results.on_gpu:
         yield (
-            f"{bucket_text(one.bucket)}: not even 1 {found.noun} fits; `finetrainers estimate --gpu {found.gpu:.3g}GiB` says what "
-            "makes it fit"
+            f"measured on {results.device}: {measured:.2f} GiB may be reserved, so that {share} of {results.gpu:.3g} "
+            "GiB stay free"
         )
-    if found.empty:
-        yield f"no {found.noun} comes in {', '.join(map(bucket_text, found.empty))}: not searched"
+    else:
+        yield (
+            f"measured on the CPU: host memory of this process, at most {measured:.3g} of {results.gpu:.3g} GiB; GPU "
+            "memory was not measured"
+        )
+    for search in results.buckets:
+        reached = search.largest if search.largest is not None else search.estimated
+        if reached == search.clips:
+            yield f"{bucket_text(search.bucket)}: all {plural(reached, results.noun)} of the bucket fit at once"
+        elif reached == search.most:
+            yield f"{bucket_text(search.bucket)}: larger batches than --max_batch_size {reached} may fit"
+    for search in results.unfit:
+        yield (
+            f"{bucket_text(search.bucket)}: not even 1 {results.noun} fits; `finetrainers estimate --gpu "
+            f"{results.gpu:.3g}GiB` says what makes it fit"
+        )
+    if results.empty:
+        yield f"no {results.noun} comes in {', '.join(map(bucket_text, results.empty))}: not searched"
 
 
-def as_json(found: Searched) -> dict[str, Any]:
-    """The search for programs; memory in GiB, times in seconds."""
+def as_json(results: Searched) -> dict[str, Any]:
+    """Return the search for programs; memory in GiB, times in seconds."""
     return {
-        "measured": found.unmeasured is None,
-        "unmeasured": found.unmeasured,
-        "device": found.device,
-        "memory": "gpu" if found.on_gpu else "host",
-        "gpu_gib": round(found.gpu, 3),
-        "margin_percent": 100 * found.margin,
-        "limit_gib": {"estimated": found.limit[0], "measured": found.limit[1]},
-        "bucket_batch_sizes": found.batch_sizes,
-        "empty_buckets": [bucket_text(bucket) for bucket in found.empty],
+        "measured": results.unmeasured is None,
+        "unmeasured": results.unmeasured,
+        "device": results.device,
+        "memory": "gpu" if results.on_gpu else "host",
+        "gpu_gib": round(results.gpu, 3),
+        "margin_percent": 100 * results.margin,
+        "limit_gib": {"estimated": results.limit[0], "measured": results.limit[1]},
+        "bucket_batch_sizes": results.batch_sizes,
+        "empty_buckets": [bucket_text(bucket) for bucket in results.empty],
         "buckets": [
             {
-                "bucket": bucket_text(one.bucket), f"{found.noun}s": one.clips, "tokens": tokens, "most": one.most,
-                "estimated": one.estimated, "needed_gib": round(one.needed, 3), "phase": one.phase,
-                "largest": one.largest, "use": one.chosen,
-                "trials": [{**asdict(trial), "fits": trial.fits, "rate": trial.rate} for trial in one.trials],
+                "bucket": bucket_text(search.bucket), f"{results.noun}s": search.clips, "tokens": tokens,
+                "most": search.most, "estimated": search.estimated, "needed_gib": round(search.needed, 3),
+                "phase": search.phase,
+                "largest": search.largest, "use": search.chosen,
+                "trials": [{**asdict(trial), "fits": trial.fits, "rate": trial.rate} for trial in search.trials],
             }
-            for one, tokens in zip(found.buckets, found.tokens, strict=True)
+            for search, tokens in zip(results.buckets, results.tokens, strict=True)
         ],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is searched: the buckets of a run, and why some runs cannot be. Imports no torch."""
+"""The buckets of a run that are searched, and the reasons why some runs cannot be. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .sizes import Trial, best
 
 Bucket = tuple[int, int, int]
 
-#: Options that choose others by the size of the batch, and what to give instead.
+#: Options that choose others by the batch size, each with the alternative.
 _CHOOSING = {
     "blocks_to_swap": "give a number of blocks",
     "activation_memory": "give what blocks store: none, checkpoint, keep_attention or offload",
@@ -28,16 +28,16 @@ _CHOOSING = {
 
 @dataclass
 class BucketSearch:
-    """A bucket, and what was found for it.
+    """Bucket with its results.
 
     Attributes:
         bucket: frames, height and width.
-        clips: of an epoch; None: the data is not on this machine.
-        most: the largest batch size that is tried.
-        estimated: the largest that the estimate says to fit; 0: none does.
-        needed: GiB that this many clips need by the estimate, or one clip if none fits.
-        phase: in which they need it.
-        trials: measured sizes, in the order in which they were tried.
+        clips: of an epoch, or None if the data is not on this machine.
+        most: the largest batch size to try.
+        estimated: the largest batch size that fits by the estimate; 0 if none does.
+        needed: GiB of `estimated` clips by the estimate, or of one clip if none fits.
+        phase: the one that needs them.
+        trials: measured sizes, in the order of measurement.
     """
 
     bucket: Bucket
@@ -50,20 +50,20 @@ class BucketSearch:
 
     @property
     def chosen(self) -> int:
-        """The batch size to use: the fastest that was measured to fit, else the largest by the estimate; 0: nothing fits."""
+        """Batch size to use: the fastest measured one that fits, else the largest estimated one; 0 if nothing fits."""
         if not self.trials:
             return self.estimated
-        found = best(self.trials)
-        return 0 if found is None else found.clips
+        fastest = best(self.trials)
+        return 0 if fastest is None else fastest.clips
 
     @property
     def largest(self) -> int | None:
-        """The largest that was measured to fit; None: nothing was measured."""
+        """Largest measured batch size that fits, or None if nothing was measured."""
         return max((trial.clips for trial in self.trials if trial.fits), default=0) if self.trials else None
 
 
 def searched_config(config: TrainConfig) -> TrainConfig:
-    """The run as it is searched: without batch sizes of its own, and without an earlier run to resume."""
+    """Return the run's configuration for the search, without batch sizes and without an earlier run to resume."""
     loading = {"batch_size": 1, "bucket_batch_sizes": [], "epoch_end": "keep"}
     training: dict[str, object] = {"resume_from_checkpoint": None, "reset": []}
     return config.model_copy(
@@ -75,29 +75,32 @@ def searched_config(config: TrainConfig) -> TrainConfig:
 
 
 def search_problems(config: TrainConfig) -> list[Problem]:
-    """Why batch sizes of a run cannot be searched."""
-    found = []
+    """Return the reasons why batch sizes of a run cannot be searched."""
+    problems = []
     if config.training.method in method_names() and method_spec(config).samples:
-        message = "its clips are sampled, all in one size: there are no buckets. `finetrainers estimate --batch_size N` says what N clips need"
-        found.append(Problem(f"--method {config.training.method}", message))
-    for name, instead in _CHOOSING.items():
+        message = (
+            "its clips are sampled, all in one size: there are no buckets. `finetrainers estimate --batch_size N` says "
+            "what N clips need"
+        )
+        problems.append(Problem(f"--method {config.training.method}", message))
+    for name, alternative in _CHOOSING.items():
         if config.get(name) == "auto":
-            message = f"is chosen by the batch size, which is to be found; {instead}"
-            found.append(Problem(f"--{name} auto", message))
+            message = f"is chosen by the batch size, which is to be found; {alternative}"
+            problems.append(Problem(f"--{name} auto", message))
     if config.memory.memory_budget is not None:
         message = (
             "chooses other options by the batch size, which is to be found; leave it out, and give the memory as --gpu"
         )
-        found.append(Problem("--memory_budget", message))
+        problems.append(Problem("--memory_budget", message))
     if config.run.dry_run:
-        found.append(Problem("--dry_run", "is for `finetrainers train`; --estimate_only loads no weights"))
-    return found
+        problems.append(Problem("--dry_run", "is for `finetrainers train`; --estimate_only loads no weights"))
+    return problems
 
 
 def buckets_of(plan: WorkPlan, *, most: int) -> list[BucketSearch]:
-    """The buckets that a run uses, those with most pixels first.
+    """Return the buckets that a run uses, those with most pixels first.
 
-    No size above the clips of a bucket is tried, since no batch would have as many.
+    Sizes above a bucket's number of clips are not tried, since no batch would have as many.
 
     Args:
         plan: of the run.
@@ -110,15 +113,15 @@ def buckets_of(plan: WorkPlan, *, most: int) -> list[BucketSearch]:
             for bucket in clip.buckets:
                 counts[bucket] += clip.repeats
     buckets = plan.buckets if counts is None else counts
-    found = []
-    for bucket in sorted(set(buckets), key=lambda one: (math.prod(one), one), reverse=True):
-        number = None if counts is None else max(1, round(counts[bucket]))
-        found.append(BucketSearch(bucket, number, most if number is None else min(most, number)))
-    return found
+    searches = []
+    for bucket in sorted(set(buckets), key=lambda size: (math.prod(size), size), reverse=True):
+        count = None if counts is None else max(1, round(counts[bucket]))
+        searches.append(BucketSearch(bucket, count, most if count is None else min(most, count)))
+    return searches
 
 
 def why_not_measured(config: TrainConfig, *, no_data: bool) -> str | None:
-    """Why nothing can be measured of a run, as the beginning of a sentence; None if it can.
+    """Return the reason why a run cannot be measured, as the beginning of a sentence, or None if it can.
 
     Args:
         config: the run.
@@ -138,12 +141,12 @@ def why_not_measured(config: TrainConfig, *, no_data: bool) -> str | None:
 
 
 def without_clips(config: TrainConfig, searches: Sequence[BucketSearch]) -> list[Bucket]:
-    """Configured buckets in which no clip comes, so that there is nothing to search."""
-    found = {one.bucket for one in searches}
-    return [bucket for bucket in dict.fromkeys(method_spec(config).sizes(config)) if bucket not in found]
+    """Return configured buckets without clips, which need no search."""
+    searched = {search.bucket for search in searches}
+    return [bucket for bucket in dict.fromkeys(method_spec(config).sizes(config)) if bucket not in searched]
 
 
 def tokens_of(checked: Preflight, bucket: Bucket) -> int:
-    """Tokens of the transformer for a sample of a bucket, without those of its text; a pair is two clips."""
+    """Return the transformer's tokens for a sample of a bucket, without those of its text; a pair is two clips."""
     clips = method_spec(checked.config).memory(checked.config, (1, *bucket), batch_size=1, trained=0.0, reference=0.0)
     return clips.batch_size * checked.geometry.num_tokens(*bucket)

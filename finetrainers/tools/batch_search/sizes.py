@@ -1,4 +1,4 @@
-"""Which batch sizes to try, and which one to take: the search itself, from numbers alone. Imports no torch."""
+"""Choice of the batch sizes to try, and of the one to use: the search itself, from numbers alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor
 
-#: Throughputs that differ by less are equal: a measurement of few steps is not more exact.
+#: Throughputs that differ by less count as equal: a measurement of few steps is not more exact.
 SAME_RATE = 0.02
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One measured batch size.
+    """Measured batch size.
 
     Attributes:
         clips: of a micro-batch.
-        error: why it does not fit; None if it fits.
-        seconds: of a micro-batch, with its share of the update; None: it ran out of memory.
-        peak: GiB at most; None: it ran out of memory.
+        error: why it does not fit, or None if it fits.
+        seconds: of a micro-batch, with its share of the update, or None if it ran out of memory.
+        peak: maximum GiB, or None if it ran out of memory.
     """
 
     clips: int
@@ -33,92 +33,98 @@ class Trial:
 
     @property
     def rate(self) -> float:
-        """Clips a second; 0 if it ran out of memory."""
+        """Clips per second; 0 if it ran out of memory."""
         return self.clips / self.seconds if self.seconds else 0.0
 
 
-def largest_fitting(needed: Callable[[int], float], *, limit: float, most: int) -> int:
-    """The largest number up to `most` that fits, if more never need less; 0: not even 1 does.
+def largest_fitting(needed: Callable[[int], float], *, limit: float, max_clips: int) -> int:
+    """Return the largest number up to `max_clips` that fits, if more never need less; 0 if not even 1 does.
 
-    An estimate costs a second, and is nearly a straight line: so the next number to ask about is where the line through
-    two known ones reaches the limit. Every third question halves what is left, whatever the line says.
+    An estimate costs a second, and is nearly a straight line: so the next number to estimate is the one at which the
+    line through two known points reaches the limit. Every third estimate halves the interval, whatever the line
+    predicts.
 
     Args:
-        needed: GiB of a number.
-        limit: GiB that may be taken.
-        most: the largest number to ask about.
+        needed: function that returns the GiB of a number.
+        limit: GiB that may be used.
+        max_clips: the largest number to try.
     """
-    low, high, known = 0, most + 1, dict[int, float]()
-    wanted: int | None = 1
+    low, high, estimates = 0, max_clips + 1, dict[int, float]()
+    next_size: int | None = 1
     while high - low > 1:
-        size = min(max((low + high) // 2 if wanted is None else wanted, low + 1), high - 1)
-        known[size] = needed(size)
-        low, high = (size, high) if known[size] <= limit else (low, size)
-        if high > most:
-            wanted = _reached(sorted(known.items())[-2:], limit) if len(known) > 1 else 2
+        size = min(max((low + high) // 2 if next_size is None else next_size, low + 1), high - 1)
+        estimates[size] = needed(size)
+        low, high = (size, high) if estimates[size] <= limit else (low, size)
+        if high > max_clips:
+            next_size = _extrapolate(sorted(estimates.items())[-2:], limit) if len(estimates) > 1 else 2
         elif low:
-            wanted = _reached([(low, known[low]), (high, known[high])], limit)
-        if len(known) % 3 == 0:
-            wanted = None
+            next_size = _extrapolate([(low, estimates[low]), (high, estimates[high])], limit)
+        if len(estimates) % 3 == 0:
+            next_size = None
     return low
 
 
-def search(measure: Callable[[int], Trial], *, start: int, most: int, limit: float) -> list[Trial]:
+def search(measure: Callable[[int], Trial], *, start: int, max_clips: int, limit: float) -> list[Trial]:
     """Measure one clip, then sizes around the estimate until the largest that fits is known, then halves of that.
 
-    Peak memory is a straight line over the number of clips, but for the workspace of kernels. So each next size is the one
-    at which the line through the two largest measured peaks reaches the limit. Halves of the largest size follow as long
-    as they are not slower by more than `SAME_RATE`.
+    Peak memory is a straight line over the number of clips, except for the workspace of kernels. So each next size is
+    the one at which the line through the two largest measured peaks reaches the limit. Halves of the largest size
+    follow as long as they are not slower by more than `SAME_RATE`.
 
     Args:
         measure: measures a number of clips.
-        start: what the estimate says is the largest.
-        most: the largest to try.
-        limit: GiB that may be taken.
+        start: the largest size by the estimate.
+        max_clips: the largest size to try.
+        limit: GiB that may be used.
 
     Returns:
         The trials in their order; the first one, of a single clip, may be the only one.
     """
-    done = {1: measure(1)}
-    low, high = int(done[1].fits), most + 1
-    wanted = start
+    trials = {1: measure(1)}
+    low, high = int(trials[1].fits), max_clips + 1
+    next_size = start
     while low and high - low > 1:
-        size = min(max(wanted, low + 1), high - 1)
-        done[size] = measure(size)
-        if done[size].fits:
+        size = min(max(next_size, low + 1), high - 1)
+        trials[size] = measure(size)
+        if trials[size].fits:
             low = size
         else:
             high = size
-        reached = _reaches(done, limit)
-        if reached is not None and reached <= low:
+        predicted = _predict_limit(trials, limit)
+        if predicted is not None and predicted <= low:
             break
-        wanted = (low + high) // 2 if high <= most else 2 * low
-        if reached is not None and reached < high:
-            wanted = reached
-        elif reached is not None and high > most:
-            wanted = most
-    _measure_halves(done, low, measure)
-    return list(done.values())
+        next_size = (low + high) // 2 if high <= max_clips else 2 * low
+        if predicted is not None and predicted < high:
+            next_size = predicted
+        elif predicted is not None and high > max_clips:
+            next_size = max_clips
+    _measure_halves(trials, low, measure)
+    return list(trials.values())
 
 
-def _measure_halves(done: dict[int, Trial], largest: int, measure: Callable[[int], Trial]) -> None:
-    """Go down from the largest size until throughput falls."""
-    rate, size = done[largest].rate if largest else 0.0, largest // 2
+def _measure_halves(trials: dict[int, Trial], largest: int, measure: Callable[[int], Trial]) -> None:
+    """Measure halves of the largest size until throughput falls."""
+    rate, size = trials[largest].rate if largest else 0.0, largest // 2
     while size >= 1:
-        trial = done[size] if size in done else measure(size)
-        done[size] = trial
+        trial = trials[size] if size in trials else measure(size)
+        trials[size] = trial
         if trial.rate < (1 - SAME_RATE) * rate:
             return
         rate, size = max(rate, trial.rate), size // 2
 
 
-def _reaches(done: Mapping[int, Trial], limit: float) -> int | None:
-    """Where the line through the two largest measured peaks reaches the limit; see `_reached`."""
-    return _reached(sorted((size, trial.peak) for size, trial in done.items() if trial.peak is not None)[-2:], limit)
+def _predict_limit(trials: Mapping[int, Trial], limit: float) -> int | None:
+    """Return the size at which the line through the two largest measured peaks reaches the limit."""
+    return _extrapolate(
+        sorted((size, trial.peak) for size, trial in trials.items() if trial.peak is not None)[-2:], limit
+    )
 
 
-def _reached(points: Sequence[tuple[int, float]], limit: float) -> int | None:
-    """The largest number that a line through two points, of numbers and GiB, leaves below the limit; None: it does not rise."""
+def _extrapolate(points: Sequence[tuple[int, float]], limit: float) -> int | None:
+    """Return the largest number that a line through two points, of numbers and GiB, keeps below the limit.
+
+    It is None if there are fewer points, or the line does not rise.
+    """
     if len(points) < 2:
         return None
     (less, lower), (more, higher) = points
@@ -127,7 +133,10 @@ def _reached(points: Sequence[tuple[int, float]], limit: float) -> int | None:
 
 
 def best(trials: Iterable[Trial]) -> Trial | None:
-    """The fitting trial of the highest throughput; of those that are as fast within `SAME_RATE`, the smallest. None: nothing fits."""
+    """Return the fitting trial of the highest throughput, or None if nothing fits.
+
+    Of trials that are as fast within `SAME_RATE`, it is the smallest.
+    """
     fitting = [trial for trial in trials if trial.fits]
     fastest = max((trial.rate for trial in fitting), default=0.0)
     as_fast = [trial for trial in fitting if trial.rate >= (1 - SAME_RATE) * fastest]

@@ -1,4 +1,4 @@
-"""What the report shows of a machine, fact by fact, and which facts have to be equal on all machines of a run."""
+"""Columns of the report on machines: their facts, and those that have to be equal on all machines of a run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from .facts import UNLIMITED
 from .hosts import Node
 
 _MIB = 1 << 20
-#: Where a fact is not known.
+#: Text of an unknown fact.
 NOTHING = "-"
-#: Where it cannot be known until something is mended, which is a problem of its own.
+#: Text of a fact that is unknown until something is repaired, which is a separate problem.
 BROKEN = "broken"
 _SAME_VERSION = "install the same version on all"
-#: Packages whose version decides over results, beside torch.
-_PACKAGES = ("finetrainers", "diffusers", "transformers", "peft", "accelerate", "safetensors", "deepspeed", "bitsandbytes",
-             "torchao")  # fmt: skip
+#: Packages other than torch whose version affects results.
+_PACKAGES = ("finetrainers", "diffusers", "transformers", "peft", "accelerate", "safetensors", "deepspeed",
+             "bitsandbytes", "torchao")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Column:
-    """A fact of each machine.
+    """Fact of each machine.
 
     Attributes:
-        heading: what it is called.
-        text: it, by the facts of a machine; empty where it is not known.
-        fix: what to do if it differs between machines; None: it may.
-        is_problem: whether a run with different ones may fail or give wrong results.
-        measured: whether it is another one at each look, and so is shown of each machine.
+        heading: its name.
+        text: function that returns it as text, from a machine's facts; empty if it is unknown.
+        fix: remedy if it differs between machines, or None if it may.
+        is_problem: whether a run with different values may fail or give wrong results.
+        measured: whether it changes between measurements, and so is displayed for each machine.
     """
 
     heading: str
@@ -43,12 +43,12 @@ class Column:
     measured: bool = False
 
     def of(self, node: Node) -> str:
-        """The fact of a machine."""
+        """Return the fact of a machine."""
         return (self.text(node.facts) if node.facts is not None else "") or NOTHING
 
 
 def columns(checkpoint_bytes: int | None) -> list[Column]:
-    """All columns; how long a checkpoint takes to write is one, if its size is known."""
+    """Return all columns, including the duration of writing a checkpoint if its size is known."""
 
     def save(facts: Mapping[str, Any]) -> str:
         if not checkpoint_bytes or not facts.get("disk_write"):
@@ -62,39 +62,39 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
     return [
         Column("GPUs", _gpus, "train on machines with equal GPUs", True),
         measured("load", lambda facts: _mean(facts, "utilization", "{:.0f} %")),
-        measured("GPU memory used", _used),
+        measured("GPU memory used", _used_memory),
         measured("power", _power),
-        measured("hottest", lambda facts: _most(facts, "temperature_c", "{:.0f} C")),
+        measured("hottest", lambda facts: _maximum(facts, "temperature_c", "{:.0f} C")),
         measured("slowest clock", _clock),
         measured("ECC errors", _ecc),
         measured("disk write", lambda facts: _speed(facts, "disk_write")),
         measured("disk read", lambda facts: _speed(facts, "disk_read")),
         measured("disk free", lambda facts: _size(facts, "disk_free")),
         *([measured("a save takes", save)] if checkpoint_bytes else []),
-        Column("driver", _plain("driver"), "install the same driver on all"),
-        Column("torch", _of_torch("torch"), _SAME_VERSION, True),
-        Column("CUDA", _of_torch("cuda"), "install the same build of torch on all", True),
-        Column("NCCL", _of_torch("nccl"), "install the same build of torch on all", True),
-        Column("python", _plain("python"), _SAME_VERSION),
-        *(Column(name, _plain(name), _SAME_VERSION, True) for name in _PACKAGES),
+        Column("driver", _text_fact("driver"), "install the same driver on all"),
+        Column("torch", _torch_fact("torch"), _SAME_VERSION, True),
+        Column("CUDA", _torch_fact("cuda"), "install the same build of torch on all", True),
+        Column("NCCL", _torch_fact("nccl"), "install the same build of torch on all", True),
+        Column("python", _text_fact("python"), _SAME_VERSION),
+        *(Column(name, _text_fact(name), _SAME_VERSION, True) for name in _PACKAGES),
         Column("open files", lambda facts: _limit(facts, "open_files", str)),
         Column("memlock", lambda facts: _limit(facts, "memlock", file_size), "set the same limit on all"),
         Column("/dev/shm", lambda facts: _size(facts, "shm")),
         Column("InfiniBand", _ports, "see `ibstat` for ports that are down", True),
         measured("link errors", lambda facts: str(sum(link_errors(facts).values())) if facts.get("ports") else ""),
-        Column("CPUs", _plain("cpus"), "the slowest machine sets the pace"),
+        Column("CPUs", _text_fact("cpus"), "the slowest machine sets the pace"),
         Column("memory", lambda facts: _size(facts, "memory"), "the machine with least memory sets the limit"),
-        Column("kernel", _plain("kernel"), "boot the same one on all"),
+        Column("kernel", _text_fact("kernel"), "boot the same one on all"),
     ]  # fmt: skip
 
 
 def majority(texts: Sequence[str]) -> str:
-    """The most frequent one; of several, that which comes first."""
+    """Return the most frequent text; of several, the first."""
     return Counter(texts).most_common(1)[0][0]
 
 
 def differing(column: Column, nodes: Sequence[Node]) -> tuple[str, list[Node]]:
-    """What most machines have, and the machines that have something else; none where the fact may differ."""
+    """Return the value of most machines, and the machines that differ; no machines if the fact may differ."""
     alive = [node for node in nodes if node.facts is not None]
     if column.fix is None or len(alive) < 2:
         return "", []
@@ -103,19 +103,19 @@ def differing(column: Column, nodes: Sequence[Node]) -> tuple[str, list[Node]]:
 
 
 def clock(node: Node) -> str:
-    """`+3 ms`: how far a clock is ahead of this machine's, or `-` where it was not asked."""
+    """Return the lead of a machine's clock over this machine's, such as `+3 ms`, or `-` if it is unknown."""
     if node.clock_skew_s is None:
         return NOTHING
     skew = node.clock_skew_s
     return f"{skew:+.1f} s" if abs(skew) >= 1 else f"{round(1000 * skew):+d} ms".replace("+0 ", "0 ")
 
 
-def _plain(name: str) -> Callable[[Mapping[str, Any]], str]:
+def _text_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda facts: "" if facts.get(name) is None else str(facts[name])
 
 
-def _of_torch(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda facts: BROKEN if "torch_error" in facts else _plain(name)(facts)
+def _torch_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda facts: BROKEN if "torch_error" in facts else _text_fact(name)(facts)
 
 
 def _size(facts: Mapping[str, Any], name: str) -> str:
@@ -126,9 +126,9 @@ def _speed(facts: Mapping[str, Any], name: str) -> str:
     return f"{file_size(facts[name])}/s" if facts.get(name) is not None else ""
 
 
-def _limit(facts: Mapping[str, Any], name: str, said: Callable[[int], str]) -> str:
+def _limit(facts: Mapping[str, Any], name: str, format_limit: Callable[[int], str]) -> str:
     limit = facts.get(name)
-    return "" if limit is None else "unlimited" if limit == UNLIMITED else said(limit)
+    return "" if limit is None else "unlimited" if limit == UNLIMITED else format_limit(limit)
 
 
 def _ports(facts: Mapping[str, Any]) -> str:
@@ -142,40 +142,41 @@ def _gpus(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
-def known(facts: Mapping[str, Any], name: str) -> list[float]:
-    """A number of each GPU that tells it."""
+def gpu_values(facts: Mapping[str, Any], name: str) -> list[float]:
+    """Return a number of each GPU that reports it."""
     return [gpu[name] for gpu in facts.get("gpus", ()) if gpu.get(name) is not None]
 
 
 def _mean(facts: Mapping[str, Any], name: str, form: str) -> str:
-    found = known(facts, name)
-    return form.format(sum(found) / len(found)) if found else ""
+    values = gpu_values(facts, name)
+    return form.format(sum(values) / len(values)) if values else ""
 
 
-def _most(facts: Mapping[str, Any], name: str, form: str) -> str:
-    found = known(facts, name)
-    return form.format(max(found)) if found else ""
+def _maximum(facts: Mapping[str, Any], name: str, form: str) -> str:
+    values = gpu_values(facts, name)
+    return form.format(max(values)) if values else ""
 
 
-def _used(facts: Mapping[str, Any]) -> str:
-    found = known(facts, "memory_used_mib")
-    return file_size(sum(found) * _MIB) if found else ""
+def _used_memory(facts: Mapping[str, Any]) -> str:
+    sizes = gpu_values(facts, "memory_used_mib")
+    return file_size(sum(sizes) * _MIB) if sizes else ""
 
 
 def _clock(facts: Mapping[str, Any]) -> str:
-    """Clock of the GPU that is slowest, of what it may have; one without work has a low one."""
-    clocks = [(gpu["clock_mhz"], gpu.get("clock_max_mhz")) for gpu in facts.get("gpus", ()) if gpu.get("clock_mhz") is not None]  # fmt: skip
-    now, most = min(clocks, default=(None, None), key=lambda clock: clock[0])
-    return "" if now is None else f"{now:.0f} MHz" if most is None else f"{now:.0f} of {most:.0f} MHz"
+    """Return the clock of the slowest GPU, and its maximum; an idle GPU has a low clock."""
+    gpus = [gpu for gpu in facts.get("gpus", ()) if gpu.get("clock_mhz") is not None]
+    clocks = [(gpu["clock_mhz"], gpu.get("clock_max_mhz")) for gpu in gpus]
+    now, maximum = min(clocks, default=(None, None), key=lambda clock: clock[0])
+    return "" if now is None else f"{now:.0f} MHz" if maximum is None else f"{now:.0f} of {maximum:.0f} MHz"
 
 
 def _ecc(facts: Mapping[str, Any]) -> str:
-    """Memory errors since the driver was loaded: those that were corrected, and those that were not."""
-    corrected, uncorrected = known(facts, "corrected_errors"), known(facts, "memory_errors")
+    """Return the corrected and uncorrected memory errors since the driver was loaded."""
+    corrected, uncorrected = gpu_values(facts, "corrected_errors"), gpu_values(facts, "memory_errors")
     return f"{sum(corrected):.0f} + {sum(uncorrected):.0f}" if corrected or uncorrected else ""
 
 
 def _power(facts: Mapping[str, Any]) -> str:
-    drawn, limits = known(facts, "power_w"), known(facts, "power_limit_w")
-    of = f" of {sum(limits):.0f}" if len(limits) == len(drawn) else ""
-    return f"{sum(drawn):.0f}{of} W" if drawn else ""
+    drawn, limits = gpu_values(facts, "power_w"), gpu_values(facts, "power_limit_w")
+    total = f" of {sum(limits):.0f}" if len(limits) == len(drawn) else ""
+    return f"{sum(drawn):.0f}{total} W" if drawn else ""

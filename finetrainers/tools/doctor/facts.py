@@ -1,4 +1,4 @@
-"""Facts about this machine that decide over a run: versions, GPUs, limits, shared memory, network ports, disk. Imports no torch."""
+"""Facts about this machine that affect a run: versions, GPUs, limits, shared memory, ports, disk. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from finetrainers.utils.versions import version_problem
 from .disk import disk_facts
 from .torch_facts import torch_facts
 
-#: What a limit of the system is that is none.
+#: Value of a system limit that is not set.
 UNLIMITED = -1
 _SHM = Path("/dev/shm")
 
 
 def host_facts(folder: Path, *, disk_mib: int) -> dict[str, Any]:
-    """Facts by name, as JSON has them. What this system does not have is left out.
+    """Return facts by name, as JSON has them. Facts that this system lacks are left out.
 
     Args:
-        folder: whose disk is measured.
+        folder: the one whose disk is measured.
         disk_mib: size of the file for that.
     """
     return {
-        **disk_facts(folder, disk_mib),  # first, and alone: imports read the disk, too
+        **disk_facts(folder, disk_mib),  # first, and alone: imports also read the disk
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
         "memory": psutil.virtual_memory().total,
-        **{name: found for name, found in package_versions().items() if found is not None},
+        **{name: version for name, version in package_versions().items() if version is not None},
         "version_problem": version_problem(),
         **_limits(),
         **_shared_memory(),
@@ -44,10 +44,10 @@ def host_facts(folder: Path, *, disk_mib: int) -> dict[str, Any]:
 
 
 def _limits() -> dict[str, Any]:
-    """Open files and bytes of locked memory that a process may have."""
+    """Return the open files and bytes of locked memory that a process may have."""
     try:
         import resource
-    except ImportError:  # no POSIX system
+    except ImportError:  # not a POSIX system
         return {}
     limits = {"open_files": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
@@ -59,6 +59,6 @@ def _shared_memory() -> dict[str, Any]:
 
 
 def _infiniband(health: dict[str, Any]) -> dict[str, Any]:
-    """Add how many InfiniBand or RoCE ports there are, and how many of them are up."""
+    """Return the readings with the number of InfiniBand or RoCE ports, and of those that are up."""
     ports = health["ports"].values()
     return {**health, **({"ib_ports": len(ports), "ib_active": sum(port["active"] for port in ports)} if ports else {})}

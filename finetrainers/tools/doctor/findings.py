@@ -1,4 +1,4 @@
-"""What is wrong with machines, what else is worth knowing, and what to do about it."""
+"""Problems of machines, other remarks about them, and their remedies."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .hosts import Node
 
 _GIB, _MIB = 1 << 30, 1 << 20
 #: Data workers pass tensors through open files and shared memory, and each connection of NCCL takes a few.
-_FEW_FILES, _LEAST_FILES = 4096, 1024
-#: What Docker gives a container by default is 64 MiB.
-_LEAST_SHM = _GIB
+_FEW_FILES, _MIN_FILES = 4096, 1024
+#: Docker's default for a container is 64 MiB.
+_MIN_SHM = _GIB
 _SKEW_S = 1.0
-#: What another process takes of a GPU: a context alone takes about half as much.
+#: GPU memory that shows another process: a context alone takes about half as much.
 _USED_MIB = 1024
 _HOT_C = 85
 _LONG_SAVE_S = 60.0
-#: A disk that is slower than the median of the others by this factor.
+#: Factor between the median of disks and a slow one.
 _SLOW = 3.0
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a run writes: each checkpoint, and the least that it needs on the disk to end well."""
+    """Bytes that a run writes: each checkpoint, and the minimum that it needs on the disk to end well."""
 
     checkpoint: int
     least: int
@@ -37,7 +37,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the user should know of a machine, and what to do; a problem makes the command fail."""
+    """Remark about a machine, with a remedy; a problem makes the command fail."""
 
     host: str
     text: str
@@ -45,29 +45,36 @@ class Finding:
 
 
 def findings(nodes: Sequence[Node], needs: Needs | None) -> list[Finding]:
-    """All findings: problems first, in the order of the machines."""
-    found = [one for node in nodes for one in _of(node, needs)]
-    found += _differences(nodes, needs)
-    found += _slow_disks(nodes)
-    places = {node.host: place for place, node in enumerate(nodes)}
-    return sorted(found, key=lambda one: (not one.is_problem, places[one.host]))
+    """Return all findings: problems first, in the order of the machines."""
+    remarks = [finding for node in nodes for finding in _node_findings(node, needs)]
+    remarks += _differences(nodes, needs)
+    remarks += _slow_disks(nodes)
+    order = {node.host: index for index, node in enumerate(nodes)}
+    return sorted(remarks, key=lambda finding: (not finding.is_problem, order[finding.host]))
 
 
-def _of(node: Node, needs: Needs | None) -> Iterator[Finding]:
+def _node_findings(node: Node, needs: Needs | None) -> Iterator[Finding]:
     if node.facts is None:
         yield Finding(node.host, node.error or "no answer")
         return
     facts = node.facts
-    parts = (_versions(facts), _gpus(facts, node.slots), _limits(facts), _links(facts), _disk(facts, needs), _clock(node))  # fmt: skip
-    for part in parts:
-        for text, is_problem in part:
+    checks = (
+        _versions(facts),
+        _gpus(facts, node.slots),
+        _limits(facts),
+        _links(facts),
+        _disk(facts, needs),
+        _clock(node),
+    )
+    for remarks in checks:
+        for text, is_problem in remarks:
             yield Finding(node.host, text, is_problem)
 
 
-_Told = Iterator[tuple[str, bool]]
+_Remarks = Iterator[tuple[str, bool]]
 
 
-def _versions(facts: Mapping[str, Any]) -> _Told:
+def _versions(facts: Mapping[str, Any]) -> _Remarks:
     if (problem := facts.get("version_problem")) is not None:
         yield problem, True
     if (error := facts.get("torch_error")) is not None:
@@ -76,7 +83,7 @@ def _versions(facts: Mapping[str, Any]) -> _Told:
         yield problem, True
 
 
-def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Told:
+def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Remarks:
     if (error := facts.get("gpu_error")) is not None:
         yield f"{error}; install or restart the driver, or reset the GPU, and see `dmesg` for Xid errors", True
     gpus = facts.get("gpus", [])
@@ -91,31 +98,31 @@ def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Told:
         name = f"GPU {gpu['index']:.0f}"
         if (errors := gpu.get("memory_errors")) is not None and errors > 0:
             yield f"{name} has {errors:.0f} uncorrected memory errors; reset it, or replace it if they come back", True
-        if (heat := gpu.get("temperature_c")) is not None and heat >= _HOT_C:
-            yield f"{name} has {heat:.0f} C and may be slowed down; look at its cooling", False
-    used = [gpu for gpu in gpus if (gpu.get("memory_used_mib") or 0) > _USED_MIB]
-    if used:
-        names = listed([f"{gpu['index']:.0f}" for gpu in used])
-        size = file_size(sum(gpu["memory_used_mib"] for gpu in used) * _MIB)
+        if (temperature := gpu.get("temperature_c")) is not None and temperature >= _HOT_C:
+            yield f"{name} has {temperature:.0f} C and may be slowed down; look at its cooling", False
+    busy = [gpu for gpu in gpus if (gpu.get("memory_used_mib") or 0) > _USED_MIB]
+    if busy:
+        names = listed([f"{gpu['index']:.0f}" for gpu in busy])
+        size = file_size(sum(gpu["memory_used_mib"] for gpu in busy) * _MIB)
         yield f"{size} in use on GPU {names}; `nvidia-smi` lists the processes, in case an earlier run left some", False
 
 
-def _limits(facts: Mapping[str, Any]) -> _Told:
+def _limits(facts: Mapping[str, Any]) -> _Remarks:
     files = facts.get("open_files")
     if files is not None and files != UNLIMITED and files < _FEW_FILES:
         text = f"a process may open {files} files; set `ulimit -n 65536`, or nofile in /etc/security/limits.conf"
-        yield text, files < _LEAST_FILES
+        yield text, files < _MIN_FILES
     if facts.get("ib_active") and facts.get("memlock", UNLIMITED) != UNLIMITED:
         text = f"{file_size(facts['memlock'])} of locked memory is too little for InfiniBand; set `ulimit -l unlimited`"
         yield f"{text}, or memlock in /etc/security/limits.conf (Docker: --ulimit memlock=-1)", True
-    if (shm := facts.get("shm")) is not None and shm < _LEAST_SHM:
+    if (shm := facts.get("shm")) is not None and shm < _MIN_SHM:
         yield (
             f"/dev/shm has {file_size(shm)}, which data workers and NCCL share; mount 16 GiB (Docker: --shm-size 16g)",
             True,
         )
 
 
-def _links(facts: Mapping[str, Any]) -> _Told:
+def _links(facts: Mapping[str, Any]) -> _Remarks:
     errors = link_errors(facts)
     if errors:
         names = listed([f"{port} ({count})" for port, count in errors.items()])
@@ -125,7 +132,7 @@ def _links(facts: Mapping[str, Any]) -> _Told:
         )
 
 
-def _disk(facts: Mapping[str, Any], needs: Needs | None) -> _Told:
+def _disk(facts: Mapping[str, Any], needs: Needs | None) -> _Remarks:
     if (error := facts.get("disk_error")) is not None:
         yield f"{error}; give another --output_dir", True
     free, speed = facts.get("disk_free"), facts.get("disk_write")
@@ -135,14 +142,15 @@ def _disk(facts: Mapping[str, Any], needs: Needs | None) -> _Told:
         text = f"{facts['disk_path']} has {file_size(free)} free, and the run needs {file_size(needs.least)}"
         yield f"{text}; make room, or give another --output_dir", True
     if speed and needs.checkpoint / speed > _LONG_SAVE_S:
-        took = duration(needs.checkpoint / speed)
+        save_time = duration(needs.checkpoint / speed)
         yield (
-            f"a checkpoint of {file_size(needs.checkpoint)} takes {took}; --async_checkpointing writes while training",
+            f"a checkpoint of {file_size(needs.checkpoint)} takes {save_time}; --async_checkpointing writes while "
+            "training",
             False,
         )
 
 
-def _clock(node: Node) -> _Told:
+def _clock(node: Node) -> _Remarks:
     skew, trip = node.clock_skew_s, node.round_trip_s or 0.0
     if skew is not None and abs(skew) - trip / 2 > _SKEW_S:
         ahead = "ahead of" if skew > 0 else "behind"
@@ -155,7 +163,7 @@ def _clock(node: Node) -> _Told:
 def _differences(nodes: Sequence[Node], needs: Needs | None) -> Iterator[Finding]:
     for column in columns(needs.checkpoint if needs else None):
         usual, others = differing(column, nodes)
-        for node in (one for one in others if column.of(one) != BROKEN):
+        for node in (other for other in others if column.of(other) != BROKEN):
             text = f"{column.heading}: {column.of(node)}, elsewhere {usual}; {column.fix}"
             yield Finding(node.host, text, column.is_problem)
 

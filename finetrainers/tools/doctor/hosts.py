@@ -1,4 +1,7 @@
-"""Ask machines over ssh for their facts and their clocks, all at once. Nobody is asked a question, and no answer is waited for long."""
+"""Ask machines over ssh for their facts and their clocks, all at once.
+
+No user is asked for input, and no answer is awaited for long.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from finetrainers.utils.text import printable, quoted
 
 from ..sync import ASKS
 
-#: What an answer's line begins with: a shell's start-up files may print lines of their own.
+#: Beginning of an answer's line: a shell's start-up files may print other lines.
 ANSWER = "finetrainers-doctor "
-#: Questions, one a line on the standard input of the other machine's process.
+#: Questions, one per line on the standard input of the other machine's process.
 CLOCK, FACTS, HEALTH = "clock", "facts", "health"
-#: The shortest round trip of so many tells most about the clock.
+#: Round trips to measure: the shortest one bounds the clock's error best.
 _ROUND_TRIPS = 5
-#: Connections at once; sshd and the local machine have limits.
+#: Simultaneous connections; sshd and the local machine have limits.
 _AT_ONCE = 64
 _LINE_BYTES = 1 << 22
-#: Seconds that a connection may take to close; its exit code says what was wrong.
+#: Seconds that a connection may take to close; its exit code shows the failure.
 _END_S = 10.0
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
@@ -38,15 +41,15 @@ _NO_COMMAND = (126, 127)
 
 @dataclass(frozen=True)
 class Node:
-    """A machine, and what it has said.
+    """Machine with its answers.
 
     Attributes:
-        host: its name, as ssh takes it.
-        slots: processes that the hosts file wants there.
-        facts: as `host_facts` gives them; None: there are none.
-        error: why there are none, and what to do.
-        clock_skew_s: how far its clock is ahead of this machine's.
-        round_trip_s: which bounds the error of that to its half.
+        host: its name for ssh.
+        slots: processes that the hosts file requests there.
+        facts: as `host_facts` returns them, or None if there are none.
+        error: why there are none, and the remedy.
+        clock_skew_s: seconds by which its clock is ahead of this machine's.
+        round_trip_s: twice the maximum error of `clock_skew_s`.
     """
 
     host: str
@@ -58,24 +61,26 @@ class Node:
 
 
 def read_hosts(path: Path) -> list[Node]:
-    """The machines of a hosts file: `host` or `host slots=8` a line, as DeepSpeed and MPI have it; `#` begins a comment.
+    """Return the machines of a hosts file.
+
+    It has `host` or `host slots=8` in each line, as for DeepSpeed and MPI; `#` begins a comment.
 
     Raises:
-        ConfigError: it cannot be read, or lines of it.
+        ConfigError: the file or some of its lines cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        told = not_there(path) if not path.exists() else f"cannot be read: {error}"
-        raise ConfigError([Problem("--hosts", f"{path} {told}")]) from None
+        message = not_there(path) if not path.exists() else f"cannot be read: {error}"
+        raise ConfigError([Problem("--hosts", f"{path} {message}")]) from None
     nodes: dict[str, Node] = {}
     problems = []
-    for number, line in enumerate(lines, 1):
-        host, *words = line.partition("#")[0].split() or [""]
+    for line_number, line in enumerate(lines, 1):
+        host, *assignments = line.partition("#")[0].split() or [""]
         if not host:
             continue
-        settings = dict(word.partition("=")[::2] for word in words)
-        slots, where = settings.get("slots"), f"{path}:{number}"
+        settings = dict(assignment.partition("=")[::2] for assignment in assignments)
+        slots, where = settings.get("slots"), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
             problems.append(Problem(where, f"{quoted(host)} is no name of a host"))
         elif settings.keys() - {"slots", "max_slots", "max-slots"} or (slots is not None and not slots.isdecimal()):
@@ -92,13 +97,13 @@ def read_hosts(path: Path) -> list[Node]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """How machines are asked.
+    """Settings for asking machines.
 
     Attributes:
         rsh: the command that connects.
         python: the interpreter there.
         arguments: of the command there.
-        timeout_s: until a machine that has not answered counts as dead.
+        timeout_s: time after which a machine without an answer counts as dead.
         question: `FACTS`, after which clocks are compared, or `HEALTH`.
     """
 
@@ -109,22 +114,25 @@ class Fleet:
     question: str = FACTS
 
     def ask(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes with what they have said; in the same order."""
+        """Return the nodes with their answers, in the same order."""
         return asyncio.run(self._ask_all(nodes))
 
     async def _ask_all(self, nodes: Sequence[Node]) -> list[Node]:
-        places = asyncio.Semaphore(_AT_ONCE)
-        return list(await asyncio.gather(*(self._ask(node, places) for node in nodes)))
+        semaphore = asyncio.Semaphore(_AT_ONCE)
+        return list(await asyncio.gather(*(self._ask(node, semaphore) for node in nodes)))
 
     def _command(self, host: str) -> list[str]:
-        """What connects to a host and starts this program there, in the same folder if it is there, as on shared storage."""
-        called = shlex.join([self.python, "-m", "finetrainers", *self.arguments])
-        script = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {called}"
+        """Return the command that connects to a host and starts this program there.
+
+        It starts in the same folder if that exists there, as on shared storage.
+        """
+        command = shlex.join([self.python, "-m", "finetrainers", *self.arguments])
+        script = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {command}"
         return [*shlex.split(self.rsh), host, f"sh -c {shlex.quote(script)}"]
 
-    async def _ask(self, node: Node, places: asyncio.Semaphore) -> Node:
+    async def _ask(self, node: Node, semaphore: asyncio.Semaphore) -> Node:
         pipe = asyncio.subprocess.PIPE
-        async with places:
+        async with semaphore:
             process = await asyncio.create_subprocess_exec(
                 *self._command(node.host), stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES,
                 start_new_session=True,
@@ -132,7 +140,7 @@ class Fleet:
             assert process.stderr is not None, "it was asked for"
             errors = asyncio.ensure_future(process.stderr.read())
             try:
-                return await asyncio.wait_for(_conversation(node, process, self.question), self.timeout_s)
+                return await asyncio.wait_for(_converse(node, process, self.question), self.timeout_s)
             except asyncio.TimeoutError:
                 _kill(process)
                 return Node(node.host, node.slots, error=f"no answer within {self.timeout_s:g} s (--timeout)")
@@ -140,22 +148,22 @@ class Fleet:
                 _kill(process)
                 raise
             except (EOFError, ConnectionError, ValueError, RecursionError):
-                code = await _ended(process)
+                code = await _wait_for_end(process)
                 return Node(
                     node.host,
                     node.slots,
-                    error=self._reason(node.host, code, (await errors).decode("utf-8", "replace")),
+                    error=self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace")),
                 )
             finally:
-                await _ended(process)
+                await _wait_for_end(process)
                 errors.cancel()
 
-    def _reason(self, host: str, code: int, said: str) -> str:
-        """Why a machine has given no facts, and what to do, by the exit code and the error output of ssh."""
-        lines = [printable(line.strip()) for line in said.splitlines() if line.strip()]
+    def _describe_failure(self, host: str, code: int, output: str) -> str:
+        """Return why a machine has no facts, and the remedy, by the exit code and the error output of ssh."""
+        lines = [printable(line.strip()) for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
-        if (asked := next((line for line in lines if ASKS.search(line)), None)) is not None:
-            return f"{asked}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+        if (refusal := next((line for line in lines if ASKS.search(line)), None)) is not None:
+            return f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
         if code == _SSH_FAILED:
             return f"{last}; see whether it is up, and try `ssh {host}`"
         if code in _NO_COMMAND:
@@ -165,7 +173,7 @@ class Fleet:
         return f"`{self.python} -m finetrainers doctor` failed there with exit code {code}: {last}"
 
 
-async def _conversation(node: Node, process: asyncio.subprocess.Process, question: str) -> Node:
+async def _converse(node: Node, process: asyncio.subprocess.Process, question: str) -> Node:
     """Ask for the clock several times, then for the facts; or for the health alone.
 
     Raises:
@@ -176,28 +184,28 @@ async def _conversation(node: Node, process: asyncio.subprocess.Process, questio
     trips = []
     for _ in range(_ROUND_TRIPS if question == FACTS else 0):
         sent = time.time()
-        there = float(await _answer(process, CLOCK))
+        remote_time = float(await _request(process, CLOCK))
         received = time.time()
-        if not math.isfinite(there):
+        if not math.isfinite(remote_time):
             raise ValueError("the clock is not a number")
-        trips.append((received - sent, there - (sent + received) / 2))
+        trips.append((received - sent, remote_time - (sent + received) / 2))
     round_trip, skew = min(trips, default=(None, None))
-    facts = _printable(json.loads(await _answer(process, question)))
+    facts = _make_printable(json.loads(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
     return Node(node.host, node.slots, facts, clock_skew_s=skew, round_trip_s=round_trip)
 
 
-def _printable(value: Any) -> Any:
-    """Return JSON whose texts cannot control the terminal that they are shown on: they come from another machine."""
+def _make_printable(value: Any) -> Any:
+    """Return JSON whose strings cannot control the terminal that displays them: they come from another machine."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {printable(name): _printable(one) for name, one in value.items()}
-    return [_printable(one) for one in value] if isinstance(value, list) else value
+        return {printable(name): _make_printable(inner) for name, inner in value.items()}
+    return [_make_printable(inner) for inner in value] if isinstance(value, list) else value
 
 
-async def _answer(process: asyncio.subprocess.Process, question: str) -> str:
+async def _request(process: asyncio.subprocess.Process, question: str) -> str:
     assert process.stdin is not None, "it was asked for"
     assert process.stdout is not None, "it was asked for"
     process.stdin.write(f"{question}\n".encode())
@@ -209,8 +217,8 @@ async def _answer(process: asyncio.subprocess.Process, question: str) -> str:
     raise EOFError
 
 
-async def _ended(process: asyncio.subprocess.Process) -> int:
-    """The exit code of a process that ends by itself, or is killed after a while."""
+async def _wait_for_end(process: asyncio.subprocess.Process) -> int:
+    """Return the exit code of a process that ends by itself, or is killed after a while."""
     with contextlib.suppress(asyncio.TimeoutError):
         return await asyncio.wait_for(process.wait(), _END_S)
     _kill(process)
@@ -218,6 +226,6 @@ async def _ended(process: asyncio.subprocess.Process) -> int:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a process with those that it has started, as ssh's ProxyCommand."""
+    """Kill a process with those that it has started, such as ssh's ProxyCommand."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""What torch says of itself and of the GPUs, asked in a process of its own: a broken installation must not end the others' report."""
+"""Facts that torch reports about itself and the GPUs.
+
+A separate process asks for them: a broken installation must not end the report on other facts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _TIMEOUT_S = 120
 
 
 def ask_torch() -> dict[str, Any]:
-    """Versions of torch, CUDA and NCCL, GPUs that torch can use, and why it can use none. Imports torch."""
+    """Return versions of torch, CUDA and NCCL, the GPUs that torch can use, and why it can use none. Imports torch."""
     import torch
 
     from finetrainers.utils.device import device_problem
@@ -33,15 +36,15 @@ def ask_torch() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """`ask_torch` in another process; or `torch_error`, the last line that it has printed."""
+    """Return `ask_torch()` from another process, or `torch_error`, the last line that it printed."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", _CODE], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         return {"torch_error": f"import torch takes longer than {_TIMEOUT_S} s"}
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        return {"torch_error": lines[-1] if lines else f"import torch ends with exit code {done.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if completed.returncode:
+        lines = [line.strip() for line in completed.stderr.splitlines() if line.strip()]
+        return {"torch_error": lines[-1] if lines else f"import torch ends with exit code {completed.returncode}"}
+    facts: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
+    return facts

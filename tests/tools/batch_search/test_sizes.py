@@ -16,7 +16,7 @@ from finetrainers.tools.batch_search.sizes import Trial, best, largest_fitting, 
 def test_the_largest_that_fits_is_found_with_few_questions(
     phases: list[tuple[float, float]], jumps: int, limit: float, most: int
 ) -> None:
-    """The peak of several phases, each a line, and of a network that takes clips one by one where many are too large."""
+    """The peak of several phases, each a line, and of a network that takes clips one by one if many are too large."""
     asked: list[int] = []
 
     def peak(size: int) -> float:
@@ -26,14 +26,16 @@ def test_the_largest_that_fits_is_found_with_few_questions(
         asked.append(size)
         return peak(size)
 
-    assert largest_fitting(needed, limit=limit, most=most) == sum(peak(size) <= limit for size in range(1, most + 1))
+    assert largest_fitting(needed, limit=limit, max_clips=most) == sum(
+        peak(size) <= limit for size in range(1, most + 1)
+    )
     assert len(asked) == len(set(asked)) <= 14
     assert all(1 <= size <= most for size in asked)
 
 
 def test_one_line_takes_four_questions() -> None:
     asked: list[int] = []
-    assert largest_fitting(lambda size: (asked.append(size), 5.0 + 1.5 * size)[1], limit=40, most=128) == 23
+    assert largest_fitting(lambda size: (asked.append(size), 5.0 + 1.5 * size)[1], limit=40, max_clips=128) == 23
     assert asked[:2] == [1, 2]
     assert len(asked) <= 5
 
@@ -73,7 +75,7 @@ def test_search_finds_what_trying_every_size_finds(
     base: float, slope: float, size: float, margin: float, knee: int, step: int, start: int, most: int
 ) -> None:
     card = Card(base=base, slope=slope, size=size, margin=margin, knee=knee, step=step)
-    trials = search(card.measure, start=start, most=most, limit=card.limit)
+    trials = search(card.measure, start=start, max_clips=most, limit=card.limit)
     every = [card.trial(clips) for clips in range(1, most + 1)]
     largest = max((trial.clips for trial in every if trial.fits), default=0)
     found_largest = max((trial.clips for trial in trials if trial.fits), default=0)
@@ -92,7 +94,7 @@ def test_search_finds_what_trying_every_size_finds(
 
 def test_few_sizes_are_measured_where_memory_is_a_line() -> None:
     card = Card(base=10, slope=3, size=40, margin=2, knee=1)
-    trials = search(card.measure, start=7, most=128, limit=card.limit)
+    trials = search(card.measure, start=7, max_clips=128, limit=card.limit)
     # One clip, the estimate, what the line says; then halves: throughput is the same at all sizes.
     assert card.asked == [1, 7, 9, 4, 2]
     assert [trial.clips for trial in trials if trial.fits] == [1, 7, 9, 4, 2]
@@ -103,7 +105,7 @@ def test_few_sizes_are_measured_where_memory_is_a_line() -> None:
 
 def test_an_estimate_that_is_too_high_is_corrected() -> None:
     card = Card(base=10, slope=3, size=40, margin=2, knee=9)
-    trials = search(card.measure, start=60, most=128, limit=card.limit)
+    trials = search(card.measure, start=60, max_clips=128, limit=card.limit)
     assert not next(trial for trial in trials if trial.clips == 60).fits
     chosen = best(trials)
     assert chosen is not None
@@ -113,5 +115,5 @@ def test_an_estimate_that_is_too_high_is_corrected() -> None:
 
 def test_without_a_rising_peak_sizes_double() -> None:
     """As on a CPU, where the peak of the process says little."""
-    tried = search(lambda size: Trial(size, None, 1.0, 5.0), start=1, most=12, limit=100)
+    tried = search(lambda size: Trial(size, None, 1.0, 5.0), start=1, max_clips=12, limit=100)
     assert [trial.clips for trial in tried] == [1, 2, 4, 8, 12, 6]

@@ -1,4 +1,4 @@
-"""Machines asked over a real sshd on the loopback address: what differs, what is wrong, and those that do not answer."""
+"""Machines asked over a real sshd on the loopback address: differences, problems, and missing answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
 from finetrainers.tools.doctor.hosts import Fleet, Node, read_hosts
 
-#: A small torch, so that each machine's costs nothing: with another version on one, broken on another, an hour ahead on a third.
+#: A small torch, so that each machine's costs nothing: with another version on one, broken on another, an hour ahead on
+#: a third.
 TORCH = """
 import os
 if "BROKEN" in os.environ: raise ImportError("libcudart.so.12: cannot open shared object file")
@@ -40,7 +41,8 @@ test "$2" = --format=csv,noheader,nounits || exit 6
 echo "0, NVIDIA H100 80GB HBM3, 570.86.15, 81559, 412, 97, 512.34, 700.00, 61, ${ERRORS:-0}, 0, 1980, 1980"
 echo "1, NVIDIA H100 80GB HBM3, 570.86.15, 81559, ${USED:-412}, 99, 498.10, 700.00, 64, [N/A], [N/A], 1980, 1980"
 """
-#: The interpreter there. A shell's start-up files may speak, and each machine is known by the address that it is asked from.
+#: The interpreter there. A shell's start-up files may speak, and each machine is known by the address that it is asked
+#: from.
 PYTHON = """#!/bin/sh
 echo "welcome to this machine"
 export PYTHONPATH={folder}/packages PATH="{folder}/bin:$PATH"
