@@ -1,7 +1,7 @@
 """Floating-point operations (FLOPs) of a network: a formula in the numbers of its tokens, from its layers and attentions.
 
-A product of matrices has two operations for each pair of numbers, as `torch.utils.flop_counter` counts them. Only these are
-counted, and what checkpointing recomputes is not: model FLOPs, not those of the hardware.
+A product of matrices has two operations for each pair of numbers, as `torch.utils.flop_counter` counts them. Only these
+are counted, and what checkpointing recomputes is not: model FLOPs, not those of the hardware.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import nn
 
 T = TypeVar("T")
 
-#: Which numbers go through a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given (no
-#: trained layer comes before it), or a vector per noise level.
+#: Which numbers go through a layer: the tokens of the clip, of the text, both as one sequence, the text as it was given
+#: (no trained layer comes before it), or a vector per noise level.
 Stream = Literal["video", "text", "joint", "prompt", "time"]
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-#: The backward pass of fused attention computes five products for the two of forward, since it computes the scores again.
+#: The backward pass of fused attention computes five products for the two of forward, since it computes the scores
+#: again.
 _ATTENTION_BACKWARD = 2.5
 
 
@@ -97,7 +98,7 @@ def _attention(attentions: Sequence[tuple[Stream, Stream, int]], tokens: Tokens)
     return sum(4.0 * tokens.of(queries) * tokens.of(keys) * size for queries, keys, size in attentions)
 
 
-def flops_of(
+def flops_formula(
     network: nn.Module,
     *,
     streams: Mapping[str, Stream],
@@ -105,14 +106,15 @@ def flops_of(
     blocks: Sequence[str],
     width: int,
 ) -> Flops:
-    """The formula of a network, adapters included.
+    """Return the formula of a network, adapters included.
 
-    Backward computes the gradient of a layer's weights where they are trained, and that of its input where something trained
-    comes before: in full finetuning everywhere but at the inputs of the network, with adapters in blocks and after them.
+    Backward computes the gradient of a layer's weights where they are trained, and that of its input where something
+    trained comes before: in full finetuning everywhere but at the inputs of the network, with adapters in blocks and
+    after them.
 
     Args:
         network: may lie on the meta device.
-        streams: see `stream_of`.
+        streams: see `find_stream`.
         attentions: of the network.
         blocks: names of its lists of blocks.
         width: of a token.
@@ -126,7 +128,7 @@ def flops_of(
         is_entry = is_entry and not name.startswith(tuple(blocks))
         if not isinstance(layer, _LAYERS):
             continue
-        stream = stream_of(name, streams)
+        stream = find_stream(name, streams)
         operations = 2.0 * _size(layer)
         gets_gradient = trains_all or "lora_B" in name or not (is_entry or stream in ("prompt", "time"))
         gradients = int(layer.weight.requires_grad) + int(gets_gradient)
@@ -136,8 +138,8 @@ def flops_of(
     return Flops(forward, backward, sizes, [one for one in sizes if trains_all or one[0] != "prompt"])
 
 
-def stream_of(name: str, streams: Mapping[str, Stream]) -> Stream:
-    """The stream of a layer by its name: that of the first expression that is found in it."""
+def find_stream(name: str, streams: Mapping[str, Stream]) -> Stream:
+    """Return the stream of a layer by its name: that of the first expression that is found in it."""
     return next(found for pattern, found in streams.items() if re.search(pattern, name))
 
 
@@ -154,8 +156,8 @@ def _size(layer: Any) -> int:
 class FlopMeter:
     """Adds up the operations and the tokens of a network's calls.
 
-    Calls without gradients, as those of rollouts and of a reference model, have no backward pass. Their clips are no training
-    tokens.
+    Calls without gradients, as those of rollouts and of a reference model, have no backward pass. Their clips are no
+    training tokens.
     """
 
     def __init__(self, flops: Flops, tokens_of: Callable[[Mapping[str, Any]], Tokens], *, sharing: int = 1) -> None:

@@ -16,7 +16,8 @@ from .batch import Conditions, Parts
 
 #: The classes of the parts in which it differs from HunyuanVideo.
 PARTS: Mapping[str, Any] = {"text_encoder": LlavaForConditionalGeneration, "image_processor": CLIPImageProcessor}
-#: Tokens that LLaVA reads: 103 of the prompt template and 256 of the prompt, and instead of one of them 576 of the image.
+#: Tokens that LLaVA reads: 103 of the prompt template and 256 of the prompt, and instead of one of them 576 of the
+#: image.
 TOKENS_READ = 103 + 256 - 1 + 576
 #: Of the prompt's tokens, without those of the template's last header.
 _TEXT_TOKENS = 256 - 4
@@ -33,7 +34,7 @@ def text_tokens(kind: str) -> int:
 
 @torch.no_grad()
 def encode(encoders: Parts, prompts: Sequence[str], images: Sequence[Any] | None, *, kind: str) -> Conditions:
-    """The pipeline's encoding of prompts with their images, one by one: it cannot tell long prompts of a batch apart.
+    """Return the pipeline's encoding of prompts with their images, one by one: it cannot tell long prompts of a batch apart.
 
     Args:
         encoders: tokenizers, text encoders and image processor.

@@ -30,7 +30,7 @@ from . import common, hunyuan_image_text
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .files.files import folder_on_disk, option_of, read_configs, read_json
+from .files.files import folder_on_disk, read_configs, read_json, source_option
 from .flops import Attends
 from .spec import ModelSpec
 from .split.attention import Attend, set_processors
@@ -102,8 +102,8 @@ def _rotated(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tenso
 class HunyuanVideoSpec(ModelSpec):
     """HunyuanVideo as `HunyuanVideoPipeline` runs it, SkyReels-V1 and HunyuanVideo-I2V as their pipelines do.
 
-    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. What kind of checkpoint it is, `families`
-    tells by the transformer's config.
+    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. What kind of checkpoint it is,
+    `families` tells by the transformer's config.
     """
 
     _own_parts: ClassVar = {
@@ -190,7 +190,7 @@ class HunyuanVideoSpec(ModelSpec):
         path = None if folder is None else folder / "tokenizer_config.json"
         settings = read_json(path) if path is not None and path.is_file() else {"padding_side": "right"}
         if settings.get("padding_side", LlamaTokenizerFast.padding_side) != "right":
-            problems.append(Problem(option_of(self.config, "tokenizer"), _PADS_LEFT))
+            problems.append(Problem(source_option(self.config, "tokenizer"), _PADS_LEFT))
         return problems, warnings
 
     def load_text_encoders(self) -> Parts:
@@ -205,7 +205,7 @@ class HunyuanVideoSpec(ModelSpec):
         return super().load_text_encoders()
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
-        """The transformer, set up to run without attention masks where it can."""
+        """Return the transformer, set up to run without attention masks where it can."""
         return run_without_masks(super().load_transformer(dtype, folder=folder))
 
     def transformer_on_meta(self) -> nn.Module:
@@ -213,7 +213,7 @@ class HunyuanVideoSpec(ModelSpec):
 
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
-        """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
+        """Return the pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
         if self._kind is not None:
             return hunyuan_image_text.encode(encoders, prompts, None, kind=self._kind)
         embeds, pooled, mask = common.build_pipeline(diffusers.HunyuanVideoPipeline, encoders.modules).encode_prompt(
@@ -305,7 +305,7 @@ class HunyuanVideoSpec(ModelSpec):
 
 
 def _image_channels(x_BCTHW: Tensor, first_frame_BC1HW: Tensor | None, further_BCTHW: Tensor | None = None) -> Tensor:
-    """The channels that tell the given frames: the first at time 0, others in their places, zeros elsewhere."""
+    """Return the channels that tell the given frames: the first at time 0, others in their places, zeros elsewhere."""
     channels = torch.zeros_like(x_BCTHW) if further_BCTHW is None else further_BCTHW.to(x_BCTHW.dtype, copy=True)
     if first_frame_BC1HW is not None:
         channels[:, :, :1] = first_frame_BC1HW.to(x_BCTHW.dtype)
@@ -376,6 +376,6 @@ def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _drop_refiner_mask(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The text refiner's arguments (text, timestep, mask), without the mask at batch size 1."""
+    """Return the text refiner's arguments (text, timestep, mask), without the mask at batch size 1."""
     text, timestep, mask = args
     return text, timestep, None if text.shape[0] == 1 else mask

@@ -15,8 +15,8 @@ from finetrainers.utils.hashed_files import data_sha256, save_safetensors
 from finetrainers.utils.text import plural
 
 from .files import saving
-from .files.files import some
-from .files.lora_formats import Factors, Lora, of_state, save_original, to_stored
+from .files.files import summarize
+from .files.lora_formats import Factors, Lora, lora_from_state, save_original, to_stored
 from .files.lora_names import BLOCKS_ALONE, PREFIXES
 from .files.weights import non_finite
 from .spec import ModelSpec
@@ -59,7 +59,7 @@ class Checked:
 
 
 def cast(lora: Lora, dtype: torch.dtype | None) -> Lora:
-    """A LoRA in another dtype; None keeps each tensor's.
+    """Return a LoRA in another dtype; None keeps each tensor's.
 
     Raises:
         ValueError: numbers are beyond the dtype's range.
@@ -78,7 +78,7 @@ def cast(lora: Lora, dtype: torch.dtype | None) -> Lora:
     found = replace(lora, layers=layers)
     bad = non_finite(found.state())
     if bad:
-        raise ValueError(f"{plural(len(bad), 'tensor')} is beyond the range of {dtype}: {some(bad)}; use bf16")
+        raise ValueError(f"{plural(len(bad), 'tensor')} is beyond the range of {dtype}: {summarize(bad)}; use bf16")
     return found
 
 
@@ -122,7 +122,7 @@ def write_lora(
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The hash of a file's weights, by the two names that programs look for."""
+    """Return the hash of a file's weights, by the two names that programs look for."""
     digest = data_sha256(tensors)
     return {"modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest}
 
@@ -147,7 +147,7 @@ def check_written(path: Path, lora: Lora, *, spec: ModelSpec, network: nn.Module
     wrong = [name for name in left if name.startswith(_blocks(spec))]
     if wrong:
         raise ValueError(
-            f"diffusers' converter reads {plural(len(wrong), 'layer')} of {path} differently: {some(wrong)}"
+            f"diffusers' converter reads {plural(len(wrong), 'layer')} of {path} differently: {summarize(wrong)}"
         )
     return Checked(len(lora.layers), error, len(lora.layers) - len(left), tuple(left))
 
@@ -158,7 +158,7 @@ def _blocks(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def _diffusers_reads(spec: ModelSpec, network: nn.Module) -> bool:
-    """Whether diffusers translates ComfyUI's names of this network."""
+    """Return whether diffusers translates ComfyUI's names of this network."""
     width = spec.width(network)
     return spec.name == "ltx_video" or (spec.name == "hunyuan_video" and width == _HUNYUAN_WIDTH)
 
@@ -177,18 +177,18 @@ def _compare(found: Lora, expected: Lora, path: Path) -> float:
     trained = {name for name, one in expected.layers.items() if one.up.any() or one.magnitude is not None}
     lost = sorted(trained - found.layers.keys())
     if lost:
-        raise ValueError(f"{path} was read back without {plural(len(lost), 'layer')}: {some(lost)}")
+        raise ValueError(f"{path} was read back without {plural(len(lost), 'layer')}: {summarize(lost)}")
     errors = {name: _difference(found.layers[name], expected.layers[name]) for name in trained}
     wrong = sorted(name for name, error in errors.items() if error > _TOLERANCES[expected.layers[name].up.dtype])
     if wrong:
         raise ValueError(
-            f"{path} was read back with {plural(len(wrong), 'layer')} that compute something else: {some(wrong)}"
+            f"{path} was read back with {plural(len(wrong), 'layer')} that compute something else: {summarize(wrong)}"
         )
     return max(errors.values(), default=0.0)
 
 
 def _difference(found: Factors, expected: Factors) -> float:
-    """The relative difference of two layers' outputs for the same random input."""
+    """Return the relative difference of two layers' outputs for the same random input."""
     generator = torch.Generator("cpu").manual_seed(0)
     inputs = torch.randn(expected.down[0].numel(), 4, generator=generator, dtype=torch.float32, device="cpu")
     outputs = [
@@ -219,13 +219,13 @@ def check_outputs(lora: Lora, network: nn.Module) -> None:
 
 
 def with_averages(lora: Lora, averages: Mapping[str, Tensor]) -> Lora:
-    """A LoRA with its moving averages, which a checkpoint has by the names of the network's parameters."""
+    """Return a LoRA with its moving averages, which a checkpoint has by the names of the network's parameters."""
     state = lora.state()
     for name, average in averages.items():
         plain = name.replace(".default.weight", "" if "magnitude" in name else ".weight")
         assert plain in state, name
         state[plain] = average
-    return of_state(state, lora.settings, lora.kind)
+    return lora_from_state(state, lora.settings, lora.kind)
 
 
 def lora_metadata(lora: Lora, *, architecture: tuple[str, str], facts: Mapping[str, Any]) -> dict[str, str]:

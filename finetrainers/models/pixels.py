@@ -31,7 +31,7 @@ def to_unit_range(
     return unit
 
 
-def moments_of(vae: Any, video_BCTHW: Tensor) -> Tensor:
+def encode_moments(vae: Any, video_BCTHW: Tensor) -> Tensor:
     """VAE moments of videos; what is encoded by itself, a clip where the VAE slices, is converted by itself."""
     device, parts = next(vae.parameters()).device, video_BCTHW.split(1 if vae.use_slicing else len(video_BCTHW))
     with torch.no_grad():

@@ -15,7 +15,15 @@ from finetrainers.utils.addresses import resolve
 
 from .families import FAMILIES
 from .family import Family, families, register_model
-from .files.files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, single_file, trained_part
+from .files.files import (
+    folder_on_disk,
+    is_hub_id,
+    part_config,
+    read_json,
+    replacement_source,
+    single_file,
+    trained_part,
+)
 
 __all__ = [
     "Family",
@@ -47,7 +55,7 @@ _ELSEWHERE = re.compile(
 
 
 def get_family(name: str) -> Family:
-    """The family with this name.
+    """Return the family with this name.
 
     Raises:
         KeyError: there is none; the message names the nearest, or all.
@@ -71,12 +79,12 @@ def get_family(name: str) -> Family:
 
 
 def _plain(name: str) -> str:
-    """A name without what people write in different ways."""
+    """Return a name without what people write in different ways."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def with_family(model: ModelSection) -> ModelSection:
-    """The section with the family that the transformer's config or the hub id tells, where it is left to them.
+    """Return the section with the family that the transformer's config or the hub id tells, where it is left to them.
 
     Raises:
         KeyError: they tell none.
@@ -112,7 +120,7 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None
     resolve(family.tiny)(directory, seed=seed, **({} if version is None else {"version": version}))
 
 
-# ---- names of weights -------------------------------------------------------------------------------------------------
+# ---- names of weights ------------------------------------------------------------------------------------------------
 
 
 def noise_process_of(config: ModelSection) -> str | None:
@@ -124,17 +132,17 @@ def noise_process_of(config: ModelSection) -> str | None:
 
 
 def transformer_digest(config: ModelSection) -> str | None:
-    """A short name of the configured transformer's weights, wherever they lie; None where they are not all on disk."""
+    """Return a short name of the configured transformer's weights, wherever they lie; None where they are not all on disk."""
     return _weights_digest(config, trained_part(config))
 
 
 def vae_digest(config: ModelSection) -> str | None:
-    """The same of the VAE, and of its configuration."""
+    """Return the same of the VAE, and of its configuration."""
     return _digest_of([_settings_digest(config, "vae"), _weights_digest(config, "vae")])
 
 
 def text_encoders_digest(config: ModelSection) -> str | None:
-    """The same of all text encoders, with their tokenizers."""
+    """Return the same of all text encoders, with their tokenizers."""
     found: list[str | None] = []
     for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
         folder = folder_on_disk(config, part)
@@ -155,7 +163,7 @@ def _weights_digest(config: ModelSection, part: str) -> str | None:
     folder = folder_on_disk(config, part)
     if folder is None:
         return None
-    variant = None if replacement_of(config, part) else config.variant
+    variant = None if replacement_source(config, part) else config.variant
     files = [
         path for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name)) and match[1] == variant
     ]

@@ -11,13 +11,13 @@ import torch
 from diffusers import ModelMixin
 
 from .common import DTYPES
-from .files.files import dtype_of
+from .files.files import frozen_dtype
 
 
 def frozen_bytes(spec: Any, part: str) -> float | None:
     """Bytes of a frozen network in the dtype that it is loaded in, by its config; None: that is not on this disk."""
     number = num_weights(spec, part)
-    return None if number is None else float(number * DTYPES[dtype_of(spec.config, part)].itemsize)
+    return None if number is None else float(number * DTYPES[frozen_dtype(spec.config, part)].itemsize)
 
 
 def num_weights(spec: Any, part: str) -> int | None:

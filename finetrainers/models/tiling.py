@@ -33,14 +33,14 @@ class Fits(Protocol):
 
 
 def tiled_for_memory(spec: Fits, size: Size) -> bool:
-    """Whether clips of a size are tiled only since this process ran out of memory on them, or on smaller ones."""
+    """Return whether clips of a size are tiled only since this process ran out of memory on them, or on smaller ones."""
     if spec.config.enable_tiling is not None or spec.tiles_by_size(size):
         return False
     return _as_large_as(spec.vae_too_large, size)
 
 
 def sliced_for_memory(spec: Fits, size: Size) -> bool:
-    """Whether batches of a size are cut into clips only since this process ran out of memory on one, or on smaller clips."""
+    """Return whether batches of a size are cut into clips only since this process ran out of memory on one, or on smaller clips."""
     return tiled_for_memory(spec, size) or _as_large_as(spec.vae_one_by_one, size)
 
 
@@ -49,7 +49,7 @@ def _as_large_as(sizes: set[Size], size: Size) -> bool:
 
 
 def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
-    """The result of an encode all of which is tiled, or none: it is repeated if an OOM turned tiling on in between.
+    """Return the result of an encode all of which is tiled, or none: it is repeated if an OOM turned tiling on in between.
 
     Else clips that were encoded before the OOM would differ from those after it, under the same description.
 
@@ -69,15 +69,17 @@ def fitted_vae(
 ) -> Iterator[Callable[..., Any]]:
     """Within the block, the VAE encodes or decodes clips of a size in pixels; on OOM first clip by clip, then in tiles.
 
-    It is an error if the options `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process slices, or
-    tiles, clips of the size and larger ones. Only where it tiles do results differ from those of another GPU.
+    It is an error if the options `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process
+    slices, or tiles, clips of the size and larger ones. Only where it tiles do results differ from those of another
+    GPU.
 
     Args:
         spec: remembers the size, and turns tiling on.
         vae: one of diffusers', which encodes and decodes in the block, directly or in a pipeline.
         size: frames, height and width of the clips.
         batch: how many clips at once.
-        gradient: whether decoding has a backward pass. Its whole work is retried: call it through what the block is given.
+        gradient: whether decoding has a backward pass. Its whole work is retried: call it through what the block is
+            given.
     """
 
     spec.fit_vae(vae, size, batch=batch, gradient=gradient)

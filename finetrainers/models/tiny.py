@@ -57,7 +57,8 @@ _HUNYUAN_PIPELINES = {
 _HUNYUAN_CHANNELS = {"i2v": 32, "latent_concat": 33}
 CogVideoXVersion = Literal["2b", "5b", "1.5", "i2v", "control"]
 _ROTARY = {"use_rotary_positional_embeddings": True}
-#: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's options.
+#: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's
+#: options.
 _COGVIDEOX: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     # Absolute sine-cosine positions.
     "2b": ((49, 60, 90), {}),
@@ -250,7 +251,7 @@ def _cogvideox_transformer(version: CogVideoXVersion, layers: int) -> CogVideoXT
 def ltx_transformer(
     channels: int, *, heads: int, head_width: int, layers: int, text_width: int = 32
 ) -> LTXVideoTransformer3DModel:
-    """A randomly initialized LTX-Video transformer for latents of `channels` channels."""
+    """Return a randomly initialized LTX-Video transformer for latents of `channels` channels."""
     return LTXVideoTransformer3DModel(
         in_channels=channels,
         out_channels=channels,
@@ -263,7 +264,7 @@ def ltx_transformer(
 
 
 def t5_encoder(tokenizer: Any, *, width: int = 32) -> T5EncoderModel:
-    """A randomly initialized T5 encoder of two layers."""
+    """Return a randomly initialized T5 encoder of two layers."""
     config = T5Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         d_model=width,

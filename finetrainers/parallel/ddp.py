@@ -43,7 +43,8 @@ class DDP(Strategy):
             optimizer = make_optimizer(self._parameters)
             if self.world_size > 1:
                 self._exchange = GradientExchange(self._parameters, overlaps=self._options.overlap_gradient_exchange)
-        # For its autocast and its torch.compile alone: in the other mode it would wrap the network in a DDP that exchanges, too.
+        # For its autocast and its torch.compile alone: in the other mode it would wrap the network in a DDP that
+        # exchanges, too.
         model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         if dist.group.WORLD is not None and self.world_size > 1:
             _verify_param_shape_across_processes(dist.group.WORLD, [*self._parameters])

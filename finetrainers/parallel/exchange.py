@@ -1,9 +1,9 @@
 """Gradient exchange of DDP: buckets of gradients are averaged over ranks while backward computes those of earlier layers.
 
-`torch.nn.parallel.DistributedDataParallel` does so too, but it averages the gradients themselves: a rank that runs out of
-memory would leave the others waiting, and they could not drop what they have. Here copies are averaged. Each rank sends every
-bucket once per attempt at a step, whether it has all gradients or not, and the ranks agree on the attempt before any of them
-uses what came back.
+`torch.nn.parallel.DistributedDataParallel` does so too, but it averages the gradients themselves: a rank that runs out
+of memory would leave the others waiting, and they could not drop what they have. Here copies are averaged. Each rank
+sends every bucket once per attempt at a step, whether it has all gradients or not, and the ranks agree on the attempt
+before any of them uses what came back.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch._utils import _take_tensors, _unflatten_dense_tensors
 
 #: What is averaged at once: enough to use the network well, and little memory.
 _BUCKET_BYTES = 25 << 20
-#: Without overlap, how many buckets are on their way while another one is received: more would take memory, and wait for
-#: the same network.
+#: Without overlap, how many buckets are on their way while another one is received: more would take memory, and wait
+#: for the same network.
 _AHEAD = 2
 
 
 class GradientExchange:
     """Averages the gradients of some weights over all ranks.
 
-    Buckets are sent in one order on all ranks, last layers first: those whose gradients backward computes first. A weight
-    without a gradient holds its bucket back, and those behind it, until backward has ended.
+    Buckets are sent in one order on all ranks, last layers first: those whose gradients backward computes first. A
+    weight without a gradient holds its bucket back, and those behind it, until backward has ended.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, overlaps: bool) -> None:
@@ -112,7 +112,7 @@ class _Bucket:
         self.work: dist.Work | None = None
 
     def reserve(self) -> Tensor:
-        """The memory of the copy, so that sending needs none."""
+        """Return the memory of the copy, so that sending needs none."""
         if self.flat is None:
             size = sum(parameter.numel() for parameter in self.parameters) + len(self.parameters)
             self.flat = torch.empty(size, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
@@ -158,7 +158,7 @@ class _Bucket:
                     parameter.grad = copy.clone()
 
     def _parts(self, flat: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        """The copy of each gradient, and the numbers that say whether there are any."""
+        """Return the copy of each gradient, and the numbers that say whether there are any."""
         count = len(self.parameters)
         return _unflatten_dense_tensors(flat[:-count], self.parameters), flat[-count:]
 

@@ -33,7 +33,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import fix_input_dtype
 
 from .sharding import USE_FSDP
-from .slices import Slices, read_into, renamed, slices_of, trained_names
+from .slices import Slices, build_slices, read_into, renamed, trained_names
 from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper, widen
 
 
@@ -147,7 +147,7 @@ class FSDP(Strategy):
         ignored: Set[nn.Parameter] = frozenset(),
         widened: torch.dtype | None = None,
     ) -> nn.Module:
-        """The network, split in place, block by block; nothing here waits for another rank.
+        """Return the network, split in place, block by block; nothing here waits for another rank.
 
         A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
         compiled never gathers weights. A frozen network has no backward pass until which weights might stay gathered.
@@ -190,7 +190,8 @@ class FSDP(Strategy):
         whole: dict[str, Tensor] = {}
         for prefix, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                # Gathered once to be seen. The same tensors, without memory in between, are gathered for each forward pass.
+                # Gathered once to be seen. The same tensors, without memory in between, are gathered for each forward
+                # pass.
                 module.unshard()
                 for name, weight in nn.Module.named_parameters(module, prefix=prefix):  # type: ignore[arg-type]
                     if not isinstance(weight, DTensor):
@@ -202,7 +203,7 @@ class FSDP(Strategy):
         return [(weight, self._shared(gradient, weight)) for weight, gradient in super().shared_gradients(gradients)]
 
     def _shared(self, gradient: Tensor, weight: nn.Parameter) -> Tensor:
-        """A gradient averaged over all processes, of which each keeps what it has of the weight, where it has that."""
+        """Return a gradient averaged over all processes, of which each keeps what it has of the weight, where it has that."""
         assert isinstance(weight, DTensor)
         whole = gradient.to(self.device) / self.world_size
         dist.all_reduce(whole)
@@ -249,7 +250,7 @@ class FSDP(Strategy):
 
     def optimizer_slices(self, model: nn.Module, optimizer: Any) -> Slices | None:
         state = get_optimizer_state_dict(model, below_wrapper(optimizer))
-        return slices_of(state, rank=self.rank, size=self.world_size)
+        return build_slices(state, rank=self.rank, size=self.world_size)
 
     def load_optimizer_slices(self, model: nn.Module, optimizer: Any, folder: Path, values: Mapping[str, Any]) -> None:
         # Of zeros, in the memory that it will have.
@@ -282,7 +283,8 @@ def shard(
         reshard: whether the gathered weights of a layer are freed after its forward pass.
         offload: where the shards are.
         ignored: weights that are not touched.
-        widened: see `Strategy.prepare`: of the whole network in this dtype, host memory then never holds more than a layer.
+        widened: see `Strategy.prepare`: of the whole network in this dtype, host memory then never holds more than a
+            layer.
     """
     frozen = not any(parameter.requires_grad for parameter in model.parameters())  # without a backward pass
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": set(ignored)}
@@ -314,7 +316,7 @@ def _precision(computed: torch.dtype, *, output_dtype: torch.dtype | None = None
 
 
 def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules whose trained weights all have another dtype than most: FSDP2 gathers weights of one dtype at a time.
+    """Return the outermost modules whose trained weights all have another dtype than most: FSDP2 gathers weights of one dtype at a time.
 
     Some networks keep norms and the like in fp32 among bf16 weights.
 
@@ -347,7 +349,7 @@ def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
 
 
 def _whole(value: Any) -> Any:
-    """A gathered tensor in memory of its own: where sizes do not divide by the processes, it is a view of padded memory.
+    """Return a gathered tensor in memory of its own: where sizes do not divide by the processes, it is a view of padded memory.
 
     Files have no place for views, and pickles would hold the padding.
     """

@@ -1,8 +1,8 @@
 """Shows the other processes that this one runs, and ends its wait for one that does not.
 
-While processes wait for each other without end, for one that saves, samples or loads, nothing tells one at work from one that
-was stopped: its machine answers, and its connections stay open. So a thread of each process counts in the store of the
-launch, and a process that waits looks whether the others count on.
+While processes wait for each other without end, for one that saves, samples or loads, nothing tells one at work from
+one that was stopped: its machine answers, and its connections stay open. So a thread of each process counts in the
+store of the launch, and a process that waits looks whether the others count on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch.distributed as dist
 from finetrainers.utils.failures import ExpectedError
 
 _KEY = "finetrainers/pulse"
-#: Seconds between two counts, at most, and how many there are at least in the time after which a process counts as silent.
+#: Seconds between two counts, at most, and how many there are at least in the time after which a process counts as
+#: silent.
 _EVERY_S, _COUNTS = 10.0, 4
 #: No process is silent before, however short the timeout: threads of a machine with much to do may wait for long.
 _LEAST_S = 5.0

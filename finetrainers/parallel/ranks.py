@@ -39,10 +39,10 @@ class Ranks:
     """The processes of a run. Each of the methods below must be called by all of them.
 
     Tensors of the device go through the default process group (NCCL on GPUs). Everything else goes through two gloo
-    groups, from host to host. One has the time-out of the default group, and is for what a step agrees on. The other has a
-    long time-out, and is for places that ranks reach at very different times: one that has nothing to save, to sample or to
-    encode waits there for those that have, as long as they show that they run (`Pulse`). NCCL would count that as a hang, and
-    abort all of them.
+    groups, from host to host. One has the time-out of the default group, and is for what a step agrees on. The other
+    has a long time-out, and is for places that ranks reach at very different times: one that has nothing to save, to
+    sample or to encode waits there for those that have, as long as they show that they run (`Pulse`). NCCL would count
+    that as a hang, and abort all of them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and talks."""
+        """True if this process writes files and talks."""
         return self.accelerator.is_main_process
 
     @property
@@ -130,8 +130,8 @@ class Ranks:
         """Averages over ranks, as numbers: the one place where a step waits for the device.
 
         Args:
-            values: one number each. What is no tensor stays on the host, where this process is the only one; it is rounded to
-                fp32, as several processes would.
+            values: one number each. What is no tensor stays on the host, where this process is the only one; it is
+                rounded to fp32, as several processes would.
         """
         alone = self.world_size == 1
         names = [name for name in sorted(values) if isinstance(values[name], Tensor) or not alone]
@@ -163,13 +163,14 @@ class Ranks:
     def finish_on_device(self) -> None:
         """Let the device do what it was given, before the other ranks are asked to wait on the host; one alone need not.
 
-        Collectives run on streams of their own. They are not waited for: they end when the slowest rank has joined them.
+        Collectives run on streams of their own. They are not waited for: they end when the slowest rank has joined
+        them.
         """
         if self.world_size > 1 and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def gather_objects(self, items: list[T]) -> list[T]:
-        """All ranks' lists, joined in rank order; waits for all of them, for up to `idle_timeout`."""
+        """Return all ranks' lists, joined in rank order; waits for all of them, for up to `idle_timeout`."""
         if self._idle_group is None:
             return list(items)
         lists: list[Any] = [None] * self.world_size
@@ -187,7 +188,7 @@ class Ranks:
             yield from (item for number, item in of_all if self.has_turn(number))
 
     def has_turn(self, number: int) -> bool:
-        """Whether an item of this number is this process's, of what it makes with those that share samples with it."""
+        """Return whether an item of this number is this process's, of what it makes with those that share samples with it."""
         return number % self.sharing == self.rank % self.sharing
 
     def same_on_all(self, value: T) -> T:
@@ -239,8 +240,8 @@ class Ranks:
         Args:
             what: names it in errors.
             load: what each process does.
-            together: whether all may do it at once: what they load is mapped from files, whose pages they share. They do if
-                all say so, since machines may have different files.
+            together: whether all may do it at once: what they load is mapped from files, whose pages they share. They
+                do if all say so, since machines may have different files.
 
         Raises:
             RuntimeError: it failed on another rank; on the rank where it fails, the error itself.
@@ -273,7 +274,7 @@ class Ranks:
 
 
 def _host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks.
+    """Return a gloo group of all ranks.
 
     Raises:
         RuntimeError: they do not reach each other, with the way out.

@@ -94,13 +94,13 @@ def expected_split(options: ParallelSection) -> Split:
 
 
 def _offloads_weights() -> bool:
-    """Whether ZeRO-3 with offloading has the weights on the host too; a launcher's file may say that it does not."""
+    """Return whether ZeRO-3 with offloading has the weights on the host too; a launcher's file may say that it does not."""
     launched = says_yes(USE_DEEPSPEED)
     return not launched or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none"
 
 
 def with_launcher(options: ParallelSection) -> ParallelSection:
-    """The options, completed by what the launcher's file asks for.
+    """Return the options, completed by what the launcher's file asks for.
 
     With FSDP2 they count more than that file, which cannot say that something is left at its default. Then
     `fsdp_group_size` has a value if groups hold copies of each other.

@@ -1,8 +1,8 @@
 """Sharded optimizer state on disk: each process writes its slices, and `torch.distributed.checkpoint` reads them for any number.
 
-The layout is that of torch's `HuggingFaceStorageWriter`: a safetensors file for each process, whose metadata say where each
-slice begins in its tensor. The writer itself is not used: it plans with all processes, while a background thread must talk
-to none, it puts a whole file together in memory, and it hashes nothing.
+The layout is that of torch's `HuggingFaceStorageWriter`: a safetensors file for each process, whose metadata say where
+each slice begins in its tensor. The writer itself is not used: it plans with all processes, while a background thread
+must talk to none, it puts a whole file together in memory, and it hashes nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Slices:
         return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
 
 
-def slices_of(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | None:
+def build_slices(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | None:
     """This process's slices of an optimizer's state; None if it holds what has no slices, such as packed low-bit numbers.
 
     Args:
@@ -84,7 +84,7 @@ def read_into(state: dict[str, Any], folder: Path, *, group: dist.ProcessGroup |
     """Read slices into the tensors of an optimizer's state, whoever wrote them; every process must call it.
 
     Args:
-        state: see `slices_of`; its tensors are filled in place.
+        state: see `build_slices`; its tensors are filled in place.
         folder: has the files.
         group: whose processes read together, between their hosts.
 
@@ -101,7 +101,7 @@ def read_into(state: dict[str, Any], folder: Path, *, group: dist.ProcessGroup |
 
 
 def read_whole(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole state in host memory, by the weights' names, for a process that holds all of it.
+    """Return the whole state in host memory, by the weights' names, for a process that holds all of it.
 
     Args:
         folder: has the files.
@@ -123,7 +123,7 @@ def read_whole(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names, or numbers, for the weights."""
+    """Return an optimizer's state with other names, or numbers, for the weights."""
     return {
         "state": {names[weight]: values for weight, values in state["state"].items()},
         "param_groups": [{**g, "params": [names[weight] for weight in g["params"]]} for g in state["param_groups"]],
@@ -154,7 +154,7 @@ def _begin(value: Tensor, *, rank: int) -> list[int] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON brings it back."""
+    """Return whether JSON brings it back."""
     if isinstance(value, list | tuple):
         return all(_is_plain(one) for one in value)
     return isinstance(value, _SCALARS)

@@ -60,7 +60,8 @@ class Strategy(Ranks):
         takes_integer_weights: whether frozen weights may be integers, the codes of quantized ones.
         uses_autocast: whether a mixed precision is that of autocast.
         shares_saving: whether each process may write its part of a checkpoint.
-        writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training waits.
+        writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training
+            waits.
         updates_shards: whether the optimizer is given parts of weights.
         can_drop_gradients: whether gradients can be dropped without an update, wherever a step has got to.
         why_no_retry: why a step that ran out of memory cannot be retried, as the end of a sentence; None if it can.
@@ -183,7 +184,7 @@ class Strategy(Ranks):
         )
 
     def compute_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """The dtype that a network with weights of this dtype computes in."""
+        """Return the dtype that a network with weights of this dtype computes in."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, weights)
 
     def describe(self) -> str:
@@ -195,7 +196,7 @@ class Strategy(Ranks):
 
     @abstractmethod
     def _kind(self) -> str:
-        """The strategy's name; empty for one process."""
+        """Return the strategy's name; empty for one process."""
 
     @property
     def optimizer_device(self) -> torch.device:
@@ -209,7 +210,7 @@ class Strategy(Ranks):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether losses are scaled for fp16, so that gradients overflow now and then."""
+        """True if losses are scaled for fp16, so that gradients overflow now and then."""
         return self.accelerator.mixed_precision == "fp16"
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -264,7 +265,7 @@ class Strategy(Ranks):
         )
 
     def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
-        """A frozen network on the device, whole; `computed` is the dtype that the trained one computes in."""
+        """Return a frozen network on the device, whole; `computed` is the dtype that the trained one computes in."""
         return model.to(self.device)
 
     def begin_step(self, num_micro_batches: int) -> None:
@@ -291,7 +292,7 @@ class Strategy(Ranks):
         return nullcontext()
 
     def local_parameters(self, model: nn.Module) -> list[Tensor]:
-        """The trained weights as they enter this process's forward passes, in order; every rank must call it.
+        """Return the trained weights as they enter this process's forward passes, in order; every rank must call it.
 
         `torch.autograd.grad` by them gives the gradient of this process alone, where `why_no_local_gradients` is None.
         """
@@ -300,7 +301,8 @@ class Strategy(Ranks):
     def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
         """Of this process's gradients by `local_parameters`, those to be added to weights' own, with the weight of each.
 
-        Every rank must call it. They are averaged over ranks, unless `all_reduce` will do that, and divided as weights are.
+        Every rank must call it. They are averaged over ranks, unless `all_reduce` will do that, and divided as weights
+        are.
         """
         pairs = zip(self._parameters, gradients, strict=True)
         return [(weight, gradient) for weight, gradient in pairs if gradient is not None]
@@ -331,7 +333,7 @@ class Strategy(Ranks):
     # ---- looking inside ----------------------------------------------------------------------------------------
 
     def unwrap(self, model: nn.Module) -> Any:
-        """The network itself, below what distributes or compiles it."""
+        """Return the network itself, below what distributes or compiles it."""
         return unwrap(model)  # accelerate's function imports DeepSpeed to ask whether it is one of its own
 
     @abstractmethod
@@ -344,12 +346,12 @@ class Strategy(Ranks):
         """
 
     def shapes(self, model: nn.Module) -> dict[str, Tensor]:
-        """The whole tensors of `full_state`, in its order, on the meta device."""
+        """Return the whole tensors of `full_state`, in its order, on the meta device."""
         raise NotImplementedError("only strategies whose processes share the saving say it")
 
     @abstractmethod
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
-        """The optimizer's whole state on rank 0, None where the strategy writes its own; every rank must call it.
+        """Return the optimizer's whole state on rank 0, None where the strategy writes its own; every rank must call it.
 
         It is what `torch.optim.Optimizer.state_dict` says of whole weights, whatever the strategy and number of ranks.
         """
@@ -376,7 +378,7 @@ class Strategy(Ranks):
         self.load_optimizer(model, optimizer, renamed(read_whole(folder, values), numbers))
 
     def reads_optimizer_of(self, layout: str) -> bool:
-        """Whether an optimizer state that was saved in a layout can be read."""
+        """Return whether an optimizer state that was saved in a layout can be read."""
         return layout == self.optimizer_layout
 
     def save_own_files(self, directory: Path) -> None:
@@ -405,13 +407,13 @@ def _mixed_precision(config: TrainConfig) -> str | None:
 
 
 def trains_on_cpu() -> bool:
-    """Whether there is no GPU that torch can use, or accelerate is told to leave it alone."""
+    """Return whether there is no GPU that torch can use, or accelerate is told to leave it alone."""
     has_gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
     return not has_gpu or says_yes("ACCELERATE_USE_CPU")
 
 
 def _whole(norm: Tensor) -> Tensor:
-    """A norm over all ranks; that of sharded gradients is still a sum of parts."""
+    """Return a norm over all ranks; that of sharded gradients is still a sum of parts."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -424,5 +426,5 @@ def widen(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def below_wrapper(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that `prepare` was given, of what it returned."""
+    """Return the optimizer that `prepare` was given, of what it returned."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

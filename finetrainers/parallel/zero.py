@@ -91,7 +91,8 @@ def whole_weights(network: nn.Module, *, gathers: bool, wanted: Wanted) -> dict[
 
     Args:
         network: below DeepSpeed's engine.
-        gathers: whether weights are sharded (ZeRO-3), so that all processes must call this. The frozen ones are left out then.
+        gathers: whether weights are sharded (ZeRO-3), so that all processes must call this. The frozen ones are left
+            out then.
         wanted: which of them this process is given.
     """
     from deepspeed import zero
@@ -243,12 +244,12 @@ class ZeRO(Strategy):
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def clip_grad_norm(self) -> Tensor | None:
-        """The norm of the step's gradients, infinite if one of them is not finite; DeepSpeed clips in its step."""
+        """Return the norm of the step's gradients, infinite if one of them is not finite; DeepSpeed clips in its step."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         optimizer = self._engine.optimizer
-        # The same as its `step` will compute: `get_global_grad_norm` tells only of the step before. It has no public name
-        # under stage 3.
+        # The same as its `step` will compute: `get_global_grad_norm` tells only of the step before. It has no public
+        # name under stage 3.
         norm = (
             combine_grad_norm_groups(optimizer._get_norm_groups())
             if self._splits_weights
@@ -316,7 +317,8 @@ class ZeRO(Strategy):
     def _resharded(self, directory: Path) -> Iterator[Path]:
         """A folder with DeepSpeed's state of a checkpoint in its universal format, which any number of processes reads.
 
-        Rank 0 converts it on disk, next to the checkpoint, where all ranks see it; it takes the room of the state twice.
+        Rank 0 converts it on disk, next to the checkpoint, where all ranks see it; it takes the room of the state
+        twice.
         """
         folder: Path | None = None
         try:
@@ -346,7 +348,7 @@ class DeepSpeedOptimizer:
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether DeepSpeed found the last step's gradients to be no numbers."""
+        """True if DeepSpeed found the last step's gradients to be no numbers."""
         return bool(getattr(self._engine.optimizer, "overflow", False))
 
     def step(self) -> None:

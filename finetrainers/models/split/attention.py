@@ -1,7 +1,7 @@
 """Attention of the transformer's blocks by a chosen backend, per call: a call with a mask keeps a backend that takes it.
 
-diffusers' own `set_attention_backend` is not used. It also changes the default of the whole process, knows no masks, and has
-no effect on processors that call PyTorch's function themselves.
+diffusers' own `set_attention_backend` is not used. It also changes the default of the whole process, knows no masks,
+and has no effect on processors that call PyTorch's function themselves.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Attend:
             key: likewise, of as many tokens as `value`.
             value: likewise.
             mask: over keys, broadcast to `[B, H, S, keys]`: boolean (True is attended to), or added to the scores.
-            text: how many of the tokens are of the text, before those of the clip and after them; see `sequence.SplitAttend`.
+            text: how many of the tokens are of the text, before those of the clip and after them; see
+                `sequence.SplitAttend`.
         """
         return self.alone(query, key, value, mask)
 
     def alone(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same for tokens that need no other process: those of the keys are whole on each, as a text's are."""
+        """Return the same for tokens that need no other process: those of the keys are whole on each, as a text's are."""
         backend = BACKENDS[self.name]
         if mask is not None and not (backend.masks == "any" or (backend.masks == "bool" and mask.dtype == torch.bool)):
             return _dispatch("native", query, key, value, mask)

@@ -1,13 +1,13 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay on their process, keys and values go around the group.
 
 Each process attends to the keys of one process after another, and merges the results by their log-sum-exp. While it
-computes on one part, the next one arrives. Backward sends keys and values around again, with the gradients that each process
-adds to them. Scores are those of PyTorch's fused kernels, which give the log-sum-exp, and whose backward passes take that of
-all keys.
+computes on one part, the next one arrives. Backward sends keys and values around again, with the gradients that each
+process adds to them. Scores are those of PyTorch's fused kernels, which give the log-sum-exp, and whose backward passes
+take that of all keys.
 
-diffusers' `TemplatedRingAttention` is not used. It needs parts of the same size (its `ring_anything` has no backward pass),
-gives each part the mask of all keys, has no place for a text that every process has, and refuses the `native` backend, which
-gives it no log-sum-exp: nothing else runs in fp32.
+diffusers' `TemplatedRingAttention` is not used. It needs parts of the same size (its `ring_anything` has no backward
+pass), gives each part the mask of all keys, has no place for a text that every process has, and refuses the `native`
+backend, which gives it no log-sum-exp: nothing else runs in fp32.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def ring_attention(
         query: `[B, S, H, D]`, of text and of the process's part of a clip.
         key: likewise.
         value: likewise.
-        mask: over these keys, broadcast to `[B, H, S, S]`: boolean (True is attended to), or added to the scores. The other
-            processes' tokens are all attended to.
+        mask: over these keys, broadcast to `[B, H, S, S]`: boolean (True is attended to), or added to the scores. The
+            other processes' tokens are all attended to.
         before: how many of the tokens are of the text that precedes those of the clip.
         shares: tokens of the clip on each process.
         rank: of this process in the group.
@@ -197,14 +197,14 @@ def _is_flash(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to the scores."""
+    """Return a mask that is added to the scores."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _aligned(mask: Tensor, query: Tensor, keys: int) -> Tensor:
-    """A mask as memory-efficient attention reads it: of full size, its rows at aligned addresses."""
+    """Return a mask as memory-efficient attention reads it: of full size, its rows at aligned addresses."""
     added = _added(mask, query.dtype)
     padded = F.pad(added, (0, -keys % _MASK_COLUMNS))[..., :keys]
     return padded.expand(*query.shape[:3], keys)

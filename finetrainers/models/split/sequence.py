@@ -1,19 +1,19 @@
 """Sequence parallelism: the tokens of each clip are split over a group of processes.
 
-All processes of a group are given the same whole inputs. Where the network has made tokens of the latents, each takes its
-part of them, and goes through the blocks with it. Attention needs all tokens. An all-to-all gives each process all tokens of
-a part of the heads, and another one takes its result back (Ulysses, arXiv:2309.14509). Or keys and values go around the
-processes, which takes any number of heads (`ring`). Text tokens are whole on every process. The prediction is whole
-again on all of them, and so is the loss.
+All processes of a group are given the same whole inputs. Where the network has made tokens of the latents, each takes
+its part of them, and goes through the blocks with it. Attention needs all tokens. An all-to-all gives each process all
+tokens of a part of the heads, and another one takes its result back (Ulysses, arXiv:2309.14509). Or keys and values go
+around the processes, which takes any number of heads (`ring`). Text tokens are whole on every process. The prediction
+is whole again on all of them, and so is the loss.
 
-Gradients: a process has those of its own tokens alone, so that those of a clip are the sum over its group. The backward pass
-of the last join multiplies by the size of the group, since each of its processes has computed the loss of the whole
-prediction. The mean over all processes, which every strategy takes anyway, is then the mean over clips of these sums, and no
-strategy has to know about groups.
+Gradients: a process has those of its own tokens alone, so that those of a clip are the sum over its group. The backward
+pass of the last join multiplies by the size of the group, since each of its processes has computed the loss of the
+whole prediction. The mean over all processes, which every strategy takes anyway, is then the mean over clips of these
+sums, and no strategy has to know about groups.
 
-Parts differ by one token at most, so that no padding is needed. diffusers' own context parallelism is not used: its plan for
-LTX-Video fails in the backward pass, there is none for the other families, and its hooks do not see the layers that a LoRA
-puts in the place of others.
+Parts differ by one token at most, so that no padding is needed. diffusers' own context parallelism is not used: its
+plan for LTX-Video fails in the backward pass, there is none for the other families, and its hooks do not see the layers
+that a LoRA puts in the place of others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class TokenPlan:
     Attributes:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
-        text_first: modules among these in whose output tokens of the text come first: as many as their first argument has.
+        text_first: modules among these in whose output tokens of the text come first: as many as their first argument
+            has.
         last: the module whose output is made whole, in dimension 1.
     """
 
@@ -168,7 +169,7 @@ class SplitAttend(Attend):
         return self._part(self.alone(query, key, value, mask), before, own)
 
     def _whole(self, tensors: list[Tensor], before: int, own: int) -> list[Tensor]:
-        """All tokens of this process's heads, `[B, S, H / N, D]`, of its own tokens of all heads."""
+        """Return all tokens of this process's heads, `[B, S, H / N, D]`, of its own tokens of all heads."""
         size, rank = self.sequence.size, self.sequence.rank
         heads = [one.unflatten(2, (size, -1)) for one in tensors]
         sent = torch.stack([one[:, before : before + own].permute(2, 1, 0, 3, 4) for one in heads], dim=2)
@@ -181,7 +182,7 @@ class SplitAttend(Attend):
         ]
 
     def _part(self, whole: Tensor, before: int, own: int) -> Tensor:
-        """All heads of this process's own tokens, `[B, S, H, D]`, and of the text, from all tokens of its own heads."""
+        """Return all heads of this process's own tokens, `[B, S, H, D]`, and of the text, from all tokens of its own heads."""
         size, tokens, shares = self.sequence.size, self.sequence.tokens, self.sequence.shares
         rows = whole.transpose(0, 1)
         first, clip, last = rows[:before], rows[before : before + tokens], rows[before + tokens :]
@@ -202,8 +203,8 @@ def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: floa
         dropout: of a LoRA.
 
     Raises:
-        ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not go
-            around a ring.
+        ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not
+            go around a ring.
     """
     heads = spec.configs[spec.facts.trained].get("num_attention_heads")
     if size > 1 and spec.token_plan is None:
@@ -251,7 +252,7 @@ def split_tokens(network: nn.Module, plan: TokenPlan, sequence: SequenceGroup) -
 
 
 def _split(value: Any, dim: int, sequence: SequenceGroup, *, text: int = 0) -> Any:
-    """The part of a tensor, or of each in a tuple; what has no such dimension stays."""
+    """Return the part of a tensor, or of each in a tuple; what has no such dimension stays."""
     if isinstance(value, tuple):
         return tuple(_split(one, dim, sequence, text=text) for one in value)
     return value if not isinstance(value, Tensor) or value.ndim <= dim else sequence.part(value, dim, text=text)

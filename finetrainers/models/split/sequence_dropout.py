@@ -1,8 +1,8 @@
 """Dropout in a network whose clips are split (`--sp_size`): each process drops in its own tokens what one process would drop.
 
-The processes of a group draw from generators in the same state. Each draws the mask of all tokens and takes its part of it,
-so that tokens of the text, which are whole on every process, lose the same numbers everywhere, and generators stay equal.
-Gradient checkpointing restores the generator before it computes a block again, as for other dropout.
+The processes of a group draw from generators in the same state. Each draws the mask of all tokens and takes its part of
+it, so that tokens of the text, which are whole on every process, lose the same numbers everywhere, and generators stay
+equal. Gradient checkpointing restores the generator before it computes a block again, as for other dropout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetrainers.config.errors import ConfigError, Problem
 
 from ..batch import even_bounds
-from ..flops import Stream, stream_of
+from ..flops import Stream, find_stream
 
 
 class SplitDropout(nn.Dropout):
@@ -72,7 +72,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
             continue
         if not spec.streams:
             raise ConfigError([Problem("--sp_size", no_streams(spec, name))])
-        stream = stream_of(name, spec.streams)
+        stream = find_stream(name, spec.streams)
         if stream not in ("text", "prompt") and not name.startswith(tuple(f"{output}." for output in plan.outputs)):
             split = SplitDropout(module.p, sequence, stream, text_first=bool(plan.text_first))
             network.set_submodule(name, split)

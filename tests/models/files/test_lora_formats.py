@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.files.lora_formats import Factors, Lora, from_stored, of_state, to_stored
+from finetrainers.models.files.lora_formats import Factors, Lora, from_stored, lora_from_state, to_stored
 from finetrainers.models.files.lora_names import format_problem, kind_of
-from finetrainers.models.files.original import layouts_of
+from finetrainers.models.files.original import known_layouts
 from finetrainers.models.lora_files import cast, check_written, lora_metadata, with_averages, write_lora
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
@@ -63,7 +63,7 @@ def trained(spec: ModelSpec, **settings: Any) -> nn.Module:
 
 
 def lora_of(network: Any) -> Lora:
-    return of_state(get_peft_model_state_dict(network), network.peft_config["default"].to_dict())
+    return lora_from_state(get_peft_model_state_dict(network), network.peft_config["default"].to_dict())
 
 
 @torch.no_grad()
@@ -193,7 +193,7 @@ def test_diffusers_converter_reads_the_joined_layers_of_hunyuan_video() -> None:
 def comfyui_keys(family: str, network: nn.Module) -> set[str]:
     """Names that ComfyUI looks for in LoRA files, as `model_lora_keys_unet` makes them of the names of its own network."""
     names = [*network.state_dict()]
-    layouts = layouts_of(type(network).__name__, names)
+    layouts = known_layouts(type(network).__name__, names)
     if family == "cogvideox":
         own = {
             name.replace("transformer_blocks.", "blocks.").replace("attn1.to_out.0", "attn_out").replace("attn1.to_", "")

@@ -21,13 +21,13 @@ from torch import nn
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.files.layouts import stored_shapes, stored_tensors
-from finetrainers.models.files.original import DIFFUSERS, ORIGINALS, layouts_of, original_layout
+from finetrainers.models.files.original import DIFFUSERS, ORIGINALS, known_layouts, original_layout
 from finetrainers.models.files.single_file import (
     BY_DIFFUSERS,
     load_single_file,
     match_network,
     save_single_file,
-    shapes_of,
+    tensor_shapes,
 )
 from finetrainers.models.registry import get_family
 
@@ -86,7 +86,7 @@ def full(name: str) -> nn.Module:
 def one_column(network: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a network at their full length, one number wide: every row of all of them has a number of its own."""
     found, start = {}, 0
-    for name, shape in shapes_of(network).items():
+    for name, shape in tensor_shapes(network).items():
         length = shape[0] if shape else 1
         numbers = torch.arange(start, start + length, dtype=torch.float64)
         found[name] = numbers.reshape(length, *[1] * (len(shape) - 1)) if shape else numbers[0]
@@ -103,7 +103,7 @@ def test_original_layouts_are_what_diffusers_converts(name: str) -> None:
     stored = stored_tensors(layout, tensors, prefix)
     last = f"{prefix}encoder.conv_out.conv.weight"  # by whose width the converter knows the version
     if last in stored:
-        stored[last] = stored[last].expand(-1, shapes_of(network)["encoder.conv_out.conv.weight"][1], -1, -1, -1)
+        stored[last] = stored[last].expand(-1, tensor_shapes(network)["encoder.conv_out.conv.weight"][1], -1, -1, -1)
     found = CONVERTERS[cls](dict(stored))
     assert found.keys() == tensors.keys()
     wrong = [key for key in tensors if not torch.equal(found[key].flatten()[: tensors[key].numel()], tensors[key].flatten()) and key != "encoder.conv_out.conv.weight"]  # fmt: skip
@@ -155,7 +155,7 @@ COMFYUI = {
 
 @pytest.mark.parametrize("name", COMFYUI)
 def test_comfyui_has_these_names(name: str) -> None:
-    found = layouts_of(FULL[name][0], shapes_of(full(name)))["ComfyUI's"]
+    found = known_layouts(FULL[name][0], tensor_shapes(full(name)))["ComfyUI's"]
     assert set(COMFYUI[name]) - found.keys() == set()
 
 
@@ -168,8 +168,8 @@ def summary(names: dict[str, tuple[int, ...]]) -> dict[str, list[Any]]:
 def test_the_names_of_full_networks_are_those_of_the_golden_file() -> None:
     found = {}
     for name, (cls, _) in FULL.items():
-        shapes = shapes_of(full(name))
-        for kind, layout in layouts_of(cls, shapes).items():
+        shapes = tensor_shapes(full(name))
+        for kind, layout in known_layouts(cls, shapes).items():
             if kind != DIFFUSERS:
                 found[f"{name}, {kind}"] = summary(stored_shapes(layout, shapes))
     if os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1":
@@ -193,7 +193,7 @@ def test_every_layout_is_read_as_the_folder_is(
     expected = cls.from_pretrained(folder, torch_dtype=torch.bfloat16)
     weights = load_file(folder / "diffusion_pytorch_model.safetensors")
     file = tmp_path / "one.safetensors"
-    for kind, layout in layouts_of(cls.__name__, weights).items():
+    for kind, layout in known_layouts(cls.__name__, weights).items():
         for prefix in ("", "model.model."):
             stored = stored_tensors(layout, weights, prefix)
             for name in [name for name in stored if ".attn_1." in name and stored[name].ndim == 2]:
