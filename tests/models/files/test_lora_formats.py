@@ -358,7 +358,7 @@ def test_dtypes_averages_and_metadata(spec_of: Callable[..., ModelSpec], tmp_pat
     assert "modelspec.license" not in found
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "lora_names.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "lora_names.json"
 
 
 def test_names_are_those_of_the_golden_list() -> None:

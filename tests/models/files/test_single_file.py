@@ -31,7 +31,7 @@ from finetrainers.models.files.single_file import (
 )
 from finetrainers.models.registry import get_family
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "original_names.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "original_names.json"
 #: Configs of published VAEs of LTX-Video whose blocks differ; the rest are the classes' defaults.
 LTX_VAES: dict[str, dict[str, Any]] = {
     "0.9.0": {},
