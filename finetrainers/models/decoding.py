@@ -42,8 +42,7 @@ def decode_gradient(
         vae: frozen, on its device.
         latents_BCTHW: latents without the frames that `padded` adds.
         vae_stats: normalization constants of the VAE.
-        score: gives the number, of videos `[B, 3, T, H, W]` in [0, 1] with a graph, and whatever else is wanted of
-            them.
+        score: returns the score of videos `[B, 3, T, H, W]` in [0, 1] with a graph, and any other result.
         checkpointing: recompute the decoder in backward, block by block, and tile by tile where it works on tiles.
 
     Returns:
@@ -58,11 +57,11 @@ def decode_gradient(
             (gradient,) = torch.autograd.grad(total, z) if total.requires_grad else (torch.zeros_like(z),)
         return gradient.detach(), rest
 
-    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retried:
+    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retry:
         if not checkpointing:
-            return retried(work)
+            return retry(work)
         with _recomputed(vae):
-            return retried(work)
+            return retry(work)
 
 
 def _pixels(spec: Any, vae: Any, latents: Tensor, vae_stats: VAEStats) -> Tensor:
@@ -77,7 +76,7 @@ def _size(spec: Any, latents: Tensor) -> tuple[int, int, int]:
 
 @contextmanager
 def _recomputed(vae: Any) -> Iterator[None]:
-    """Recompute the decoder in backward: each call stores its inputs alone, and its blocks theirs while it is recomputed.
+    """Recompute the decoder in backward: calls store their inputs alone, and blocks theirs during recomputation.
 
     A decoder that is called once for each tile, or for a few frames at a time, then has the activations of one call.
     """
