@@ -1,4 +1,4 @@
-"""Single weight files: every layout of every class, written by the tables, read back, and compared with diffusers' converters."""
+"""Single weight files: every layout of every class, written, read back, and compared with diffusers' converters."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def full(name: str) -> nn.Module:
 
 
 def one_column(network: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a network at their full length, one number wide: every row of all of them has a number of its own."""
+    """Return a network's tensors at their full length, one number wide: every row of all has a separate number."""
     found, start = {}, 0
     for name, shape in tensor_shapes(network).items():
         length = shape[0] if shape else 1
@@ -106,12 +106,17 @@ def test_original_layouts_are_what_diffusers_converts(name: str) -> None:
         stored[last] = stored[last].expand(-1, tensor_shapes(network)["encoder.conv_out.conv.weight"][1], -1, -1, -1)
     found = CONVERTERS[cls](dict(stored))
     assert found.keys() == tensors.keys()
-    wrong = [key for key in tensors if not torch.equal(found[key].flatten()[: tensors[key].numel()], tensors[key].flatten()) and key != "encoder.conv_out.conv.weight"]  # fmt: skip
+    wrong = [
+        key
+        for key in tensors
+        if key != "encoder.conv_out.conv.weight"
+        and not torch.equal(found[key].flatten()[: tensors[key].numel()], tensors[key].flatten())
+    ]
     assert wrong == []
 
 
 def test_cogvideox_has_the_order_of_its_authors() -> None:
-    """sat/dit_video_concat.py: `AdaLNMixin` chunks a block's modulation into twelve, the last six of which are the text's."""
+    """sat/dit_video_concat.py: `AdaLNMixin` chunks a block's modulation into twelve; the last six are the text's."""
     tensors = one_column(full("CogVideoX-5b-I2V transformer"))
     layout, prefix = original_layout("CogVideoXTransformer3DModel", tensors)
     stored = stored_tensors(layout, tensors, prefix)
@@ -122,21 +127,23 @@ def test_cogvideox_has_the_order_of_its_authors() -> None:
     expected = [*norm1[:3], *norm2[:3], *norm1[3:], *norm2[3:]]
     assert all(torch.equal(one, other) for one, other in zip(twelve, expected, strict=True))
     joined = stored[f"{prefix}transformer.layers.7.attention.query_key_value.bias"].chunk(3)
-    assert all(torch.equal(x, tensors[f"transformer_blocks.7.attn1.to_{n}.bias"]) for n, x in zip("qkv", joined, strict=True))  # fmt: skip
+    for name, bias in zip("qkv", joined, strict=True):
+        assert torch.equal(bias, tensors[f"transformer_blocks.7.attn1.to_{name}.bias"])
     assert torch.equal(
         stored[f"{prefix}mixins.pos_embed.pos_embedding"].flatten(), tensors["patch_embed.pos_embedding"].flatten()
     )
 
 
-#: Names that ComfyUI's modules have (comfy/ldm/hunyuan_video/model.py, comfy/ldm/flux/layers.py), and of its file of the VAE as
-#: users have reported them (kijai/ComfyUI-HunyuanVideoWrapper, issue 248), by the golden file's entries.
+#: Names that ComfyUI's modules have (comfy/ldm/hunyuan_video/model.py, comfy/ldm/flux/layers.py), and of its file of
+#: the VAE as users have reported them (kijai/ComfyUI-HunyuanVideoWrapper, issue 248), by the golden file's entries.
 COMFYUI = {
     "HunyuanVideo transformer": (
         "img_in.proj.weight", "time_in.in_layer.bias", "guidance_in.out_layer.weight", "vector_in.in_layer.weight",
         "txt_in.input_embedder.weight", "txt_in.t_embedder.in_layer.weight", "txt_in.c_embedder.out_layer.bias",
         "txt_in.individual_token_refiner.blocks.1.self_attn.qkv.weight",
         "txt_in.individual_token_refiner.blocks.0.self_attn.proj.bias",
-        "txt_in.individual_token_refiner.blocks.0.mlp.0.weight", "txt_in.individual_token_refiner.blocks.0.mlp.2.weight",
+        "txt_in.individual_token_refiner.blocks.0.mlp.0.weight",
+        "txt_in.individual_token_refiner.blocks.0.mlp.2.weight",
         "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.weight",
         "txt_in.individual_token_refiner.blocks.0.norm2.weight", "double_blocks.19.img_attn.norm.query_norm.scale",
         "double_blocks.0.txt_attn.norm.key_norm.scale", "double_blocks.0.img_attn.qkv.weight",
@@ -147,7 +154,8 @@ COMFYUI = {
     ),
     "HunyuanVideo VAE": (
         "encoder.norm_out.weight", "decoder.mid.attn_1.k.weight", "decoder.mid.attn_1.norm.bias",
-        "decoder.mid.attn_1.proj_out.weight", "decoder.mid.block_1.conv1.conv.weight", "decoder.mid.block_2.norm2.weight",
+        "decoder.mid.attn_1.proj_out.weight", "decoder.mid.block_1.conv1.conv.weight",
+        "decoder.mid.block_2.norm2.weight",
         "decoder.up.0.block.0.nin_shortcut.conv.weight", "decoder.up.0.block.0.conv1.conv.bias", "quant_conv.weight",
     ),
 }  # fmt: skip
@@ -259,7 +267,7 @@ def test_text_encoders_are_read_as_the_folder_is(
 def test_classes_without_a_table_are_read_by_diffusers(
     tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of families that are registered from outside; what its converter does not know is missing, by our names."""
+    """Classes of families registered from outside: tensors unknown to the converter are missing, by our names."""
     folder, cls = tiny_repo("ltx_video") / "transformer", diffusers.LTXVideoTransformer3DModel
     expected, file = cls.from_pretrained(folder, torch_dtype=torch.bfloat16), tmp_path / "one.safetensors"
     weights = load_file(folder / "diffusion_pytorch_model.safetensors")
