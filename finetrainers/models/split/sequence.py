@@ -140,7 +140,7 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SplitAttend(Attend):
-    """Attention over all tokens of a clip split over processes: for part of the heads, or for all from its part."""
+    """Attention over a clip split over processes: each computes part of the heads, or its tokens (`ring`)."""
 
     sequence: SequenceGroup
     mode: SpMode = "ulysses"
