@@ -103,7 +103,7 @@ def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterabl
             continue
         target = DTYPES[frozen_dtype(config, part)]
         argument = "torch_dtype" if issubclass(cls, ModelMixin) else "dtype"
-        modules[part] = _frozen(load_network(cls, config, part, {argument: _loadable(target)}), target)
+        modules[part] = _freeze(load_network(cls, config, part, {argument: _loading_dtype(target)}), target)
     return Parts(modules)
 
 
@@ -176,11 +176,11 @@ def load_network(
     return network
 
 
-def _loadable(dtype: torch.dtype) -> torch.dtype:
+def _loading_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype in _FLOAT8 else dtype
 
 
-def _frozen(model: Any, dtype: torch.dtype) -> nn.Module:
+def _freeze(model: Any, dtype: torch.dtype) -> nn.Module:
     model.requires_grad_(False).eval()
     compute_in_fp32_on_cpu(model)
     if dtype in _FLOAT8:

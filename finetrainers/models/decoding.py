@@ -60,7 +60,7 @@ def decode_gradient(
     with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retry:
         if not checkpointing:
             return retry(work)
-        with _recomputed(vae):
+        with _recompute_decoder(vae):
             return retry(work)
 
 
@@ -75,7 +75,7 @@ def _size(spec: Any, latents: Tensor) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _recomputed(vae: Any) -> Iterator[None]:
+def _recompute_decoder(vae: Any) -> Iterator[None]:
     """Recompute the decoder in backward: calls store their inputs alone, and blocks theirs during recomputation.
 
     A decoder that is called once for each tile, or for a few frames at a time, then has the activations of one call.

@@ -102,7 +102,7 @@ class Family:
         with contextlib.suppress(ValueError):  # which is one of the problems
             parts = self.facts_of(config).parts
         problems = file_problems(config, parts, weights=weights, device_type=device_type)
-        # Files that cannot be read say nothing about the family.
+        # Files that cannot be read do not show the family.
         return problems or list(self._mismatches(config))
 
     def _mismatches(self, config: ModelSection) -> Iterator[Problem]:
@@ -113,9 +113,9 @@ class Family:
         foreign = self._foreign_classes(config, configs)
         for part, (actual, expected) in foreign.items():
             others = [name for name, family in _FAMILIES.items() if actual in (family.transformer, family.vae)]
-            way_out = f"use --model_name {others[0]}" if others else "which no model family here has"
-            place = replacement_source(config, part) or config.pretrained_model_name_or_path
-            message = f"{place} holds a {actual}, and {self.name} is a {expected}; {way_out}"
+            remedy = f"use --model_name {others[0]}" if others else "which no model family here has"
+            source = replacement_source(config, part) or config.pretrained_model_name_or_path
+            message = f"{source} holds a {actual}, and {self.name} is a {expected}; {remedy}"
             yield Problem("--model_name" if part == trained else source_option(config, part), message)
         if trained in foreign:
             return

@@ -365,7 +365,7 @@ def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     extra = dict(call.get("attention_kwargs") or {})
     lengths = extra.pop(_LENGTHS, None)
     call["attention_kwargs"] = extra or None
-    if lengths is None:  # from a pipeline, say; this waits for the device
+    if lengths is None:  # in a pipeline's call, for example; this waits for the device
         lengths = mask.bool().sum(dim=1).tolist()
     if min(lengths) == 0:
         raise ValueError(f"row {lengths.index(0)} of the batch has no text tokens: its attention mask is all zero")

@@ -65,23 +65,23 @@ def get_family(name: str) -> Family:
     if name in registered:
         return registered[name]
     supported = f"supported: {', '.join(sorted(registered))}"
-    plain = _plain(name)
+    plain = _normalize(name)
     unsupported = _UNSUPPORTED.match(plain)
-    if unsupported and unsupported[0] not in map(_plain, registered):
+    if unsupported and unsupported[0] not in map(_normalize, registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
     similar = [
         other
         for other in registered
-        if (len(plain) > 2 and _plain(other).startswith(plain)) or plain.startswith(_plain(other))
+        if (len(plain) > 2 and _normalize(other).startswith(plain)) or plain.startswith(_normalize(other))
     ]
     if len(similar) == 1:
         raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?")
-    close = get_close_matches(plain, [_plain(other) for other in registered], n=1, cutoff=0.8)
-    suggestion = next((other for other in registered if _plain(other) in close), None)
+    close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
+    suggestion = next((other for other in registered if _normalize(other) in close), None)
     raise KeyError(f"unknown model family {name!r}; {f'did you mean {suggestion!r}?' if suggestion else supported}")
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     """Return a name without the characters that are spelled in different ways."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
@@ -98,7 +98,7 @@ def with_family(model: ModelSection) -> ModelSection:
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
     for name, family in families().items():
-        is_published = _plain(source) in map(_plain, family.published) and is_hub_id(source)
+        is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
         with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
             kind = (part_config(model, trained_part(model)) or {}).get("_class_name") or kind
         if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):

@@ -90,7 +90,7 @@ def fitted_vae(
                     fault_point("vae")
                 return call(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                sizes, effect = _smaller(spec, vae, batch)
+                sizes, effect = _smaller_mode(spec, vae, batch)
                 if sizes is None or not is_out_of_memory(error):
                     raise
                 reason, tried = str(error).split("\n", 1)[0], True
@@ -118,7 +118,7 @@ def fitted_vae(
             delattr(vae, name) if own is None else setattr(vae, name, own)
 
 
-def _smaller(spec: Fits, vae: Any, batch: int) -> tuple[set[Size] | None, str]:
+def _smaller_mode(spec: Fits, vae: Any, batch: int) -> tuple[set[Size] | None, str]:
     """Return the set of sizes for which the VAE takes less memory from now on, or None if nothing is left; and how."""
     if batch > 1 and not vae.use_slicing and spec.config.enable_slicing is None:
         return spec.vae_one_by_one, "taken one by one from now on (--enable_slicing does so from the start)"

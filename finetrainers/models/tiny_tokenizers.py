@@ -46,7 +46,7 @@ def clip_tokenizer() -> CLIPTokenizer:
     alphabet = sorted(ByteLevel.alphabet())
     merges, merged = _merge_chains([*word[:-1], f"{word[-1]}</w>"] for word in WORDS)
     tokens = _unique([*alphabet, *(f"{c}</w>" for c in alphabet), *merged, "<|startoftext|>", "<|endoftext|>"])
-    return CLIPTokenizer(vocab=_numbered(tokens), merges=merges, model_max_length=77)
+    return CLIPTokenizer(vocab=_token_ids(tokens), merges=merges, model_max_length=77)
 
 
 def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) -> LlamaTokenizerFast:
@@ -67,7 +67,7 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = _unique(["<unk>", "<s>", "</s>", "<pad>", *special, *fallback, _SPACE, "\n", *_CHARACTERS, *merged])
     return LlamaTokenizerFast(
-        vocab=_numbered(tokens),
+        vocab=_token_ids(tokens),
         merges=merges,
         pad_token="<pad>",
         padding_side="right",  # the class default is left; HunyuanVideo pads right
@@ -92,5 +92,5 @@ def _unique(tokens: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(tokens))
 
 
-def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+def _token_ids(tokens: Sequence[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}

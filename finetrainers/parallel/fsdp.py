@@ -209,9 +209,9 @@ class FSDP(Strategy):
         assert isinstance(weight, DTensor)
         mean = gradient.to(self.device) / self.world_size
         dist.all_reduce(mean)
-        shard_of_mean = distribute_tensor(mean, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+        local_shard = distribute_tensor(mean, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
         return DTensor.from_local(
-            shard_of_mean.clone().to(weight.device), weight.device_mesh, weight.placements, run_check=False,
+            local_shard.clone().to(weight.device), weight.device_mesh, weight.placements, run_check=False,
             shape=weight.shape, stride=weight.stride(),
         )  # fmt: skip
 
@@ -294,13 +294,13 @@ def shard(
         fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
     for layer in layers:
         widen(layer, widened)
-        fully_shard(layer, mp_policy=_precision(computed), reshard_after_forward=frozen or reshard, **arguments)
+        fully_shard(layer, mp_policy=_precision_policy(computed), reshard_after_forward=frozen or reshard, **arguments)
     widen(model, widened)  # weights outside of layers; a shard already has the dtype
     # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: bf16 would round
     # timesteps and positions.
     fully_shard(
         model,
-        mp_policy=_precision(computed, output_dtype=torch.float32),
+        mp_policy=_precision_policy(computed, output_dtype=torch.float32),
         reshard_after_forward=True if frozen else None,
         **arguments,
     )
@@ -308,7 +308,7 @@ def shard(
     fix_input_dtype(model)
 
 
-def _precision(computed: torch.dtype, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+def _precision_policy(computed: torch.dtype, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
     """Return the policy: weights are gathered in the computing dtype, kept in theirs, gradients summed in fp32."""
     if computed == torch.float32:
         return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

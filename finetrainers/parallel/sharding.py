@@ -167,5 +167,5 @@ def _launcher_problems() -> Iterator[Problem]:
         yield Problem("fsdp_ignored_modules", "no module is left out; remove it")
     for name in _OTHER_DIMENSIONS:
         if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1:
-            way_out = "remove it" if name == "TP" else "remove it, and split clips over processes with --sp_size"
-            yield Problem(f"parallelism_config_{name.lower()}_size", f"is not supported; {way_out}")
+            remedy = "remove it" if name == "TP" else "remove it, and split clips over processes with --sp_size"
+            yield Problem(f"parallelism_config_{name.lower()}_size", f"is not supported; {remedy}")

@@ -71,10 +71,10 @@ def build_slices(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | 
             key = f"{weight}/{name}"
             if isinstance(value, _SCALARS):
                 numbers[key] = value
-            elif not isinstance(value, Tensor) or type(_local(value)) is not Tensor:
+            elif not isinstance(value, Tensor) or type(_to_local(value)) is not Tensor:
                 return None
-            elif (begin := _begin(value, rank=rank)) is not None:
-                tensors[key], begins[key] = _local(value), begin
+            elif (begin := _slice_offset(value, rank=rank)) is not None:
+                tensors[key], begins[key] = _to_local(value), begin
     groups = state["param_groups"]
     if not all(_is_plain(value) for group in groups for value in group.values()):
         return None
@@ -136,11 +136,11 @@ def trained_names(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _local(value: Tensor) -> Tensor:
+def _to_local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _begin(value: Tensor, *, rank: int) -> list[int] | None:
+def _slice_offset(value: Tensor, *, rank: int) -> list[int] | None:
     """Return the offset of this process's slice, or None if it has none, or if another process writes the same."""
     if not isinstance(value, DTensor):
         return [0] * value.dim() if rank == 0 else None

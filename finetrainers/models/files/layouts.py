@@ -122,7 +122,11 @@ class Match:
     @property
     def misshapen(self) -> list[str]:
         """Stored tensors of another shape, ignoring axes of length 1 at the end: 1x1 convolutions are linear layers."""
-        return [n for n, shape in self.needed.items() if n in self.held and _bare(self.held[n]) != _bare(shape)]
+        return [
+            n
+            for n, shape in self.needed.items()
+            if n in self.held and _without_ones(self.held[n]) != _without_ones(shape)
+        ]
 
     @property
     def unused(self) -> list[str]:
@@ -152,7 +156,7 @@ class Match:
         return [f"{self.prefix}{name} in {place} {shapes}"]
 
 
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape

@@ -177,14 +177,14 @@ def _by_layer(tensors: Mapping[str, Tensor], layer_name: Callable[[str], str]) -
 def stored_layers(network: nn.Module, kind: Foreign) -> dict[str, tuple[Rows, ...]]:
     """Return the layers of a network in a format, by their names without the prefix, with the modules' rows in each."""
     names = [*network.state_dict()]
-    return _modules(_LAYOUTS[_stock(network), kind](names), kind)
+    return _modules(_LAYOUTS[_stock_class(network), kind](names), kind)
 
 
 def _known_layers(network: nn.Module, kind: Foreign) -> dict[str, tuple[Rows, ...]]:
     """Return `stored_layers` with all other names in use: diffusers' own, the authors' and ComfyUI's."""
     names = [*network.state_dict()]
     layers: dict[str, tuple[Rows, ...]] = {}
-    for layout in known_layouts(_stock(network), names).values():
+    for layout in known_layouts(_stock_class(network), names).values():
         layers |= _modules(layout, kind)
     return layers | stored_layers(network, kind)
 
@@ -199,7 +199,7 @@ def _modules(layout: Layout, kind: str) -> dict[str, tuple[Rows, ...]]:
     return modules
 
 
-def _stock(network: nn.Module) -> str:
+def _stock_class(network: nn.Module) -> str:
     return next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
 
 
@@ -356,7 +356,7 @@ def save_original(path: Path, network: nn.Module, tensors: Mapping[str, Tensor])
     Raises:
         ValueError: the layout is not known, or the file read back differs.
     """
-    name = _stock(network)
+    name = _stock_class(network)
     # The layout of CogVideoX's authors is that of another program's checkpoints.
     kind = COMFYUI if name == _COG else None
     save_single_file(path, name, {**computed_buffers(network), **tensors}, kind=kind)

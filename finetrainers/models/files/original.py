@@ -58,7 +58,7 @@ def original_layout(class_name: str, names: Iterable[str], kind: str | None = No
 # ---- HunyuanVideo --------------------------------------------------------------------------------------------------
 
 
-def _joined(pattern: str, template: str, parts: Iterable[str]) -> list[Rule]:
+def _joined_rules(pattern: str, template: str, parts: Iterable[str]) -> list[Rule]:
     """Return rules of tensors that are stored one after the other in one."""
     return [Rule(pattern.format(part), template, (place,)) for place, part in enumerate(parts)]
 
@@ -79,7 +79,7 @@ HUNYUAN_TRANSFORMER = (
     *_mlp(r"context_embedder\.time_text_embed\.timestep_embedder", "txt_in.t_embedder.mlp"),
     Rule(r"context_embedder\.time_text_embed\.text_embedder\.(.*)", r"txt_in.c_embedder.\1"),
     Rule(r"context_embedder\.proj_in\.(.*)", r"txt_in.input_embedder.\1"),
-    *_joined(_REFINER + r"attn\.to_{}\." + _W, _REFINER_TO + r"self_attn_qkv.\2", "qkv"),
+    *_joined_rules(_REFINER + r"attn\.to_{}\." + _W, _REFINER_TO + r"self_attn_qkv.\2", "qkv"),
     Rule(_REFINER + r"attn\.to_out\.0\.(.*)", _REFINER_TO + r"self_attn_proj.\2"),
     Rule(_REFINER + r"ff\.net\.0\.proj\.(.*)", _REFINER_TO + r"mlp.fc1.\2"),
     Rule(_REFINER + r"ff\.net\.2\.(.*)", _REFINER_TO + r"mlp.fc2.\2"),
@@ -89,8 +89,8 @@ HUNYUAN_TRANSFORMER = (
     *_mlp(r"time_text_embed\.guidance_embedder", "guidance_in.mlp"),
     Rule(r"time_text_embed\.text_embedder\.linear_1\.(.*)", r"vector_in.in_layer.\1"),
     Rule(r"time_text_embed\.text_embedder\.linear_2\.(.*)", r"vector_in.out_layer.\1"),
-    *_joined(_DOUBLE + r"attn\.to_{}\." + _W, _DOUBLE_TO + r"img_attn_qkv.\2", "qkv"),
-    *_joined(_DOUBLE + r"attn\.add_{}_proj\." + _W, _DOUBLE_TO + r"txt_attn_qkv.\2", "qkv"),
+    *_joined_rules(_DOUBLE + r"attn\.to_{}\." + _W, _DOUBLE_TO + r"img_attn_qkv.\2", "qkv"),
+    *_joined_rules(_DOUBLE + r"attn\.add_{}_proj\." + _W, _DOUBLE_TO + r"txt_attn_qkv.\2", "qkv"),
     Rule(_DOUBLE + r"attn\.norm_([qk])\.(.*)", _DOUBLE_TO + r"img_attn_\2_norm.\3"),
     Rule(_DOUBLE + r"attn\.norm_added_([qk])\.(.*)", _DOUBLE_TO + r"txt_attn_\2_norm.\3"),
     Rule(_DOUBLE + r"attn\.to_out\.0\.(.*)", _DOUBLE_TO + r"img_attn_proj.\2"),
@@ -101,7 +101,7 @@ HUNYUAN_TRANSFORMER = (
     Rule(_DOUBLE + r"ff\.net\.2\.(.*)", _DOUBLE_TO + r"img_mlp.fc2.\2"),
     Rule(_DOUBLE + r"ff_context\.net\.0\.proj\.(.*)", _DOUBLE_TO + r"txt_mlp.fc1.\2"),
     Rule(_DOUBLE + r"ff_context\.net\.2\.(.*)", _DOUBLE_TO + r"txt_mlp.fc2.\2"),
-    *_joined(
+    *_joined_rules(
         _SINGLE + r"{}\." + _W, _SINGLE_TO + r"linear1.\2",
         (r"attn\.to_q", r"attn\.to_k", r"attn\.to_v", "proj_mlp"),
     ),
@@ -158,7 +158,7 @@ def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
 
 _COG_TO = r"transformer.layers.\1."
 COG_TRANSFORMER = (
-    *_joined(_DOUBLE + r"attn1\.to_{}\." + _W, _COG_TO + r"attention.query_key_value.\2", "qkv"),
+    *_joined_rules(_DOUBLE + r"attn1\.to_{}\." + _W, _COG_TO + r"attention.query_key_value.\2", "qkv"),
     Rule(_DOUBLE + r"attn1\.to_out\.0\.(.*)", _COG_TO + r"attention.dense.\2"),
     Rule(_DOUBLE + r"attn1\.norm_q\.(.*)", r"mixins.adaln_layer.query_layernorm_list.\1.\2"),
     Rule(_DOUBLE + r"attn1\.norm_k\.(.*)", r"mixins.adaln_layer.key_layernorm_list.\1.\2"),

@@ -64,7 +64,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
         sequence: the processes that share clips.
 
     Raises:
-        ConfigError: there is dropout, and the family does not tell which tokens go through its layer.
+        ConfigError: there is dropout, and the family does not define the tokens that go through its layer.
     """
     plan = spec.token_plan
     for name, module in list(network.named_modules()):
