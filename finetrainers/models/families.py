@@ -66,6 +66,7 @@ def hunyuan_video(configs: Configs) -> Facts:
             "hunyuanvideo-community/HunyuanVideo-I2V"
         )
     sees, on_channels = kind is not None, animates or kind == "latent_concat"
+    image_parts = ("image_processor",) if sees else ()
     first_frame = "tokens" if kind == "token_replace" else "channels" if on_channels else "none"
     takes_guidance = "transformer" not in configs or transformer.get("guidance_embeds", False)
     return Facts(
@@ -77,13 +78,7 @@ def hunyuan_video(configs: Configs) -> Facts:
             fps=24.0,
             pixels=16,
         ),
-        text_parts=(
-            "tokenizer",
-            "tokenizer_2",
-            "text_encoder",
-            "text_encoder_2",
-            *(["image_processor"] if sees else []),
-        ),
+        text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", *image_parts),
         heads=transformer.get("num_attention_heads", 24),
         # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
         guidance=(1.0 if animates or sees else 6.0) if takes_guidance else None,

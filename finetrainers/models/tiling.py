@@ -69,17 +69,15 @@ def fitted_vae(
 ) -> Iterator[Callable[..., Any]]:
     """Let the VAE encode or decode clips of a size in pixels within the block, on OOM clip by clip, then in tiles.
 
-    It is an error if the options `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process
-    slices, or tiles, clips of the size and larger ones. Results differ from those of another GPU only with tiles.
+    It is an error if `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process slices, or
+    tiles, clips of the size and larger ones. Results differ from those of another GPU only with tiles.
 
     Args:
         spec: remembers the size, and turns tiling on.
         vae: one of diffusers', which encodes and decodes in the block, directly or in a pipeline.
-        size: frames, height and width of the clips.
-        batch: number of clips at once.
+        size, batch: frames, height and width of the clips, and their number.
         gradient: whether decoding has a backward pass. Its whole work is retried: call it through the yielded function.
     """
-
     spec.fit_vae(vae, size, batch=batch, gradient=gradient)
 
     def retry(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
