@@ -1,4 +1,4 @@
-"""What models and methods exchange: text conditions, batches of clips, normalization constants, requests for samples."""
+"""Data that models and methods exchange: text conditions, batches, normalization constants, requests for samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Conditions:
     """Text conditioning of a batch: named tensors, batch first. Never mutated; every method returns a new object.
 
     Attributes:
-        tensors: by name.
-        lengths: how many tokens of each row are text, where the host knows, so that nobody asks the device.
-        extra: what a given image adds to `VideoMeta.extra`, where clips are sampled from images.
-        start: clean latents of the frames that clips start with, `[B, C, F, H, W]`, likewise; None: all frames are sampled.
+        tensors: the tensors by name.
+        lengths: number of text tokens of each row, where the host knows it, so that the device is not waited for.
+        extra: addition of a given image to `VideoMeta.extra`, where clips are sampled from images.
+        start: clean latents of the frames that clips start with, `[B, C, F, H, W]`, where clips are sampled from
+            images, or None if all frames are sampled.
     """
 
     tensors: Mapping[str, Tensor]
@@ -49,7 +50,7 @@ class Conditions:
         return Conditions(moved, lengths, extra, None if self.start is None else to_device(self.start, device))
 
     def rows(self, index: Sequence[int] | slice) -> Conditions:
-        """The given rows, as a batch."""
+        """Return the rows at `index` as a batch."""
         picked = index if isinstance(index, slice) else list(index)
         rows = range(len(self))[picked] if isinstance(picked, slice) else picked
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
@@ -58,12 +59,12 @@ class Conditions:
         return Conditions({k: v[picked] for k, v in self.tensors.items()}, lengths, extra, start)
 
     def zeroed(self) -> Conditions:
-        """Embeddings replaced by zeros; masks stay, since a row that attends to nothing has no softmax."""
+        """Return a copy with zero embeddings; masks stay, since a row that attends to nothing has no softmax."""
         zeros = {k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()}
         return Conditions(zeros, self.lengths)
 
     def trimmed(self, *, multiple: int = 16) -> Conditions:
-        """Without the tokens that are padding in every row, up to a multiple (so that few lengths occur).
+        """Cut the tokens that are padding in every row, up to a multiple (so that few lengths occur).
 
         Only families that give a `prompt_attention_mask` are trimmed: they never attend to padding, so nothing but the
         time of a step changes. Waits, once, for the device of the mask.
@@ -72,11 +73,11 @@ class Conditions:
         if mask is None:
             return self
         mask = mask.cpu()
-        kept = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
-        return Conditions(self.cut(-(-kept // multiple) * multiple).tensors, _lengths(mask))
+        length = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
+        return Conditions(self.cut(-(-length // multiple) * multiple).tensors, _lengths(mask))
 
     def cut(self, length: int | None) -> Conditions:
-        """The first `length` tokens of text and mask; None leaves all."""
+        """Return the first `length` tokens of text and mask, or all if it is None."""
         if length is None:
             return self
         names = ("prompt_attention_mask", "prompt_embeds")
@@ -85,8 +86,8 @@ class Conditions:
     @staticmethod
     def cat(parts: Sequence[Conditions]) -> Conditions:
         """Join batches along the batch axis."""
-        known = [part.lengths for part in parts if part.lengths is not None]
-        lengths = tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
+        part_lengths = [part.lengths for part in parts if part.lengths is not None]
+        lengths = tuple(chain.from_iterable(part_lengths)) if len(part_lengths) == len(parts) else None
         extra = {k: torch.cat([p.extra[k] for p in parts]) for k in parts[0].extra}
         starts = [p.start for p in parts if p.start is not None]
         joined = {k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors}
@@ -94,13 +95,13 @@ class Conditions:
 
 
 def _lengths(mask: Tensor) -> tuple[int, ...]:
-    """How many tokens of each row a mask on the host leaves."""
+    """Count the tokens of each row that a mask on the host leaves."""
     return tuple(mask.bool().sum(dim=1).tolist())
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Frozen parts of a model (tokenizers, encoders, a VAE), by the names its pipeline gives them; moved and freed as one."""
+    """Frozen parts of a model (tokenizers, encoders, a VAE), by their names in its pipeline; moved and freed as one."""
 
     modules: Mapping[str, Any]
 
@@ -116,7 +117,7 @@ class Parts:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """On a device within the block, and on the CPU after it."""
+        """Move the networks to a device within the block, and to the CPU after it."""
         self.to(device)
         try:
             yield
@@ -126,15 +127,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class VideoMeta:
-    """What a network may want to know about a batch besides latents and text.
+    """Inputs of a network about a batch, apart from latents and text.
 
     Attributes:
         fps: frame rate of each clip, `[B]`, in frames per second.
         extra: further inputs of the network by name, batch first, as `ModelSpec.condition` makes them; such as those of
-            "channels" models: `first_frame`, normalized latents `[B, C, 1, H, W]`, which are zero in rows that are not given it;
-            and if a row is given others, `further_frames`, `[B, C, T, H, W]`, zero where they are not, at the first, and where
-            `padded` adds frames.
-        guidance: scale for networks that take guidance as an input; None: what they are trained at.
+            "channels" models: `first_frame`, normalized latents `[B, C, 1, H, W]`, which are zero in rows that are not
+            given it; and if a row is given others, `further_frames`, `[B, C, T, H, W]`, zero where they are not, at the
+            first, and where `padded` adds frames.
+        guidance: scale for networks that take guidance as an input, or None for the one that they are trained at.
     """
 
     fps: Tensor
@@ -150,11 +151,12 @@ class Batch:
         moments: VAE moments, `[B, 2C, T, H, W]` (mean, then log-variance).
         conditions: text conditioning of the captions.
         meta: see `VideoMeta`; its `extra` is empty until the method decides which rows are conditioned.
-        sample_keys: per sample `(epoch, item)`, from which its random numbers are derived.
-        clip: what else `ModelSpec.encode_clip` made of the clips, by name, batch first.
+        sample_keys: per sample `(epoch, item)`, the source of its random numbers.
+        clip: further tensors that `ModelSpec.encode_clip` made of the clips, by name, batch first.
         weight: this micro-batch's share of the optimizer step, so that the step's losses sum to its mean.
         prior: text conditioning of the samples' prior prompts, where there are any.
-        mask: weight of each latent in its sample's loss, from 0 to 1, `[B, 1, T, H, W]`; None: no clip of the run has a mask.
+        mask: weight of each latent in its sample's loss, from 0 to 1, `[B, 1, T, H, W]`, or None if no clip of the run
+            has a mask.
         inner_windows: whether each sample is a sliding window from within a clip; empty if none is.
     """
 
@@ -177,7 +179,7 @@ class Batch:
         return tuple(self.moments.shape[2:])
 
     def rows(self, rows: slice, *, weight: float) -> Batch:
-        """Some of the samples as a batch of that share of the step."""
+        """Return a slice of the samples as a batch with `weight` as its share of the step."""
         extra = {name: tensor[rows] for name, tensor in self.meta.extra.items()}
         return replace(
             self,
@@ -193,54 +195,54 @@ class Batch:
         )
 
     def split(self, pieces: int) -> list[Batch]:
-        """Exactly so many batches, about equally large, whose weighted losses sum to this one's.
+        """Split into exactly `pieces` batches of about equal size, whose weighted losses sum to this one's.
 
         Where there are fewer samples, the first one comes again, without weight.
         """
         count = len(self)
         bounds = even_bounds(count, min(pieces, count))
-        found = [self.rows(slice(a, b), weight=self.weight * (b - a) / count) for a, b in bounds]
-        return found + [self.rows(slice(0, 1), weight=0.0)] * (pieces - len(found))
+        batches = [self.rows(slice(a, b), weight=self.weight * (b - a) / count) for a, b in bounds]
+        return batches + [self.rows(slice(0, 1), weight=0.0)] * (pieces - len(batches))
 
 
 def pixel_size(latents_BCTHW: Tensor, *, temporal: int, spatial: int) -> tuple[int, int, int]:
-    """Frames, height and width of the clips that latents are decoded to; frames per latent frame, pixels per latent cell."""
+    """Return frames, height and width of decoded clips, from frames per latent frame and pixels per latent cell."""
     frames, height, width = latents_BCTHW.shape[2:]
     return (frames - 1) * temporal + 1, height * spatial, width * spatial
 
 
 def even_bounds(count: int, pieces: int) -> list[tuple[int, int]]:
-    """First and last (excluded) of `count` things in `pieces` segments whose lengths differ by one at most."""
+    """Return start and end (excluded) of `pieces` segments of `count` things; their lengths differ by one at most."""
     ends = [count * k // pieces for k in range(pieces + 1)]
     return list(pairwise(ends))
 
 
 def noised(frame_BC1HW: Tensor, noise: tuple[float, float], generators: Sequence[torch.Generator]) -> Tensor:
-    """Frames plus normal noise, whose standard deviation is log-normal, one for each clip.
+    """Return frames plus normal noise, whose standard deviation is log-normal, one for each clip.
 
     Args:
         frame_BC1HW: pixels in [-1, 1].
         noise: mean and standard deviation of the logarithm of the noise's standard deviation.
-        generators: of each clip's noise, on the CPU.
+        generators: a generator for each clip's noise, on the CPU.
     """
     mean, spread = noise
-    drawn = []
-    draw = partial(torch.randn, dtype=torch.float32, device="cpu")
-    for generator_of_clip in generators:
-        std = torch.exp(mean + spread * draw((), generator=generator_of_clip))
-        drawn.append(std * draw(frame_BC1HW.shape[1:], generator=generator_of_clip))
-    return frame_BC1HW + torch.stack(drawn).to(frame_BC1HW.device, non_blocking=True)
+    noises = []
+    normal = partial(torch.randn, dtype=torch.float32, device="cpu")
+    for generator in generators:
+        std = torch.exp(mean + spread * normal((), generator=generator))
+        noises.append(std * normal(frame_BC1HW.shape[1:], generator=generator))
+    return frame_BC1HW + torch.stack(noises).to(frame_BC1HW.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One validation sample: size in pixels and frames, how to denoise, and the frames or further media that are given.
+    """A validation sample: size in pixels and frames, how to denoise, and the frames or further media that are given.
 
     Attributes:
         image: first frame, PIL's image or a tensor.
-        last_image: last frame, likewise.
+        last_image: last frame, PIL's image or a tensor.
         prefix: frames that the sample begins with, `[1, 3, F, H, W]` in [-1, 1].
-        media: of the sample's size, `[1, 3, T, H, W]` in [-1, 1], by the names of `Facts.media`.
+        media: media of the sample's size, `[1, 3, T, H, W]` in [-1, 1], by the names of `Facts.media`.
     """
 
     num_frames: int
@@ -257,18 +259,18 @@ class SampleRequest:
 
     @property
     def first_image(self) -> Any:
-        """The first frame: the image, or that of the prefix, `[1, 3, H, W]` in [0, 1]; None: none is given."""
+        """The first frame: the image, or that of the prefix, `[1, 3, H, W]` in [0, 1], or None if none is given."""
         return self.image if self.prefix is None else self.prefix[:, :, 0] / 2 + 0.5
 
     @property
     def starts_from_image(self) -> bool:
-        """Whether a first frame is all that is given, so that the image-to-video pipeline samples it."""
+        """True if only a first frame is given, so that the image-to-video pipeline samples it."""
         return self.image is not None and self.last_image is None and self.prefix is None
 
 
 @dataclass(frozen=True)
 class VAEStats:
-    """Normalization of latents: `(z - mean) * scale`; scalar tensors, per channel `[C]`, or per channel and frame `[C, T]`, fp32."""
+    """Normalization of latents: `(z - mean) * scale`; scalar tensors, `[C]` or per channel and frame `[C, T]`, fp32."""
 
     mean: Tensor
     scale: Tensor
@@ -276,25 +278,25 @@ class VAEStats:
     _placed: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def _shaped(self, like: Tensor) -> list[Tensor]:
-        """Mean and scale for latents, on their device."""
+        """Return mean and scale for latents, on their device."""
         if like.device not in self._placed:
             self._placed[like.device] = tuple(_per_cell(value.to(like.device)) for value in (self.mean, self.scale))
         frames = like.shape[2]
         return [v[:, :, :frames] if v.ndim and v.shape[2] > 1 else v for v in self._placed[like.device]]
 
     def normalize(self, z: Tensor) -> Tensor:
-        """VAE latents to the model's normalized space, in fp32."""
+        """Convert VAE latents to the model's normalized space, in fp32."""
         z = z.float()
         mean, scale = self._shaped(z)
         return (z - mean) * scale
 
     def denormalize(self, z: Tensor) -> Tensor:
-        """The inverse of `normalize`."""
+        """Convert normalized latents back to the VAE's, in fp32."""
         z = z.float()
         mean, scale = self._shaped(z)
         return z / scale + mean
 
 
 def _per_cell(value: Tensor) -> Tensor:
-    """A scalar, `[C]` or `[C, T]` in a shape that broadcasts against `[B, C, T, H, W]`."""
+    """Return a scalar, `[C]` or `[C, T]` in a shape that broadcasts against `[B, C, T, H, W]`."""
     return value.view(1, *value.shape, *[1] * (4 - value.ndim)) if value.ndim else value

@@ -1,4 +1,4 @@
-"""CogVideoX 1.0 and 1.5, text or image to video, and CogVideoX-Fun with a control video.
+"""CogVideoX 1.0 and 1.5, text or image to video, and CogVideoX-Fun with a control video: v-prediction models.
 
 They predict v over the checkpoint's own noise schedule.
 """
@@ -33,12 +33,12 @@ from .split.sequence import TokenPlan
 
 logger = logging.getLogger(__name__)
 
-#: What the pipelines pass to checkpoints with an `ofs` embedding (1.5 image to video).
+#: Value that the pipelines pass to checkpoints with an `ofs` embedding (1.5 image to video).
 OFS = 2.0
 
 
 class CogVideoXAttnProcessor(CogVideoXAttnProcessor2_0):
-    """diffusers' attention, which calls PyTorch's own function, by a backend of one's choice."""
+    """diffusers' attention, which calls PyTorch's own function, by a chosen backend."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -56,7 +56,8 @@ class CogVideoXAttnProcessor(CogVideoXAttnProcessor2_0):
         text = encoder_hidden_states.shape[1]
         joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         query, key, value = (
-            one(joint).unflatten(2, (attn.heads, -1)).transpose(1, 2) for one in (attn.to_q, attn.to_k, attn.to_v)
+            project(joint).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for project in (attn.to_q, attn.to_k, attn.to_v)
         )
         if attn.norm_q is not None:
             query = attn.norm_q(query)
@@ -65,17 +66,17 @@ class CogVideoXAttnProcessor(CogVideoXAttnProcessor2_0):
         if image_rotary_emb is not None:
             query[:, :, text:] = apply_rotary_emb(query[:, :, text:], image_rotary_emb)
             key[:, :, text:] = apply_rotary_emb(key[:, :, text:], image_rotary_emb)
-        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
-        found = self.attend(query, key, value, text=(text, 0)).flatten(2, 3)
-        found = attn.to_out[1](attn.to_out[0](found))
-        return found[:, text:], found[:, :text]
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        outputs = self.attend(query, key, value, text=(text, 0)).flatten(2, 3)
+        outputs = attn.to_out[1](attn.to_out[0](outputs))
+        return outputs[:, text:], outputs[:, :text]
 
 
 class CogVideoXSpec(ModelSpec):
     """CogVideoX as its pipelines run it. Conditions: `prompt_embeds`, without a mask (padding is attended to).
 
-    A checkpoint with twice as many input as output channels is an image-to-video one (`first_frame` is "channels"), or takes a
-    control video (`media`).
+    A checkpoint with twice as many input as output channels is an image-to-video one (`first_frame` is "channels"), or
+    takes a control video (`media`).
     """
 
     parts: ClassVar = {
@@ -111,35 +112,35 @@ class CogVideoXSpec(ModelSpec):
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
-        """Image-to-video checkpoints have a pipeline of their own."""
+        """Separate pipeline of image-to-video checkpoints, or None for others."""
         return diffusers.CogVideoXImageToVideoPipeline if self.facts.first_frame == "channels" else None
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
-        """They have no other, and those that take a control video have one of their own, too."""
+        """Pipeline of the checkpoint: image-to-video ones have only that, those with a control video a separate one."""
         return self.image_pipeline_class or (
             diffusers.CogVideoXFunControlPipeline if self.facts.media else diffusers.CogVideoXPipeline
         )
 
     def load_scheduler(self) -> Any:
-        """The checkpoint's own; with a control video, the one that its pipeline can step, of the same noise schedule."""
+        """Load the checkpoint's scheduler; with a control video, one of equal schedule that its pipeline can step."""
         scheduler = super().load_scheduler()
         if self.facts.media and isinstance(scheduler, diffusers.CogVideoXDPMScheduler):
             return diffusers.CogVideoXDDIMScheduler.from_config(scheduler.config)
         return scheduler
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
-        """See `ModelSpec.pipeline_call`. Control videos are frames in [0, 1], and say how many frames a sample has."""
+        """Add control videos, frames in [0, 1], to `ModelSpec.pipeline_call`; they set the number of frames."""
         call = super().pipeline_call(conditions, negative, request)
         if self.facts.media:
             del call["num_frames"]
         return call | {name: video_BCTHW.transpose(1, 2) / 2 + 0.5 for name, video_BCTHW in request.media.items()}
 
     def process(self, scheduler: Any) -> Process:
-        """v-prediction over the scheduler's alpha-bar, its SNR shift and zero-SNR rescaling included.
+        """Return v-prediction over the scheduler's alpha-bar, including its SNR shift and zero-SNR rescaling.
 
         Raises:
-            ValueError: the scheduler predicts something else than v.
+            ValueError: the scheduler does not predict v.
         """
         if scheduler.config.prediction_type != "v_prediction":
             raise ValueError(
@@ -150,7 +151,7 @@ class CogVideoXSpec(ModelSpec):
 
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
-        """The pipeline's encoding: T5 states, padded to the transformer's text length, `[B, 226, D]`."""
+        """Encode prompts as the pipeline does: T5 states, padded to the transformer's text length, `[B, 226, D]`."""
         embeds, _ = common.build_pipeline(diffusers.CogVideoXPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts),
             do_classifier_free_guidance=False,
@@ -164,10 +165,10 @@ class CogVideoXSpec(ModelSpec):
         return {"prompt_embeds": (config.get("max_text_seq_length", 226), config.get("text_embed_dim", 4096))}
 
     def padded(self, latents_BCTHW: Tensor) -> Tensor:
-        """1.5 sees patches of two latent frames: an odd number of them gets a copy of the first in front.
+        """Add a copy of the first latent frame in front of an odd number: 1.5 sees patches of two.
 
-        As CogVideo's trainer does, before noise is added (finetune/models/cogvideox_t2v/lora_trainer.py), so that the copy has
-        noise of its own. The pipelines denoise such a frame along, and drop it.
+        CogVideo's trainer does so before noise is added (finetune/models/cogvideox_t2v/lora_trainer.py), so that the
+        copy has separate noise. The pipelines denoise such a frame along, and drop it.
         """
         front = -latents_BCTHW.shape[2] % (self.configs["transformer"].get("patch_size_t") or 1)
         if not front:
@@ -175,7 +176,7 @@ class CogVideoXSpec(ModelSpec):
         return torch.cat([latents_BCTHW[:, :, :1].expand(-1, -1, front, -1, -1), latents_BCTHW], dim=2)
 
     def vae_stats(self, vae: nn.Module) -> VAEStats:
-        """Videos are `z * scaling_factor`, as the pipelines decode; `invert_scale_latents` concerns images only."""
+        """Return the VAE's scaling factor, as pipelines decode; `invert_scale_latents` concerns images only."""
         scale = torch.tensor(vae.config.scaling_factor, dtype=torch.float32)  # type: ignore[union-attr]
         return VAEStats(mean=torch.tensor(0.0), scale=scale)
 
@@ -187,7 +188,7 @@ class CogVideoXSpec(ModelSpec):
         conditions: Conditions,
         meta: VideoMeta,
     ) -> Tensor:
-        """See `ModelSpec.predict`.
+        """Implement `ModelSpec.predict`.
 
         Raises:
             ValueError: the checkpoint has no positions for this size, takes no first frame, or needs `padded` latents.
@@ -236,16 +237,16 @@ class CogVideoXSpec(ModelSpec):
             )
 
     def _positions(self, config: Any, x_BTCHW: Tensor) -> tuple[Tensor, Tensor] | None:
-        """See `_rotary`; computed once for clips of one size that follow each other, since it takes 0.1 ms and more."""
-        if type(x_BTCHW) is not Tensor:  # without values (`memory/count.py`), of which none may remain
+        """Return `_rotary`, computed once for successive clips of one size, since it takes 0.1 ms and more."""
+        if type(x_BTCHW) is not Tensor:  # a tensor without values (`memory/count.py`), which must not remain here
             return _rotary(config, x_BTCHW)
-        made_for = (config, x_BTCHW.shape[1:], x_BTCHW.device)
-        if self._last_positions is None or self._last_positions[0] != made_for:
-            self._last_positions = (made_for, _rotary(config, x_BTCHW))
+        key = (config, x_BTCHW.shape[1:], x_BTCHW.device)
+        if self._last_positions is None or self._last_positions[0] != key:
+            self._last_positions = (key, _rotary(config, x_BTCHW))
         return self._last_positions[1]
 
     def as_channels(self, latents_BCTHW: Tensor) -> Tensor:
-        """Normalized latents of images as its pipeline has them, `[B, T, C, H, W]` in fp32."""
+        """Convert normalized latents of images to those of the pipeline, `[B, T, C, H, W]` in fp32."""
         latents_BTCHW, vae = latents_BCTHW.transpose(1, 2).float(), self.configs["vae"]
         if vae.get("invert_scale_latents", False):
             # Such checkpoints were trained with images divided by the scaling factor; normalizing multiplied by it.
@@ -253,7 +254,7 @@ class CogVideoXSpec(ModelSpec):
         return latents_BTCHW
 
     def _image_channels(self, x_BTCHW: Tensor, first_BC1HW: Tensor | None, further_BCTHW: Tensor | None) -> Tensor:
-        """The channels that tell the given frames: the first at time 0, others in their places, zeros elsewhere."""
+        """Return the channels of the given frames: the first at time 0, others in their places, zeros elsewhere."""
         if first_BC1HW is None:
             return torch.zeros_like(x_BTCHW)
         first = self.as_channels(first_BC1HW).to(x_BTCHW.dtype)
@@ -267,7 +268,7 @@ def _warn_once(message: str) -> None:
 
 
 def _rotary(config: Any, x_BTCHW: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The pipeline's rotary positions of (padded) latents; None where the checkpoint has positions of another kind."""
+    """Return the pipeline's rotary positions of (padded) latents, or None if the checkpoint has another kind."""
     if not config.use_rotary_positional_embeddings:
         return None
     _, frames, _, height, width = x_BTCHW.shape

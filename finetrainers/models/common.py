@@ -1,8 +1,8 @@
-"""Load the parts of a repository in diffusers layout: from which place, in which dtype, with the way out on error.
+"""Loading of the parts of a repository in diffusers layout: source, dtype, and the remedy on error.
 
-A part is a subfolder of the repository: `transformer`, `vae`, `text_encoder`, ... A replacement id may name either a whole
-repository or a directory or repository that holds only that part. `revision` and `variant` belong to the base repository
-and are not applied to replacements. A replacement may be a single weight file; see `single_file`.
+A part is a subfolder of the repository: `transformer`, `vae`, `text_encoder`, ... A replacement id may name either a
+whole repository or a directory or repository that holds only that part. `revision` and `variant` belong to the base
+repository and are not applied to replacements. A replacement may be a single weight file; see `single_file`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetrainers.config.sections import ModelSection
 from .batch import Parts
 from .cpu_convolutions import compute_in_fp32_on_cpu
 from .files import hub
-from .files.files import dtype_of, file_problems, option_of, places_of, replacement_of, single_file
+from .files.files import file_problems, frozen_dtype, part_sources, replacement_source, single_file, source_option
 from .files.hub_help import hub_help
 from .files.single_file import load_single_file
 from .files.weights import check_loaded
@@ -53,68 +53,68 @@ def load_part(
     folder: Path | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> T:
-    """Call a `from_pretrained` or `load_config` with the place that the configuration gives for a part.
+    """Call a `from_pretrained` or `load_config` with the source that the configuration sets for a part.
 
     Args:
         load: the bound class method.
         config: repository, revision and cache of the model, and ids to use instead (`--vae_id` and the like).
         part: subfolder of the repository.
-        folder: where the part is read from instead.
+        folder: folder that the part is read from instead.
         arguments: further arguments of `load`, such as the dtype.
 
     Raises:
-        ValueError: the part could not be loaded; the message says from where, and the cause is chained.
+        ValueError: the part could not be loaded; the message names the source, and the cause is chained.
     """
     arguments = arguments or {}
     cache_dir = None if config.cache_dir is None else str(config.cache_dir)
-    places = places_of(config, part, folder)
-    first, within, base_revision = places[0]
+    sources = part_sources(config, part, folder)
+    first, within, base_revision = sources[0]
     if Path(first).is_dir() and not Path(first, within).is_dir():
         raise ConfigError(file_problems(config, [part]))
     errors: list[Exception] = []
-    for root, subfolder, revision in places:
+    for root, subfolder, revision in sources:
         where = {n: value for n, value in (("subfolder", subfolder), ("revision", revision)) if value}
-        # A hub known not to answer is not asked for every file again, which takes ten seconds each.
+        # A Hub that did not answer is not asked for every file again, which takes ten seconds each.
         here = {"local_files_only": True} if hub.away() else {}
         try:
             return load(root, cache_dir=cache_dir, **where, **here, **arguments)
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             errors.append(error)
-    tried = " nor from ".join(f"{root!r}{f' (subfolder {sub!r})' if sub else ''}" for root, sub, _ in places)
-    how = option_of(config, part)
+    tried = " nor from ".join(f"{root!r}{f' (subfolder {sub!r})' if sub else ''}" for root, sub, _ in sources)
+    option = source_option(config, part)
     detail = "".join(
         f", {name} {value!r}"
         for name, value in (("revision", base_revision), ("variant", arguments.get("variant")))
         if value is not None
     )
-    helps = None if Path(first).is_dir() else hub_help(errors[0], first, away=hub.away())
-    advice = helps or f"{how} takes a directory in diffusers layout or a hub id that you have access to."
+    hub_advice = None if Path(first).is_dir() else hub_help(errors[0], first, away=hub.away())
+    advice = hub_advice or f"{option} takes a directory in diffusers layout or a hub id that you have access to."
     message = f"cannot load the {part} from {tried}{detail}: {errors[0]} {advice}"
-    raise ConfigError([Problem(how, message)]) from errors[0]
+    raise ConfigError([Problem(option, message)]) from errors[0]
 
 
 def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterable[str]) -> Parts:
-    """Parts of these classes by name: tokenizers and processors; networks on the CPU, in eval mode, in the configured dtypes."""
-    found: dict[str, Any] = {}
+    """Load parts by name: tokenizers, processors, and networks (CPU, eval mode, configured dtypes)."""
+    modules: dict[str, Any] = {}
     for part in parts:
         cls = classes[part]
         if not issubclass(cls, nn.Module):
-            found[part] = load_part(cls.from_pretrained, config, part)
+            modules[part] = load_part(cls.from_pretrained, config, part)
             continue
-        target = DTYPES[dtype_of(config, part)]
+        target = DTYPES[frozen_dtype(config, part)]
         argument = "torch_dtype" if issubclass(cls, ModelMixin) else "dtype"
-        found[part] = _frozen(load_network(cls, config, part, {argument: _loadable(target)}), target)
-    return Parts(found)
+        modules[part] = _freeze(load_network(cls, config, part, {argument: _loading_dtype(target)}), target)
+    return Parts(modules)
 
 
 def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
-    """A diffusers network without weights."""
+    """Build a diffusers network without weights, on the meta device."""
     with torch.device("meta"):
         return cls.from_config(load_part(cls.load_config, config, part))
 
 
 def load_scheduler(config: ModelSection) -> Any:
-    """The checkpoint's own scheduler, of the class that its config names."""
+    """Load the checkpoint's own scheduler, of the class that its config names."""
     # Any scheduler class reads the file; which one it describes is in `_class_name`.
     raw = load_part(FlowMatchEulerDiscreteScheduler.load_config, config, "scheduler")
     cls = getattr(diffusers, raw["_class_name"], None)
@@ -127,30 +127,30 @@ def load_scheduler(config: ModelSection) -> Any:
 
 
 def build_pipeline(cls: Any, parts: Mapping[str, Any], *, settings: Mapping[str, Any] | None = None) -> Any:
-    """A pipeline of the given parts; those that its constructor requires besides are None.
+    """Build a pipeline of the given parts; others that its constructor requires are None.
 
     Args:
-        cls: of the pipeline.
-        parts: by name.
-        settings: the pipeline's config (`model_index.json`), which may hold arguments that are no parts, such as a flag.
+        cls: class of the pipeline.
+        parts: parts by name.
+        settings: the pipeline's config (`model_index.json`), which may hold arguments other than parts, such as a flag.
     """
-    known = inspect.signature(cls.__init__).parameters
-    required = [name for name, p in known.items() if name != "self" and p.default is inspect.Parameter.empty]
-    plain = {n: v for n, v in (settings or {}).items() if n in known and not isinstance(v, list) and v is not None}
+    parameters = inspect.signature(cls.__init__).parameters
+    required = [name for name, p in parameters.items() if name != "self" and p.default is inspect.Parameter.empty]
+    plain = {n: v for n, v in (settings or {}).items() if n in parameters and not isinstance(v, list) and v is not None}
     return cls(**{**dict.fromkeys(required), **plain, **parts})
 
 
 def encoder_device(encoders: Parts, name: str = "text_encoder") -> torch.device:
-    """Where a text encoder's weights are."""
+    """Return the device of a text encoder's weights."""
     return next(encoders.modules[name].parameters()).device
 
 
 def load_network(
     cls: Any, config: ModelSection, part: str, arguments: Mapping[str, Any], *, folder: Path | None = None
 ) -> nn.Module:
-    """A network in eval mode, with all of its weights, which are numbers; from safetensors alone.
+    """Load a network in eval mode, with all of its weights, which must be finite; from safetensors alone.
 
-    Its folder may be a single weight file, too.
+    Its folder may also be a single weight file.
     """
     path = single_file(config, part, folder)
     if path is not None:
@@ -159,7 +159,7 @@ def load_network(
         network, info = load_single_file(cls, load_part(load, config, part, folder=path), path, dtype)
         check_loaded(network, info, part=part, config=config)
         return network
-    own = folder is None and replacement_of(config, part) is None  # a variant is the base repository's
+    own = folder is None and replacement_source(config, part) is None  # a variant is the base repository's
     network, info = load_part(
         cls.from_pretrained,
         config,
@@ -176,11 +176,11 @@ def load_network(
     return network
 
 
-def _loadable(dtype: torch.dtype) -> torch.dtype:
+def _loading_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype in _FLOAT8 else dtype
 
 
-def _frozen(model: Any, dtype: torch.dtype) -> nn.Module:
+def _freeze(model: Any, dtype: torch.dtype) -> nn.Module:
     model.requires_grad_(False).eval()
     compute_in_fp32_on_cpu(model)
     if dtype in _FLOAT8:
@@ -195,12 +195,12 @@ _FIXED_DTYPE = "_finetrainers_input_dtype"
 
 
 def fix_input_dtype(network: nn.Module) -> None:
-    """Have a network take its inputs in the dtype of today's weights, whatever dtype they are gathered in later (FSDP2)."""
+    """Fix a network's input dtype to that of its weights now, whatever dtype they are gathered in later (FSDP2)."""
     network.__dict__[_FIXED_DTYPE] = input_dtype(network)
 
 
 def input_dtype(network: nn.Module) -> torch.dtype:
-    """The dtype that an (unwrapped) network takes its inputs in: that of its weights but for those that its class keeps in fp32.
+    """Return the dtype of an (unwrapped) network's inputs: that of its weights, without those its class keeps in fp32.
 
     diffusers' own `dtype` walks through all modules, a millisecond at every call; it is asked only where weights are
     stored in 8 bits and the answer is another.
@@ -208,7 +208,7 @@ def input_dtype(network: nn.Module) -> torch.dtype:
     fixed = network.__dict__.get(_FIXED_DTYPE)
     if fixed is not None:
         return fixed
-    kept = getattr(network, "_keep_in_fp32_modules", None) or ()
-    dtypes = (p.dtype for name, p in network.named_parameters() if not any(part in name for part in kept))
+    fp32_modules = getattr(network, "_keep_in_fp32_modules", None) or ()
+    dtypes = (p.dtype for name, p in network.named_parameters() if not any(part in name for part in fp32_modules))
     dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     return network.dtype if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype  # type: ignore[return-value]

@@ -1,10 +1,10 @@
 """Regional compilation: torch.compile of each repeated block, in place.
 
-All blocks of a class share a graph for each size; the first of a list may need another, since it is given views, and in LoRA
-training inputs without a gradient.
+All blocks of a class share a graph for each size; the first of a list may need another, since it is given views, and in
+LoRA training inputs without a gradient.
 
-diffusers' `compile_repeated_blocks` is not used: CogVideoX names no blocks for it, and HunyuanVideo the text refiner as well,
-whose text has another length with every prompt.
+diffusers' `compile_repeated_blocks` is not used: CogVideoX names no blocks for it, and HunyuanVideo the text refiner as
+well, whose text has another length with every prompt.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-#: What makes code of graphs.
+#: Compiler of the graphs.
 BACKEND = "inductor"
-#: Graphs of a class of blocks at one size: training, evaluation, sampling, the reference of a LoRA, each for the first block
-#: and for the others. It is torch's own limit for a function.
+#: Graphs of a class of blocks at one size: training, evaluation, sampling, the reference of a LoRA, each for the first
+#: block and for the others. It is torch's own limit for a function.
 _GRAPHS_PER_SIZE = 8
 
 
@@ -27,8 +27,8 @@ def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_vari
     Within gradient checkpointing, a block's compiled forward pass runs again in backward.
 
     Args:
-        blocks: of the network, in any number of classes.
-        num_sizes: sizes of clips that they will see; beyond torch's limit for them, blocks would run uncompiled.
+        blocks: blocks of the network, in any number of classes.
+        num_sizes: number of clip sizes that they will see; beyond torch's limit for them, blocks would run uncompiled.
         text_varies: whether the length of the text is the prompt's. From the second length on, one graph takes all.
     """
     from torch._dynamo import config
@@ -41,7 +41,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, num_sizes: int = 1, text_vari
 
 
 def unwrap(module: nn.Module) -> Any:
-    """The network below DDP, DeepSpeed or compile wrappers, for reading its config."""
+    """Return the network below DDP, DeepSpeed or compile wrappers, for reading its config."""
     while True:
         if "_orig_mod" in module._modules:  # `hasattr` takes long on diffusers' networks, which forward attributes
             module = module._orig_mod  # type: ignore[assignment]

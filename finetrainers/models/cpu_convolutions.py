@@ -1,4 +1,4 @@
-"""Convolutions over frames on a CPU: in fp32, since PyTorch has no fast 16-bit kernel for them on most CPUs."""
+"""Convolutions over frames on a CPU in fp32: PyTorch has no fast 16-bit kernel for them on most CPUs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 def compute_in_fp32_on_cpu(network: nn.Module) -> None:
     """Let the `Conv3d` modules of a network compute in fp32 where their input is on a CPU.
 
-    There, a 16-bit convolution over frames, also one by autocast, takes 10 to 100 times longer than in fp32. Inputs,
-    weights and outputs have the same dtypes as without. On other devices nothing changes.
+    On a CPU, a 16-bit convolution over frames, including one by autocast, takes 10 to 100 times longer than in fp32.
+    Inputs, weights and outputs keep their dtypes. On other devices nothing changes.
 
     Args:
-        network: a frozen one, such as a VAE; changed in place.
+        network: a frozen network, such as a VAE; changed in place.
     """
     for module in network.modules():
         if isinstance(module, nn.Conv3d):

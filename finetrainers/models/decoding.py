@@ -1,4 +1,4 @@
-"""Decoding latents into videos, and the gradient of what is computed from the pixels, back to the latents."""
+"""Decoding of latents into videos, and the gradient of a score of the pixels with respect to the latents."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .tiling import fitted_vae
 T = TypeVar("T")
 
 
-def decoded(spec: Any, vae: Any, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
-    """See `ModelSpec.decode`."""
+def decode_videos(spec: Any, vae: Any, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
+    """Implement `ModelSpec.decode`."""
     with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW)):
         return _pixels(spec, vae, latents_BCTHW, vae_stats)
 
@@ -32,35 +32,36 @@ def decode_gradient(
     *,
     checkpointing: bool,
 ) -> tuple[Tensor, T]:
-    """Gradient of a number of the decoded videos with respect to normalized latents: decode, score, backpropagate.
+    """Return the gradient of a score of decoded videos with respect to normalized latents.
 
-    On OOM it is repeated clip by clip, then in tiles, as decoding alone is.
+    Videos are decoded and scored, and the score is backpropagated. On OOM it is repeated clip by clip, then in tiles,
+    as decoding alone is.
 
     Args:
-        spec: of the model.
+        spec: spec of the model.
         vae: frozen, on its device.
-        latents_BCTHW: without the frames that `padded` adds.
+        latents_BCTHW: latents without the frames that `padded` adds.
         vae_stats: normalization constants of the VAE.
-        score: gives the number, of videos `[B, 3, T, H, W]` in [0, 1] with a graph, and whatever else is wanted of them.
+        score: returns the score of videos `[B, 3, T, H, W]` in [0, 1] with a graph, and any other result.
         checkpointing: recompute the decoder in backward, block by block, and tile by tile where it works on tiles.
 
     Returns:
-        The gradient, fp32, and what else `score` has given.
+        The gradient, fp32, and the rest that `score` returned.
     """
 
     def work() -> tuple[Tensor, T]:
         z = latents_BCTHW.detach().float().requires_grad_()
         with torch.enable_grad():
-            number, rest = score(_pixels(spec, vae, z, vae_stats))
-            # Without a graph where no clip has a score.
-            (gradient,) = torch.autograd.grad(number, z) if number.requires_grad else (torch.zeros_like(z),)
+            total, rest = score(_pixels(spec, vae, z, vae_stats))
+            # It has no graph where no clip has a score.
+            (gradient,) = torch.autograd.grad(total, z) if total.requires_grad else (torch.zeros_like(z),)
         return gradient.detach(), rest
 
-    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retried:
+    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retry:
         if not checkpointing:
-            return retried(work)
-        with _recomputed(vae):
-            return retried(work)
+            return retry(work)
+        with _recompute_decoder(vae):
+            return retry(work)
 
 
 def _pixels(spec: Any, vae: Any, latents: Tensor, vae_stats: VAEStats) -> Tensor:
@@ -74,10 +75,10 @@ def _size(spec: Any, latents: Tensor) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _recomputed(vae: Any) -> Iterator[None]:
-    """Within the block, each call of the decoder stores its inputs alone, and its blocks theirs while it is recomputed.
+def _recompute_decoder(vae: Any) -> Iterator[None]:
+    """Recompute the decoder in backward: calls store their inputs alone, and blocks theirs during recomputation.
 
-    A decoder that is called once for each tile, or for some frames at a time, then has the activations of one call.
+    A decoder that is called once for each tile, or for a few frames at a time, then has the activations of one call.
     """
     decoder = vae.decoder
     blocks = getattr(vae, "_supports_gradient_checkpointing", False) and not vae.is_gradient_checkpointing

@@ -1,7 +1,7 @@
-"""The model families, and what the config files of their checkpoints tell. Imports no torch: wrong options are refused at once.
+"""Model families, and readers of their checkpoints' config files. Imports no torch: wrong options are refused at once.
 
-A reader is given the configs that are on disk. Keys that they leave out mean the class's defaults, so that without any config
-it describes the published checkpoints.
+A reader is given the configs that are on disk. Keys that they leave out mean the class's defaults, so that without any
+config it describes the published checkpoints.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from .family import Family
 
 
 def ltx_video(configs: Configs) -> Facts:
-    """Each scaling stage halves space and time, on top of the VAE's patch, unless the config states the compression.
+    """Read the facts about an LTX-Video checkpoint.
 
-    That is `AutoencoderKLLTXVideo.__init__`; from version 0.9.5 on stages differ and the config has the ratios. The
-    pipeline refuses sizes that are not multiples of 32, whatever its VAE.
+    Each scaling stage halves space and time, on top of the VAE's patch, unless the config states the compression: that
+    is `AutoencoderKLLTXVideo.__init__`; from version 0.9.5 on stages differ and the config has the ratios. The pipeline
+    refuses sizes that are not multiples of 32, whatever its VAE.
     """
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
     stages = sum(bool(s) for s in vae.get("spatio_temporal_scaling", (True, True, True, False)))
@@ -36,31 +37,36 @@ def ltx_video(configs: Configs) -> Facts:
         any_frame=True,
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
-        least_steps=2,  # its schedule is stretched to end at a level of its own, which one step leaves undefined
+        least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
     )
 
 
 def hunyuan_video(configs: Configs) -> Facts:
-    """The VAE states its compression; guidance-distilled transformers have an embedding for the guidance scale.
+    """Read the facts about a HunyuanVideo checkpoint, whose VAE states its compression.
 
-    Text-to-video checkpoints take the latents alone, SkyReels-V1's image-to-video one a first frame on as many channels again.
-    HunyuanVideo-I2V, whose text encoder sees the image too, takes it as the first latent frame ("token_replace"), or on
-    channels with a mask on one more ("latent_concat").
+    Guidance-distilled transformers have an embedding for the guidance scale. Text-to-video checkpoints take the latents
+    alone, SkyReels-V1's image-to-video one a first frame on as many channels again. HunyuanVideo-I2V, whose text
+    encoder also sees the image, takes it as the first latent frame ("token_replace"), or on channels with a mask on one
+    more ("latent_concat").
 
     Raises:
         ValueError: a checkpoint that takes something else.
     """
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
     kind, inputs, outputs = (transformer.get(key) for key in ("image_condition_type", "in_channels", "out_channels"))
-    known = {None: (1, 0), "token_replace": (1, 0), "latent_concat": (2, 1)}
+    layouts = {None: (1, 0), "token_replace": (1, 0), "latent_concat": (2, 1)}
     animates = kind is None and inputs is not None and outputs is not None and inputs == 2 * outputs
-    if kind not in known or not (inputs == outputs is None or animates or inputs == _times_plus(outputs, *known[kind])):
+    if kind not in layouts or not (
+        inputs == outputs is None or animates or inputs == _times_plus(outputs, *layouts[kind])
+    ):
         raise ValueError(
-            f"a hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for {outputs} output "
-            "channels is not known; there are text-to-video checkpoints such as hunyuanvideo-community/HunyuanVideo, and from "
-            "an image Skywork/SkyReels-V1-Hunyuan-I2V and hunyuanvideo-community/HunyuanVideo-I2V"
+            f"a hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for {outputs} "
+            "output channels is not known; there are text-to-video checkpoints such as "
+            "hunyuanvideo-community/HunyuanVideo, and from an image Skywork/SkyReels-V1-Hunyuan-I2V and "
+            "hunyuanvideo-community/HunyuanVideo-I2V"
         )
     sees, on_channels = kind is not None, animates or kind == "latent_concat"
+    image_parts = ("image_processor",) if sees else ()
     first_frame = "tokens" if kind == "token_replace" else "channels" if on_channels else "none"
     takes_guidance = "transformer" not in configs or transformer.get("guidance_embeds", False)
     return Facts(
@@ -72,13 +78,7 @@ def hunyuan_video(configs: Configs) -> Facts:
             fps=24.0,
             pixels=16,
         ),
-        text_parts=(
-            "tokenizer",
-            "tokenizer_2",
-            "text_encoder",
-            "text_encoder_2",
-            *(["image_processor"] if sees else []),
-        ),
+        text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", *image_parts),
         heads=transformer.get("num_attention_heads", 24),
         # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
         guidance=(1.0 if animates or sees else 6.0) if takes_guidance else None,
@@ -95,11 +95,13 @@ def _times_plus(channels: int | None, times: int, plus: int) -> int | None:
 
 
 def cogvideox(configs: Configs) -> Facts:
-    """One halving per VAE stage after the first; 1.5 has a temporal patch and runs at 16 frames per second.
+    """Read the facts about a CogVideoX checkpoint.
 
-    Text-to-video checkpoints take the latents alone, image-to-video ones a first frame on as many channels again. Checkpoints
-    of CogVideoX-Fun take a control video on as many channels, or a video to be completed and a mask on one more. What tells
-    the former from image-to-video ones, besides their pipeline: those have learned positions (1.0) or an `ofs` embedding (1.5).
+    Space is halved once per VAE stage after the first; 1.5 has a temporal patch and runs at 16 frames per second.
+    Text-to-video checkpoints take the latents alone, image-to-video ones a first frame on as many channels again.
+    Checkpoints of CogVideoX-Fun take a control video on as many channels, or a video to be completed and a mask on one
+    more. Apart from their pipeline, the former differ from image-to-video ones, which have learned positions (1.0) or
+    an `ofs` embedding (1.5).
 
     Raises:
         ValueError: a checkpoint that takes something else.
@@ -109,7 +111,8 @@ def cogvideox(configs: Configs) -> Facts:
     if inputs not in (latents, 2 * latents):
         raise ValueError(
             f"a cogvideox transformer with {inputs} input channels for {latents} latent channels is not known; "
-            f"text-to-video checkpoints have {latents}, image-to-video ones and those with a control video {2 * latents}"
+            f"text-to-video checkpoints have {latents}, image-to-video ones and those with a control video "
+            f"{2 * latents}"
         )
     own = transformer.get("use_learned_positional_embeddings") or transformer.get("ofs_embed_dim") is not None
     animates = inputs > latents and own
@@ -135,16 +138,15 @@ def cogvideox(configs: Configs) -> Facts:
         first_frame=kind if "transformer" in configs else "unknown",
         any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates else 0.0,
-        first_frame_noise=(-3.0, 0.5)
-        if animates
-        else None,  # finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo
+        # From finetune/models/cogvideox_i2v/lora_trainer.py of THUDM/CogVideo.
+        first_frame_noise=(-3.0, 0.5) if animates else None,
         media=("control_video",) if inputs > latents and not own else (),
         misread={} if misread is None else {"comfyui": misread},
         read_notes={} if note is None else {"comfyui": note},
     )
 
 
-#: What ComfyUI assumes of every table of positions; diffusers' defaults, too.
+#: ComfyUI's assumptions about every table of positions, which are also diffusers' defaults.
 _COMFYUI_TABLE = {
     "sample_height": 60,
     "sample_width": 90,
@@ -156,7 +158,7 @@ _COMFYUI_TABLE = {
 
 
 def _cogvideox_in_comfyui(transformer: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return why ComfyUI takes a transformer for another network, and what to know of one that it reads, each or None.
+    """Return why ComfyUI takes a transformer for another network, and a note on one that it reads, each or None.
 
     A file with `patch_embed.pos_embedding` has that table of positions there, of one size, and no rotary positions. Any
     other file has rotary positions (`detect_unet_config` in comfy/model_detection.py, comfy/ldm/cogvideo/model.py).
@@ -167,8 +169,8 @@ def _cogvideox_in_comfyui(transformer: Mapping[str, Any]) -> tuple[str | None, s
         return "ComfyUI ignores the rotary positions of checkpoints with learned ones", None
     if rotary and transformer.get("patch_size_t") is None:
         return None, (
-            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, also those of the published weights, so that "
-            "its samples differ from those of diffusers; CogVideoX 1.5 is not concerned"
+            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, also those of the published weights, "
+            "so that its samples differ from those of diffusers; CogVideoX 1.5 is not concerned"
         )
     if rotary:
         return None, None
@@ -195,19 +197,23 @@ FAMILIES = (
             "hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo", "Skywork/SkyReels-V1-Hunyuan-I2V",
             "hunyuanvideo-community/HunyuanVideo-I2V", "hunyuanvideo-community/HunyuanVideo-I2V-33ch",
         ),
-        tiny="finetrainers.models.tiny:build_hunyuan_video", tiny_versions=("t2v", "i2v", "token_replace", "latent_concat"),
+        tiny="finetrainers.models.tiny:build_hunyuan_video",
+        tiny_versions=("t2v", "i2v", "token_replace", "latent_concat"),
     ),
     Family(
         name="cogvideox", spec="finetrainers.models.cogvideox:CogVideoXSpec", read=cogvideox,
         transformer="CogVideoXTransformer3DModel", vae="AutoencoderKLCogVideoX",
         pipelines=(
-            "CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline", "CogVideoXFunControlPipeline",
+            "CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline",
+            "CogVideoXFunControlPipeline",
         ),
         published=(
             *(
                 f"{owner}/{name}"
                 for owner in ("THUDM", "zai-org")
-                for name in ("CogVideoX-2b", "CogVideoX-5b", "CogVideoX-5b-I2V", "CogVideoX1.5-5B", "CogVideoX1.5-5B-I2V")
+                for name in (
+                    "CogVideoX-2b", "CogVideoX-5b", "CogVideoX-5b-I2V", "CogVideoX1.5-5B", "CogVideoX1.5-5B-I2V",
+                )
             ),
             *(f"alibaba-pai/CogVideoX-Fun-V1.1-{size}-{kind}" for size in ("2b", "5b") for kind in ("Pose", "Control")),
         ),

@@ -1,4 +1,4 @@
-"""How given frames reach a network in training and in samples: clean in their places, or on channels next to the noisy latents."""
+"""Given frames as inputs of a network, in training and samples: clean in their places, or on channels next to noise."""
 
 from __future__ import annotations
 
@@ -14,54 +14,58 @@ from .batch import Batch, SampleRequest, VAEStats, VideoMeta
 from .pixels import FIRST_FRAME, MOMENTS
 
 
-def conditioned(
-    spec: Any, batch: Batch, x0: Tensor, given: Sequence[Collection[int]], vae_stats: VAEStats
+def condition_batch(
+    spec: Any, batch: Batch, x0: Tensor, frames: Sequence[Collection[int]], vae_stats: VAEStats
 ) -> tuple[VideoMeta, Tensor | None]:
-    """See `ModelSpec.condition`."""
+    """Implement `ModelSpec.condition`."""
     kind, meta = spec.facts.first_frame, batch.meta
     for name in spec.facts.media:
         latents = spec.padded(spec.latents(batch.clip[f"{name}_{MOMENTS}"], None, vae_stats))
         meta = replace(meta, extra={**meta.extra, name: latents})
     if kind == "channels":
-        return replace(meta, extra={**meta.extra, **_on_channels(spec, batch, given, vae_stats)}), None
-    if kind == "tokens" and any(given) and x0.shape[2] > 1:  # an image has nothing left to predict
+        return replace(meta, extra={**meta.extra, **_on_channels(spec, batch, frames, vae_stats)}), None
+    if kind == "tokens" and any(frames) and x0.shape[2] > 1:  # an image has nothing left to predict
         trained = torch.ones(len(batch), x0.shape[2])  # on the host, since a list as an index waits for the device
-        for row, frames in enumerate(given):
-            trained[row, list(frames)] = 0.0
+        for row, indexes in enumerate(frames):
+            trained[row, list(indexes)] = 0.0
         return meta, trained.to(x0.device)
     return meta, None
 
 
-def _on_channels(spec: Any, batch: Batch, given: Sequence[Collection[int]], vae_stats: VAEStats) -> dict[str, Tensor]:
-    """`first_frame`, and `further_frames` if any sample is given some; see `VideoMeta`.
+def _on_channels(spec: Any, batch: Batch, frames: Sequence[Collection[int]], vae_stats: VAEStats) -> dict[str, Tensor]:
+    """Return `first_frame`, and `further_frames` if any sample is given some; see `VideoMeta`.
 
     The first frame was encoded by itself, possibly with noise; the further ones are the mean latents of the clip.
     """
     assert FIRST_FRAME in batch.clip, "this model takes a first frame; the loader must encode it"
     first = spec.latents(batch.clip[FIRST_FRAME], None, vae_stats)
-    shown = torch.tensor([0 in frames for frames in given], device=first.device).view(-1, 1, 1, 1, 1)
-    further = [[frame for frame in frames if frame > 0] for frames in given]
+    has_first = torch.tensor([0 in indexes for indexes in frames], device=first.device).view(-1, 1, 1, 1, 1)
+    further = [[index for index in indexes if index > 0] for indexes in frames]
     if not any(further):
-        return {"first_frame": first * shown}
+        return {"first_frame": first * has_first}
     is_given = torch.zeros(len(batch), batch.latent_size[0])
-    for row, frames in enumerate(further):
-        is_given[row, frames] = 1.0
+    for row, indexes in enumerate(further):
+        is_given[row, indexes] = 1.0
     latents = spec.latents(batch.moments, None, vae_stats) * is_given.to(first.device)[:, None, :, None, None]
-    return {"first_frame": first * shown, "further_frames": spec.padded(latents)}
+    return {"first_frame": first * has_first, "further_frames": spec.padded(latents)}
 
 
 def given_latents(
     spec: Any, pipeline: Any, request: SampleRequest, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Normalized latents `[1, C, T, H, W]` of the frames that a sample is given, zeros elsewhere, and `[1, 1, T, 1, 1]`, which.
+    """Encode the frames that a sample is given.
 
-    The last latent frame stands for several frames, which all show the last image: it is encoded as the end of a still clip.
+    The last latent frame stands for several frames, which all show the last image: it is encoded as the end of a still
+    clip.
 
     Args:
-        spec: of the model.
-        pipeline: on its device, whose VAE encodes.
-        request: which frames are given; one at least.
-        generator: of the posteriors' noise; None: their means are taken.
+        spec: spec of the model.
+        pipeline: a pipeline on its device, whose VAE encodes.
+        request: names the given frames, at least one.
+        generator: generator of the posteriors' noise, or None to take their means.
+
+    Returns:
+        Normalized latents `[1, C, T, H, W]`, zero elsewhere, and the mask of the given frames, `[1, 1, T, 1, 1]`.
     """
     vae, geometry, device = pipeline.vae, spec.facts.geometry, pipeline._execution_device
     shape = geometry.latent_shape(request.num_frames, request.height, request.width)
@@ -71,8 +75,8 @@ def given_latents(
         return pixels.unsqueeze(2).expand(-1, -1, frames, -1, -1)
 
     def encoded(pixels: Tensor) -> Tensor:
-        found = vae.encode(pixels.to(device, vae.dtype)).latent_dist
-        return spec.vae_stats(vae).normalize(found.mode() if generator is None else found.sample(generator))
+        posterior = vae.encode(pixels.to(device, vae.dtype)).latent_dist
+        return spec.vae_stats(vae).normalize(posterior.mode() if generator is None else posterior.sample(generator))
 
     parts: list[tuple[int, Tensor]] = []
     if request.image is not None or request.prefix is not None:
@@ -80,18 +84,19 @@ def given_latents(
     if request.last_image is not None:
         parts.append((shape[0] - 1, encoded(still(request.last_image, 1 + geometry.temporal))[:, :, -1:]))
     latents = torch.zeros(1, parts[0][1].shape[1], *shape, device=device)
-    given = torch.zeros(1, 1, shape[0], 1, 1, dtype=torch.bool, device=device)
+    is_given = torch.zeros(1, 1, shape[0], 1, 1, dtype=torch.bool, device=device)
     for start, part in parts:
         frames = slice(start, start + part.shape[2])
-        latents[:, :, frames], given[:, :, frames] = part, True
-    return latents, given
+        latents[:, :, frames], is_given[:, :, frames] = part, True
+    return latents, is_given
 
 
 @contextmanager
 def further_frames(spec: Any, pipeline: Any, request: SampleRequest) -> Iterator[None]:
-    """Within the block, the latents of an image that a pipeline puts on channels hold a request's other given frames, too.
+    """Add a request's other given frames to the image latents that a pipeline puts on channels, within the block.
 
-    These are means, as in training. So nothing is drawn for them, and all noise is that of a sample that is given the image alone.
+    These are means, as in training. So nothing is drawn for them, and all noise is that of a sample that is given the
+    image alone.
     """
     if request.last_image is None and request.prefix is None:
         yield
@@ -99,13 +104,13 @@ def further_frames(spec: Any, pipeline: Any, request: SampleRequest) -> Iterator
     assert spec.facts.first_frame == "channels", (
         "families that take given frames as tokens have a `sample` of their own"
     )
-    own = pipeline.prepare_latents
+    stock_prepare = pipeline.prepare_latents
 
     def prepare_latents(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        start, shown = own(*args, **options)
+        start, channels = stock_prepare(*args, **options)
         latents, _ = given_latents(spec, pipeline, replace(request, image=None), None)
-        latents[:, :, :1] = 0.0  # that of the image is there
-        return start, shown + spec.as_channels(spec.padded(latents)).to(shown)
+        latents[:, :, :1] = 0.0  # the image's latents are already on the channels
+        return start, channels + spec.as_channels(spec.padded(latents)).to(channels)
 
     pipeline.prepare_latents = prepare_latents  # hides the method of its class
     try:

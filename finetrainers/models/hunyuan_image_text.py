@@ -1,4 +1,4 @@
-"""HunyuanVideo-I2V's text conditioning, of which the image is a part: LLaVA reads both, CLIP the text alone."""
+"""HunyuanVideo-I2V's text conditioning, which includes the image: LLaVA reads both, CLIP the text alone."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from transformers import CLIPImageProcessor, LlavaForConditionalGeneration
 from . import common
 from .batch import Conditions, Parts
 
-#: The classes of the parts in which it differs from HunyuanVideo.
+#: The classes of the parts that differ from HunyuanVideo's.
 PARTS: Mapping[str, Any] = {"text_encoder": LlavaForConditionalGeneration, "image_processor": CLIPImageProcessor}
-#: Tokens that LLaVA reads: 103 of the prompt template and 256 of the prompt, and instead of one of them 576 of the image.
+#: Tokens that LLaVA reads: 103 of the prompt template and 256 of the prompt, and instead of one of them 576 of the
+#: image.
 TOKENS_READ = 103 + 256 - 1 + 576
-#: Of the prompt's tokens, without those of the template's last header.
+#: Tokens of the prompt, without those of the template's last header.
 _TEXT_TOKENS = 256 - 4
-#: Every so manieth token of the image is given to the network, by the kind of its checkpoint.
+#: Stride of the image tokens that the network is given, by the kind of its checkpoint.
 _INTERLEAVE = {"latent_concat": 2, "token_replace": 4}
-#: What the pipeline takes for the negative prompt of any checkpoint.
+#: Stride that the pipeline takes for the negative prompt of any checkpoint.
 _INTERLEAVE_OF_NEGATIVE = 2
 
 
 def text_tokens(kind: str) -> int:
-    """Tokens of image and text that a kind of checkpoint is given."""
+    """Return the number of image and text tokens that a kind of checkpoint is given."""
     return 576 // _INTERLEAVE[kind] + _TEXT_TOKENS
 
 
 @torch.no_grad()
 def encode(encoders: Parts, prompts: Sequence[str], images: Sequence[Any] | None, *, kind: str) -> Conditions:
-    """The pipeline's encoding of prompts with their images, one by one: it cannot tell long prompts of a batch apart.
+    """Encode prompts with images as the pipeline does, one by one: it cannot tell long prompts of a batch apart.
 
     Args:
         encoders: tokenizers, text encoders and image processor.
-        prompts: texts.
-        images: PIL's, or pixels `[3, H, W]` uint8; None: the pipeline's negative conditioning, which has a black image.
+        prompts: the prompts.
+        images: PIL's, or pixels `[3, H, W]` uint8, or None for the pipeline's negative conditioning, which has a black
+            image.
         kind: the checkpoint's `image_condition_type`.
     """
     pipeline = common.build_pipeline(diffusers.HunyuanVideoImageToVideoPipeline, encoders.modules)
     device = common.encoder_device(encoders)
     interleave = _INTERLEAVE_OF_NEGATIVE if images is None else _INTERLEAVE[kind]
-    shown = [Image.new("RGB", (64, 64), 0)] * len(prompts) if images is None else [_picture(one) for one in images]
+    black = Image.new("RGB", (64, 64), 0)
+    pil_images = [black] * len(prompts) if images is None else [_pil_image(image) for image in images]
     rows = []
-    for prompt, image in zip(prompts, shown, strict=True):
+    for prompt, image in zip(prompts, pil_images, strict=True):
         embeds, pooled, mask = pipeline.encode_prompt(
             image=image, prompt=[prompt], device=device, image_embed_interleave=interleave
         )
@@ -56,6 +59,6 @@ def encode(encoders: Parts, prompts: Sequence[str], images: Sequence[Any] | None
     return Conditions.cat(rows)
 
 
-def _picture(image: Any) -> Any:
-    """As the image processor is given it by users of the pipeline."""
+def _pil_image(image: Any) -> Any:
+    """Return the image as users of the pipeline give it to the image processor."""
     return Image.fromarray(image.permute(1, 2, 0).cpu().numpy()) if isinstance(image, Tensor) else image

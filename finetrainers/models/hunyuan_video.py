@@ -1,4 +1,4 @@
-"""HunyuanVideo, and from an image HunyuanVideo-I2V and SkyReels-V1: flow matching, two text encoders, a guidance embedding.
+"""HunyuanVideo, and from an image HunyuanVideo-I2V and SkyReels-V1: flow matching, two text encoders, guidance input.
 
 Attention without masks: prompts have different lengths, so diffusers masks the padding of the text in every attention
 of the network, and fast kernels refuse masks. Padding changes nothing else, so `load_transformer` makes the network cut
@@ -30,7 +30,7 @@ from . import common, hunyuan_image_text
 from .batch import Conditions, Parts, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .files.files import folder_on_disk, option_of, read_configs, read_json
+from .files.files import folder_on_disk, read_configs, read_json, source_option
 from .flops import Attends
 from .spec import ModelSpec
 from .split.attention import Attend, set_processors
@@ -50,7 +50,7 @@ _PADS_LEFT = (
 
 
 class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
-    """diffusers' attention by a backend of one's choice, without a mask at batch size 1 (as `_UnmaskedAtBatchOne`)."""
+    """diffusers' attention by a chosen backend, without a mask at batch size 1 (as `_UnmaskedAtBatchOne`)."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
             query, key, value = _heads(attn, hidden_states, ("to_q", "to_k", "to_v"))
         query, key = attn.norm_q(query), attn.norm_k(key)
         if image_rotary_emb is not None:
-            query, key = (_rotated(one, image_rotary_emb, hidden_states.shape[1]) for one in (query, key))
+            query, key = (_rotate(heads, image_rotary_emb, hidden_states.shape[1]) for heads in (query, key))
         if attn.add_q_proj is not None:
-            more = _heads(attn, text, ("add_q_proj", "add_k_proj", "add_v_proj"))
-            query = torch.cat([query, attn.norm_added_q(more[0])], dim=1)
-            key = torch.cat([key, attn.norm_added_k(more[1])], dim=1)
-            value = torch.cat([value, more[2]], dim=1)
-        found = self.attend(query, key, value, mask, text=(0, text.shape[1])).flatten(2, 3).to(query.dtype)
-        video, text = found[:, : hidden_states.shape[1]], found[:, hidden_states.shape[1] :]
+            text_heads = _heads(attn, text, ("add_q_proj", "add_k_proj", "add_v_proj"))
+            query = torch.cat([query, attn.norm_added_q(text_heads[0])], dim=1)
+            key = torch.cat([key, attn.norm_added_k(text_heads[1])], dim=1)
+            value = torch.cat([value, text_heads[2]], dim=1)
+        outputs = self.attend(query, key, value, mask, text=(0, text.shape[1])).flatten(2, 3).to(query.dtype)
+        video, text = outputs[:, : hidden_states.shape[1]], outputs[:, hidden_states.shape[1] :]
         if getattr(attn, "to_out", None) is not None:
             video = attn.to_out[1](attn.to_out[0](video))
         if getattr(attn, "to_add_out", None) is not None:
@@ -88,12 +88,12 @@ class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
 
 
 def _heads(attn: Any, x_BSD: Tensor, projections: tuple[str, ...]) -> list[Tensor]:
-    """Projections of tokens, `[B, S, H, D]` each."""
+    """Return projections of tokens, `[B, S, H, D]` each."""
     return [getattr(attn, name)(x_BSD).unflatten(2, (attn.heads, -1)) for name in projections]
 
 
-def _rotated(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tensor:
-    """Queries or keys with positions of the video's tokens, which come first."""
+def _rotate(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tensor:
+    """Apply the positions of the video's tokens, which come first, to queries or keys."""
     if x_BSHD.shape[1] == video:
         return apply_rotary_emb(x_BSHD, rotary, sequence_dim=1)
     return torch.cat([apply_rotary_emb(x_BSHD[:, :video], rotary, sequence_dim=1), x_BSHD[:, video:]], dim=1)
@@ -102,8 +102,8 @@ def _rotated(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor], video: int) -> Tenso
 class HunyuanVideoSpec(ModelSpec):
     """HunyuanVideo as `HunyuanVideoPipeline` runs it, SkyReels-V1 and HunyuanVideo-I2V as their pipelines do.
 
-    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. What kind of checkpoint it is, `families`
-    tells by the transformer's config.
+    Conditions: `prompt_embeds`, `prompt_attention_mask` (bool), `pooled_prompt_embeds`. `families` finds the kind of
+    checkpoint in the transformer's config.
     """
 
     _own_parts: ClassVar = {
@@ -148,53 +148,53 @@ class HunyuanVideoSpec(ModelSpec):
     @cached_property
     def _kind(self) -> str | None:
         """The transformer's `image_condition_type`, which only HunyuanVideo-I2V has."""
-        found = read_configs(self.config, ("transformer",)).get("transformer")
+        config = read_configs(self.config, ("transformer",)).get("transformer")
         cls = self._own_parts["transformer"]
-        found = common.load_part(cls.load_config, self.config, "transformer") if found is None else found
-        return found.get("image_condition_type")
+        config = common.load_part(cls.load_config, self.config, "transformer") if config is None else config
+        return config.get("image_condition_type")
 
     @property
     def parts(self) -> Any:  # type: ignore[override]
-        """The text encoder of HunyuanVideo-I2V is another one."""
+        """Classes of the parts; HunyuanVideo-I2V has a different text encoder."""
         return self._own_parts if self._kind is None else {**self._own_parts, **hunyuan_image_text.PARTS}
 
     @property
     def text_calls(self) -> Any:  # type: ignore[override]
-        """Of HunyuanVideo's 351 tokens, 95 are of the prompt template."""
+        """Tokens that the text encoders read; 95 of HunyuanVideo's 351 belong to the prompt template."""
         read = 351 if self._kind is None else hunyuan_image_text.TOKENS_READ
         return {"text_encoder": (read, True), "text_encoder_2": (77, False)}
 
     @property
     def token_plan(self) -> TokenPlan | None:  # type: ignore[override]
-        """None where the network looks for the image in the first of its tokens, of which each process has others."""
+        """Token plan, or None if the network expects the image in its first tokens, which differ between processes."""
         return None if self._kind == "token_replace" else TokenPlan(outputs={"x_embedder": 1, "rope": 0})
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
-        """Image-to-video checkpoints have a pipeline of their own, and no other."""
+        """Separate pipeline of image-to-video checkpoints, or None for others."""
         if self.facts.text_sees_image:
             return diffusers.HunyuanVideoImageToVideoPipeline
         return diffusers.HunyuanSkyreelsImageToVideoPipeline if self.facts.first_frame == "channels" else None
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
-        """It is imported when it is asked for: pipelines, unlike networks, import schedulers and much else."""
+        """Pipeline of the checkpoint, imported at first use: pipelines import schedulers and much else."""
         return self.image_pipeline_class or diffusers.HunyuanVideoPipeline
 
     text_varies = True  # at batch size 1
 
     def examine(self) -> tuple[list[Problem], list[str]]:
-        """See `ModelSpec.examine`; also of the tokenizer, how it pads."""
+        """Extend `ModelSpec.examine` by the tokenizer's padding side."""
         problems, warnings = super().examine()
         folder = folder_on_disk(self.config, "tokenizer")
         path = None if folder is None else folder / "tokenizer_config.json"
         settings = read_json(path) if path is not None and path.is_file() else {"padding_side": "right"}
         if settings.get("padding_side", LlamaTokenizerFast.padding_side) != "right":
-            problems.append(Problem(option_of(self.config, "tokenizer"), _PADS_LEFT))
+            problems.append(Problem(source_option(self.config, "tokenizer"), _PADS_LEFT))
         return problems, warnings
 
     def load_text_encoders(self) -> Parts:
-        """LLaMA and CLIP with their tokenizers.
+        """Load LLaMA and CLIP with their tokenizers.
 
         Raises:
             ValueError: the LLaMA tokenizer pads on the left, so that cropping the prompt template would cut the prompt.
@@ -205,7 +205,7 @@ class HunyuanVideoSpec(ModelSpec):
         return super().load_text_encoders()
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
-        """The transformer, set up to run without attention masks where it can."""
+        """Load the transformer, set up to run without attention masks where it can."""
         return run_without_masks(super().load_transformer(dtype, folder=folder))
 
     def transformer_on_meta(self) -> nn.Module:
@@ -213,7 +213,7 @@ class HunyuanVideoSpec(ModelSpec):
 
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
-        """The pipeline's encoding: LLaMA states `[B, 256, D]` without the prompt template, and CLIP's `[B, D2]`."""
+        """Encode prompts as the pipeline: LLaMA states `[B, 256, D]` without the template, and CLIP's `[B, D2]`."""
         if self._kind is not None:
             return hunyuan_image_text.encode(encoders, prompts, None, kind=self._kind)
         embeds, pooled, mask = common.build_pipeline(diffusers.HunyuanVideoPipeline, encoders.modules).encode_prompt(
@@ -237,7 +237,7 @@ class HunyuanVideoSpec(ModelSpec):
         }
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
-        """From DanceGRPO's preprocessing: `[257, 4096]` with CLIP's pooled embedding, padded by zeros, in the first row."""
+        """Read DanceGRPO's embedding: `[257, 4096]` with CLIP's pooled embedding, padded by zeros, in the first row."""
         pooled = embedding[0, : self.configs["transformer"]["pooled_projection_dim"]]
         return Conditions(
             {
@@ -253,7 +253,7 @@ class HunyuanVideoSpec(ModelSpec):
         return torch.cat([first[None], embeds]), row["prompt_attention_mask"][0]
 
     def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
-        """Of large frames the attention masks take most: they grow with the square of the latents."""
+        """Estimate peak bytes, for large frames mostly attention masks, which grow with the square of the latents."""
         frames, height, width = size
         masks = 0.064 * (min(frames, self.vae_frames_at_once) / self.vae_frames_at_once * height * width) ** 2
         return max(super().vae_bytes(size, gradient=gradient), masks)
@@ -270,7 +270,7 @@ class HunyuanVideoSpec(ModelSpec):
         conditions: Conditions,
         meta: VideoMeta,
     ) -> Tensor:
-        """See `ModelSpec.predict`.
+        """Implement `ModelSpec.predict`.
 
         Raises:
             ValueError: a first frame is given, and the checkpoint takes none.
@@ -278,7 +278,7 @@ class HunyuanVideoSpec(ModelSpec):
         network = unwrap(transformer)
         dtype = input_dtype(network)
         guidance = None
-        if t.ndim == 2:  # a frame that is given clean, the network knows by its place
+        if t.ndim == 2:  # the network recognizes a clean given frame by its position
             t = t[:, -1]
         if network.config.guidance_embeds:
             scale = TRAINING_GUIDANCE if meta.guidance is None else meta.guidance
@@ -305,7 +305,7 @@ class HunyuanVideoSpec(ModelSpec):
 
 
 def _image_channels(x_BCTHW: Tensor, first_frame_BC1HW: Tensor | None, further_BCTHW: Tensor | None = None) -> Tensor:
-    """The channels that tell the given frames: the first at time 0, others in their places, zeros elsewhere."""
+    """Return the channels of the given frames: the first at time 0, others in their places, zeros elsewhere."""
     channels = torch.zeros_like(x_BCTHW) if further_BCTHW is None else further_BCTHW.to(x_BCTHW.dtype, copy=True)
     if first_frame_BC1HW is not None:
         channels[:, :, :1] = first_frame_BC1HW.to(x_BCTHW.dtype)
@@ -324,7 +324,7 @@ _FORWARD_ARGUMENTS = (
     "guidance",
     "attention_kwargs",
 )
-#: By which `predict` tells `_trim_text`, in `attention_kwargs`, how long the texts are.
+#: Key of the text lengths that `predict` passes to `_trim_text` in `attention_kwargs`.
 _LENGTHS = "text_lengths"
 
 
@@ -345,7 +345,7 @@ class _UnmaskedAtBatchOne(HunyuanVideoAttnProcessor2_0):
 
 
 def run_without_masks(transformer: Any) -> Any:
-    """Make a `HunyuanVideoTransformer3DModel` trim its text and pass no mask to attention at batch size 1, and give it back.
+    """Make a `HunyuanVideoTransformer3DModel` trim its text and mask no attention at batch size 1, and return it.
 
     Every way of calling it is covered (training, the pipeline, wrappers, recomputation in gradient checkpointing),
     since the parts are a forward hook of the network, one of its text refiner, and attention processors.
@@ -365,7 +365,7 @@ def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     extra = dict(call.get("attention_kwargs") or {})
     lengths = extra.pop(_LENGTHS, None)
     call["attention_kwargs"] = extra or None
-    if lengths is None:  # from a pipeline, say; this waits for the device
+    if lengths is None:  # in a pipeline's call, for example; this waits for the device
         lengths = mask.bool().sum(dim=1).tolist()
     if min(lengths) == 0:
         raise ValueError(f"row {lengths.index(0)} of the batch has no text tokens: its attention mask is all zero")
@@ -376,6 +376,6 @@ def _trim_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _drop_refiner_mask(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The text refiner's arguments (text, timestep, mask), without the mask at batch size 1."""
+    """Return the text refiner's arguments (text, timestep, mask), without the mask at batch size 1."""
     text, timestep, mask = args
     return text, timestep, None if text.shape[0] == 1 else mask

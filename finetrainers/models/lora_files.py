@@ -1,4 +1,4 @@
-"""Write a LoRA in the format of another program, and read it back: by our key maps, and by diffusers' own converters."""
+"""LoRAs written in the format of another program, and read back by our key maps and by diffusers' own converters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from finetrainers.utils.hashed_files import data_sha256, save_safetensors
 from finetrainers.utils.text import plural
 
 from .files import saving
-from .files.files import some
-from .files.lora_formats import Factors, Lora, of_state, save_original, to_stored
+from .files.files import summarize
+from .files.lora_formats import Factors, Lora, lora_from_state, save_original, to_stored
 from .files.lora_names import BLOCKS_ALONE, PREFIXES
 from .files.weights import non_finite
 from .spec import ModelSpec
@@ -41,12 +41,12 @@ _HUNYUAN_WIDTH = 3072
 
 @dataclass(frozen=True)
 class Checked:
-    """What reading a written LoRA has shown.
+    """Result of reading a written LoRA.
 
     Attributes:
-        layers: how many are the same as those that were trained.
+        layers: number of layers that equal those that were trained.
         error: the largest relative difference of a layer's output.
-        by_diffusers: how many layers diffusers reads the same; None: it has no converter for this format.
+        by_diffusers: number of layers that diffusers reads correctly, or None if it has no converter for this format.
         left_out: layers that a program which reads this format leaves out.
         left_out_by: that program.
     """
@@ -59,7 +59,7 @@ class Checked:
 
 
 def cast(lora: Lora, dtype: torch.dtype | None) -> Lora:
-    """A LoRA in another dtype; None keeps each tensor's.
+    """Cast a LoRA to another dtype; None keeps each tensor's.
 
     Raises:
         ValueError: numbers are beyond the dtype's range.
@@ -68,18 +68,18 @@ def cast(lora: Lora, dtype: torch.dtype | None) -> Lora:
         return lora
     layers = {
         name: replace(
-            one,
-            down=one.down.to(dtype),
-            up=one.up.to(dtype),
-            magnitude=None if one.magnitude is None else one.magnitude.to(dtype),
+            factors,
+            down=factors.down.to(dtype),
+            up=factors.up.to(dtype),
+            magnitude=None if factors.magnitude is None else factors.magnitude.to(dtype),
         )
-        for name, one in lora.layers.items()
+        for name, factors in lora.layers.items()
     }
-    found = replace(lora, layers=layers)
-    bad = non_finite(found.state())
+    converted = replace(lora, layers=layers)
+    bad = non_finite(converted.state())
     if bad:
-        raise ValueError(f"{plural(len(bad), 'tensor')} is beyond the range of {dtype}: {some(bad)}; use bf16")
-    return found
+        raise ValueError(f"{plural(len(bad), 'tensor')} is beyond the range of {dtype}: {summarize(bad)}; use bf16")
+    return converted
 
 
 def write_lora(
@@ -92,14 +92,14 @@ def write_lora(
     network: nn.Module,
     metadata: Mapping[str, str],
 ) -> Path:
-    """Write a LoRA in a format; its file.
+    """Write a LoRA in a format, and return the path of its file.
 
     Args:
         directory: an empty folder.
-        name: of the file, where the format leaves it free.
-        lora: in the dtype that is written.
+        name: name of the file, where the format leaves it free.
+        lora: the LoRA, in the dtype that is written.
         kind: `diffusers`, `peft`, `comfyui` or `kohya`.
-        spec, network: what it is of; the network on the meta device.
+        spec, network: its model; the network on the meta device.
         metadata: further metadata of the file.
     """
     if kind == "diffusers":
@@ -122,13 +122,13 @@ def write_lora(
 
 
 def _hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The hash of a file's weights, by the two names that programs look for."""
+    """Return the hash of a file's weights, by the two names that programs look for."""
     digest = data_sha256(tensors)
     return {"modelspec.hash_sha256": f"0x{digest}", "sshs_model_hash": digest}
 
 
 def check_written(path: Path, lora: Lora, *, spec: ModelSpec, network: nn.Module, kind: str) -> Checked:
-    """Read a file that `write_lora` has written, and compare what each layer of it computes.
+    """Read a file that `write_lora` has written, and compare the output of each layer.
 
     Raises:
         ValueError: layers are missing, or differ by more than rounding; with their names.
@@ -141,105 +141,106 @@ def check_written(path: Path, lora: Lora, *, spec: ModelSpec, network: nn.Module
         return Checked(len(lora.layers), error)
     state = spec.pipeline_class.lora_state_dict(str(path.parent), weight_name=path.name, use_safetensors=True)
     prefix = f"{spec.lora_prefix}."
-    theirs = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    left = [name for name in lora.layers if not _equal(_layer_of(theirs, name), lora.layers[name])]
-    # What it does to layers outside of the blocks is known to be incomplete; ComfyUI reads them.
-    wrong = [name for name in left if name.startswith(_blocks(spec))]
+    diffusers_state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    differing = [name for name in lora.layers if not _equal(_read_factors(diffusers_state, name), lora.layers[name])]
+    # It is known to read layers outside of the blocks incompletely; ComfyUI reads them.
+    wrong = [name for name in differing if name.startswith(_blocks(spec))]
     if wrong:
         raise ValueError(
-            f"diffusers' converter reads {plural(len(wrong), 'layer')} of {path} differently: {some(wrong)}"
+            f"diffusers' converter reads {plural(len(wrong), 'layer')} of {path} differently: {summarize(wrong)}"
         )
-    return Checked(len(lora.layers), error, len(lora.layers) - len(left), tuple(left))
+    return Checked(len(lora.layers), error, len(lora.layers) - len(differing), tuple(differing))
 
 
 def _blocks(spec: ModelSpec) -> tuple[str, ...]:
-    """What the names of layers in blocks begin with."""
+    """Return the prefixes of the names of layers in blocks."""
     return tuple(f"{blocks}." for blocks in spec.blocks)
 
 
 def _diffusers_reads(spec: ModelSpec, network: nn.Module) -> bool:
-    """Whether diffusers translates ComfyUI's names of this network."""
+    """Return whether diffusers translates ComfyUI's names of this network."""
     width = spec.width(network)
     return spec.name == "ltx_video" or (spec.name == "hunyuan_video" and width == _HUNYUAN_WIDTH)
 
 
-def _layer_of(state: Mapping[str, Tensor], name: str) -> Factors | None:
+def _read_factors(state: Mapping[str, Tensor], name: str) -> Factors | None:
     parts = [state.get(f"{name}.lora_{factor}.weight") for factor in "AB"]
     return None if parts[0] is None or parts[1] is None else Factors(parts[0], parts[1], 1.0)
 
 
-def _equal(found: Factors | None, expected: Factors) -> bool:
-    fits = found is not None and found.down.shape[1:] == expected.down.shape[1:] and found.up.shape[1] == found.rank
-    return fits and found is not None and _difference(found, expected) <= _TOLERANCES[expected.up.dtype]
+def _equal(actual: Factors | None, expected: Factors) -> bool:
+    fits = actual is not None and actual.down.shape[1:] == expected.down.shape[1:] and actual.up.shape[1] == actual.rank
+    return fits and actual is not None and _difference(actual, expected) <= _TOLERANCES[expected.up.dtype]
 
 
-def _compare(found: Lora, expected: Lora, path: Path) -> float:
-    trained = {name for name, one in expected.layers.items() if one.up.any() or one.magnitude is not None}
-    lost = sorted(trained - found.layers.keys())
+def _compare(actual: Lora, expected: Lora, path: Path) -> float:
+    trained = {name for name, factors in expected.layers.items() if factors.up.any() or factors.magnitude is not None}
+    lost = sorted(trained - actual.layers.keys())
     if lost:
-        raise ValueError(f"{path} was read back without {plural(len(lost), 'layer')}: {some(lost)}")
-    errors = {name: _difference(found.layers[name], expected.layers[name]) for name in trained}
+        raise ValueError(f"{path} was read back without {plural(len(lost), 'layer')}: {summarize(lost)}")
+    errors = {name: _difference(actual.layers[name], expected.layers[name]) for name in trained}
     wrong = sorted(name for name, error in errors.items() if error > _TOLERANCES[expected.layers[name].up.dtype])
     if wrong:
         raise ValueError(
-            f"{path} was read back with {plural(len(wrong), 'layer')} that compute something else: {some(wrong)}"
+            f"{path} was read back with {plural(len(wrong), 'layer')} that compute something else: {summarize(wrong)}"
         )
     return max(errors.values(), default=0.0)
 
 
-def _difference(found: Factors, expected: Factors) -> float:
-    """The relative difference of two layers' outputs for the same random input."""
+def _difference(actual: Factors, expected: Factors) -> float:
+    """Return the relative difference of two layers' outputs for the same random input."""
     generator = torch.Generator("cpu").manual_seed(0)
     inputs = torch.randn(expected.down[0].numel(), 4, generator=generator, dtype=torch.float32, device="cpu")
     outputs = [
-        one.scale * (one.up.float().flatten(1) @ (one.down.float().flatten(1) @ inputs)) for one in (found, expected)
+        factors.scale * (factors.up.float().flatten(1) @ (factors.down.float().flatten(1) @ inputs))
+        for factors in (actual, expected)
     ]
     norm = outputs[1].norm()
     error = float((outputs[0] - outputs[1]).norm() / norm) if norm else float(outputs[0].norm())
-    if expected.magnitude is None and found.magnitude is None:
+    if expected.magnitude is None and actual.magnitude is None:
         return error
-    if expected.magnitude is None or found.magnitude is None:
+    if expected.magnitude is None or actual.magnitude is None:
         return float("inf")
     own = expected.magnitude.float()
-    return max(error, float((found.magnitude.float() - own).norm() / own.norm()))
+    return max(error, float((actual.magnitude.float() - own).norm() / own.norm()))
 
 
 def check_outputs(lora: Lora, network: nn.Module) -> None:
-    """Compare the outputs of a LoRA's layers with the network's.
+    """Compare the output sizes of a LoRA's layers with the network's.
 
     Raises:
-        ValueError: they are of another model.
+        ValueError: they belong to another model.
     """
-    for name, one in lora.layers.items():
+    for name, factors in lora.layers.items():
         outputs = network.get_parameter(f"{name}.weight").shape[0]
-        if one.up.shape[0] != outputs:
+        if factors.up.shape[0] != outputs:
             raise ValueError(
-                f"{name} has {one.up.shape[0]} outputs, and this model's {outputs}; is it a LoRA of this model?"
+                f"{name} has {factors.up.shape[0]} outputs, and this model's {outputs}; is it a LoRA of this model?"
             )
 
 
 def with_averages(lora: Lora, averages: Mapping[str, Tensor]) -> Lora:
-    """A LoRA with its moving averages, which a checkpoint has by the names of the network's parameters."""
+    """Return a LoRA with its EMA, which a checkpoint stores by the names of the network's parameters."""
     state = lora.state()
     for name, average in averages.items():
         plain = name.replace(".default.weight", "" if "magnitude" in name else ".weight")
         assert plain in state, name
         state[plain] = average
-    return of_state(state, lora.settings, lora.kind)
+    return lora_from_state(state, lora.settings, lora.kind)
 
 
 def lora_metadata(lora: Lora, *, architecture: tuple[str, str], facts: Mapping[str, Any]) -> dict[str, str]:
-    """Metadata by the names of sd-scripts (`ss_`) and of Stability's model specification (`modelspec.`).
+    """Return metadata by the names of sd-scripts (`ss_`) and of Stability's model specification (`modelspec.`).
 
     Args:
-        lora: what is written.
-        architecture: name of the network, and where its authors' code is.
-        facts: `name`, `base`, and where they are known `trigger`, `license`, `steps`, `comment`.
+        lora: the LoRA.
+        architecture: name of the network, and the address of its authors' code.
+        facts: `name`, `base`, and if known `trigger`, `license`, `steps`, `comment`.
     """
     settings, name = lora.complete_settings(), str(facts["name"])
-    ranks = {one.rank for one in lora.layers.values()}
-    alphas = {one.scale * one.rank for one in lora.layers.values()}
-    found = {
+    ranks = {factors.rank for factors in lora.layers.values()}
+    alphas = {factors.scale * factors.rank for factors in lora.layers.values()}
+    metadata = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
         "ss_network_alpha": f"{alphas.pop():g}" if len(alphas) == 1 else "Dynamic",
@@ -256,4 +257,4 @@ def lora_metadata(lora: Lora, *, architecture: tuple[str, str], facts: Mapping[s
         "modelspec.license": facts.get("license"),
         "modelspec.tags": "dora" if settings.get("use_dora") else None,
     }
-    return {key: str(value) for key, value in found.items() if value not in (None, "")}
+    return {key: str(value) for key, value in metadata.items() if value not in (None, "")}

@@ -39,7 +39,7 @@ _STATISTICS = ("latents_mean", "latents_std")
 
 
 class LTXAttnProcessor(LTXVideoAttnProcessor):
-    """diffusers' attention, by a backend of one's choice."""
+    """diffusers' attention, by a chosen backend."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class LTXAttnProcessor(LTXVideoAttnProcessor):
         value = attn.to_v(source)
         if image_rotary_emb is not None:
             query, key = apply_rotary_emb(query, image_rotary_emb), apply_rotary_emb(key, image_rotary_emb)
-        query, key, value = (one.unflatten(2, (attn.heads, -1)) for one in (query, key, value))
-        attend = self.attend if encoder_hidden_states is None else self.attend.alone
-        found = attend(query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
-        return attn.to_out[1](attn.to_out[0](found))
+        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
+        attend = self.attend if encoder_hidden_states is None else self.attend.attend_locally
+        outputs = attend(query, key, value, attention_mask).flatten(2, 3).to(query.dtype)
+        return attn.to_out[1](attn.to_out[0](outputs))
 
 
 class LTXVideoSpec(ModelSpec):
-    """LTX-Video, text- and image-to-video; see `ModelSpec` for what each method promises.
+    """LTX-Video, text- and image-to-video; see `ModelSpec` for each method's contract.
 
     Latents are packed into tokens one cell each. Every published checkpoint has patch size 1, and the stock pipelines
     unpack correctly at no other.
@@ -110,17 +110,17 @@ class LTXVideoSpec(ModelSpec):
 
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
-        """It is imported when it is asked for: pipelines, unlike networks, import schedulers and much else."""
+        """Text-to-video pipeline, imported at first use: pipelines import schedulers and much else."""
         return diffusers.LTXPipeline
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
-        """Likewise."""
+        """Image-to-video pipeline, imported at first use."""
         return diffusers.LTXImageToVideoPipeline
 
     @torch.no_grad()
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
-        """`prompt_embeds` `[B, 128, D]` and `prompt_attention_mask` `[B, 128]` (bool), by the pipeline's own code."""
+        """Encode to `prompt_embeds` `[B, 128, D]` and `prompt_attention_mask` `[B, 128]` (bool) by pipeline code."""
         pipeline = common.build_pipeline(diffusers.LTXPipeline, encoders.modules)
         embeds, mask, _, _ = pipeline.encode_prompt(
             list(prompts),
@@ -148,7 +148,7 @@ class LTXVideoSpec(ModelSpec):
         conditions: Conditions,
         meta: VideoMeta,
     ) -> Tensor:
-        """Velocity `eps - x0` in fp32. With t of `[B, T]`, each latent frame has its own noise level (0 is clean)."""
+        """Predict velocity `eps - x0` in fp32; with t of `[B, T]`, each latent frame has a noise level (0: clean)."""
         _, _, frames, height, width = x_BCTHW.shape
         dtype = input_dtype(unwrap(transformer))
         timestep = _TIMESTEPS * t.float()
@@ -171,11 +171,11 @@ class LTXVideoSpec(ModelSpec):
         return packed.float().transpose(1, 2).unflatten(2, (frames, height, width))
 
     def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
-        """By the clip's size: of its tokens, and of their noise levels, processes that share it are given a part."""
-        found, config = super().tokens_of(network, call), network.config
+        """Count the tokens from the clip's size: processes that share it see a part of the tokens and noise levels."""
+        tokens, config = super().tokens_of(network, call), network.config
         cells = call["num_frames"] * call["height"] * call["width"]
         video = cells // (config.patch_size_t * config.patch_size**2)
-        return replace(found, video=video, times=video if found.times > 1 else 1)
+        return replace(tokens, video=video, times=video if tokens.times > 1 else 1)
 
     def decode_latents(self, vae: Any, z_BCTHW: Tensor) -> Tensor:
         """Decode like the pipeline at its default decode timestep, 0, where it adds no noise.
@@ -200,28 +200,28 @@ class LTXVideoSpec(ModelSpec):
         request: SampleRequest,
         generator: torch.Generator,
     ) -> Any:
-        """By the text-to-video pipeline, also with given frames: they are in their places, clean, with timestep 0, as in training.
+        """Sample by the text-to-video pipeline, with given frames clean in their places, at timestep 0, as in training.
 
-        For a first frame alone this is what diffusers' image-to-video pipeline does, which samples that.
+        diffusers' image-to-video pipeline does the same for a first frame alone, and samples that.
         """
         if request.starts_from_image or (request.last_image is None and request.prefix is None):
             return super().sample(pipeline, conditions, negative, request, generator)
-        latents, given = given_latents(self, pipeline, request, generator)
+        latents, mask = given_latents(self, pipeline, request, generator)
         noise = randn_tensor(latents.shape, generator=generator, device=latents.device, dtype=torch.float32)
-        clean, start = (pipeline._pack_latents(one) for one in (latents, torch.where(given, latents, noise)))
-        is_given = given.expand(1, 1, *latents.shape[2:]).flatten(2).transpose(1, 2)  # [1, tokens, 1]
+        clean, start = (pipeline._pack_latents(x) for x in (latents, torch.where(mask, latents, noise)))
+        is_given = mask.expand(1, 1, *latents.shape[2:]).flatten(2).transpose(1, 2)  # [1, tokens, 1]
 
-        def tell_times(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def zero_given_times(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             return args, {**kwargs, "timestep": kwargs["timestep"][:, None] * ~is_given[..., 0]}
 
         call = self.pipeline_call(conditions, negative, replace(request, image=None))
         after_step = call.pop("callback_on_step_end", None)
 
         def keep_given(pipeline: Any, step: int, t: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
-            found = after_step(pipeline, step, t, kwargs) if after_step is not None else {}
-            return {**found, "latents": torch.where(is_given, clean, found.get("latents", kwargs["latents"]))}
+            outputs = after_step(pipeline, step, t, kwargs) if after_step is not None else {}
+            return {**outputs, "latents": torch.where(is_given, clean, outputs.get("latents", kwargs["latents"]))}
 
-        hook = pipeline.transformer.register_forward_pre_hook(tell_times, with_kwargs=True, prepend=True)
+        hook = pipeline.transformer.register_forward_pre_hook(zero_given_times, with_kwargs=True, prepend=True)
         try:
             return pipeline(
                 **call, latents=start, callback_on_step_end=keep_given, generator=generator, output_type="np"

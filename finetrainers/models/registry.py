@@ -1,4 +1,4 @@
-"""The registered model families: by name, by checkpoint, and the names of their weights. Imports no torch."""
+"""Registered model families: by name, by checkpoint, and the digests of their weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from finetrainers.utils.addresses import resolve
 
 from .families import FAMILIES
 from .family import Family, families, register_model
-from .files.files import folder_on_disk, is_hub_id, part_config, read_json, replacement_of, single_file, trained_part
+from .files.files import (
+    folder_on_disk,
+    is_hub_id,
+    part_config,
+    read_json,
+    replacement_source,
+    single_file,
+    trained_part,
+)
 
 __all__ = [
     "Family",
@@ -39,61 +47,66 @@ _WEIGHTS = re.compile(
 for _family in FAMILIES:
     register_model(_family)
 
-#: Families that people ask for, in plain letters, some of whose names are like those of supported ones.
-_ELSEWHERE = re.compile(
-    r"wan|ltx(video|v)?2|hunyuan(video)?15|hunyuanimage|hunyuandit|mochi|skyreels|cosmos|framepack|opensora|allegro|kandinsky"
-    r"|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate|animatediff|svd|krea"
+#: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
+_UNSUPPORTED = re.compile(
+    r"wan|ltx(video|v)?2|hunyuan(video)?15|hunyuanimage|hunyuandit|mochi|skyreels|cosmos|framepack|opensora|allegro"
+    r"|kandinsky|flux|sdxl|sd3|sd15|stable|qwen|zimage|pixart|sana|lumina|chroma|stepvideo|magi|easyanimate"
+    r"|animatediff|svd|krea"
 )
 
 
 def get_family(name: str) -> Family:
-    """The family with this name.
+    """Return the family with this name.
 
     Raises:
         KeyError: there is none; the message names the nearest, or all.
     """
-    known = families()
-    if name in known:
-        return known[name]
-    supported = f"supported: {', '.join(sorted(known))}"
-    plain = _plain(name)
-    elsewhere = _ELSEWHERE.match(plain)
-    if elsewhere and elsewhere[0] not in map(_plain, known):
+    registered = families()
+    if name in registered:
+        return registered[name]
+    supported = f"supported: {', '.join(sorted(registered))}"
+    plain = _normalize(name)
+    unsupported = _UNSUPPORTED.match(plain)
+    if unsupported and unsupported[0] not in map(_normalize, registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
-    alike = [
-        one for one in known if (len(plain) > 2 and _plain(one).startswith(plain)) or plain.startswith(_plain(one))
+    similar = [
+        other
+        for other in registered
+        if (len(plain) > 2 and _normalize(other).startswith(plain)) or plain.startswith(_normalize(other))
     ]
-    if len(alike) == 1:
-        raise KeyError(f"unknown model family {name!r}; did you mean {alike[0]!r}?")
-    close = get_close_matches(plain, [_plain(one) for one in known], n=1, cutoff=0.8)
-    meant = next((one for one in known if _plain(one) in close), None)
-    raise KeyError(f"unknown model family {name!r}; {f'did you mean {meant!r}?' if meant else supported}")
+    if len(similar) == 1:
+        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?")
+    close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
+    suggestion = next((other for other in registered if _normalize(other) in close), None)
+    raise KeyError(f"unknown model family {name!r}; {f'did you mean {suggestion!r}?' if suggestion else supported}")
 
 
-def _plain(name: str) -> str:
-    """A name without what people write in different ways."""
+def _normalize(name: str) -> str:
+    """Return a name without the characters that are spelled in different ways."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def with_family(model: ModelSection) -> ModelSection:
-    """The section with the family that the transformer's config or the hub id tells, where it is left to them.
+    """Return the section with the family found from the transformer's config or the Hub id, where it is `auto`.
 
     Raises:
-        KeyError: they tell none.
+        KeyError: neither shows a family.
     """
     if model.model_name != AUTO:
         return model
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
-    place = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
+    source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
     for name, family in families().items():
-        known = _plain(place) in map(_plain, family.published) and is_hub_id(place)
-        with contextlib.suppress(ValueError):  # a damaged file tells nothing, and is reported for any family
+        is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
+        with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
             kind = (part_config(model, trained_part(model)) or {}).get("_class_name") or kind
-        if (kind == family.transformer and family.trains(model)) or (kind is None and known):
+        if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
             return model.model_copy(update={"model_name": name})
-    what = f"{place} holds a {kind}, of no supported family" if kind else f"no config of {place} on this disk tells it"
-    raise KeyError(f"is not given, and {what}; supported: {', '.join(sorted(families()))}")
+    reason = (
+        f"{source} holds a {kind}, of no supported family" if kind else f"no config of {source} on this disk tells it"
+    )
+    raise KeyError(f"is not given, and {reason}; supported: {', '.join(sorted(families()))}")
 
 
 def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None = None) -> None:
@@ -112,11 +125,11 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None
     resolve(family.tiny)(directory, seed=seed, **({} if version is None else {"version": version}))
 
 
-# ---- names of weights -------------------------------------------------------------------------------------------------
+# ---- names of weights ------------------------------------------------------------------------------------------------
 
 
 def noise_process_of(config: ModelSection) -> str | None:
-    """Scheduler class and prediction type of the configured checkpoint; None where they are not on disk."""
+    """Return scheduler class and prediction type of the configured checkpoint, or None if they are not on disk."""
     scheduler = part_config(config, "scheduler")
     if scheduler is None:
         return None
@@ -124,38 +137,38 @@ def noise_process_of(config: ModelSection) -> str | None:
 
 
 def transformer_digest(config: ModelSection) -> str | None:
-    """A short name of the configured transformer's weights, wherever they lie; None where they are not all on disk."""
+    """Return a digest of the configured transformer's weights, or None if they are not all on disk."""
     return _weights_digest(config, trained_part(config))
 
 
 def vae_digest(config: ModelSection) -> str | None:
-    """The same of the VAE, and of its configuration."""
-    return _digest_of([_settings_digest(config, "vae"), _weights_digest(config, "vae")])
+    """Return a digest of the VAE's weights and configuration, or None if they are not all on disk."""
+    return _join_digests([_settings_digest(config, "vae"), _weights_digest(config, "vae")])
 
 
 def text_encoders_digest(config: ModelSection) -> str | None:
-    """The same of all text encoders, with their tokenizers."""
-    found: list[str | None] = []
+    """Return a digest of all text encoders with their tokenizers, or None if they are not all on disk."""
+    digests: list[str | None] = []
     for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
         folder = folder_on_disk(config, part)
         if folder is not None:
-            found += [_settings_digest(config, part), _weights_digest(config, part)]
+            digests += [_settings_digest(config, part), _weights_digest(config, part)]
     for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
         folder = folder_on_disk(config, part)
         if folder is not None:
-            found.append(files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
-    return _digest_of(found)
+            digests.append(files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
+    return _join_digests(digests)
 
 
 def _weights_digest(config: ModelSection, part: str) -> str | None:
-    """Of a part's weight files; None where they are not all on disk."""
+    """Return a digest of a part's weight files, or None if they are not all on disk."""
     single = single_file(config, part)
     if single is not None:
         return files_digest([single]) if single.is_file() else None
     folder = folder_on_disk(config, part)
     if folder is None:
         return None
-    variant = None if replacement_of(config, part) else config.variant
+    variant = None if replacement_source(config, part) else config.variant
     files = [
         path for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name)) and match[1] == variant
     ]
@@ -167,7 +180,7 @@ def _weights_digest(config: ModelSection, part: str) -> str | None:
 
 
 def files_digest(files: Sequence[Path]) -> str:
-    """Of the files' names and sizes and of their first and last bytes: training or converting weights changes those."""
+    """Return a digest of files' names, sizes, and first and last bytes, which training or conversion changes."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
@@ -179,17 +192,17 @@ def files_digest(files: Sequence[Path]) -> str:
 
 
 def _settings_digest(config: ModelSection, part: str) -> str | None:
-    """Of what a part's config.json says, but for where it came from and which version wrote it."""
+    """Return a digest of a part's config.json, ignoring provenance and version keys, or None if it is not on disk."""
     settings = part_config(config, part)
     if settings is None:
         return None
-    kept = {name: value for name, value in settings.items() if name[:1] != "_" and name != "transformers_version"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+    digested = {name: value for name, value in settings.items() if name[:1] != "_" and name != "transformers_version"}
+    return hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _digest_of(parts: Sequence[str | None]) -> str | None:
-    """One name for several; None where one is not known, or there are none."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts) or not known:
+def _join_digests(digests: Sequence[str | None]) -> str | None:
+    """Join digests into one, or return None if any is None or there are none."""
+    present = [digest for digest in digests if digest is not None]
+    if len(present) < len(digests) or not present:
         return None
-    return hashlib.sha256(" ".join(known).encode()).hexdigest()[:12]
+    return hashlib.sha256(" ".join(present).encode()).hexdigest()[:12]

@@ -11,24 +11,24 @@ import torch
 from diffusers import ModelMixin
 
 from .common import DTYPES
-from .files.files import dtype_of
+from .files.files import frozen_dtype
 
 
 def frozen_bytes(spec: Any, part: str) -> float | None:
-    """Bytes of a frozen network in the dtype that it is loaded in, by its config; None: that is not on this disk."""
+    """Return the bytes of a frozen network in its loading dtype, by its config, or None if that is not on this disk."""
     number = num_weights(spec, part)
-    return None if number is None else float(number * DTYPES[dtype_of(spec.config, part)].itemsize)
+    return None if number is None else float(number * DTYPES[frozen_dtype(spec.config, part)].itemsize)
 
 
 def num_weights(spec: Any, part: str) -> int | None:
-    """How many weights a network has, by its config; None: that is not on this disk."""
+    """Count a network's parameters by its config, or return None if that is not on this disk."""
     config = spec.configs.get(part)
     return None if config is None else _count_parameters(spec.parts[part], json.dumps(config))
 
 
 @lru_cache(maxsize=32)
 def _count_parameters(cls: Any, config_json: str) -> int:
-    """Count the parameters of a network of this class and config; many estimates of one process ask for the same."""
+    """Count the parameters of a network of this class and config; cached, since many estimates need the same."""
     config = json.loads(config_json)
     with torch.device("meta"):
         is_diffusers = issubclass(cls, ModelMixin)
@@ -39,11 +39,11 @@ def _count_parameters(cls: Any, config_json: str) -> int:
 def vae_working_bytes(
     spec: Any, size: tuple[int, int, int], *, batch: int = 1, gradient: bool = False, stored: bool = False
 ) -> float:
-    """About what the VAE takes at its peak for `batch` clips of a size in pixels, as `ModelSpec.fit_vae` sets it up.
+    """Estimate the VAE's peak memory for `batch` clips of a size in pixels, as `ModelSpec.fit_vae` sets it up.
 
     Args:
-        spec: of the model.
-        size, batch: of the clips.
+        spec: spec of the model.
+        size, batch: size and number of the clips.
         gradient: whether decoding has a backward pass.
         stored: whether that stores all activations instead of recomputing the decoder.
     """
@@ -52,10 +52,10 @@ def vae_working_bytes(
     if stored:
         return batch * spec.vae_graph_bytes[2] * math.prod(size) * bytes_per_number / 2
     slicing, tiling = spec.vae_mode(size, batch=batch, gradient=gradient)
-    whole = spec.vae_bytes(size, gradient=gradient)
+    clip_bytes = spec.vae_bytes(size, gradient=gradient)
     if tiling:
         tile = (frames, min(height, spec.vae_tile[0]), min(width, spec.vae_tile[1]))
         # Tiles are put together, and in backward their gradients are taken apart.
-        put_together = 3 * math.prod(size) * bytes_per_number * (2 if gradient else 1)
-        whole = min(whole, spec.vae_bytes(tile, gradient=gradient) + put_together)
-    return whole * (1 if slicing else batch)
+        joined_bytes = 3 * math.prod(size) * bytes_per_number * (2 if gradient else 1)
+        clip_bytes = min(clip_bytes, spec.vae_bytes(tile, gradient=gradient) + joined_bytes)
+    return clip_bytes * (1 if slicing else batch)

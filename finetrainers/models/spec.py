@@ -32,14 +32,14 @@ from . import common, given_frames
 from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
 from .common import DTYPES, fix_input_dtype, input_dtype
 from .compiling import compile_blocks, unwrap
-from .decoding import decode_gradient, decoded
+from .decoding import decode_gradient, decode_videos
 from .files import saving
 from .files.files import MODEL_INDEX, part_folder, read_configs, single_file
 from .files.lora_formats import Lora
 from .files.saving import remove_full, weight_files
 from .files.weights import are_mapped, network_problems
-from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_of
-from .pixels import FIRST_FRAME, MOMENTS, moments_of, to_unit_range
+from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_formula
+from .pixels import FIRST_FRAME, MOMENTS, encode_moments, to_unit_range
 from .sizes import frozen_bytes, vae_working_bytes
 from .split.attention import Attend, check_attention, check_attention_choice, set_processors
 from .split.ring import OPERATOR_BODIES
@@ -47,65 +47,66 @@ from .split.sequence import TokenPlan, check_split, share_clips
 from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
 
 __all__ = [
-    "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts", "SampleRequest", "VAEStats", "VideoMeta",
-    "are_mapped", "check_split", "decode_gradient", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
+    "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts",
+    "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split", "decode_gradient", "even_bounds",
+    "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
     "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 
-#: Bytes above which the VAE works on one clip at a time, and above which on tiles of a clip. It is what an 80 GB GPU has left
-#: next to the largest model's LoRA training with its text encoders. It does not depend on the GPU, since tiling changes latents.
+#: Bytes above which the VAE works on one clip at a time, and then on tiles of a clip: an 80 GB GPU has that much left
+#: next to the largest model's LoRA training with text encoders. Equal on every GPU, since tiling changes latents.
 VAE_BUDGET = 24 * 2**30
 
 
 class ModelSpec(ABC):
-    """How one family's network is loaded, conditioned, called, decoded and saved. Holds no training state.
+    """A family's way to load, condition, call, decode and save its network. Holds no training state.
 
     Loading happens in three phases (text encoders, VAE, transformer), so that they never have to share memory.
 
     Attributes:
         config: names the checkpoint.
-        name: of the family.
-        facts: what the checkpoint's configs tell.
+        name: name of the family.
+        facts: facts read from the checkpoint's configs.
         configs: the configs themselves, by part.
     """
 
-    #: Class of each tokenizer and network, by the part of a repository that holds it, in the order in which they are loaded.
+    #: Class of each tokenizer and network, by the part of a repository that holds it, in loading order.
     parts: ClassVar[Mapping[str, Any]] = {}
-    #: The diffusers pipeline that users load the results with, and the one that also takes a first frame; None: there is none.
+    #: The diffusers pipeline that users load the results with, and the one that also takes a first frame, or None.
     pipeline_class: Any = None
     image_pipeline_class: Any = None
-    #: Names of the transformer's repeated block lists: for checkpointing, wrapping, compiling, and the memory estimate.
+    #: Names of the transformer's block lists, for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
-    #: Class of the processor that runs the attention of blocks by a chosen backend (`--attn_backend`); None: the family has none.
+    #: Class of the processor that runs the blocks' attention by a chosen backend (`--attn_backend`), or None.
     attention_processor: type[Any] | None = None
-    #: Where the network's tensors have tokens that several processes can share (`--sp_size`); None: the family does not tell.
+    #: Where the network's tensors have tokens that processes can share (`--sp_size`), or None if not known.
     token_plan: TokenPlan | None = None
-    #: Whether the transformer sees texts of the prompt's length, not of one length.
+    #: Whether the transformer sees text of the prompt's length, not of one length.
     text_varies: bool = False
-    #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states; default: those of `text_shapes`, no.
+    #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states. Default: `text_shapes`, no.
     text_calls: ClassVar[Mapping[str, tuple[int, bool]]] = {}
-    #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that are 16-bit when
-    #: they compute (FSDP2, stochastic rounding), where that differs. The defaults lie between those of the families here.
+    #: Memory of activations, by `training_type`, and of LoRA without autocast; with `-bf16` for trained weights that
+    #: compute in 16 bits (FSDP2, stochastic rounding), where that differs. The defaults lie between the families' here.
     activations: ClassVar[Mapping[str, Activations]] = {
         "lora": Activations(kept=(22.0,), outside=10.0, checkpointed=1.0, forward=18.0, backward=36.0),
         "lora without autocast": Activations(kept=(18.0,), outside=8.5, checkpointed=1.0, forward=14.0, backward=30.0),
         "full-finetune": Activations(kept=(36.0,), outside=15.0, checkpointed=1.0, forward=18.0, backward=44.0),
     }
-    #: Linear layers that keep their dtype when frozen weights are quantized: regular expressions, searched in module names.
+    #: Linear layers that keep their dtype when frozen weights are quantized: expressions searched in module names.
     unquantized: tuple[str, ...] = (
         "patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm",
     )  # fmt: skip
-    #: Which tokens go through each layer, by the first expression found in its name, and what attends to what; see `flops`.
+    #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
     streams: ClassVar[Mapping[str, Stream]] = {}
     attentions: ClassVar[Sequence[Attends]] = ()
-    #: What has a noise level of its own in training: a clip, or each of its latent frames, for networks with a time per frame.
+    #: What gets a separate noise level in training: a clip, or each latent frame, for networks with a time per frame.
     noise_per: Literal["clip", "frame"] = "clip"
-    #: Bytes that the VAE takes at its peak for each pixel, in bf16, and of how many frames at a time. They were counted on its
-    #: operations without weights; what kernels take besides (cuDNN's workspace) is left out. 0: not known, never tiled by itself.
+    #: Peak bytes of the VAE for each pixel, in bf16, and for how many frames at a time: counted on its operations,
+    #: without weights and without cuDNN's workspace. 0 if not known: then it is never tiled by itself.
     vae_pixel_bytes: float = 0.0
     vae_frames_at_once: float = math.inf
     vae_tile: tuple[int, int] = (512, 512)  # height and width in pixels
-    #: For a decode and its backward: a recomputed decoder's per frame at a time and per frame of the clip; and without that.
+    #: Bytes per pixel of a decode and its backward: recomputed, per frame at a time and per frame of a clip; stored.
     vae_graph_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
@@ -118,73 +119,69 @@ class ModelSpec(ABC):
 
     @cached_property
     def configs(self) -> Configs:
-        """The checkpoint's configs by part; those of diffusers' networks are fetched where they are not on this disk."""
-        found = read_configs(self.config, ("scheduler", *self.parts))
+        """The checkpoint's configs by part; missing ones of diffusers' networks are downloaded."""
+        configs = read_configs(self.config, ("scheduler", *self.parts))
         for part, cls in reversed([*self.parts.items()]):
-            if part not in found and part in self._read(found).parts and issubclass(cls, ModelMixin):
-                found[part] = common.load_part(cls.load_config, self.config, part)
-        return found
+            if part not in configs and part in self._read(configs).parts and issubclass(cls, ModelMixin):
+                configs[part] = common.load_part(cls.load_config, self.config, part)
+        return configs
 
     @cached_property
     def facts(self) -> Facts:
-        """What they tell.
-
-        Raises:
-            ValueError: the checkpoint is of a kind that the family does not train.
-        """
+        """Facts about the checkpoint, read from its configs; ValueError if the family does not train its kind."""
         return self._read(self.configs).of_expert(self.config.expert)
 
     def process(self, scheduler: Any) -> Process:
-        """The noise process that the checkpoint was trained with; default: flow matching.
+        """Return the noise process that the checkpoint was trained with; by default, flow matching.
 
         The shift of noise levels is a training option, not part of the process.
         """
         return FlowMatching()
 
     def sampling_times(self, scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None) -> Tensor:
-        """Process times of `steps` denoising steps; see `diffusion.schedule.sampling_times`."""
+        """Return the process times of `steps` denoising steps; see `diffusion.schedule.sampling_times`."""
         return sampling_times(scheduler, steps, num_tokens=num_tokens, shift=shift)
 
     def width(self, network: Any) -> int:
-        """Numbers of one token inside the transformer's blocks, for the memory estimate."""
+        """Return the width of a token inside the transformer's blocks, for the memory estimate."""
         return network.config.num_attention_heads * network.config.attention_head_dim
 
     def block_modules(self, network: nn.Module) -> list[nn.Module]:
-        """The transformer's repeated blocks, likewise."""
+        """Return the transformer's repeated blocks."""
         return [block for name in self.blocks for block in getattr(network, name)]
 
     def flops(self, network: nn.Module) -> Flops | None:
-        """The formula of the operations of a network's calls; None: the family does not tell."""
+        """Return the formula of the operations of a network's calls, or None if the family has none."""
         if not self.attentions:
             return None
-        return flops_of(
+        return flops_formula(
             network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network)
         )
 
     def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
-        """The tokens of a call of the network, by the names of its arguments."""
+        """Count the tokens of a call of the network from its named arguments."""
         latents, geometry = call["hidden_states"], self.facts.geometry
         clips, cell = len(latents), geometry.patch_t * geometry.patch**2
         video = latents.numel() // (clips * network.config.in_channels * cell)
         return Tokens(clips, video, call["encoder_hidden_states"].shape[1], call["timestep"].numel() // clips)
 
     def examine(self) -> tuple[list[Problem], list[str]]:
-        """Compare the networks' weight files with their classes, as far as they are on this disk, by headers: problems, warnings."""
+        """Compare the headers of weight files on this disk with the networks' classes; return problems and warnings."""
         return network_problems(self.config, {n: self.parts[n] for n in self.facts.parts if is_network(n)})
 
     def files_of(self, part: str) -> list[Path]:
-        """The files that a part would be loaded from, as far as they are on this disk."""
+        """Return the files on this disk that a part would be loaded from."""
         folder, single = part_folder(self.config, part), single_file(self.config, part)
         return [*(sorted(folder.iterdir()) if folder else ()), *([single] if single else ())]
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
     def load_text_encoders(self) -> Parts:
-        """Tokenizers and text encoders, on the CPU, in eval mode, in the configured dtypes."""
+        """Load tokenizers and text encoders, on the CPU, in eval mode, in the configured dtypes."""
         return common.load_frozen(self.parts, self.config, self.facts.text_parts)
 
     def load_vae(self) -> nn.Module:
-        """The VAE, on the CPU, in eval mode, in `vae_dtype`, with slicing and tiling as asked for."""
+        """Load the VAE, on the CPU, in eval mode, in `vae_dtype`, with the configured slicing and tiling."""
         vae = common.load_frozen(self.parts, self.config, ["vae"])["vae"]
         if self.config.enable_slicing:
             vae.enable_slicing()
@@ -193,16 +190,16 @@ class ModelSpec(ABC):
         return vae
 
     def load_clip_encoders(self) -> Parts:
-        """What `encode_clip` needs, likewise: the VAE, and the family's other `clip_parts`."""
+        """Load the VAE and the family's other `clip_parts`, for `encode_clip`, on the CPU, in eval mode."""
         others = common.load_frozen(self.parts, self.config, [p for p in self.facts.clip_parts if p != "vae"])
         return Parts({"vae": self.load_vae(), **others.modules})
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
-        """The network that is trained, on the CPU, in `dtype`.
+        """Load the network that is trained, on the CPU, in `dtype`.
 
         Args:
-            dtype: of its weights.
-            folder: where it is read from instead of the checkpoint, such as the results of a run.
+            dtype: dtype of its weights.
+            folder: folder that it is read from instead of the checkpoint, such as the results of a run.
 
         Raises:
             ValueError: the checkpoint is of a kind that the family does not train.
@@ -212,22 +209,22 @@ class ModelSpec(ABC):
         return self._with_attention(network)
 
     def load_scheduler(self) -> Any:
-        """The checkpoint's own scheduler."""
+        """Load the checkpoint's own scheduler."""
         return common.load_scheduler(self.config)
 
     def transformer_on_meta(self) -> nn.Module:
-        """The network that is trained without weights (meta device), for dry runs."""
+        """Build the network that is trained on the meta device, without weights, for dry runs."""
         return self._with_attention(common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained))
 
     def _with_attention(self, network: nn.Module) -> nn.Module:
-        """The network, with the configured attention backend in its blocks."""
+        """Set the configured attention backend in the network's blocks, and return the network."""
         if self.config.attn_backend != AUTO:
             assert self.attention_processor is not None, "`check_attention` refuses it"
             set_processors(self.block_modules(network), self.attention_processor(Attend(self.config.attn_backend)))
         return network
 
     def compile_blocks(self, network: nn.Module, *, num_sizes: int = 1) -> None:
-        """See `compile_blocks`."""
+        """Compile the network's blocks; see `compile_blocks`."""
         compile_blocks(self.block_modules(network), num_sizes=num_sizes, text_varies=self.text_varies)
 
     def check_attention_choice(self) -> None:
@@ -235,42 +232,42 @@ class ModelSpec(ABC):
         check_attention_choice(self)
 
     def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Refuse an attention backend that the family has no processor for, or that does not work; see `check_backend`."""
+        """Refuse an attention backend without a processor, or that does not work; see `check_backend`."""
         check_attention(self, device, dtype)
 
     def split_tokens(self, network: nn.Module, group: Any, mode: SpMode = "ulysses") -> None:
-        """Have the processes of a group (None: this one alone) share each call of the network; in place, its LoRA attached."""
+        """Split each call of the network over a group, or not if it is None; in place, after a LoRA is attached."""
         share_clips(self, network, group, mode)
 
     @cached_property
     def companions(self) -> Parts:
-        """Frozen parts that only sampling needs: another expert, say. Loaded for the first sample, and on the CPU between samples."""
+        """Frozen parts for sampling alone, such as another expert; loaded at the first sample, then kept on the CPU."""
         return common.load_frozen(self.parts, self.config, self.facts.companions)
 
     def network_at(self, quantile: float, trained: nn.Module) -> nn.Module:
-        """The network that denoises at a noise-level quantile when clips are sampled: the trained one, or the other expert."""
+        """Return the network that denoises samples at a noise-level quantile: the trained one, or the other expert."""
         return trained if self.facts.trains_at(quantile) else self.companions[self.facts.companions[0]]
 
     # ---- conditioning and latents ------------------------------------------------------------------------------
 
     @abstractmethod
     def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
-        """Text conditioning of the prompts, equal to what the family's pipeline computes. Padded, batch first."""
+        """Encode prompts as the family's pipeline does; padded, batch first."""
 
     def encode_with_images(self, encoders: Parts, prompts: Sequence[str], images: Sequence[Any]) -> Conditions:
-        """`encode_text` where `Facts.text_sees_image`: of each prompt with PIL's image, or pixels `[3, H, W]` uint8."""
+        """Encode prompts with images (PIL, or pixels `[3, H, W]` uint8), where `Facts.text_sees_image`."""
         raise NotImplementedError(f"{self.name}'s text encoders see no images")
 
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each tensor of `encode_text` for one prompt, without the batch; those named `..._mask` are bool.
+        """Return the shape of each tensor of `encode_text` for one prompt, without the batch; `..._mask` are bool.
 
         Raises:
-            NotImplementedError: the family does not tell, so that its memory cannot be counted.
+            NotImplementedError: the family has none, so that its memory cannot be counted.
         """
         raise NotImplementedError(f"{self.name} has no `text_shapes`, which counting its memory needs")
 
     def empty_inputs(self, batch_size: int) -> tuple[Conditions, VideoMeta]:
-        """Conditions and further inputs of `predict` with the right shapes and no values, to count memory with."""
+        """Return conditions and other inputs of `predict` with the right shapes and no values, to count memory."""
 
         def empty(name: str, shape: tuple[int, ...]) -> Tensor:
             return torch.empty(batch_size, *shape, dtype=torch.bool if name.endswith("_mask") else torch.bfloat16)
@@ -281,26 +278,26 @@ class ModelSpec(ABC):
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
-        """One prompt's conditioning from tensors of DanceGRPO's preprocessing, as a batch of one; ValueError: no format."""
+        """Read a prompt's conditioning, a batch of one, from DanceGRPO's tensors; ValueError if not supported."""
         raise ValueError(f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl")
 
     def to_given_text(self, row: Conditions) -> tuple[Tensor, Tensor]:
-        """The inverse: embedding and mask of one prompt, as `given_text` reads them; ValueError: no format."""
+        """Return embedding and mask of a prompt as `given_text` reads them; ValueError if not supported."""
         raise ValueError(f"{self.name} has no format of encoded prompts that other tools read")
 
     def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
-        """About what the VAE takes at its peak for one clip of so many frames, height and width, without tiling."""
+        """Estimate the VAE's peak memory for one clip of `size` (frames, height, width), without tiling."""
         frames, height, width = size
         call, clip = self.vae_graph_bytes[:2] if gradient else (self.vae_pixel_bytes, 0.0)
-        of_pixel = call * min(frames, self.vae_frames_at_once) + clip * frames
-        return of_pixel * height * width * max(2, DTYPES[self.config.vae_dtype].itemsize) / 2
+        bytes_per_pixel = call * min(frames, self.vae_frames_at_once) + clip * frames
+        return bytes_per_pixel * height * width * max(2, DTYPES[self.config.vae_dtype].itemsize) / 2
 
     def tiles_by_size(self, size: tuple[int, int, int], *, gradient: bool = False) -> bool:
-        """Whether clips of a size are encoded and decoded, or decoded with a gradient, in tiles although nobody asked for it."""
+        """Return whether clips of a size are encoded and decoded in tiles by default, for their memory."""
         return self.config.enable_tiling is None and self.vae_bytes(size, gradient=gradient) > VAE_BUDGET
 
     def vae_mode(self, size: tuple[int, int, int], *, batch: int = 1, gradient: bool = False) -> tuple[bool, bool]:
-        """Whether the VAE slices and tiles `batch` clips of a size in pixels."""
+        """Return whether the VAE slices, and whether it tiles, `batch` clips of a size in pixels."""
         sliced = sliced_for_memory(self, size) or batch * self.vae_bytes(size, gradient=gradient) > VAE_BUDGET
         tiled = self.tiles_by_size(size, gradient=gradient) or tiled_for_memory(self, size)
         return sliced if self.config.enable_slicing is None else self.config.enable_slicing, bool(
@@ -308,22 +305,22 @@ class ModelSpec(ABC):
         ) or tiled
 
     def fit_vae(self, vae: Any, size: tuple[int, int, int], *, batch: int = 1, gradient: bool = False) -> None:
-        """Turn the VAE's slicing and tiling on or off, as it encodes or decodes `batch` clips of a size in pixels next."""
+        """Turn the VAE's slicing and tiling on or off for the next `batch` clips of a size in pixels."""
         slicing, tiling = self.vae_mode(size, batch=batch, gradient=gradient)
         (vae.enable_slicing if slicing else vae.disable_slicing)()
         (vae.enable_tiling if tiling else vae.disable_tiling)()
 
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
-        """VAE moments `[B, 2C, T', H', W']` of videos `[B, 3, T, H, W]`; see `to_unit_range`."""
+        """Encode videos `[B, 3, T, H, W]` (see `to_unit_range`) to VAE moments `[B, 2C, T', H', W']`."""
         batch, _, *size = video_BCTHW.shape
         with fitted_vae(self, vae, (size[0], size[1], size[2]), batch=batch):
-            return moments_of(vae, video_BCTHW)
+            return encode_moments(vae, video_BCTHW)
 
     @property
     def clip_version(self) -> bool | str:
-        """What `encode_clip` gives, as part of the cache's keys: False for moments alone, True with the first frame's.
+        """Name of the tensors that `encode_clip` makes, for cache keys: False for moments, True with the first frame's.
 
-        With further media it is their names. A family that makes other tensors names that by a text of its own.
+        With further media it is their names. A family that makes other tensors returns a separate text.
         """
         return " ".join(sorted(self.facts.media)) or self.facts.first_frame == "channels"
 
@@ -334,14 +331,14 @@ class ModelSpec(ABC):
         generators: Sequence[torch.Generator] | None,
         media: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """All that training needs of clips, by name, batch first: `moments`, and for "channels" `first_frame_moments`.
+        """Encode clips for training, by name, batch first: `moments`, and for "channels" `first_frame_moments`.
 
-        Of each further medium it is the moments, too: `control_video_moments`, say.
+        Each further medium is also encoded to moments, such as `control_video_moments`.
 
         Args:
             encoders: see `load_clip_encoders`.
             video_BCTHW: clips, as pixels of 8 bits or in [-1, 1]; see `to_unit_range`.
-            generators: of the noise that is added to each clip's given first frame, on the CPU; None: none is.
+            generators: generators of the noise added to each clip's first frame, on the CPU, or None for no noise.
             media: the further media (`Facts.media`) by name, each in the shape of the clips, and cut like them.
         """
         videos = {MOMENTS: video_BCTHW}
@@ -350,16 +347,16 @@ class ModelSpec(ABC):
             if noise is not None and generators is not None:
                 frame = noised(to_unit_range(frame), noise, generators)
             videos[FIRST_FRAME] = frame
-        videos |= {f"{name}_{MOMENTS}": one for name, one in (media or {}).items()}
+        videos |= {f"{name}_{MOMENTS}": video for name, video in (media or {}).items()}
 
         def encode() -> dict[str, Tensor]:
-            return {name: self.encode_video(encoders["vae"], one) for name, one in videos.items()}
+            return {name: self.encode_video(encoders["vae"], video) for name, video in videos.items()}
 
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
 
     def latent_shape(self, moments: Tensor) -> tuple[int, ...]:
-        """`(C, T, H, W)` of the latents that moments are of."""
+        """Return the shape `(C, T, H, W)` of the latents that moments describe."""
         return (moments.shape[1] // 2, *moments.shape[2:])
 
     def latents(self, moments: Tensor, noise: Tensor | None, vae_stats: VAEStats) -> Tensor:
@@ -367,7 +364,7 @@ class ModelSpec(ABC):
 
         Args:
             moments: `[B, 2C, T, H, W]`.
-            noise: standard normal `[B, C, T, H, W]`; None takes the mean.
+            noise: standard normal `[B, C, T, H, W]`, or None to take the mean.
             vae_stats: normalization constants of the VAE, so that the VAE itself need not stay loaded.
         """
         mean, logvar = moments.float().chunk(2, dim=1)
@@ -376,53 +373,53 @@ class ModelSpec(ABC):
         return vae_stats.normalize(mean)
 
     def padded(self, latents_BCTHW: Tensor) -> Tensor:
-        """Clean latents of clips as the network denoises them: with frames in front, where its patches span several.
+        """Return clean latents as the network denoises them: with frames in front, where its patches span several.
 
-        The added frames are noised, predicted and sampled like all others; `decode` is given the clip's own, the last ones.
+        The added frames are noised, predicted and sampled like all others; `decode` gets the clip's own, the last ones.
         """
         return latents_BCTHW
 
     def section(
         self, latents_BCTHW: Tensor, generators: Sequence[torch.Generator]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The part of clean latents that is noised and predicted in training, and the rest, as further inputs of `predict`.
+        """Return the clean latents that are noised and predicted in training, and the rest, as inputs of `predict`.
 
         Args:
-            latents_BCTHW: of whole clips.
-            generators: of each clip, on the CPU, for what is drawn at random.
+            latents_BCTHW: latents of whole clips.
+            generators: a generator for each clip's random numbers, on the CPU.
 
         Returns:
-            By default all latents, `padded`. And tensors by name, batch first, which `predict` finds in `VideoMeta.extra`.
+            The latents, by default all of them, `padded`; and tensors by name, batch first, for `VideoMeta.extra`.
         """
         return self.padded(latents_BCTHW), {}
 
     def condition(
-        self, batch: Batch, x0: Tensor, given: Sequence[Collection[int]], vae_stats: VAEStats
+        self, batch: Batch, x0: Tensor, frames: Sequence[Collection[int]], vae_stats: VAEStats
     ) -> tuple[VideoMeta, Tensor | None]:
-        """How given frames and further media reach the network, and which latent frames are noised and trained.
+        """Return given frames and further media as network inputs, and the latent frames that are noised and trained.
 
-        Of a further medium, the network gets the mean latents, normalized and padded like those of the clip.
+        The network gets the mean latents of a further medium, normalized and padded like those of the clip.
 
         Args:
-            batch: what was encoded of the clips.
-            x0: what `section` gives of its clean latents, `[B, C, T, H, W]`.
-            given: indexes of the latent frames that each sample is given, of its clip's own, without those that `padded` adds: the
-                first or none, unless `Facts.any_frame`.
+            batch: the encoded clips.
+            x0: what `section` returns for their clean latents, `[B, C, T, H, W]`.
+            frames: indexes of the latent frames that each sample is given, among its clip's own, without those that
+                `padded` adds: the first or none, unless `Facts.any_frame`.
             vae_stats: normalization constants of the VAE.
 
         Returns:
-            What `predict` is told; and `[B, T]`, 1 for frames that are noised and trained, 0 for those that are given clean,
-            with noise level 0, and leave the loss. None: all are trained, as they always are where frames are given on channels.
+            The `meta` of `predict`; and `[B, T]`, 1 for frames that are noised and trained, 0 for those that are given
+            clean, with noise level 0, and leave the loss. Or None if all are trained, as with frames on channels.
         """
-        return given_frames.conditioned(self, batch, x0, given, vae_stats)
+        return given_frames.condition_batch(self, batch, x0, frames, vae_stats)
 
     def as_channels(self, latents_BCTHW: Tensor) -> Tensor:
-        """Normalized and `padded` latents of given frames as the image-to-video pipeline has them on channels, for "channels"."""
+        """Convert normalized, `padded` latents of given frames to the image-to-video pipeline's, for "channels"."""
         return latents_BCTHW
 
     @abstractmethod
     def vae_stats(self, vae: nn.Module) -> VAEStats:
-        """The constants that turn the VAE's latents into the model's normalized latents."""
+        """Return the constants that turn the VAE's latents into the model's normalized latents."""
 
     @abstractmethod
     def predict(
@@ -433,7 +430,7 @@ class ModelSpec(ABC):
         conditions: Conditions,
         meta: VideoMeta,
     ) -> Tensor:
-        """The network's output for noisy latents, same shape. Inputs are not changed; may be called repeatedly.
+        """Return the network's output for noisy latents, same shape. Inputs are not changed; may be called repeatedly.
 
         Args:
             transformer: the network, possibly wrapped.
@@ -445,11 +442,11 @@ class ModelSpec(ABC):
 
     @torch.no_grad()
     def decode(self, vae: nn.Module, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
-        """Videos in [0, 1], `[B, 3, T, H, W]`, of normalized latents without the frames that `padded` adds."""
-        return decoded(self, vae, latents_BCTHW, vae_stats)
+        """Decode normalized latents, without the frames that `padded` adds, to videos in [0, 1], `[B, 3, T, H, W]`."""
+        return decode_videos(self, vae, latents_BCTHW, vae_stats)
 
     def decode_latents(self, vae: nn.Module, z_BCTHW: Tensor) -> Tensor:
-        """Videos in [-1, 1] of the VAE's own latents, on its device and in its dtype."""
+        """Decode the VAE's own latents, on its device and in its dtype, to videos in [-1, 1]."""
         return vae.decode(z_BCTHW, return_dict=False)[0]  # type: ignore[operator]
 
     # ---- sampling ----------------------------------------------------------------------------------------------
@@ -463,7 +460,7 @@ class ModelSpec(ABC):
         *,
         image_to_video: bool = False,
     ) -> Any:
-        """diffusers' own pipeline around the given parts; without encoders it takes `pipeline_call`'s tensors instead of texts.
+        """Build diffusers' own pipeline; without encoders it takes `pipeline_call`'s tensors instead of prompts.
 
         Raises:
             ValueError: image-to-video is asked for, and the checkpoint cannot start from an image.
@@ -484,29 +481,29 @@ class ModelSpec(ABC):
         request: SampleRequest,
         generator: torch.Generator,
     ) -> Any:
-        """Frames `[T, H, W, 3]` in [0, 1] of one clip, by a pipeline that all clips of a validation share.
+        """Sample one clip, frames `[T, H, W, 3]` in [0, 1], by a pipeline that all clips of a validation share.
 
         Args:
             pipeline: from `pipeline`, on its device.
-            conditions: of the prompt, with B = 1.
-            negative: of the empty prompt, likewise.
-            request: what is sampled, and how.
-            generator: of the initial noise.
+            conditions: conditioning of the prompt, with B = 1.
+            negative: conditioning of the empty prompt, with B = 1.
+            request: size, steps and given frames of the sample.
+            generator: generator of the initial noise.
         """
-        call = self.pipeline_call(conditions, negative, replace(request, image=request.first_image))
+        arguments = self.pipeline_call(conditions, negative, replace(request, image=request.first_image))
         with given_frames.further_frames(self, pipeline, request):
-            return pipeline(**call, generator=generator, output_type="np").frames[0]
+            return pipeline(**arguments, generator=generator, output_type="np").frames[0]
 
     def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
-        """Keyword arguments of the pipeline's call for one prompt (B = 1) given as encoded conditions.
+        """Return keyword arguments of the pipeline's call for one prompt (B = 1), given as encoded conditions.
 
         Raises:
             ValueError: an image is missing that the checkpoint starts from, or given although it cannot.
         """
         if request.image is None and self.facts.needs_image:
             raise ValueError(
-                f"this image-to-video checkpoint of {self.name} needs an image to start from; give each validation prompt one "
-                "with validation_images or validation_videos"
+                f"this image-to-video checkpoint of {self.name} needs an image to start from; give each validation "
+                "prompt one with validation_images or validation_videos"
             )
         if request.image is not None and self.image_pipeline_class is None:
             raise ValueError(self._no_image)
@@ -524,8 +521,8 @@ class ModelSpec(ABC):
     @property
     def _no_image(self) -> str:
         return (
-            f"this checkpoint of {self.name} cannot start from an image; remove validation_images and validation_videos, or train "
-            "an image-to-video checkpoint"
+            f"this checkpoint of {self.name} cannot start from an image; remove validation_images and "
+            "validation_videos, or train an image-to-video checkpoint"
         )
 
     # ---- saving ------------------------------------------------------------------------------------------------
@@ -533,27 +530,28 @@ class ModelSpec(ABC):
     def save_lora(
         self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]
     ) -> dict[Path, Written]:
-        """Write `pytorch_lora_weights.safetensors`, with alpha and rank, as `load_lora_weights` reads them; what was written."""
+        """Write `pytorch_lora_weights.safetensors`, with alpha and rank, for `load_lora_weights`; return the file."""
         return saving.save_lora(directory, state_dict, adapter_metadata, part=self.lora_prefix)
 
     def lora_of(self, path: Path) -> Lora:
-        """A LoRA file in a format of `lora_names`, or another that the family's pipeline reads; safetensors only.
+        """Read a LoRA file in a format of `lora_names`, or another that the family's pipeline reads; safetensors only.
 
         Raises:
-            ValueError: the file holds no LoRA of this network, or one that is not made of numbers.
+            ValueError: the file holds no LoRA of this network, or one with NaN or infinity.
         """
         network = self.transformer_on_meta
         return saving.read_lora(self.pipeline_class, path, network, part=self.lora_prefix, family=self.name)
 
     def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its adapter weights by PEFT's names, and PEFT's settings; without these, alpha is the rank."""
+        """Read a LoRA file: adapter weights by PEFT's names, and PEFT's settings; without these, alpha is the rank."""
         lora = self.lora_of(path)
         return lora.state(), dict(lora.settings)
 
     def load_lora(self, transformer: nn.Module, path: Path) -> None:
         """Load a LoRA file as the adapter `default`; see `read_lora`."""
         state, metadata = self.read_lora(path)
-        transformer.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)  # type: ignore[operator]
+        network: Any = transformer
+        network.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)
 
     def merge_lora(self, transformer: nn.Module, path: Path) -> None:
         """Add a LoRA file to the weights for good; see `read_lora`."""
@@ -563,19 +561,19 @@ class ModelSpec(ABC):
 
     @property
     def lora_prefix(self) -> str:
-        """What the trained part is called in LoRA files: the pipeline's loader, if it has one, knows one name for both experts."""
+        """Name of the trained part in LoRA files: the pipeline's loader, if any, knows one name for both experts."""
         return getattr(self.pipeline_class, "transformer_name", self.facts.trained)
 
     @property
     def _lora_options(self) -> dict[str, bool] | None:
-        """Options of the pipeline's own loader of LoRA files; None: it has none, and the network itself reads them."""
+        """Options of the pipeline's LoRA loader, or None if it has none, so that the network itself reads the file."""
         if not hasattr(self.pipeline_class, "transformer_name"):
             return None
         part = self.facts.trained
         return {} if part == self.lora_prefix else {f"load_into_{part}": True}
 
     def load_into(self, pipeline: Any, path: Path) -> None:
-        """Load a LoRA file of ours into a pipeline, as its users do."""
+        """Load a LoRA file that `save_lora` wrote into a pipeline, as its users do."""
         part, options, folder = self.facts.trained, self._lora_options, str(path.parent)
         if options is not None:
             pipeline.load_lora_weights(folder, weight_name=path.name, **options)
@@ -583,7 +581,7 @@ class ModelSpec(ABC):
             getattr(pipeline, part).load_lora_adapter(folder, prefix=part, weight_name=path.name)
 
     def load_call(self, location: str) -> str:
-        """The call with which users load a LoRA of ours into their pipeline, for the model card."""
+        """Return the call that loads such a LoRA from a location into a user's pipeline, for the model card."""
         part, options, place = self.facts.trained, self._lora_options, json.dumps(location)
         if options is not None:
             return f"load_lora_weights({place}{''.join(f', {name}={value}' for name, value in options.items())})"
@@ -596,5 +594,5 @@ class ModelSpec(ABC):
         state_dict: Mapping[str, Tensor],
         files: saving.StateDictSplit | None = None,
     ) -> dict[Path, Written]:
-        """`saving.save_full` of the network that is trained, in a folder of its part's name."""
+        """Write the network that is trained into a folder named after its part; see `saving.save_full`."""
         return saving.save_full(directory / self.facts.trained, transformer, state_dict, files=files)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Fits(Protocol):
-    """What a retry needs of a model's description."""
+    """Part of a model's spec that a retry needs."""
 
     config: ModelSection
     vae_one_by_one: set[Size]
@@ -33,14 +33,14 @@ class Fits(Protocol):
 
 
 def tiled_for_memory(spec: Fits, size: Size) -> bool:
-    """Whether clips of a size are tiled only since this process ran out of memory on them, or on smaller ones."""
+    """Return whether clips of a size are tiled only because this process ran out of memory on them or smaller ones."""
     if spec.config.enable_tiling is not None or spec.tiles_by_size(size):
         return False
     return _as_large_as(spec.vae_too_large, size)
 
 
 def sliced_for_memory(spec: Fits, size: Size) -> bool:
-    """Whether batches of a size are cut into clips only since this process ran out of memory on one, or on smaller clips."""
+    """Return whether batches of a size are cut into clips because this process ran out of memory on such or smaller."""
     return tiled_for_memory(spec, size) or _as_large_as(spec.vae_one_by_one, size)
 
 
@@ -49,9 +49,9 @@ def _as_large_as(sizes: set[Size], size: Size) -> bool:
 
 
 def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
-    """The result of an encode all of which is tiled, or none: it is repeated if an OOM turned tiling on in between.
+    """Return the result of an encode that is tiled completely or not at all: repeat it if an OOM turned tiling on.
 
-    Else clips that were encoded before the OOM would differ from those after it, under the same description.
+    Otherwise clips that were encoded before the OOM would differ from those after it, under the same description.
 
     Args:
         spec: remembers the sizes that ran out of memory.
@@ -67,22 +67,20 @@ def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
 def fitted_vae(
     spec: Fits, vae: Any, size: Size, *, batch: int = 1, gradient: bool = False
 ) -> Iterator[Callable[..., Any]]:
-    """Within the block, the VAE encodes or decodes clips of a size in pixels; on OOM first clip by clip, then in tiles.
+    """Let the VAE encode or decode clips of a size in pixels within the block, on OOM clip by clip, then in tiles.
 
-    It is an error if the options `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process slices, or
-    tiles, clips of the size and larger ones. Only where it tiles do results differ from those of another GPU.
+    It is an error if `enable_slicing` and `enable_tiling` leave nothing to try. After a retry this process slices, or
+    tiles, clips of the size and larger ones. Results differ from those of another GPU only with tiles.
 
     Args:
         spec: remembers the size, and turns tiling on.
         vae: one of diffusers', which encodes and decodes in the block, directly or in a pipeline.
-        size: frames, height and width of the clips.
-        batch: how many clips at once.
-        gradient: whether decoding has a backward pass. Its whole work is retried: call it through what the block is given.
+        size, batch: frames, height and width of the clips, and their number.
+        gradient: whether decoding has a backward pass. Its whole work is retried: call it through the yielded function.
     """
-
     spec.fit_vae(vae, size, batch=batch, gradient=gradient)
 
-    def retried(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def retry(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tried = False
         while True:
             try:
@@ -90,7 +88,7 @@ def fitted_vae(
                     fault_point("vae")
                 return call(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                sizes, effect = _smaller(spec, vae, batch)
+                sizes, effect = _smaller_mode(spec, vae, batch)
                 if sizes is None or not is_out_of_memory(error):
                     raise
                 reason, tried = str(error).split("\n", 1)[0], True
@@ -106,20 +104,20 @@ def fitted_vae(
             spec.fit_vae(vae, size, batch=batch, gradient=gradient)
 
     if gradient:
-        yield retried
+        yield retry
         return
     before = {name: vars(vae).get(name) for name in ("encode", "decode")}
     for name in before:
-        setattr(vae, name, partial(retried, getattr(vae, name)))
+        setattr(vae, name, partial(retry, getattr(vae, name)))
     try:
-        yield retried
+        yield retry
     finally:
         for name, own in before.items():
             delattr(vae, name) if own is None else setattr(vae, name, own)
 
 
-def _smaller(spec: Fits, vae: Any, batch: int) -> tuple[set[Size] | None, str]:
-    """Where a size is remembered with which the VAE takes less memory from now on, and how; None: nothing is left to try."""
+def _smaller_mode(spec: Fits, vae: Any, batch: int) -> tuple[set[Size] | None, str]:
+    """Return the set of sizes for which the VAE takes less memory from now on, or None if nothing is left; and how."""
     if batch > 1 and not vae.use_slicing and spec.config.enable_slicing is None:
         return spec.vae_one_by_one, "taken one by one from now on (--enable_slicing does so from the start)"
     if vae.use_tiling or spec.config.enable_tiling is not None:

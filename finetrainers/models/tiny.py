@@ -57,7 +57,8 @@ _HUNYUAN_PIPELINES = {
 _HUNYUAN_CHANNELS = {"i2v": 32, "latent_concat": 33}
 CogVideoXVersion = Literal["2b", "5b", "1.5", "i2v", "control"]
 _ROTARY = {"use_rotary_positional_embeddings": True}
-#: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's options.
+#: By version of CogVideoX: the size of its samples (frames, latent height, latent width), and its transformer's
+#: options.
 _COGVIDEOX: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     # Absolute sine-cosine positions.
     "2b": ((49, 60, 90), {}),
@@ -148,7 +149,7 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
 
 
 def _hunyuan_texts(*, sees_image: bool) -> tuple[list[Any], list[Any]]:
-    """Tokenizers and text encoders: Llama, of which the pipeline reads the third from last state, or LLaVA, and CLIP."""
+    """Build tokenizers and text encoders: Llama (the pipeline reads its third from last state) or LLaVA, and CLIP."""
     tokenizers = [llama_tokenizer(sees_image=sees_image), clip_tokenizer()]
     common: list[dict[str, Any]] = [
         {
@@ -167,13 +168,18 @@ def _hunyuan_texts(*, sees_image: bool) -> tuple[list[Any], list[Any]]:
     return tokenizers, [first.eval(), CLIPTextModel(clip).eval()]
 
 
-#: Of the images that LLaVA sees: 24 x 24 patches, as in the published one, of 2 x 2 pixels.
-_SEEN = 48
+#: Side of the images that LLaVA sees: 24 x 24 patches, as in the published one, of 2 x 2 pixels.
+_LLAVA_SIDE = 48
 
 
 def _llava(llama: LlamaConfig, tokenizer: Any) -> LlavaConfig:
     vision = CLIPVisionConfig(
-        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=_SEEN, patch_size=2
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=_LLAVA_SIDE,
+        patch_size=2,
     )
     image = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     return LlavaConfig(
@@ -182,7 +188,8 @@ def _llava(llama: LlamaConfig, tokenizer: Any) -> LlavaConfig:
 
 
 def _image_processor() -> CLIPImageProcessor:
-    return CLIPImageProcessor(size={"shortest_edge": _SEEN}, crop_size={"height": _SEEN, "width": _SEEN})
+    crop_size = {"height": _LLAVA_SIDE, "width": _LLAVA_SIDE}
+    return CLIPImageProcessor(size={"shortest_edge": _LLAVA_SIDE}, crop_size=crop_size)
 
 
 def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXVersion = "5b", layers: int = 2) -> Path:
@@ -250,7 +257,7 @@ def _cogvideox_transformer(version: CogVideoXVersion, layers: int) -> CogVideoXT
 def ltx_transformer(
     channels: int, *, heads: int, head_width: int, layers: int, text_width: int = 32
 ) -> LTXVideoTransformer3DModel:
-    """A randomly initialized LTX-Video transformer for latents of `channels` channels."""
+    """Build a randomly initialized LTX-Video transformer for latents of `channels` channels."""
     return LTXVideoTransformer3DModel(
         in_channels=channels,
         out_channels=channels,
@@ -263,7 +270,7 @@ def ltx_transformer(
 
 
 def t5_encoder(tokenizer: Any, *, width: int = 32) -> T5EncoderModel:
-    """A randomly initialized T5 encoder of two layers."""
+    """Build a randomly initialized T5 encoder of two layers."""
     config = T5Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         d_model=width,

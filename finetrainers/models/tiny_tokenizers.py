@@ -33,7 +33,7 @@ _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
 def t5_tokenizer(*, words: Sequence[str] = WORDS, model_max_length: int = 512, extra_ids: int = 10) -> T5TokenizerFast:
-    """A T5 (unigram) tokenizer of these words: the cheaper a piece's score, the rather it is used, so whole words win."""
+    """Build a T5 (unigram) tokenizer of these words; cheaper pieces are preferred, so that whole words win."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (_SPACE, -2.0)]  # ids 0, 1, 2 are fixed in the class
     pieces += [(_SPACE + word, -3.0 - 0.001 * i) for i, word in enumerate(words)]
     pieces += [(character, -6.0) for character in _CHARACTERS]
@@ -42,15 +42,15 @@ def t5_tokenizer(*, words: Sequence[str] = WORDS, model_max_length: int = 512, e
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """A CLIP (byte-level BPE) tokenizer with its 77 positions."""
+    """Build a CLIP (byte-level BPE) tokenizer with its 77 positions."""
     alphabet = sorted(ByteLevel.alphabet())
     merges, merged = _merge_chains([*word[:-1], f"{word[-1]}</w>"] for word in WORDS)
     tokens = _unique([*alphabet, *(f"{c}</w>" for c in alphabet), *merged, "<|startoftext|>", "<|endoftext|>"])
-    return CLIPTokenizer(vocab=_numbered(tokens), merges=merges, model_max_length=77)
+    return CLIPTokenizer(vocab=_token_ids(tokens), merges=merges, model_max_length=77)
 
 
 def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) -> LlamaTokenizerFast:
-    """A Llama (BPE) tokenizer under which HunyuanVideo's prompt template, or HunyuanVideo-I2V's, is as long as under the real one.
+    """Build a Llama (BPE) tokenizer that encodes the templates of HunyuanVideo and -I2V to their real lengths.
 
     The pipeline cuts off the first 95 tokens (`crop_start`), which is the template's text before the prompt. All its
     words, and the line breaks after headers, are single tokens here, and that makes 95 as well; so the cut falls right
@@ -67,7 +67,7 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     tokens = _unique(["<unk>", "<s>", "</s>", "<pad>", *special, *fallback, _SPACE, "\n", *_CHARACTERS, *merged])
     return LlamaTokenizerFast(
-        vocab=_numbered(tokens),
+        vocab=_token_ids(tokens),
         merges=merges,
         pad_token="<pad>",
         padding_side="right",  # the class default is left; HunyuanVideo pads right
@@ -78,7 +78,7 @@ def llama_tokenizer(*, model_max_length: int = 512, sees_image: bool = False) ->
 
 
 def _merge_chains(words: Iterable[Sequence[str]]) -> tuple[list[tuple[str, str]], list[str]]:
-    """BPE merges that build each word from its symbols, left to right, and the tokens that they make."""
+    """Return BPE merges that build each word from its symbols, left to right, and the tokens that they make."""
     merges: dict[tuple[str, str], None] = {}
     for symbols in words:
         current = symbols[0]
@@ -92,5 +92,5 @@ def _unique(tokens: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(tokens))
 
 
-def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+def _token_ids(tokens: Sequence[str]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}

@@ -17,7 +17,7 @@ from finetrainers.config.root import TrainConfig
 from .exchange import GradientExchange
 from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, widen
 
-#: What is broadcast at once, as by `DistributedDataParallel`.
+#: Bytes broadcast at once, as by `DistributedDataParallel`.
 _BROADCAST_BYTES = 250 << 20
 
 
@@ -43,7 +43,8 @@ class DDP(Strategy):
             optimizer = make_optimizer(self._parameters)
             if self.world_size > 1:
                 self._exchange = GradientExchange(self._parameters, overlaps=self._options.overlap_gradient_exchange)
-        # For its autocast and its torch.compile alone: in the other mode it would wrap the network in a DDP that exchanges, too.
+        # Only for its autocast and torch.compile: in the other mode it would wrap the network in a DDP that also
+        # exchanges gradients.
         model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         if dist.group.WORLD is not None and self.world_size > 1:
             _verify_param_shape_across_processes(dist.group.WORLD, [*self._parameters])
@@ -51,7 +52,7 @@ class DDP(Strategy):
         return model, self._prepare_optimizer(optimizer)
 
     def _place(self, model: nn.Module, swap: Swap | None, widened: torch.dtype | None) -> nn.Module:
-        if swap is not None:  # their memory is shared by several blocks: nothing that could be broadcast
+        if swap is not None:  # blocks share the memory of swapped weights, so that they cannot be broadcast
             self._swapped = set(swap(model))
         return widen(model.to(self.device), widened)
 

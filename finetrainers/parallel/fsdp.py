@@ -33,7 +33,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import fix_input_dtype
 
 from .sharding import USE_FSDP
-from .slices import Slices, read_into, renamed, slices_of, trained_names
+from .slices import Slices, build_slices, read_into, rename_weights, trained_names
 from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper, widen
 
 
@@ -43,7 +43,7 @@ def _backend(device: torch.device) -> str:
 
 
 class FSDP(Strategy):
-    """Processes that each keep a part of every weight, gradient and optimizer state."""
+    """Processes that each keep a part of all weights, gradients and optimizer state."""
 
     forward_is_collective = True
     weights_are_whole = False
@@ -65,7 +65,10 @@ class FSDP(Strategy):
         super().__init__(config, options)
         if not dist.is_initialized():
             if not options.fsdp_cpu_offload:
-                message = "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave it out"
+                message = (
+                    "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave "
+                    "it out"
+                )
                 raise ConfigError([Problem("FSDP2", message)])
             # One process has nothing to split, and may still keep its weights in host memory.
             dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
@@ -89,7 +92,7 @@ class FSDP(Strategy):
         if self._options.fsdp_cpu_offload and not on_cpu:
             # Norms of gradients in host memory are summed up there, which NCCL cannot.
             group["backend"] = _backend(torch.device("cuda" if torch.cuda.is_available() else "xpu"))
-        with patch_environment(**{USE_FSDP: "false"}):  # on GPUs accelerate would wrap the network, too
+        with patch_environment(**{USE_FSDP: "false"}):  # on GPUs accelerate would also wrap the network
             return super()._join(mixed_precision, on_cpu=on_cpu, **group)
 
     def close(self) -> None:
@@ -124,13 +127,12 @@ class FSDP(Strategy):
     def _split_trained(
         self, model: nn.Module, blocks: Sequence[str], swap: Swap | None, widened: torch.dtype | None
     ) -> nn.Module:
-        """Swapped weights are whole on every process: each copies its own to the device, and nothing is gathered."""
+        """Split a network, except swapped weights: every process copies whole ones to the device, none are gathered."""
         if swap is None:
             return self._split(model, blocks, widened=widened)
         for parameter in model.parameters():
-            if (
-                not parameter.requires_grad and parameter.is_floating_point()
-            ):  # the dtype that they would be gathered in
+            if not parameter.requires_grad and parameter.is_floating_point():
+                # The dtype that they would be gathered in.
                 parameter.data = parameter.data.to(self.compute_dtype(parameter.dtype))
         return self._split(model, blocks, ignored=set(swap(model).values()))
 
@@ -147,10 +149,10 @@ class FSDP(Strategy):
         ignored: Set[nn.Parameter] = frozenset(),
         widened: torch.dtype | None = None,
     ) -> nn.Module:
-        """The network, split in place, block by block; nothing here waits for another rank.
+        """Split the network in place, block by block, and return it; nothing here waits for another rank.
 
-        A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: what is
-        compiled never gathers weights. A frozen network has no backward pass until which weights might stay gathered.
+        A block is recomputed (gradient checkpointing, set before), compiled, and split, from the inside out: compiled
+        code never gathers weights. A frozen network has no backward pass until which weights might stay gathered.
         `ignored` weights are not touched.
         """
         layers = [layer for name in blocks for layer in getattr(model, name)]
@@ -187,42 +189,43 @@ class FSDP(Strategy):
 
     def local_parameters(self, model: nn.Module) -> list[Tensor]:
         names = trained_names(model)
-        whole: dict[str, Tensor] = {}
+        gathered: dict[str, Tensor] = {}
         for prefix, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                # Gathered once to be seen. The same tensors, without memory in between, are gathered for each forward pass.
+                # Gathered once to be listed. The same tensors, without memory in between, are gathered for each
+                # forward pass.
                 module.unshard()
                 for name, weight in nn.Module.named_parameters(module, prefix=prefix):  # type: ignore[arg-type]
                     if not isinstance(weight, DTensor):
-                        whole[name] = weight
+                        gathered[name] = weight
                 module.reshard()
-        return [whole[name] for name in names]
+        return [gathered[name] for name in names]
 
     def shared_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(weight, self._shared(gradient, weight)) for weight, gradient in super().shared_gradients(gradients)]
+        return [(weight, self._share(gradient, weight)) for weight, gradient in super().shared_gradients(gradients)]
 
-    def _shared(self, gradient: Tensor, weight: nn.Parameter) -> Tensor:
-        """A gradient averaged over all processes, of which each keeps what it has of the weight, where it has that."""
+    def _share(self, gradient: Tensor, weight: nn.Parameter) -> Tensor:
+        """Average a gradient over all processes; each keeps its shard of the weight, on the shard's device."""
         assert isinstance(weight, DTensor)
-        whole = gradient.to(self.device) / self.world_size
-        dist.all_reduce(whole)
-        mine = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+        mean = gradient.to(self.device) / self.world_size
+        dist.all_reduce(mean)
+        local_shard = distribute_tensor(mean, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
         return DTensor.from_local(
-            mine.clone().to(weight.device), weight.device_mesh, weight.placements, run_check=False,
+            local_shard.clone().to(weight.device), weight.device_mesh, weight.placements, run_check=False,
             shape=weight.shape, stride=weight.stride(),
         )  # fmt: skip
 
-    # ---- what a checkpoint takes -------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        found = {}
+        weights = {}
         for name, tensor in self._weights(model).items():
-            # Gathered on the device, also from parts in host memory.
+            # Gathered on the device, including parts in host memory.
             on_device = tensor.to(self.device)
-            whole = on_device.full_tensor() if isinstance(on_device, DTensor) else tensor
+            gathered = on_device.full_tensor() if isinstance(on_device, DTensor) else tensor
             if self.is_main if wanted is None else wanted(name):
-                found[name] = _whole(whole.cpu())
-        return found
+                weights[name] = _without_padding(gathered.cpu())
+        return weights
 
     def shapes(self, model: nn.Module) -> dict[str, Tensor]:
         return {
@@ -231,28 +234,29 @@ class FSDP(Strategy):
         }
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Trained weights and buffers by name, as this process has them."""
-        return dict(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))  # type: ignore[arg-type]
+        """Return trainable weights and buffers by name, as this process has them."""
+        options = StateDictOptions(ignore_frozen_params=True)
+        return dict(get_model_state_dict(model, options=options))  # type: ignore[arg-type]
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state: dict[str, Any] = get_optimizer_state_dict(model, below_wrapper(optimizer), options=options)
         if not state:
             return {}  # not rank 0
-        numbers = {name: number for number, name in enumerate(trained_names(model))}
-        return tree_map(_whole, renamed(state, numbers))
+        indexes = {name: index for index, name in enumerate(trained_names(model))}
+        return tree_map(_without_padding, rename_weights(state, indexes))
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-        named = renamed(state, dict(enumerate(trained_names(model))))
+        named = rename_weights(state, dict(enumerate(trained_names(model))))
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(model, below_wrapper(optimizer), named, options=options)
 
     def optimizer_slices(self, model: nn.Module, optimizer: Any) -> Slices | None:
         state = get_optimizer_state_dict(model, below_wrapper(optimizer))
-        return slices_of(state, rank=self.rank, size=self.world_size)
+        return build_slices(state, rank=self.rank, size=self.world_size)
 
     def load_optimizer_slices(self, model: nn.Module, optimizer: Any, folder: Path, values: Mapping[str, Any]) -> None:
-        # Of zeros, in the memory that it will have.
+        # A state of zeros, in its final memory.
         state: dict[str, Any] = get_optimizer_state_dict(model, below_wrapper(optimizer))
         read_into(state, folder, group=self._idle_group)
         for key, number in values["numbers"].items():
@@ -276,13 +280,13 @@ def shard(
 
     Args:
         model: the network.
-        layers: its repeated blocks, each of which is gathered by itself.
+        layers: its repeated blocks, each of them gathered by itself.
         mesh: processes, as copies x shards, or shards alone.
         computed: dtype that weights are gathered in.
         reshard: whether the gathered weights of a layer are freed after its forward pass.
-        offload: where the shards are.
+        offload: location of the shards.
         ignored: weights that are not touched.
-        widened: see `Strategy.prepare`: of the whole network in this dtype, host memory then never holds more than a layer.
+        widened: see `Strategy.prepare`; host memory then never holds more than a layer of the network in this dtype.
     """
     frozen = not any(parameter.requires_grad for parameter in model.parameters())  # without a backward pass
     arguments: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": set(ignored)}
@@ -290,22 +294,22 @@ def shard(
         fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **arguments)
     for layer in layers:
         widen(layer, widened)
-        fully_shard(layer, mp_policy=_precision(computed), reshard_after_forward=frozen or reshard, **arguments)
-    widen(model, widened)  # what is in no layer; a shard has the dtype already
-    # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: rounded to bf16,
-    # timesteps and positions would be others.
+        fully_shard(layer, mp_policy=_precision_policy(computed), reshard_after_forward=frozen or reshard, **arguments)
+    widen(model, widened)  # weights outside of layers; a shard already has the dtype
+    # As under DDP, autocast chooses each operation's dtype and the output is fp32. Inputs keep theirs: bf16 would round
+    # timesteps and positions.
     fully_shard(
         model,
-        mp_policy=_precision(computed, output_dtype=torch.float32),
+        mp_policy=_precision_policy(computed, output_dtype=torch.float32),
         reshard_after_forward=True if frozen else None,
         **arguments,
     )
-    # Between a forward pass and its backward pass, and after one without, weights that are in no layer stay gathered.
+    # Weights outside of layers stay gathered between a forward pass and its backward pass, and after one without.
     fix_input_dtype(model)
 
 
-def _precision(computed: torch.dtype, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
-    """Weights are gathered in the computing dtype, kept and updated in their own; gradients are summed in fp32."""
+def _precision_policy(computed: torch.dtype, *, output_dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Return the policy: weights are gathered in the computing dtype, kept in theirs, gradients summed in fp32."""
     if computed == torch.float32:
         return MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     return MixedPrecisionPolicy(
@@ -314,12 +318,12 @@ def _precision(computed: torch.dtype, *, output_dtype: torch.dtype | None = None
 
 
 def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules whose trained weights all have another dtype than most: FSDP2 gathers weights of one dtype at a time.
+    """Return the outermost modules whose trainable weights all have another dtype than the largest part of the network.
 
-    Some networks keep norms and the like in fp32 among bf16 weights.
+    FSDP2 gathers weights of one dtype at a time. A few networks keep norms and the like in fp32 among bf16 weights.
 
     Raises:
-        ValueError: weights of two dtypes belong to one and the same module.
+        ValueError: weights of two dtypes belong to one module.
     """
     sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
@@ -337,8 +341,8 @@ def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter.dtype != usual:
                 raise ValueError(
-                    f"FSDP2 cannot split {name}{own}, which is {parameter.dtype} next to {usual} weights of the same module; "
-                    "use --master_weights fp32"
+                    f"FSDP2 cannot split {name}{own}, which is {parameter.dtype} next to {usual} weights of the same "
+                    "module; use --master_weights fp32"
                 )
         for child_name, child in module.named_children():
             yield from odd(child, f"{name}{child_name}.")
@@ -346,10 +350,10 @@ def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
     return list(odd(model, ""))
 
 
-def _whole(value: Any) -> Any:
-    """A gathered tensor in memory of its own: where sizes do not divide by the processes, it is a view of padded memory.
+def _without_padding(value: Any) -> Any:
+    """Return a gathered tensor without padding: it is a view of padded memory if sizes do not divide by the processes.
 
-    Files have no place for views, and pickles would hold the padding.
+    Files cannot hold views, and pickles would hold the padding.
     """
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
         return value.clone()

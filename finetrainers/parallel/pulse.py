@@ -1,8 +1,8 @@
-"""Shows the other processes that this one runs, and ends its wait for one that does not.
+"""Heartbeat that shows the other processes that this one runs, and ends its wait for one that does not.
 
-While processes wait for each other without end, for one that saves, samples or loads, nothing tells one at work from one that
-was stopped: its machine answers, and its connections stay open. So a thread of each process counts in the store of the
-launch, and a process that waits looks whether the others count on.
+While processes wait for each other without end, for one that saves, samples or loads, a working process looks like one
+that was stopped: its machine answers, and its connections stay open. So a thread of each process counts in the store of
+the launch, and a waiting process checks whether the others count on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from finetrainers.utils.failures import ExpectedError
 
 _KEY = "finetrainers/pulse"
-#: Seconds between two counts, at most, and how many there are at least in the time after which a process counts as silent.
+#: Maximum seconds between two counts, and minimum number of counts within the time after which a process is silent.
 _EVERY_S, _COUNTS = 10.0, 4
-#: No process is silent before, however short the timeout: threads of a machine with much to do may wait for long.
-_LEAST_S = 5.0
+#: Minimum of that time, however short the timeout: threads of a busy machine may wait for long.
+_MIN_TIMEOUT_S = 5.0
 
 
 class RankSilent(ExpectedError, RuntimeError):
@@ -35,25 +35,25 @@ class RankSilent(ExpectedError, RuntimeError):
 
 
 class Pulse:
-    """The counts of all processes of a run. The threads end with `close`, or with the process."""
+    """Counts of all processes of a run. The threads end with `close`, or with the process."""
 
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta, sockets: Collection[int]) -> None:
         """Args:
-        rank: of this process.
-        world_size: number of processes; each makes one of these, at the same place.
-        timeout: after which a process that does not count is silent.
-        sockets: inodes of the connections on which this process waits; they are shut down if a process is silent.
+        rank: rank of this process.
+        world_size: number of processes; each creates a pulse, at the same point of the program.
+        timeout: time after which a process that does not count is silent.
+        sockets: inodes of the connections that this process waits on; they are shut down if a process is silent.
         """
         self._rank = rank
         self._ranks = range(world_size)
-        self._timeout_s = max(timeout.total_seconds(), _LEAST_S)
+        self._timeout_s = max(timeout.total_seconds(), _MIN_TIMEOUT_S)
         self._sockets = frozenset(sockets)
         self._store = _store(timeout)
         self._closed = threading.Event()
         self._waits = threading.Event()
         self._wait = 0  # the number of the wait in hand
-        self._counts: dict[int, int] = {}  # as they were seen last
-        self._ended = False  # whether the store is gone, so that nothing is known of anyone
+        self._counts: dict[int, int] = {}  # as last read
+        self._ended = False  # whether the store is gone, so that counts cannot be read
         self._silent: list[int] = []
         works = (self._count, self._watch) if self._store is not None else ()
         self._threads = [threading.Thread(target=work, name="pulse", daemon=True) for work in works]
@@ -61,14 +61,14 @@ class Pulse:
             thread.start()
 
     def close(self) -> None:
-        """Stop counting: nobody waits for this process any more."""
+        """Stop counting: no process waits for this one any more."""
         self._closed.set()
         for thread in self._threads:
             thread.join(2)  # it may wait for a store that does not answer
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within the block, this process waits for all others on its connections.
+        """Watch all other processes within the block, where this one waits for them on its connections.
 
         Raises:
             RankSilent: one of them does not run.
@@ -89,7 +89,7 @@ class Pulse:
         return min(self._timeout_s / _COUNTS, _EVERY_S)
 
     def _count(self) -> None:
-        """Count, and while this process waits, read the counts of the others; a store that does not answer blocks it."""
+        """Count, and while this process waits, read the others' counts; a store that does not answer blocks it."""
         assert self._store is not None
         try:
             while not self._closed.is_set():
@@ -98,24 +98,24 @@ class Pulse:
                     for rank in self._ranks:
                         self._counts[rank] = self._store.add(f"{_KEY}/{rank}", 0)
                 self._closed.wait(self._every_s)
-        except RuntimeError:  # its process has ended, which the connections tell by themselves
+        except RuntimeError:  # its process has ended, which the connections show by themselves
             self._ended = True
 
     def _watch(self) -> None:
-        """While this process waits, add up for how long each of the others has not counted."""
-        seen: Mapping[int, int] = {}
+        """Add up, while this process waits, for how long each of the others has not counted."""
+        last_counts: Mapping[int, int] = {}
         wait, silent_s = 0, dict.fromkeys(self._ranks, 0.0)
         before = time.monotonic()
         while not self._closed.wait(self._every_s):
             now = time.monotonic()
-            # Where this process itself was stopped for a while, so were the others, perhaps: that says nothing.
+            # If this process itself was stopped for a while, the others may have been, too: that is not evidence.
             passed, before = min(now - before, 2 * self._every_s), now
             counts = dict(self._counts)
             waits_on = self._waits.is_set() and self._wait == wait
             for rank in self._ranks:
-                is_silent = waits_on and counts.get(rank) == seen.get(rank)
+                is_silent = waits_on and counts.get(rank) == last_counts.get(rank)
                 silent_s[rank] = silent_s[rank] + passed if is_silent else 0.0
-            seen, wait = counts, self._wait
+            last_counts, wait = counts, self._wait
             silent = [rank for rank, seconds in silent_s.items() if seconds >= self._timeout_s]
             if silent and not self._ended:
                 self._silent = silent
@@ -123,17 +123,17 @@ class Pulse:
                 return
 
     def _sentence(self) -> str:
-        """Return what is wrong, and the way out."""
+        """Return the error message: the silent processes, and the remedy."""
         others = [rank for rank in self._silent if rank != self._rank]
-        who = (
+        silent_processes = (
             f"rank {', '.join(map(str, others))}"
             if len(self._silent) == len(others)
             else "the launch's store, on rank 0"
         )
         return (
-            f"another process of the run does not answer: it hangs, or its machine is lost ({who}: silent for "
-            f"{self._timeout_s:g} s, the --nccl_timeout). Checkpoints are intact: end what is left of it, start the command on "
-            "all machines again, and with --resume_from_checkpoint auto it continues from the newest one"
+            f"another process of the run does not answer: it hangs, or its machine is lost ({silent_processes}: silent "
+            f"for {self._timeout_s:g} s, the --nccl_timeout). Checkpoints are intact: end what is left of it, start "
+            "the command on all machines again, and with --resume_from_checkpoint auto it continues from the newest one"
         )
 
 
@@ -146,7 +146,7 @@ def _connections() -> Iterator[tuple[int, socket.socket]]:
     """Yield the connections with their inodes; each is a duplicate, closed after its turn."""
     descriptors = Path("/proc/self/fd")
     for path in descriptors.iterdir() if descriptors.is_dir() else ():
-        with contextlib.suppress(OSError):  # that of the listing is gone
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone
             status = os.fstat(int(path.name))
             if not stat.S_ISSOCK(status.st_mode):
                 continue
@@ -159,7 +159,7 @@ def _connections() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _shut_down(inodes: Collection[int]) -> None:
-    """End connections that are waited on: the wait fails, here and on all other processes."""
+    """Shut down connections that are waited on: the wait fails, here and on all other processes."""
     for inode, connection in _connections():
         if inode in inodes:
             with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ def _shut_down(inodes: Collection[int]) -> None:
 
 
 def _store(timeout: timedelta) -> Any:
-    """Return a connection of its own to the launch's store, since one that waits keeps all others; None if there is none."""
+    """Return a separate connection to the launch's store, since waiting blocks one, or None if there is no store."""
     store: Any = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 class OtherRankFailed(ExpectedError, RuntimeError):
-    """Another rank could not do its share; its error, with the traceback, is printed there."""
+    """A failure of another rank; its error, with the traceback, is printed there."""
 
 
 class Ranks:
     """The processes of a run. Each of the methods below must be called by all of them.
 
     Tensors of the device go through the default process group (NCCL on GPUs). Everything else goes through two gloo
-    groups, from host to host. One has the time-out of the default group, and is for what a step agrees on. The other has a
-    long time-out, and is for places that ranks reach at very different times: one that has nothing to save, to sample or to
-    encode waits there for those that have, as long as they show that they run (`Pulse`). NCCL would count that as a hang, and
-    abort all of them.
+    groups, from host to host. One has the timeout of the default group, and is for agreements within a step. The other
+    has a long timeout, and is for points that ranks reach at very different times: one that has nothing to save, to
+    sample or to encode waits there for those that have, as long as they show that they run (`Pulse`). NCCL would treat
+    that as a hang, and abort all of them.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Ranks:
     ) -> None:
         """Args:
         accelerator: has joined the other processes.
-        timeout: after which a stuck collective of a step fails, and any wait for a machine that is lost.
-        idle_timeout: after which a rank that waits for others which load, encode, sample, score or save fails.
-        sharing: how many neighbors have the same samples.
+        timeout: time after which a stuck collective of a step fails, and any wait for a lost machine.
+        idle_timeout: time after which a rank that waits for others which load, encode, sample, score or save fails.
+        sharing: number of neighbors that have the same samples.
         host_groups: process groups of the host program, joined before the run.
 
         Raises:
@@ -91,17 +91,17 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Index of the samples that this process trains on: data, noise and dropout follow it, not `rank`."""
+        """Index of the samples that this process trains on: data, noise and dropout depend on it, not on `rank`."""
         return self.rank // self.sharing
 
     @property
     def data_size(self) -> int:
-        """Number of processes that train on samples of their own; a step's mean is over these."""
+        """Number of processes that train on separate samples; a step's mean is over these."""
         return self.world_size // self.sharing
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and talks."""
+        """True if this process writes files and talks."""
         return self.accelerator.is_main_process
 
     @property
@@ -110,14 +110,14 @@ class Ranks:
         return self.accelerator.device
 
     def barrier(self) -> None:
-        """Wait on the host for all ranks, for up to `idle_timeout`; what the device does is not waited for."""
+        """Wait on the host for all ranks, for up to `idle_timeout`; the device is not waited for."""
         if self._idle_group is not None:
             with self._waiting():
                 dist.barrier(group=self._idle_group)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Within the block, this process waits for all others, each of which must show that it runs.
+        """Require all other processes to show that they run, within the block, where this one waits for them.
 
         Raises:
             RankSilent: one of them does not.
@@ -127,31 +127,31 @@ class Ranks:
             yield
 
     def mean(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
-        """Averages over ranks, as numbers: the one place where a step waits for the device.
+        """Return averages over ranks, as numbers: the only point where a step waits for the device.
 
         Args:
-            values: one number each. What is no tensor stays on the host, where this process is the only one; it is rounded to
-                fp32, as several processes would.
+            values: one number each. Numbers that are not tensors stay on the host if this process is the only one; they
+                are rounded to fp32, as several processes would.
         """
-        alone = self.world_size == 1
-        names = [name for name in sorted(values) if isinstance(values[name], Tensor) or not alone]
-        found: dict[str, float] = {
+        is_single = self.world_size == 1
+        names = [name for name in sorted(values) if isinstance(values[name], Tensor) or not is_single]
+        means: dict[str, float] = {
             name: c_float(float(values[name])).value for name in sorted(values) if name not in names
         }
         if names:
             numbers = [torch.as_tensor(values[name]).detach().float().reshape(()).to(self.device) for name in names]
             stacked = torch.stack(numbers)
-            if not alone:
+            if not is_single:
                 stacked = self.accelerator.reduce(stacked, reduction="mean")
-            found.update(zip(names, stacked.tolist(), strict=True))
-        return {name: found[name] for name in sorted(found)}
+            means.update(zip(names, stacked.tolist(), strict=True))
+        return {name: means[name] for name in sorted(means)}
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum over ranks."""
+        """Return the sum over ranks."""
         return self.accelerator.reduce(value.to(self.device), reduction="sum")
 
     def max_on_host(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maximum over ranks, between the hosts: no device is waited for."""
+        """Return the element-wise maximum over ranks, between the hosts: no device is waited for."""
         if self._step_group is None:
             return list(values)
         agreed = torch.tensor(values)
@@ -161,15 +161,15 @@ class Ranks:
         return agreed.tolist()
 
     def finish_on_device(self) -> None:
-        """Let the device do what it was given, before the other ranks are asked to wait on the host; one alone need not.
+        """Wait for the device's queued work, before other ranks wait on the host; a single process need not.
 
-        Collectives run on streams of their own. They are not waited for: they end when the slowest rank has joined them.
+        Collectives run on separate streams and are not waited for: they end when the slowest rank has joined them.
         """
         if self.world_size > 1 and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def gather_objects(self, items: list[T]) -> list[T]:
-        """All ranks' lists, joined in rank order; waits for all of them, for up to `idle_timeout`."""
+        """Join all ranks' lists in rank order; waits for all of them, for up to `idle_timeout`."""
         if self._idle_group is None:
             return list(items)
         lists: list[Any] = [None] * self.world_size
@@ -177,21 +177,22 @@ class Ranks:
             dist.all_gather_object(lists, items, group=self._idle_group)
         return list(chain.from_iterable(lists))
 
-    def take_turns(self, made: Iterable[T]) -> Iterator[T]:
-        """This process's part of what those that share samples make together: one of every `sharing`, once these are made.
+    def take_turns(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield this process's items of those made jointly with the ranks that share samples: one of every `sharing`.
 
-        So each works on its own one at the same time, where the others would else wait for it to make the next.
+        They are yielded once all `sharing` of them are made. So each process works on its item at the same time, where
+        the others would otherwise wait for it to make the next.
         """
-        numbered = enumerate(made)
-        while of_all := list(islice(numbered, self.sharing)):
-            yield from (item for number, item in of_all if self.has_turn(number))
+        numbered = enumerate(items)
+        while group := list(islice(numbered, self.sharing)):
+            yield from (item for index, item in group if self.has_turn(index))
 
-    def has_turn(self, number: int) -> bool:
-        """Whether an item of this number is this process's, of what it makes with those that share samples with it."""
-        return number % self.sharing == self.rank % self.sharing
+    def has_turn(self, index: int) -> bool:
+        """Return whether the item at an index belongs to this process, among the ranks that share its samples."""
+        return index % self.sharing == self.rank % self.sharing
 
     def same_on_all(self, value: T) -> T:
-        """Rank 0's value on every rank; waits for it, for up to `idle_timeout`."""
+        """Return rank 0's value on every rank; waits for it, for up to `idle_timeout`."""
         if self._idle_group is None:
             return value
         values = [value]
@@ -199,29 +200,29 @@ class Ranks:
             dist.broadcast_object_list(values, src=0, group=self._idle_group)
         return values[0]
 
-    def raise_if_any_failed(self, error: Exception | None, what: str) -> None:
-        """Turn a failure on one rank into a failure on all, so that none waits for ever.
+    def raise_if_any_failed(self, error: Exception | None, task: str) -> None:
+        """Turn a failure on one rank into a failure on all, so that none waits forever.
 
-        The error is logged first: where the other ranks wait for something else, nothing would ever show it.
+        The error is logged first: if the other ranks wait for something else, it would never be shown.
 
         Raises:
             OtherRankFailed: naming the ranks and their errors (the local error itself on the rank that has it).
         """
         if error is not None and self.world_size > 1:
-            sentence = sentence_of(error)
-            if sentence is None:
-                logger.error("%s failed on rank %d", what, self.rank, exc_info=error)
+            message = sentence_of(error)
+            if message is None:
+                logger.error("%s failed on rank %d", task, self.rank, exc_info=error)
             else:
-                logger.error("%s failed on rank %d: %s", what, self.rank, sentence)
+                logger.error("%s failed on rank %d: %s", task, self.rank, message)
         failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
         if error is not None:
             raise error
         if failures:
-            raise OtherRankFailed(f"{what} failed on another rank: {'; '.join(failures)}")
+            raise OtherRankFailed(f"{task} failed on another rank: {'; '.join(failures)}")
 
     @contextmanager
-    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
-        """A failure within the block, on any rank, is raised on all; it also waits for all of them.
+    def raise_on_all_ranks(self, task: str) -> Iterator[None]:
+        """Raise a failure within the block on any rank on all of them; this also waits for all.
 
         Raises:
             RuntimeError: see `raise_if_any_failed`.
@@ -231,32 +232,32 @@ class Ranks:
             yield
         except Exception as caught:
             error = caught
-        self.raise_if_any_failed(error, what)
+        self.raise_if_any_failed(error, task)
 
-    def in_turns(self, what: str, load: Callable[[], T], *, together: bool = False) -> T:
-        """`load()`, on one process of each machine after another, so that its memory holds one copy on the way to a GPU.
+    def in_turns(self, task: str, load: Callable[[], T], *, together: bool = False) -> T:
+        """Call `load` on the processes of each machine in turn: host memory then holds one copy on the way to a GPU.
 
         Args:
-            what: names it in errors.
-            load: what each process does.
-            together: whether all may do it at once: what they load is mapped from files, whose pages they share. They do if
-                all say so, since machines may have different files.
+            task: name of the work in errors.
+            load: work of each process.
+            together: whether all may load at once, because they map files, whose pages they share. They do if all
+                agree, since machines may have different files.
 
         Raises:
             RuntimeError: it failed on another rank; on the rank where it fails, the error itself.
         """
-        mine = launched_local_rank()
-        with self.raise_on_all_ranks(what):
-            said = self.gather_objects([(mine, together)])
-            if all(mapped for _, mapped in said):
+        local_rank = launched_local_rank()
+        with self.raise_on_all_ranks(task):
+            requests = self.gather_objects([(local_rank, together)])
+            if all(mapped for _, mapped in requests):
                 return load()
             error: Exception | None = None
-            for turn in range(max(place for place, _ in said) + 1):
-                if turn == mine:
+            for turn in range(max(rank for rank, _ in requests) + 1):
+                if turn == local_rank:
                     try:
                         loaded = load()
                     except Exception as caught:
-                        error = caught  # the others take their turns all the same: most errors are everybody's
+                        error = caught  # the others still take their turns: most errors affect all
                 self.barrier()
             if error is not None:
                 raise error
@@ -273,23 +274,23 @@ class Ranks:
 
 
 def _host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks.
+    """Create a gloo group of all ranks.
 
     Raises:
-        RuntimeError: they do not reach each other, with the way out.
+        RuntimeError: they do not reach each other; with the remedy.
     """
     try:
         return dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"the processes do not reach each other by gloo, between their hosts: {error}. It takes the address that the "
-            "host's name resolves to, on some machines 127.0.1.1, which others cannot reach: name the network interface "
-            "with GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
+            f"the processes do not reach each other by gloo, between their hosts: {error}. It takes the address that "
+            "the host's name resolves to, on some machines 127.0.1.1, which others cannot reach: name the network "
+            "interface with GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
         ) from error
 
 
 def _probe_connections(timeout: timedelta) -> None:
-    """TCP keepalive for the connections of this process, where the system has it (Linux).
+    """Set TCP keepalive for the connections of this process, where the system has it (Linux).
 
     A machine without power or network closes none: a process that waits for it would do so for all of `idle_timeout`.
     """
@@ -301,11 +302,11 @@ def _probe_connections(timeout: timedelta) -> None:
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): min(max(seconds // 4, 1), 60),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): min(max(seconds // 4, 1), 60),
-        # Both for one that only waits, and for one whose last message has not been acknowledged.
+        # For connections that only wait, and for those whose last message has not been acknowledged.
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 1000 * seconds,
     }
     for descriptor in [int(path.name) for path in descriptors.iterdir()]:
-        with suppress(OSError):  # that of the listing is gone
+        with suppress(OSError):  # the listing's own descriptor is gone
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:  # the options belong to what both refer to

@@ -1,4 +1,4 @@
-"""Which strategy a run gets."""
+"""Choice of the strategy of a run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def planned_strategy(config: TrainConfig, *, device_type: str) -> Strategy:
         ConfigError: the options contradict each other or the launcher.
     """
     options = with_launcher(config.parallel)
-    return _class_of(options).planned(config, options, device_type=device_type)
+    return _strategy_class(options).planned(config, options, device_type=device_type)
 
 
-def _class_of(options: ParallelSection) -> type[Strategy]:
+def _strategy_class(options: ParallelSection) -> type[Strategy]:
     if options.fsdp is not None:
         from .fsdp import FSDP
 
@@ -53,4 +53,4 @@ def open_strategy(config: TrainConfig) -> Strategy:
     for name in ("fsdp_reshard_after_forward", "fsdp_cpu_offload", "sync_each_batch"):
         if options.fsdp is None and config.changed(name) and launched_rank() == 0:
             logger.warning("--%s has no effect without FSDP2 (--fsdp)", name)
-    return _class_of(options)(config, options)
+    return _strategy_class(options)(config, options)

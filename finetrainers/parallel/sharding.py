@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer state are split: what the options and `accelerate launch` ask for. Imports no torch."""
+"""Sharding of weights, gradients and optimizer state, from options and `accelerate launch`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.utils.launch import launched_processes, local_world_size, says_yes
 
-#: How a launcher of accelerate asks for them.
+#: Environment variables of accelerate's launcher.
 USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 #: Settings of accelerate that would split the work in a way that does not exist here.
@@ -20,18 +20,18 @@ _OTHER_DIMENSIONS = ("TP", "CP", "SP")
 
 @dataclass(frozen=True)
 class Split:
-    """Into how many parts a strategy cuts what every process would hold otherwise, for the memory estimate; 1 is whole.
+    """Numbers of parts that a strategy cuts what processes hold into, for the memory estimate; 1 means whole.
 
     Attributes:
-        weights, gradients, optimizer: parts of each.
+        weights, gradients, optimizer: number of parts of each.
         gathers: whether a block's weights are gathered to compute.
         reshards: whether they are freed after its forward pass, not only after its backward pass.
         keeps_gradients: whether gradients are whole, in fp32, between the micro-batches of a step.
         copies_gradients: whether there is a copy of the gradients, which is averaged during backward (DDP).
-        zero_stage: of DeepSpeed, where fp32 weights are part of the optimizer's state; 0: another strategy.
-        weights_on_host, optimizer_on_host: what lies in host memory.
+        zero_stage: stage of DeepSpeed, where fp32 weights are part of the optimizer's state; 0: another strategy.
+        weights_on_host, optimizer_on_host: whether each lies in host memory.
         live_weights: numbers that may be gathered at once; 0: a block and the next.
-        buffer_numbers: numbers of the buffer in which gradients are collected to be reduced.
+        buffer_numbers: size of the buffer that collects gradients to be reduced, in numbers.
         update_numbers: numbers of a process's part that are updated at once.
     """
 
@@ -50,7 +50,7 @@ class Split:
     update_numbers: float = inf
 
 
-#: Defaults of DeepSpeed: `reduce_bucket_size`, which a backward pass allocates whatever is trained; and of stage 3
+#: Defaults of DeepSpeed: `reduce_bucket_size`, which every backward pass allocates; and of stage 3
 #: `stage3_max_live_parameters` and `sub_group_size`.
 _ZERO_BUCKET, _ZERO_LIVE, _ZERO_SUB_GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 #: Every process holds everything.
@@ -58,7 +58,7 @@ WHOLE = Split()
 
 
 def expected_split(options: ParallelSection) -> Split:
-    """What the strategy will split that the options and the launcher ask for; joins no process.
+    """Return the split by the strategy that the options and the launcher select; joins no process.
 
     Raises:
         ConfigError: see `with_launcher`.
@@ -94,19 +94,19 @@ def expected_split(options: ParallelSection) -> Split:
 
 
 def _offloads_weights() -> bool:
-    """Whether ZeRO-3 with offloading has the weights on the host too; a launcher's file may say that it does not."""
+    """Return whether ZeRO-3 with offloading also has the weights on the host, unless a launcher's file disables it."""
     launched = says_yes(USE_DEEPSPEED)
     return not launched or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none"
 
 
 def with_launcher(options: ParallelSection) -> ParallelSection:
-    """The options, completed by what the launcher's file asks for.
+    """Return the options, completed by the launcher's file.
 
-    With FSDP2 they count more than that file, which cannot say that something is left at its default. Then
-    `fsdp_group_size` has a value if groups hold copies of each other.
+    With FSDP2 they take precedence over that file, which cannot mark settings as defaults. Then `fsdp_group_size` has a
+    value if groups hold copies of each other.
 
     Raises:
-        ConfigError: the options contradict the file or each other, or what the file says does not exist here.
+        ConfigError: the options contradict the file or each other, or the file's settings are not supported here.
     """
     launched = says_yes(USE_FSDP)
     if options.fsdp is None and not launched:
@@ -127,14 +127,14 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
         problems.append(Problem("--fsdp_group_size", "groups are for --fsdp hybrid; `full` splits over all processes"))
     if problems:
         raise ConfigError(problems)
-    found = {
+    updates = {
         "fsdp": kind,
         "fsdp_group_size": (group_size or local_world_size()) if kind == "hybrid" else None,
         "fsdp_reshard_after_forward": options.fsdp_reshard_after_forward
         and not (launched and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() in ("false", "0")),
         "fsdp_cpu_offload": options.fsdp_cpu_offload or (launched and says_yes("FSDP_OFFLOAD_PARAMS")),
     }
-    return options.model_copy(update=found)
+    return options.model_copy(update=updates)
 
 
 def _with_deepspeed(options: ParallelSection) -> ParallelSection:
@@ -142,16 +142,16 @@ def _with_deepspeed(options: ParallelSection) -> ParallelSection:
     own = options.model_dump(include={"zero_stage", "zero_offload"}, exclude_defaults=True)
     if own:
         raise ConfigError([Problem(f"--{name}", message) for name in own])
-    found = {
+    updates = {
         "deepspeed": True,
         "zero_stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
         "zero_offload": os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
     }
-    return options.model_copy(update=found)
+    return options.model_copy(update=updates)
 
 
 def _launcher_problems() -> Iterator[Problem]:
-    """What the launcher asks of FSDP that is done in another way here, or not at all."""
+    """Yield problems with the launcher's FSDP settings that are made in another way here, or not supported."""
     if os.environ.get("FSDP_VERSION", "1") != "2":
         yield Problem(
             "fsdp_version", "FSDP1 is not supported; write `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml"
@@ -167,5 +167,5 @@ def _launcher_problems() -> Iterator[Problem]:
         yield Problem("fsdp_ignored_modules", "no module is left out; remove it")
     for name in _OTHER_DIMENSIONS:
         if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1:
-            way_out = "remove it" if name == "TP" else "remove it, and split clips over processes with --sp_size"
-            yield Problem(f"parallelism_config_{name.lower()}_size", f"is not supported; {way_out}")
+            remedy = "remove it" if name == "TP" else "remove it, and split clips over processes with --sp_size"
+            yield Problem(f"parallelism_config_{name.lower()}_size", f"is not supported; {remedy}")

@@ -1,8 +1,9 @@
-"""Sharded optimizer state on disk: each process writes its slices, and `torch.distributed.checkpoint` reads them for any number.
+"""Sharded optimizer state on disk: each process writes its slices, and any number of processes can read them.
 
-The layout is that of torch's `HuggingFaceStorageWriter`: a safetensors file for each process, whose metadata say where each
-slice begins in its tensor. The writer itself is not used: it plans with all processes, while a background thread must talk
-to none, it puts a whole file together in memory, and it hashes nothing.
+`torch.distributed.checkpoint` reads them. The layout is that of torch's `HuggingFaceStorageWriter`: a safetensors file
+for each process, whose metadata hold the offset of each slice in its tensor. The writer itself is not used: it plans
+with all processes, while a background thread must talk to none, it builds a whole file in memory, and it hashes
+nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-#: Where a checkpoint has the slices.
+#: Folder of the slices in a checkpoint.
 SLICES_FOLDER = "optimizer"
 _NAME = "shard-{rank:05}-of-{size:05}.safetensors"
 _SCALARS = (int, float, bool, str, type(None))
@@ -30,13 +31,13 @@ _SCALARS = (int, float, bool, str, type(None))
 
 @dataclass(frozen=True)
 class Slices:
-    """What one process has of an optimizer's state.
+    """One process's slices of an optimizer's state.
 
     Attributes:
         tensors: its slices by `weight/name of the state`; they refer to the optimizer's own memory.
-        begins: where each begins in its whole tensor, in elements of each dimension.
-        values: what is no tensor, the same on all processes: the parameter groups, and numbers by weight.
-        rank, size: which process, of how many.
+        begins: offset of each slice in its whole tensor, in elements of each dimension.
+        values: values that are not tensors, equal on all processes: the parameter groups, and numbers by weight.
+        rank, size: index of the process, and number of processes.
     """
 
     tensors: dict[str, Tensor]
@@ -57,12 +58,12 @@ class Slices:
         return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
 
 
-def slices_of(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | None:
-    """This process's slices of an optimizer's state; None if it holds what has no slices, such as packed low-bit numbers.
+def build_slices(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | None:
+    """Return this process's slices of an optimizer's state, or None if it cannot be sliced, as packed low-bit numbers.
 
     Args:
-        state: as `get_optimizer_state_dict` says it, with sharded tensors.
-        rank, size: of this process, and of all.
+        state: state from `get_optimizer_state_dict`, with sharded tensors.
+        rank, size: index of this process, and number of processes.
     """
     tensors, begins, numbers = {}, {}, {}
     for weight, values in state["state"].items():
@@ -70,10 +71,10 @@ def slices_of(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | Non
             key = f"{weight}/{name}"
             if isinstance(value, _SCALARS):
                 numbers[key] = value
-            elif not isinstance(value, Tensor) or type(_local(value)) is not Tensor:
+            elif not isinstance(value, Tensor) or type(_to_local(value)) is not Tensor:
                 return None
-            elif (begin := _begin(value, rank=rank)) is not None:
-                tensors[key], begins[key] = _local(value), begin
+            elif (begin := _slice_offset(value, rank=rank)) is not None:
+                tensors[key], begins[key] = _to_local(value), begin
     groups = state["param_groups"]
     if not all(_is_plain(value) for group in groups for value in group.values()):
         return None
@@ -81,15 +82,15 @@ def slices_of(state: Mapping[str, Any], *, rank: int, size: int) -> Slices | Non
 
 
 def read_into(state: dict[str, Any], folder: Path, *, group: dist.ProcessGroup | None) -> None:
-    """Read slices into the tensors of an optimizer's state, whoever wrote them; every process must call it.
+    """Read slices into the tensors of an optimizer's state, by any number of writers; every process must call it.
 
     Args:
-        state: see `slices_of`; its tensors are filled in place.
-        folder: has the files.
-        group: whose processes read together, between their hosts.
+        state: see `build_slices`; its tensors are filled in place.
+        folder: folder of the files.
+        group: group whose processes read together, between their hosts.
 
-    Raises:
-        CheckpointException: a tensor is not there, or of another shape.
+        Raises:
+            CheckpointException: a tensor is missing, or has another shape.
     """
     tensors = {
         f"{weight}/{name}": value
@@ -101,19 +102,19 @@ def read_into(state: dict[str, Any], folder: Path, *, group: dist.ProcessGroup |
 
 
 def read_whole(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole state in host memory, by the weights' names, for a process that holds all of it.
+    """Read the whole state into host memory, by the weights' names, for a process that holds all of it.
 
     Args:
-        folder: has the files.
-        values: `Slices.values` of what was saved.
+        folder: folder of the files.
+        values: `Slices.values` that were saved.
     """
     reader = HuggingFaceStorageReader(str(folder))
     tensors: dict[str, Tensor] = {
-        name: torch.empty(found.size, dtype=found.properties.dtype)  # type: ignore[union-attr]
-        for name, found in reader.read_metadata().state_dict_metadata.items()
+        name: torch.empty(stored.size, dtype=stored.properties.dtype)  # type: ignore[union-attr]
+        for name, stored in reader.read_metadata().state_dict_metadata.items()
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process wants all of it
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process reads all of it
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     state: dict[str, dict[str, Any]] = {}
     for key, value in {**tensors, **values["numbers"]}.items():
@@ -122,8 +123,8 @@ def read_whole(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": values["param_groups"]}
 
 
-def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names, or numbers, for the weights."""
+def rename_weights(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with other names, or indexes, for the weights."""
     return {
         "state": {names[weight]: values for weight, values in state["state"].items()},
         "param_groups": [{**g, "params": [names[weight] for weight in g["params"]]} for g in state["param_groups"]],
@@ -131,22 +132,25 @@ def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Names of the trained weights, in the order in which the optimizer has them."""
+    """Return the names of the trainable weights, in the optimizer's order."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _local(value: Tensor) -> Tensor:
+def _to_local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _begin(value: Tensor, *, rank: int) -> list[int] | None:
-    """Where this process's slice begins; None if it has none, or if another process writes the same."""
+def _slice_offset(value: Tensor, *, rank: int) -> list[int] | None:
+    """Return the offset of this process's slice, or None if it has none, or if another process writes the same."""
     if not isinstance(value, DTensor):
         return [0] * value.dim() if rank == 0 else None
     mesh = value.device_mesh
-    place = mesh.get_coordinate()
-    assert place is not None, "a process outside the mesh holds none of it"
-    copies = any(at and isinstance(kind, Replicate) for at, kind in zip(place, value.placements, strict=True))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a process outside the mesh holds none of it"
+    copies = any(
+        position and isinstance(placement, Replicate)
+        for position, placement in zip(coordinate, value.placements, strict=True)
+    )
     if copies or not value.to_local().numel():
         return None
     _, begin = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
@@ -154,7 +158,7 @@ def _begin(value: Tensor, *, rank: int) -> list[int] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON brings it back."""
+    """Return whether JSON restores the value."""
     if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
+        return all(_is_plain(element) for element in value)
     return isinstance(value, _SCALARS)

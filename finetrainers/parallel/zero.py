@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO through accelerate: optimizer state, gradients (2) and weights (3) are split.
 
-Accelerate's own stepping is not used. It updates the weights within `backward` of the last micro-batch, so that nobody
-could look at a step before it happens; and it has DeepSpeed divide by a fixed number of micro-batches.
+Accelerate's own stepping is not used. It updates the weights within `backward` of the last micro-batch, so that a step
+could not be checked before it happens; and it has DeepSpeed divide by a fixed number of micro-batches.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 _TAG = "state"
 _LAYOUT = "DeepSpeed ZeRO-{stage} (processes: {processes})"
-#: Optimizers with the two moments of Adam in fp32, by which DeepSpeed's converter goes.
+#: Optimizers with the two moments of Adam in fp32, which DeepSpeed's converter expects.
 _RESHARDED = ("adam", "adamw", "adamw-deepspeed-cpu")
 
 
 def make_plugin(options: ParallelSection) -> DeepSpeedPlugin:
-    """What a file of `accelerate launch` would say."""
+    """Return the plugin that a file of `accelerate launch` would configure."""
     host = "cpu" if options.zero_offload else "none"
     return DeepSpeedPlugin(
         zero_stage=options.zero_stage,
@@ -56,7 +56,7 @@ def make_plugin(options: ParallelSection) -> DeepSpeedPlugin:
 def complete_settings(
     settings: dict[str, Any], *, batch_size: int, accumulation: int, processes: int, max_grad_norm: float
 ) -> None:
-    """Write what the run's own options say into the config that DeepSpeed reads."""
+    """Write the run's own options into the config that DeepSpeed reads."""
     settings["train_micro_batch_size_per_gpu"] = batch_size
     settings["gradient_accumulation_steps"] = accumulation
     settings["train_batch_size"] = batch_size * accumulation * processes
@@ -71,10 +71,10 @@ def split_weights(
     """Shard a network from host memory, weight by weight (ZeRO-3). DeepSpeed would move all of it to the device first.
 
     Args:
-        network: on the CPU. Its buffers are moved to the device.
+        network: the network, on the CPU. Its buffers are moved to the device.
         settings: DeepSpeed's config.
-        device: of this process.
-        computed: dtype of the mixed precision, which DeepSpeed casts to; None: as it is.
+        device: device of this process.
+        computed: dtype of the mixed precision, which DeepSpeed casts to, or None for no cast.
     """
     from deepspeed import zero
 
@@ -87,27 +87,29 @@ def split_weights(
 
 
 def whole_weights(network: nn.Module, *, gathers: bool, wanted: Wanted) -> dict[str, Tensor]:
-    """Trained weights and buffers by name, each copied to host memory before the next is gathered.
+    """Return trainable weights and buffers by name, each copied to host memory before the next is gathered.
 
     Args:
-        network: below DeepSpeed's engine.
-        gathers: whether weights are sharded (ZeRO-3), so that all processes must call this. The frozen ones are left out then.
-        wanted: which of them this process is given.
+        network: the network, without DeepSpeed's engine.
+        gathers: whether weights are sharded (ZeRO-3), so that all processes must call this. Frozen ones are then left
+            out.
+        wanted: selects tensors for this process by name.
     """
     from deepspeed import zero
 
     frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
-    found = {}
+    weights = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
         if name in frozen:
             if wanted(name) and not gathers:
-                found[name] = tensor.detach()
+                weights[name] = tensor.detach()
             continue
-        # Under stages 1 and 2 trained weights are pieces of one flat tensor, which a file of named tensors cannot hold.
+        # Under stages 1 and 2 trainable weights are pieces of one flat tensor, which a file of named tensors cannot
+        # hold.
         with zero.GatheredParameters(tensor) if gathers and tensor.requires_grad else nullcontext():
             if wanted(name):
-                found[name] = tensor.detach().to("cpu", copy=True)
-    return found
+                weights[name] = tensor.detach().to("cpu", copy=True)
+    return weights
 
 
 def convert(saved: Path, converted: Path) -> None:
@@ -168,8 +170,8 @@ class ZeRO(Strategy):
             self._plugin.deepspeed_config, batch_size=config.dataloader.batch_size, accumulation=self.accumulation,
             processes=self.world_size, max_grad_norm=self.max_grad_norm,
         )  # fmt: skip
-        # Accelerate tells transformers of stage 3, which would cut the frozen text encoders into shards that nobody
-        # puts together again.
+        # Accelerate passes stage 3 to transformers, which would cut the frozen text encoders into shards that are never
+        # joined again.
         unset_hf_deepspeed_config()
 
     @classmethod
@@ -186,7 +188,7 @@ class ZeRO(Strategy):
             message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
             raise ConfigError([Problem("DeepSpeed", message)])
         self.optimizer_shards = self.world_size
-        # Each process has a part of its own.
+        # Each process has a separate part.
         self.optimizer_layout = _LAYOUT.format(stage=stage, processes=self.world_size)
         self._reshards = config.optimizer.optimizer in _RESHARDED and not config.optimizer.use_8bit_bnb
         self._splits_weights = stage == 3
@@ -198,7 +200,7 @@ class ZeRO(Strategy):
         if on_cpu:
             group["backend"] = "gloo"
         plugin = None if says_yes(USE_DEEPSPEED) else make_plugin(self._options)
-        # Accelerate asks for this variable too; a later run of this process may want another strategy.
+        # Accelerate also reads this variable; a later run of this process may use another strategy.
         with patch_environment(**{USE_DEEPSPEED: "true"}):
             return super()._join(mixed_precision, on_cpu=False, deepspeed_plugin=plugin, **group)
 
@@ -232,7 +234,7 @@ class ZeRO(Strategy):
         return self._engine, DeepSpeedOptimizer(self._engine)
 
     def _place_frozen(self, model: nn.Module, computed: torch.dtype, blocks: Sequence[str]) -> nn.Module:
-        return model.to(self.device, computed)  # into which DeepSpeed turns the trained network
+        return model.to(self.device, computed)  # the dtype that DeepSpeed converts the trained network to
 
     def accumulate(self, model: nn.Module) -> AbstractContextManager[Any]:
         self._micro_batch += 1
@@ -243,12 +245,12 @@ class ZeRO(Strategy):
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def clip_grad_norm(self) -> Tensor | None:
-        """The norm of the step's gradients, infinite if one of them is not finite; DeepSpeed clips in its step."""
+        """Return the norm of the step's gradients, infinite if one is not finite; DeepSpeed clips in its step."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         optimizer = self._engine.optimizer
-        # The same as its `step` will compute: `get_global_grad_norm` tells only of the step before. It has no public name
-        # under stage 3.
+        # Its `step` will compute the same norm: `get_global_grad_norm` returns that of the step before. There is no
+        # public name under stage 3.
         norm = (
             combine_grad_norm_groups(optimizer._get_norm_groups())
             if self._splits_weights
@@ -256,7 +258,7 @@ class ZeRO(Strategy):
         )
         return norm / optimizer.loss_scale
 
-    # ---- what a checkpoint takes -------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
         wanted = wanted or (lambda _: self.is_main)
@@ -281,7 +283,7 @@ class ZeRO(Strategy):
             UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         )
 
-        # DeepSpeed's converter to its format for any number of processes looks for this, and for nothing else of ours.
+        # DeepSpeed's converter to its format for any number of processes looks for this, and for no other own entry.
         version = {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         self._engine.save_checkpoint(
             str(directory / DEEPSPEED_FOLDER),
@@ -291,7 +293,7 @@ class ZeRO(Strategy):
         )
 
     def reads_optimizer_of(self, layout: str) -> bool:
-        """Its own, and that of another number of processes under the same stage if the optimizer is Adam or AdamW."""
+        """Return whether a layout is this one, or for Adam and AdamW, that of other processes under this stage."""
         own, _, _ = self.optimizer_layout.partition(" (")
         return layout == self.optimizer_layout or (self._reshards and layout.startswith(f"{own} ("))
 
@@ -305,7 +307,7 @@ class ZeRO(Strategy):
         if len(list((saved / _TAG).glob("*optim_states.pt"))) == self.world_size:
             self._engine.load_checkpoint(str(saved), tag=_TAG, load_module_strict=False)
             return
-        with self._resharded(directory) as converted:
+        with self._convert_layout(directory) as converted:
             self._engine._config.load_universal_checkpoint = True  # it has no other switch after the start
             try:
                 self._engine.load_checkpoint(str(converted), tag=_TAG, load_module_strict=False)
@@ -313,18 +315,18 @@ class ZeRO(Strategy):
                 self._engine._config.load_universal_checkpoint = False
 
     @contextmanager
-    def _resharded(self, directory: Path) -> Iterator[Path]:
-        """A folder with DeepSpeed's state of a checkpoint in its universal format, which any number of processes reads.
+    def _convert_layout(self, directory: Path) -> Iterator[Path]:
+        """Convert DeepSpeed's state of a checkpoint to its universal format, for any number of processes, in a folder.
 
-        Rank 0 converts it on disk, next to the checkpoint, where all ranks see it; it takes the room of the state twice.
+        Rank 0 converts it on disk, next to the checkpoint, where all ranks see it; this takes twice the state's space.
         """
         folder: Path | None = None
         try:
             with self.raise_on_all_ranks("converting DeepSpeed's state for this number of processes"):
                 if self.is_main:
-                    # Swept with what killed saves have left.
-                    made = tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent)
-                    folder = Path(made)
+                    # Removed with the leftovers of killed saves.
+                    temporary = tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent)
+                    folder = Path(temporary)
                     convert(directory / DEEPSPEED_FOLDER / _TAG, folder / _TAG)
             yield Path(self.same_on_all(str(folder)))
             self.barrier()
@@ -334,19 +336,19 @@ class ZeRO(Strategy):
 
 
 class DeepSpeedOptimizer:
-    """An optimizer whose update is DeepSpeed's: clip, step, pass on the new weights, forget the gradients."""
+    """Optimizer whose update is DeepSpeed's: clip, step, distribute the new weights, forget the gradients."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As of any optimizer."""
+        """Parameter groups of DeepSpeed's optimizer."""
         return self._engine.optimizer.param_groups
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether DeepSpeed found the last step's gradients to be no numbers."""
+        """True if DeepSpeed found that the last step's gradients were not finite."""
         return bool(getattr(self._engine.optimizer, "overflow", False))
 
     def step(self) -> None:
@@ -354,7 +356,7 @@ class DeepSpeedOptimizer:
         self._engine.step()
 
     def zero_grad(self) -> None:
-        """Forget what was accumulated, as DeepSpeed's own step does when it finds gradients that are no numbers."""
+        """Forget accumulated gradients, as DeepSpeed's own step does when they are not finite."""
         optimizer = self._engine.optimizer
         if hasattr(optimizer, "_overflow_clean_up"):  # stage 3
             optimizer._pre_step()
@@ -366,6 +368,6 @@ class DeepSpeedOptimizer:
             optimizer._offload_accumulated_param_ids = set()
             optimizer.reset_cpu_buffers()
             return
-        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            for group in kept:
-                kept[group] = None
+        for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in gradients:
+                gradients[group] = None

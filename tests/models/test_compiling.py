@@ -21,9 +21,9 @@ from finetrainers.plan.trainable import attach
 
 pytestmark = pytest.mark.usefixtures("traced")
 
-#: Arguments of each prediction in turn, and the graphs of all: one for each class of blocks and size. The first block of
-#: CogVideoX, and the first double block of HunyuanVideo, are given views, and have graphs of their own. HunyuanVideo's text has
-#: another length with every prompt; from the second on, one graph takes all.
+#: Arguments of each prediction in turn, and the graphs of all: one for each class of blocks and size. The first block
+#: of CogVideoX, and the first double block of HunyuanVideo, are given views, and have graphs of their own.
+#: HunyuanVideo's text has another length with every prompt; from the second on, one graph takes all.
 CALLS = {
     "ltx_video": ([{}, {"frames": 1}], 2),
     "cogvideox": ([{}, {"batch": 2}], 2 + 2),
@@ -63,7 +63,7 @@ def test_blocks_are_one_graph_each_and_compute_the_same(family: str, tiny_repo: 
 def test_the_first_block_of_a_lora_has_a_graph_of_its_own(
     tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its input needs no gradient. PEFT's layers and a chosen attention backend are in the graph, whose backward is traced too."""
+    """Its input needs no gradient. PEFT's layers and a chosen attention backend are in the graph, and its backward."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     repo, found = tiny_repo("ltx_video"), []
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path=str(repo), data_root=str(repo))

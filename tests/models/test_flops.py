@@ -50,8 +50,8 @@ def counted(spec: ModelSpec, network: nn.Module, latent: tuple[int, ...], clips:
                 if tensor is not None:
                     module._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         conditions, meta = spec.empty_inputs(clips)
-        conditions = type(conditions)({n: t if t.dtype == torch.bool else t.float() for n, t in conditions.tensors.items()},
-                                      conditions.lengths)  # fmt: skip
+        tensors = {n: t if t.dtype == torch.bool else t.float() for n, t in conditions.tensors.items()}
+        conditions = type(conditions)(tensors, conditions.lengths)
         x = torch.empty(clips, *latent)
         t = torch.zeros(clips, dtype=torch.float32 if spec.facts.is_flow else torch.long)
         with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as forward:
@@ -75,7 +75,7 @@ CASES = [
 def test_formula_agrees_with_the_counter(
     name: str, training_type: str, tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Forward exactly. Backward of a further block exactly, and of all within 1 %: at the first block, some inputs need none."""
+    """Forward exactly. Backward of one more block exactly, of all within 1 %: first inputs may need none."""
     published = NETWORKS[name]
     repo = published_repository(tiny_repo(published.family, **published.tiny), tmp_path, published.config)
     config = load_config(

@@ -17,7 +17,8 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Batch, Conditions, SampleRequest, VideoMeta
 
-#: "1.5-i2v" is put together here: two latent frames a patch, and an inverted scale of images. Three latent frames get one in front.
+#: "1.5-i2v" is put together here: two latent frames a patch, and an inverted scale of images. Three latent frames get
+#: one in front.
 VERSIONS = [("cogvideox", "i2v", 0), ("cogvideox", "1.5-i2v", 1), ("hunyuan_video", "i2v", 0)]
 REQUEST = SampleRequest(num_frames=9, height=64, width=64, frame_rate=8.0, num_inference_steps=2, guidance_scale=2.0)
 

@@ -1,4 +1,4 @@
-"""Samples of LTX-Video with given frames, against diffusers' image-to-video and condition pipelines, and a loop of its own."""
+"""Samples of LTX-Video with given frames, against diffusers' image-to-video and condition pipelines, and a loop."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_prefix_of_one_frame_is_what_the_image_to_video_pipeline_samples(parts
 
 
 def test_a_longer_prefix_is_what_the_condition_pipeline_samples(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apart from its later convention for the time of a latent frame, its own schedule, and noise that it adds to given frames."""
+    """Apart from its later convention for latent frame times, its own schedule, and its noise on given frames."""
 
     def coordinates(ids: torch.Tensor, **options: Any) -> torch.Tensor:
         return (
@@ -104,7 +104,7 @@ def test_a_longer_prefix_is_what_the_condition_pipeline_samples(parts: Parts, mo
 
 
 def by_hand(parts: Parts, latents: torch.Tensor, given: torch.Tensor) -> np.ndarray:
-    """Euler steps with guidance by the network itself; noise `[1, C, T, H, W]` follows the posteriors' in the generator."""
+    """Take Euler steps with guidance by the network itself; noise `[1, C, T, H, W]` is drawn after the posteriors'."""
     spec, meta = parts.spec, spec_meta(REQUEST)
     x = latents
     for step in range(STEPS):

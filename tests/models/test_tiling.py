@@ -1,4 +1,4 @@
-"""A VAE that runs out of memory is retried clip by clip, then in tiles, and remembers the size; never as the user has not allowed."""
+"""A VAE that runs out of memory is retried clip by clip, then in tiles, if allowed, and remembers the size."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_batch_is_retried_clip_by_clip_before_its_clips_are_tiled(
 def test_an_oom_in_the_middle_of_a_batch_tiles_all_of_it(
     tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clips that were encoded before the OOM, and other media of the same clips, are encoded once more, with the same noise."""
+    """Clips that were encoded before the OOM, and their other media, are encoded again, with the same noise."""
     from finetrainers.utils.faults import arm_faults
 
     repo = tiny_repo("ltx_video")
@@ -112,7 +112,7 @@ def test_an_oom_in_the_middle_of_a_batch_tiles_all_of_it(
     asked = load(repo, "ltx_video", enable_slicing=True, enable_tiling=True)
     encoders = [one.load_clip_encoders() for one in (spec, asked)]
     for one in encoders:
-        for name in ("tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height", "tile_sample_stride_width"):  # fmt: skip
+        for name in (f"tile_sample_{kind}_{side}" for kind in ("min", "stride") for side in ("height", "width")):
             setattr(one["vae"], name, 32)
     for one in (spec, asked):
         one.facts = replace(one.facts, first_frame="channels", first_frame_noise=(-3.0, 0.5))
@@ -149,7 +149,7 @@ def test_an_oom_in_the_middle_of_a_batch_tiles_all_of_it(
 def test_what_is_not_retried(
     options: dict[str, Any], fault: str, tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiling that the user has decided, other errors; and tiles that do not fit either are an error at the next clip."""
+    """Tiling set by the user, and other errors; tiles that do not fit either are an error at the next clip."""
     from finetrainers.utils.faults import arm_faults
 
     spec = load(tiny_repo("ltx_video"), "ltx_video", **options)

@@ -1,4 +1,4 @@
-"""Which clips the VAE works on in tiles, or one at a time, when nobody says so: those that would take too much memory."""
+"""Clips that the VAE works on in tiles, or one at a time, by default: those that would take too much memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def peak(work: Callable[[], Any]) -> int:
 @pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "size"),
-    [("ltx_video", (9, 128, 128)), ("hunyuan_video", (17, 128, 128)), ("hunyuan_video", (17, 720, 1280)), ("cogvideox", (17, 128, 128))],
+    [
+        ("ltx_video", (9, 128, 128)), ("hunyuan_video", (17, 128, 128)), ("hunyuan_video", (17, 720, 1280)),
+        ("cogvideox", (17, 128, 128)),
+    ],
 )  # fmt: skip
 def test_the_estimate_is_what_the_published_networks_take(
     family: str, size: tuple[int, int, int], tmp_path: Path
@@ -162,8 +165,8 @@ def test_the_vae_is_set_before_every_use(
     settings.pop()
     run(0.5 * one, enable_slicing=False, enable_tiling=False)
     run(2.5 * one, enable_slicing=True, enable_tiling=True)
-    # With slicing, clips are converted one by one. LTX-Video also splits the batch to decode, since its VAE does not split
-    # timesteps.
+    # With slicing, clips are converted one by one. LTX-Video also splits the batch to decode, since its VAE does not
+    # split timesteps.
     decoded = {"ltx_video": 2}.get(family, 1)
     wanted = [(True, True), (True, False), (False, False), (False, False), (True, True)]
     assert settings == [one for setting in wanted for one in [setting] * (2 + decoded if setting[0] else 2)]

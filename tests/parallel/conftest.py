@@ -71,7 +71,7 @@ def options(tiny_repo: Callable[..., Path], five_clips: Path, five_pairs: str) -
 
 @pytest.fixture(scope="module")
 def launch(python_of_module: Python) -> Callable[..., list[dict[str, Any]]]:
-    """`launch(launcher, jobs, directory, script=..., **environment)`: what each of the (two) ranks wrote down, by job."""
+    """`launch(launcher, jobs, directory, script=..., **environment)`: the records of each of two ranks, by job."""
 
     def start(
         launcher: list[str],
@@ -88,7 +88,8 @@ def launch(python_of_module: Python) -> Callable[..., list[dict[str, Any]]]:
             "-m", *launcher, str(script), str(directory / "jobs.json"), str(directory), timeout=TIMEOUT_S, **environment
         )
         files = [directory / f"rank{rank}.json" for rank in range(processes)]
-        # Strategies sometimes abort while the interpreter shuts down, when all is done; what counts is that all is done.
+        # Strategies sometimes abort while the interpreter shuts down, when all is done; what counts is that all is
+        # done.
         assert all(file.is_file() for file in files), said[-9000:]
         return [json.loads(file.read_text()) for file in files]
 

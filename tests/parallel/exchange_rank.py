@@ -122,8 +122,10 @@ class Rank:
         self.parallel.drop_gradients()
         return found
 
-    def step(self, guard: MemoryGuard, rows: list[Rows], *, spare: Any, failing: int | None = None, fault: Any = None) -> list[Tensor | None]:  # fmt: skip
-        """The exchanged gradients; `fault` happens in the backward pass of micro-batch `failing`, at the first attempt."""
+    def step(
+        self, guard: MemoryGuard, rows: list[Rows], *, spare: Any, failing: int | None = None, fault: Any = None
+    ) -> list[Tensor | None]:
+        """Return the exchanged gradients; `fault` is in backward of micro-batch `failing`, at the first attempt."""
         for number, attempt in enumerate(guard.attempts(Step(rows))):
             with attempt:
                 self.parallel.begin_step(len(attempt))
@@ -154,7 +156,8 @@ def fail() -> None:
 
 
 def guard_of(rank: Rank) -> MemoryGuard:
-    return MemoryGuard(parallel=rank.parallel, run_dir=SimpleNamespace(event=lambda *_, **__: None), refusal=None)  # type: ignore[arg-type]
+    run_dir: Any = SimpleNamespace(event=lambda *_, **__: None)
+    return MemoryGuard(parallel=rank.parallel, run_dir=run_dir, refusal=None)
 
 
 def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:

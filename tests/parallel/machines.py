@@ -1,7 +1,8 @@
 """Two machines for a test: network namespaces of this one, joined by a cable, which share its disk.
 
-Each has an address, an interface and a loopback of its own, and no way to the other one but the cable. The host's name is
-the same on both, and resolves to a loopback address, as on many clusters: what tells them apart is `GLOO_SOCKET_IFNAME`.
+Each has an address, an interface and a loopback of its own, and no way to the other one but the cable. The host's name
+is the same on both, and resolves to a loopback address, as on many clusters: what tells them apart is
+`GLOO_SOCKET_IFNAME`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Machines:
             machine,
             *("bash", "examples/cluster/node.sh", *flags),
             **{
-                "NUM_MACHINES": "2", "MACHINE_RANK": str(machine), "MAIN_PROCESS_IP": ADDRESSES[0], "MAIN_PROCESS_PORT": PORT,
+                "NUM_MACHINES": "2", "MACHINE_RANK": str(machine), "MAIN_PROCESS_IP": ADDRESSES[0],
+                "MAIN_PROCESS_PORT": PORT,
                 "GPUS_PER_MACHINE": str(processes), "ACCELERATE_USE_CPU": "true", **environment,
             },
         )  # fmt: skip

@@ -1,11 +1,11 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
 Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
-`_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
-`_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
-`_least_file_bytes` (of weight files that ranks share),
-`_copied` (whether weights are loaded in turns, in the dtype that is trained),
-and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself).
+`_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of
+NaN) `_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
+`_least_file_bytes` (of weight files that ranks share), `_copied` (whether weights are loaded in turns, in the dtype
+that is trained), and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for
+itself).
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
 
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    # One process group serves all jobs: made a second time over the same store, it would find the first one's addresses.
+    # One process group serves all jobs: made a second time over the same store, it would find the first one's
+    # addresses.
     Strategy.close = Strategy.barrier  # type: ignore[method-assign]
     uses_deepspeed = any(name in jobs.read_text() for name in ("deepspeed", "_zero_stage"))
     if find_spec("deepspeed") is not None and uses_deepspeed:

@@ -65,7 +65,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def networks(spec: Any, group: Any, *, adapted: str | None = None, mode: SpMode = "ulysses") -> Pair:
-    """The same weights twice, the second shared by a group; `adapted`: expression of what a LoRA with dropout targets."""
+    """Return equal networks, the second shared by a group; `adapted`: expression of a LoRA's targets, with dropout."""
     made = []
     for shared in (False, True):
         network = spec.load_transformer(torch.float32)
@@ -97,7 +97,7 @@ def compiled(spec: Any, network: nn.Module) -> Iterator[None]:
 
 
 def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
-    """What `cases.json` has: each group of two computes half of the models' cases, and all four processes the others."""
+    """Compute `cases.json`: each group of two computes half of the models' cases, and all four processes the others."""
     found: dict[str, Any] = {}
     for number, (name, repository) in enumerate(repositories.items()):
         family, _, version = name.partition(" ")
@@ -175,7 +175,7 @@ def attended(*parts: Tensor, **options: Any) -> Tensor:
 
 
 def exact_ring(before: int, tokens: int, after: int, *, masked: bool, compiled: bool = False) -> float:
-    """The largest difference of ring attention in float64 from attention to all tokens, gradients of its inputs included.
+    """Return the largest difference of ring attention in float64 from attention to all tokens, with gradients.
 
     Args:
         before: tokens of the text in front of those of the clip.

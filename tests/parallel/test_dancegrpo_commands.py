@@ -1,4 +1,4 @@
-"""DanceGRPO's commands, as docs/reference/dancegrpo.md shows them, train on two processes; only sizes and counts are smaller."""
+"""DanceGRPO's commands of docs/reference/dancegrpo.md train on two processes, with smaller sizes and counts."""
 
 from __future__ import annotations
 

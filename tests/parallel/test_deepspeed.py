@@ -180,7 +180,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_process_writes_its_part(stage: int, jobs: Any) -> None:
-    """Weights in several files, and DeepSpeed's own, which the processes have hashed between them; nothing is damaged."""
+    """Weights in several files, and DeepSpeed's own, which the processes have hashed together; nothing is damaged."""
     root, _ = jobs
     checkpoint = root / f"full {stage}" / "checkpoints" / "step-2"
     files = read_manifest(checkpoint)["files"]

@@ -1,4 +1,4 @@
-"""Averages that are made during backward are those of every gradient by itself, and a step can be retried: two real processes."""
+"""Averages made during backward are those of every gradient by itself, and a step can be retried: two processes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ HYBRID = {"fsdp": "hybrid", "fsdp_group_size": 1, "sync_each_batch": True}
 MIXED = {"training_type": "full-finetune", "mixed_precision": "bf16", "fsdp_cpu_offload": True, "train_steps": 2}
 #: The reference model is a frozen copy of the network, which is sharded as well. A larger beta multiplies what rounds.
 PAIRS = {
-    "method": "dpo", "dpo": {"beta": 50.0}, **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1, "eval_steps": 2,
+    "method": "dpo", "dpo": {"beta": 50.0}, **FULL, "gradient_accumulation_steps": 1, "eval_num_items": 1,
+    "eval_steps": 2,
 }  # fmt: skip
 #: The reference model is the network with a frozen adapter, which is sharded as well.
 SECOND_ROUND = {
@@ -256,7 +257,7 @@ def test_resuming_changes_nothing(jobs: Any) -> None:
 
 
 def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Any, single: dict[str, Path]) -> None:
-    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed continues from them."""
+    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed loads them."""
     ours, theirs = jobs[0] / "gathered" / "checkpoints" / "step-2", single["full"] / "checkpoints" / "step-2"
     close(weights(ours), weights(theirs))
     found, expected = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))
@@ -348,7 +349,8 @@ def test_sizes_that_do_not_divide_and_two_dtypes(
 ) -> None:
     """Three processes, of a network that keeps modules in fp32 among bf16 weights: what it saves is what it was."""
     changes = {
-        **FULL, "train_steps": 1, "fsdp": "full", "optimizer": "adamw", "lr": 0.0, "weight_decay": 0.0, "max_grad_norm": 1.0,
+        **FULL, "train_steps": 1, "fsdp": "full", "optimizer": "adamw", "lr": 0.0, "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
         "gradient_accumulation_steps": 1, "master_weights": "stochastic_rounding", "transformer_dtype": "bf16",
         "mixed_precision": "bf16",
     }  # fmt: skip
@@ -391,7 +393,7 @@ def test_a_module_of_two_dtypes_is_refused() -> None:
 
 
 def test_calls_without_backward_see_the_same_inputs(tiny_repo: Callable[..., Path]) -> None:
-    """The weights that are in no layer stay gathered, in bf16, after such a call; guidance must not be rounded to it then."""
+    """Weights outside of layers stay gathered, in bf16, after such a call; guidance must not be rounded to it then."""
     spec = get_family("hunyuan_video").load(
         ModelSection(model_name="hunyuan_video", pretrained_model_name_or_path=str(tiny_repo("hunyuan_video")))
     )

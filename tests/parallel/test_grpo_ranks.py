@@ -67,8 +67,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "nft, fsdp2": {"fsdp": "full"},
     "full, fsdp2": {"fsdp": "full", "sync_each_batch": True},
 }
-#: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time. Of `shared`, the two
-#: clips that are trained may be on one rank, and both go backward.
+#: Without replay, against replay on one process. Of `drawn`, the ranks train other steps at the same time. Of `shared`,
+#: the two clips that are trained may be on one rank, and both go backward.
 REWEIGHT, RETAIN = {"rollout_gradients": "reweight"}, {"rollout_gradients": "retain"}
 REWEIGHTED: dict[str, dict[str, Any]] = {
     "one group": {**REWEIGHT, "oom_retry": "off"},

@@ -1,4 +1,4 @@
-"""Two machines, as two network namespaces: the recipe of examples/cluster starts, loses and restarts a run across them."""
+"""Two machines, as two network namespaces: the recipe of examples/cluster starts, loses and restarts a run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def kill_in_step(pair: Machines, killed: list[Any]) -> None:
 def test_a_machine_is_killed_and_the_same_command_continues(
     pair: Machines, python: Python, options: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Two machines compute what two processes of one do; after a kill the run resumes from the parts that both wrote."""
+    """Two machines compute what two processes of one do; after a kill the run resumes from the parts of both."""
     config = tmp_path / "run.toml"
     values = options(tmp_path / "absent", **RUN)
     del values["output_dir"]

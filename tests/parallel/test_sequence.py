@@ -1,4 +1,4 @@
-"""Sequence parallelism on four real processes over gloo, in groups of two and of four, by both exchanges: as one process with whole clips."""
+"""Sequence parallelism on four gloo processes, in groups of two and four, by both exchanges: as one process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from finetrainers.utils.video import read_mp4
 pytestmark = pytest.mark.slow
 
 SCRIPT, TIMEOUT_S = Path(__file__).with_name("sequence_rank.py"), 600
-#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be rounded in
-#: another way for the rows of one process than for those of all, and gradients are sums over other parts.
+#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be
+#: rounded in another way for the rows of one process than for those of all, and gradients are sums over other parts.
 TOLERANCE = 1e-6
 LORA = {
     "batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 2, "eval_num_items": 1, "eval_steps": 2,
@@ -31,13 +31,15 @@ LORA = {
 FULL = {"training_type": "full-finetune", "train_steps": 2, "max_grad_norm": 0.02}
 SAMPLES = {"validation_prompts": "one@@@9x64x64:::two@@@9x64x64:::three@@@9x64x64", "validation_inference_steps": 2}
 PROMPTS = {
-    "reward": ["brightness"], "rollout_size": "9x64x64", "num_generations": 4, "sampling_steps": 3, "optimizer": "adamw",
+    "reward": ["brightness"], "rollout_size": "9x64x64", "num_generations": 4, "sampling_steps": 3,
+    "optimizer": "adamw",
 }  # fmt: skip
 #: By the default, the loss has what is rounded 2000 times as large; a ring rounds in forward, too.
 DPO = {**FULL, "method": "dpo", "dpo.beta": 50.0, "fsdp": "hybrid", "fsdp_group_size": 2}
 ZERO = {**FULL, "deepspeed": True, "zero_stage": 3}
 NFT = {
-    **PROMPTS, "method": "nft", "prompts_per_step": 2, "num_generations": 2, "nft_timesteps": 1, "init_same_noise": False,
+    **PROMPTS, "method": "nft", "prompts_per_step": 2, "num_generations": 2, "nft_timesteps": 1,
+    "init_same_noise": False,
     "train_steps": 1,
 }  # fmt: skip
 #: Options of four processes in groups of two. One process with whole clips has twice the batch.
@@ -46,7 +48,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "interrupted": {**LORA, "train_steps": 1},
     "resumed": {**LORA, "resume_from_checkpoint": "latest"},
     "in one group, by a ring": {
-        **LORA, "sp_mode": "ring", "sp_size": 4, "batch_size": 4, "resume_from_checkpoint": "interrupted/checkpoints/step-1",
+        **LORA, "sp_mode": "ring", "sp_size": 4, "batch_size": 4,
+        "resume_from_checkpoint": "interrupted/checkpoints/step-1",
     },
     "swapped": {
         "family": "hunyuan_video", "train_steps": 1, "gradient_checkpointing": True, "blocks_to_swap": 4,
@@ -58,12 +61,16 @@ JOBS: dict[str, dict[str, Any]] = {
         "activation_memory": "keep_attention",
     },
     "ring, grpo": {
-        **PROMPTS, "method": "grpo", "sp_mode": "ring", "fsdp": "full", "prompts_per_step": 2, "num_generations": 2, "kl_coef": 0.1, "train_steps": 1,
+        **PROMPTS, "method": "grpo", "sp_mode": "ring", "fsdp": "full", "prompts_per_step": 2, "num_generations": 2,
+        "kl_coef": 0.1, "train_steps": 1,
     },
     "ring, groups": {**DPO, "sp_mode": "ring"},
     "fsdp2": {**SAMPLES, "fsdp": "full", "train_steps": 2, "max_grad_norm": 0.02},
     "zero-3": ZERO,
-    "grpo": {**PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1, "keep_rollouts_every": 1},
+    "grpo": {
+        **PROMPTS, "method": "grpo", "prompts_per_step": 2, "best_of_n": 2, "batch_size": 2, "kl_coef": 0.1,
+        "keep_rollouts_every": 1,
+    },
     "nft": NFT,
 }  # fmt: skip
 

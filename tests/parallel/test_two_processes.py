@@ -27,7 +27,9 @@ FULL = {"training_type": "full-finetune", "max_grad_norm": 0.02}
 #: Job -> options of both ranks. Where a single process is compared, it has twice the batch size.
 JOBS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "precomputed": {**PLAIN, "validation_steps": None, "validation_prompts": None, "eval_reward": [], "precompute_conditions": True},
+    "precomputed": {
+        **PLAIN, "validation_steps": None, "validation_prompts": None, "eval_reward": [], "precompute_conditions": True,
+    },
     "uneven": {"batch_size": 2, "gradient_accumulation_steps": 2, "eval_num_items": 1, "train_steps": 2},
     "straight": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 2},
     "interrupted": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 1, "gradient_checkpointing": True},
@@ -42,11 +44,23 @@ JOBS: dict[str, dict[str, Any]] = {
     "ltx": FULL,
     "hunyuan": {"family": "hunyuan_video", "train_steps": 1, **FULL},
     "cog": {"family": "cogvideox", "train_steps": 1, **FULL},
-    "pairs": {"method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 2, "train_steps": 2, "max_grad_norm": 0.02},
-    "prior": {"prior_preservation_weight": 5.0, "class_prompt": "a pattern", "gradient_accumulation_steps": 2, "eval_num_items": 1, "train_steps": 2},
+    "pairs": {
+        "method": "dpo", "dpo": {"beta": 50.0}, "eval_num_items": 1, "eval_steps": 2, "train_steps": 2,
+        "max_grad_norm": 0.02,
+    },
+    "prior": {
+        "prior_preservation_weight": 5.0, "class_prompt": "a pattern", "gradient_accumulation_steps": 2,
+        "eval_num_items": 1, "train_steps": 2,
+    },
     "whole": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
-    "swapped": {"family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2, "blocks_to_swap": 4, "activation_memory": "offload"},
-    "in the background": {"lora_dropout": 0.5, "use_ema": True, "train_steps": 2, "checkpointing_steps": 1, "async_checkpointing": True, "activation_memory": "auto", "memory_budget": 100, "_measured_on": 1},
+    "swapped": {
+        "family": "hunyuan_video", "gradient_checkpointing": True, "gradient_accumulation_steps": 2,
+        "blocks_to_swap": 4, "activation_memory": "offload",
+    },
+    "in the background": {
+        "lora_dropout": 0.5, "use_ema": True, "train_steps": 2, "checkpointing_steps": 1, "async_checkpointing": True,
+        "activation_memory": "auto", "memory_budget": 100, "_measured_on": 1,
+    },
     "the writer fails": {"train_steps": 4, "checkpointing_steps": 1, "async_checkpointing": True, "_fail_saving_on": 0},
     "quantized": {"quantize_frozen": "fp8", "train_steps": 2},
     "rank 0 fails": {"train_steps": 1, "_fail_saving_on": 0},

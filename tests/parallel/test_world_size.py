@@ -36,7 +36,8 @@ JOBS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 2, "updates_per_rollout": 2, "sampling_steps": 4, "optimizer": "adamw",
     },
 }  # fmt: skip
-#: After which step one process stops, and two end the run; rollouts of two updates each can be resumed between them alone.
+#: After which step one process stops, and two end the run; rollouts of two updates each can be resumed between them
+#: alone.
 STOPS = {"lora": (3, 4), "sharded": (3, 4), "rollouts": (4, 6)}
 
 
@@ -47,7 +48,7 @@ def of_a_reward_run(values: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def roots(options: Callable[..., dict], python_of_module: Python, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`straight-JOB` on two processes; `moved-JOB` on two for two steps, on one to the first of `STOPS`, on two to the end."""
+    """`straight-JOB` on two processes; `moved-JOB` on two for two steps, one to the first stop, two to the end."""
     root = tmp_path_factory.mktemp("world")
     (root / "prompts.txt").write_text("a red ball\na blue cube rolls\na cat\n")
 

@@ -53,7 +53,7 @@ def test_records_of_a_run(
 
     def noted(meter: FlopMeter, arguments: Any, *, trains: bool) -> None:
         if trains:
-            tokens = meter._tokens_of(arguments)
+            tokens = meter._count_tokens(arguments)
             calls.append((meter._flops.of_forward(tokens) + meter._flops.of_backward(tokens), tokens))
         add(meter, arguments, trains=trains)
 

@@ -20,7 +20,7 @@ from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
 from finetrainers.data.cache.encoder_index import recall_files, remember_files
 from finetrainers.models.files.layouts import stored_tensors
-from finetrainers.models.files.original import layouts_of
+from finetrainers.models.files.original import known_layouts
 from finetrainers.models.registry import get_family
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import examine_weights
@@ -68,7 +68,7 @@ def without_weights(repo: Path, to: Path, *, keep: Iterable[str] = ()) -> Path:
 
 def write(weights: dict[str, Tensor], cls: str, kind: str, prefix: str, path: Path) -> Path:
     path.parent.mkdir(exist_ok=True, parents=True)
-    save_file(stored_tensors(layouts_of(cls, weights)[kind], weights, prefix), path)
+    save_file(stored_tensors(known_layouts(cls, weights)[kind], weights, prefix), path)
     return path
 
 

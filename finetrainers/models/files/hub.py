@@ -1,7 +1,8 @@
-"""The hub: whether it answers, which a run asks once, and the config files of a model that lies there.
+"""The Hub: whether it answers, which a run asks once.
 
 The libraries that load models ask it for every file, wait for each answer, and try again when none comes. A run knows
-first, within seconds, and then does without: what is on this disk is loaded, and what is not is an error. Imports no torch.
+first, within seconds, and then does without: what is on this disk is loaded, and what is not is an error. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -14,49 +15,49 @@ from dataclasses import dataclass
 #: Seconds for a connection, and for all of the question: finding an address obeys no time limit.
 _TIMEOUT_S, _DEADLINE_S = 4.0, 6.0
 _SERVER_ERROR = 500
-#: Why it is not asked where the user wants it so.
+#: Why the Hub is not asked, where the user wants it so.
 OFFLINE = "HF_HUB_OFFLINE is set"
 
 
 @dataclass
-class _Known:
-    """Why the hub is not to be asked any more, in words; None: it is."""
+class _Status:
+    """Reason not to ask the Hub any more, as text, or None."""
 
     away: str | None = None
 
 
-_known = _Known()
+_status = _Status()
 
 
 def away() -> str | None:
-    """Why the hub does not answer, as found by the last `ask`; None: it does, or was not asked."""
-    return _known.away
+    """Return why the Hub did not answer the last `ask`, or None if it did or was not asked."""
+    return _status.away
 
 
 def ask(repositories: Sequence[str]) -> str | None:
-    """Ask the hub for one of these, and say why no answer comes; None: one does, or there is nothing to ask for."""
-    _known.away = None
+    """Ask the Hub for one of these, and return why no answer comes, or None if one does or none is asked for."""
+    _status.away = None
     if not repositories:
         return None
     import huggingface_hub
 
-    if huggingface_hub.is_offline_mode():  # as all libraries know
+    if huggingface_hub.is_offline_mode():  # a setting that all libraries share
         return OFFLINE
-    _known.away = _ask(repositories[0], huggingface_hub.constants.ENDPOINT)
-    return _known.away
+    _status.away = _ask(repositories[0], huggingface_hub.constants.ENDPOINT)
+    return _status.away
 
 
 def _ask(repo: str, endpoint: str) -> str | None:
-    heard: list[str | None] = []
-    asking = threading.Thread(target=lambda: heard.append(_no_answer(f"{endpoint}/{repo}")), name="hub", daemon=True)
+    answers: list[str | None] = []
+    asking = threading.Thread(target=lambda: answers.append(_no_answer(f"{endpoint}/{repo}")), name="hub", daemon=True)
     asking.start()
     asking.join(_DEADLINE_S)
-    why = heard[0] if heard else f"no answer within {_DEADLINE_S:g} s"
-    return None if why is None else f"the hub cannot be reached ({endpoint}: {why})"
+    reason = answers[0] if answers else f"no answer within {_DEADLINE_S:g} s"
+    return None if reason is None else f"the hub cannot be reached ({endpoint}: {reason})"
 
 
 def _no_answer(url: str) -> str | None:
-    """Why a request gets no answer; None: it gets one, if only a refusal."""
+    """Return why a request gets no answer, or None if it gets one, even a refusal."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers
 
@@ -67,8 +68,8 @@ def _no_answer(url: str) -> str | None:
     return f"status {response.status_code}" if response.status_code >= _SERVER_ERROR else None
 
 
-def how_to_download(repo: str) -> str:
-    """What to do where the hub does not answer."""
+def download_advice(repo: str) -> str:
+    """Return advice on downloading a repository where the Hub does not answer."""
     return (
         f"download it first where there is a connection (`hf download {repo}`), into the same cache (HF_HOME, or "
         "--cache_dir)"

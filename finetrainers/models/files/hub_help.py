@@ -1,7 +1,8 @@
-"""What to do about a part of a model that could not be had from the hub, said from the error's own cause.
+"""Advice on a part of a model that could not be downloaded from the Hub, from the error's own cause.
 
 Downloading, going on after a connection that broke, waiting after 429 and falling back on what is on disk is
-huggingface_hub's work and done well there; its reasons, though, get lost on the way through the libraries that load models.
+huggingface_hub's work and done well there; its reasons, though, get lost on the way through the libraries that load
+models.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from .hub import OFFLINE, how_to_download
+from .hub import OFFLINE, download_advice
 
 _TOO_MANY = 429
 
 
 def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> str | None:
-    """A sentence for the user; None where the hub is not what failed.
+    """Return a sentence for the user, or None if the Hub is not the cause.
 
     Args:
-        error: what loading raised.
-        repo: id that was asked for.
-        away: why the hub was not asked, if that is known.
+        error: exception that loading raised.
+        repo: id of the requested repository.
+        away: why the Hub was not asked, or None if not known.
     """
     causes = list(_causes(error))
     page = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
@@ -50,15 +51,15 @@ def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> str
     if away is None and huggingface_hub.is_offline_mode():
         away = OFFLINE
     if away or any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled)) for cause in causes):
-        return f"It is not on this disk, and {away or 'the hub cannot be reached'}: {how_to_download(repo)}."
+        return f"It is not on this disk, and {away or 'the hub cannot be reached'}: {download_advice(repo)}."
     return None
 
 
 def fetch_config(repo: str, names: list[str], *, revision: str | None, cache_dir: Path | None) -> None:
-    """Bring the first of these files that the repository has onto this disk.
+    """Download the first of these files that the repository has.
 
     Raises:
-        ValueError: it has none, or the hub does not give it; with the way out.
+        ValueError: it has none, or the Hub refuses it; with the remedy.
     """
     for name in names:
         try:
@@ -77,12 +78,12 @@ def fetch_config(repo: str, names: list[str], *, revision: str | None, cache_dir
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what led to it, raised from it or while it was handled."""
+    """Yield the error and its causes, which it was raised from or while handling."""
     seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [one.__cause__, one.__context__]
+    pending: list[BaseException | None] = [error]
+    while pending:
+        cause = pending.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            pending += [cause.__cause__, cause.__context__]

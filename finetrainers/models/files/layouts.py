@@ -1,10 +1,10 @@
-"""Layouts of single weight files: which tensors of a network a file holds, under which names, joined or not.
+"""Layouts of single weight files: the tensors of a network that a file holds, their names, and whether they are joined.
 
 A network in diffusers layout has its own names. The repositories that published it first, and ComfyUI, have others: one
-tensor for query, key and value, halves in another order. A layout says for every stored tensor of which rows of the
-network's tensors it consists. So one table serves reading, writing, and the comparison of names and shapes by headers.
-diffusers' own converters (`from_single_file`) go in one direction, need the weights, and some know one width of network
-only; tests compare the tables with them.
+tensor for query, key and value, halves in another order. A layout lists, for every stored tensor, the rows of the
+network's tensors that it consists of. So one table serves reading, writing, and the comparison of names and shapes by
+headers. diffusers' own converters (`from_single_file`) go in one direction, need the weights, and some know one width
+of network only; tests compare the tables with them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from torch import Tensor
 
 from finetrainers.utils.text import plural
 
-from .files import some
+from .files import summarize
 
 Shapes = Mapping[str, tuple[int, ...]]
-#: How many names of a network are looked for in a file to find what stands before all of them.
+#: Number of a network's names that are looked up in a file to find their common prefix.
 _PROBES = 12
-#: In a file that holds the whole model, what belongs to its other parts; and statistics that no network has.
+#: Tensors of a model's other parts, in a file that holds the whole model; and statistics that no network has.
 _OTHERS = re.compile(
-    r"^(vae|first_stage_model|text_encoders?|cond_stage_model|conditioner|vision_tower|multi_modal_projector|lm_head|loss)\."
-    r"|per_channel_statistics\.|position_ids$|inv_freq$|^(logit_scale|text_projection\.weight)$|(^|\.)lm_head\.weight$"
+    r"^(vae|first_stage_model|text_encoders?|cond_stage_model|conditioner|vision_tower|multi_modal_projector|lm_head"
+    r"|loss)\.|per_channel_statistics\.|position_ids$|inv_freq$|^(logit_scale|text_projection\.weight)$"
+    r"|(^|\.)lm_head\.weight$"
 )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Part number `part` of `of` equal parts of a network's tensor, along its first axis."""
+    """Part number `part` of `num_parts` equal parts of a network's tensor, along its first axis."""
 
     name: str
     part: int = 0
-    of: int = 1
+    num_parts: int = 1
 
     def cut(self, tensor: Tensor) -> Tensor:
-        return tensor if self.of == 1 else tensor.chunk(self.of, dim=0)[self.part]
+        return tensor if self.num_parts == 1 else tensor.chunk(self.num_parts, dim=0)[self.part]
 
 
 #: The rows that each stored tensor consists of, one after the other.
@@ -52,16 +53,16 @@ Layout = Mapping[str, tuple[Rows, ...]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A name of a network's tensor (a pattern), its stored name (a template), and where each of its equal parts stands in it."""
+    """Pattern of a network's tensor name, template of its stored name, and the places of its equal parts there."""
 
     pattern: str
     template: str
     places: tuple[int, ...] = (0,)
 
 
-def layout_of(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, tuple[Rows, ...]]:
-    """The layout that rules give for a network's tensors; a name without a rule is stored as it is."""
-    found: defaultdict[str, dict[int, Rows]] = defaultdict(dict)
+def build_layout(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, tuple[Rows, ...]]:
+    """Build the layout of a network's tensors by rules; a name without a rule is stored as it is."""
+    layout: defaultdict[str, dict[int, Rows]] = defaultdict(dict)
     for name in names:
         stored: str = name
         places: tuple[int, ...] = (0,)
@@ -71,38 +72,38 @@ def layout_of(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, tuple[Ro
                 stored, places = hit.expand(rule.template), rule.places
                 break
         for part, place in enumerate(places):
-            found[stored][place] = Rows(name, part, len(places))
-    return {stored: tuple(rows[place] for place in sorted(rows)) for stored, rows in found.items()}
+            layout[stored][place] = Rows(name, part, len(places))
+    return {stored: tuple(rows[place] for place in sorted(rows)) for stored, rows in layout.items()}
 
 
-def renamed(layout: Layout, changes: Sequence[tuple[str, str]]) -> dict[str, tuple[Rows, ...]]:
-    """A layout with other stored names: each change is a regular expression and what replaces it."""
-    found = {}
+def rename_layout(layout: Layout, changes: Sequence[tuple[str, str]]) -> dict[str, tuple[Rows, ...]]:
+    """Return a layout with other stored names: each change is a regular expression and its replacement."""
+    renamed_layout = {}
     for stored, rows in layout.items():
         name = stored
         for pattern, replacement in changes:
             name = re.sub(pattern, replacement, name)
-        found[name] = rows
-    return found
+        renamed_layout[name] = rows
+    return renamed_layout
 
 
 def stored_shapes(layout: Layout, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Shapes of the stored tensors of a network with these shapes."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the shapes of the stored tensors of a network with these shapes."""
+    layout_shapes: dict[str, tuple[int, ...]] = {}
     for stored, rows in layout.items():
         first = shapes[rows[0].name]
-        found[stored] = (sum(shapes[r.name][0] // r.of for r in rows), *first[1:]) if first else first
-    return found
+        layout_shapes[stored] = (sum(shapes[r.name][0] // r.num_parts for r in rows), *first[1:]) if first else first
+    return layout_shapes
 
 
 @dataclass(frozen=True)
 class Match:
-    """How a file holds a network.
+    """Layout and prefix of a network in a file.
 
     Attributes:
         kind: name of the layout, such as `diffusers`.
-        prefix: what stands before every name in the file.
-        layout: without the prefix.
+        prefix: prefix of every name in the file.
+        layout: the layout, without the prefix.
         needed: shapes of the stored tensors, by the network's config.
         held: shapes of the file's tensors that have the prefix, without it.
     """
@@ -120,26 +121,30 @@ class Match:
 
     @property
     def misshapen(self) -> list[str]:
-        """Stored tensors that have another shape. Axes of length 1 at the end do not count: 1x1 convolutions are linear layers."""
-        return [n for n, shape in self.needed.items() if n in self.held and _bare(self.held[n]) != _bare(shape)]
+        """Stored tensors of another shape, ignoring axes of length 1 at the end: 1x1 convolutions are linear layers."""
+        return [
+            n
+            for n, shape in self.needed.items()
+            if n in self.held and _without_ones(self.held[n]) != _without_ones(shape)
+        ]
 
     @property
     def unused(self) -> list[str]:
-        """The file's tensors that the network does not have, but for those of the model's other parts."""
+        """The file's tensors that the network does not have, except those of the model's other parts."""
         return sorted(name for name in self.held if name not in self.layout and not _OTHERS.search(name))
 
     def problems(self, place: str, config: str = "the config") -> list[str]:
-        """What makes the file unfit for the network: all tensors that it lacks, with the nearest it has, and those of other shapes."""
-        found = []
+        """Return the file's problems: tensors that it lacks, with the most similar name, and those of other shapes."""
+        problems = []
         if self.held and len(self.missing) == len(self.needed):
             holds = ", ".join(sorted(self.held)[:3])
             return [f"{place} holds none of the network's tensors, such as {self.missing[0]}; it holds: {holds}"]
         if self.missing:
             close = get_close_matches(self.missing[0], self.unused, n=1)
             hint = f" (it has {self.prefix}{close[0]})" if close else ""
-            lacks = some([self.prefix + name for name in self.missing])
-            found.append(f"{place} lacks {plural(len(self.missing), 'tensor')}: {lacks}{hint}")
-        return found + self.shape_problems(place, config)
+            lacks = summarize([self.prefix + name for name in self.missing])
+            problems.append(f"{place} lacks {plural(len(self.missing), 'tensor')}: {lacks}{hint}")
+        return problems + self.shape_problems(place, config)
 
     def shape_problems(self, place: str, config: str) -> list[str]:
         """Return a problem if tensors of the file have other shapes than the network's."""
@@ -151,19 +156,19 @@ class Match:
         return [f"{self.prefix}{name} in {place} {shapes}"]
 
 
-def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
 
 
 def match_file(held: Shapes, network: Shapes, layouts: Mapping[str, Layout]) -> Match:
-    """The layout and the prefix by which a file holds most of a network.
+    """Find the layout and prefix with the most tensors of a network in a file.
 
     Args:
         held: shapes of the file's tensors.
         network: shapes of the network's.
-        layouts: to choose from, by name, the first of equals.
+        layouts: candidates by name; of equals the first is taken.
     """
     best: tuple[int, int, str, str] | None = None
     for number, (kind, layout) in enumerate(layouts.items()):
@@ -178,7 +183,7 @@ def match_file(held: Shapes, network: Shapes, layouts: Mapping[str, Layout]) -> 
 
 
 def _prefixes(held: Iterable[str], names: Sequence[str]) -> list[str]:
-    """What may stand before the names: the most frequent first."""
+    """Return the possible prefixes of the names, the most frequent first."""
     held, votes = [*held], Counter({"": 1})
     step = max(1, len(names) // _PROBES)
     for name in names[::step]:
@@ -187,11 +192,11 @@ def _prefixes(held: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def read_tensors(path: Path, match: Match, network: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """The network's tensors by their own names, in the file's dtypes; each is read by itself.
+    """Yield the network's tensors by their own names, in the file's dtypes; each is read by itself.
 
     Args:
         path: the file.
-        match: how it holds them; without problems.
+        match: their layout in the file; without problems.
         network: shapes of the network's tensors.
     """
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -202,19 +207,20 @@ def read_tensors(path: Path, match: Match, network: Shapes) -> Iterator[tuple[st
             tensor, start = file.get_tensor(match.prefix + stored), 0
             for row in rows:
                 shape = network[row.name]
-                length = shape[0] // row.of if shape else 0
+                length = shape[0] // row.num_parts if shape else 0
                 piece = tensor if len(rows) == 1 else tensor[start : start + length].clone()
                 start += length
                 parts[row.name][row.part] = piece.reshape(length, *shape[1:]) if shape else piece
-                if len(parts[row.name]) == row.of:
-                    whole = parts.pop(row.name)
-                    yield row.name, whole[0] if row.of == 1 else torch.cat([whole[n] for n in range(row.of)])
+                if len(parts[row.name]) == row.num_parts:
+                    pieces = parts.pop(row.name)
+                    tensors = [pieces[number] for number in range(row.num_parts)]
+                    yield row.name, tensors[0] if row.num_parts == 1 else torch.cat(tensors)
 
 
 def stored_tensors(layout: Layout, tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """A network's tensors as a layout stores them."""
-    found = {}
+    """Return a network's tensors as a layout stores them."""
+    tensors_by_name = {}
     for stored, rows in layout.items():
         pieces = [row.cut(tensors[row.name]) for row in rows]
-        found[prefix + stored] = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
-    return found
+        tensors_by_name[prefix + stored] = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
+    return tensors_by_name

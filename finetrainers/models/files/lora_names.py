@@ -1,4 +1,4 @@
-"""The formats of exported weights: which there are, which programs read them, and how their names tell them apart. Imports no torch.
+"""Formats of exported weights, the programs that read them, and their recognition by names. Imports no torch.
 
 Sources: `comfy/lora.py` and `comfy/ldm/` of ComfyUI; `convert_lora.py` and `networks/lora.py` of kohya-ss/musubi-tuner;
 `videox_fun/utils/lora_utils.py` of aigc-apps/VideoX-Fun; `loaders/lora_pipeline.py` of diffusers.
@@ -11,9 +11,9 @@ from types import MappingProxyType
 
 #: The formats, in the order of the documentation. `merged` is a whole network with a LoRA added.
 FORMATS = ("diffusers", "comfyui", "kohya", "peft", "merged")
-#: What stands before every name of a LoRA in each format.
+#: Prefix of every name of a LoRA in each format.
 PREFIXES: Mapping[str, str] = {"comfyui": "diffusion_model.", "kohya": "lora_unet_", "peft": "base_model.model."}
-#: Which programs read a family's LoRAs in formats that depend on it.
+#: Programs that read a family's LoRAs, in formats that depend on it.
 READERS: Mapping[str, Mapping[str, str]] = {
     "ltx_video": {
         "comfyui": "ComfyUI (models/loras), and diffusers",
@@ -25,9 +25,9 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
     },
 }
-#: Programs that leave out what a LoRA does outside of a network's blocks, by family and format.
+#: Programs that ignore a LoRA outside of a network's blocks, by family and format.
 BLOCKS_ALONE: Mapping[tuple[str, str], str] = {("hunyuan_video", "kohya"): "musubi-tuner"}
-#: What a network is called in a file's metadata (`modelspec.architecture`), and where its authors' code is.
+#: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
@@ -37,7 +37,7 @@ _TENCENT = ("transformer.double_blocks.", "transformer.single_blocks.", "transfo
 
 
 def kind_of(names: Iterable[str]) -> str | None:
-    """The format of a LoRA file by its names: `comfyui`, `kohya` or `peft`; None: diffusers', or unknown."""
+    """Return the format of a LoRA file by its names: `comfyui`, `kohya` or `peft`; or None if diffusers' or unknown."""
     names = [*names]
     for kind, prefix in PREFIXES.items():
         if any(name.startswith(prefix) for name in names):
@@ -47,42 +47,45 @@ def kind_of(names: Iterable[str]) -> str | None:
 
 
 def format_problem(
-    family: str, wanted: str, *, is_lora: bool, is_dora: bool, misread: Mapping[str, str] = MappingProxyType({})
+    family: str, requested: str, *, is_lora: bool, is_dora: bool, misread: Mapping[str, str] = MappingProxyType({})
 ) -> str | None:
     """Return why the weights of a run cannot be exported in a format, with the remedy, or None if they can.
 
     Args:
-        family: of the model.
-        wanted: the format.
+        family: family of the model.
+        requested: the format.
         is_lora: whether they are a LoRA, not a whole network.
         is_dora: whether they have DoRA's magnitudes.
         misread: see `Facts`.
     """
     if not is_lora:
-        if wanted in misread:
-            return f"{wanted}: {misread[wanted]}, so that it would compute another network; use diffusers"
-        if wanted in ("diffusers", "comfyui"):
+        if requested in misread:
+            return f"{requested}: {misread[requested]}, so that it would compute another network; use diffusers"
+        if requested in ("diffusers", "comfyui"):
             return None
-        why = "these are all weights already" if wanted == "merged" else "it holds a LoRA, and these are all weights"
-        return f"{wanted}: {why}; use diffusers or comfyui"
-    if wanted not in PREFIXES or wanted == "peft":
-        return None
-    if wanted not in READERS.get(family, {}):
-        return (
-            f"{wanted}: no program is known that reads LoRAs of {family} in this format; use diffusers, peft or merged"
+        reason = (
+            "these are all weights already" if requested == "merged" else "it holds a LoRA, and these are all weights"
         )
-    if is_dora and wanted == "comfyui":
+        return f"{requested}: {reason}; use diffusers or comfyui"
+    if requested not in PREFIXES or requested == "peft":
+        return None
+    if requested not in READERS.get(family, {}):
         return (
-            "comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone, so that it would compute another "
-            "network; use merged, diffusers or peft"
+            f"{requested}: no program is known that reads LoRAs of {family} in this format; use diffusers, peft or "
+            "merged"
+        )
+    if is_dora and requested == "comfyui":
+        return (
+            "comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone, so that it would "
+            "compute another network; use merged, diffusers or peft"
         )
     if is_dora:
-        return f"{wanted}: the format has no place for DoRA's magnitudes; use merged, diffusers or peft"
+        return f"{requested}: the format has no place for DoRA's magnitudes; use merged, diffusers or peft"
     return None
 
 
 def readers(family: str, kind: str, *, is_lora: bool = True) -> str | None:
-    """Which programs read a format, for people; None: it is not known."""
+    """Return the programs that read a format, as text, or None if not known."""
     if not is_lora and kind == "comfyui":
         layout = "" if family == "cogvideox" else ", and programs that read the authors' files"
         return f"ComfyUI (models/diffusion_models){layout}"

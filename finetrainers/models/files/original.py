@@ -1,4 +1,4 @@
-"""The layouts in which networks were first published, and those of ComfyUI, by class of network.
+"""Layouts of networks as first published, and those of ComfyUI, by class of network.
 
 Sources: diffusers' converters (`loaders/single_file_utils.py`, `scripts/convert_*_to_diffusers.py`), whose direction is
 the opposite; the sources of Tencent/HunyuanVideo, Lightricks/LTX-Video, THUDM/CogVideo (sat) and ComfyUI.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .layouts import Layout, Rule, layout_of, renamed
+from .layouts import Layout, Rule, build_layout, rename_layout
 
 #: Name of the layout of a network's own names.
 DIFFUSERS = "diffusers"
@@ -20,26 +20,27 @@ COMFYUI = "ComfyUI's"
 
 @dataclass(frozen=True)
 class Original:
-    """How the authors of a network store it.
+    """Layouts of a network by its authors.
 
     Attributes:
-        prefix: what stands before its names in their files.
-        layouts: by name, from the names of the network's tensors; the first is the authors' own, which is written.
+        prefix: prefix of its names in their files.
+        layouts: returns the layouts by name, from the names of the network's tensors; the first is the authors' own,
+            which is written.
     """
 
     prefix: str
     layouts: Callable[[list[str]], dict[str, Layout]]
 
 
-def layouts_of(class_name: str, names: Iterable[str]) -> dict[str, Layout]:
-    """All layouts in which the tensors of a network may be stored, diffusers' own first."""
+def known_layouts(class_name: str, names: Iterable[str]) -> dict[str, Layout]:
+    """Return all layouts of a network's tensors in files, diffusers' own first."""
     names = [*names]
-    own = {DIFFUSERS: layout_of(names, ())}
+    own = {DIFFUSERS: build_layout(names, ())}
     return own | (ORIGINALS[class_name].layouts(names) if class_name in ORIGINALS else {})
 
 
 def original_layout(class_name: str, names: Iterable[str], kind: str | None = None) -> tuple[Layout, str]:
-    """The layout of the network's authors, or another of the class, and the prefix of its names.
+    """Return the layout of the network's authors, or another of the class, and the prefix of its names.
 
     Raises:
         ValueError: the class has none here.
@@ -57,13 +58,13 @@ def original_layout(class_name: str, names: Iterable[str], kind: str | None = No
 # ---- HunyuanVideo --------------------------------------------------------------------------------------------------
 
 
-def _joined(pattern: str, template: str, parts: Iterable[str]) -> list[Rule]:
-    """Rules of tensors that are stored one after the other in one."""
+def _joined_rules(pattern: str, template: str, parts: Iterable[str]) -> list[Rule]:
+    """Return rules of tensors that are stored one after the other in one."""
     return [Rule(pattern.format(part), template, (place,)) for place, part in enumerate(parts)]
 
 
 def _mlp(pattern: str, template: str) -> list[Rule]:
-    """Rules of the two layers of an embedding of a number."""
+    """Return rules of the two layers of an embedding of a number."""
     return [Rule(rf"{pattern}\.linear_{n}\.(.*)", rf"{template}.{place}.\1") for n, place in ((1, 0), (2, 2))]
 
 
@@ -78,7 +79,7 @@ HUNYUAN_TRANSFORMER = (
     *_mlp(r"context_embedder\.time_text_embed\.timestep_embedder", "txt_in.t_embedder.mlp"),
     Rule(r"context_embedder\.time_text_embed\.text_embedder\.(.*)", r"txt_in.c_embedder.\1"),
     Rule(r"context_embedder\.proj_in\.(.*)", r"txt_in.input_embedder.\1"),
-    *_joined(_REFINER + r"attn\.to_{}\." + _W, _REFINER_TO + r"self_attn_qkv.\2", "qkv"),
+    *_joined_rules(_REFINER + r"attn\.to_{}\." + _W, _REFINER_TO + r"self_attn_qkv.\2", "qkv"),
     Rule(_REFINER + r"attn\.to_out\.0\.(.*)", _REFINER_TO + r"self_attn_proj.\2"),
     Rule(_REFINER + r"ff\.net\.0\.proj\.(.*)", _REFINER_TO + r"mlp.fc1.\2"),
     Rule(_REFINER + r"ff\.net\.2\.(.*)", _REFINER_TO + r"mlp.fc2.\2"),
@@ -88,8 +89,8 @@ HUNYUAN_TRANSFORMER = (
     *_mlp(r"time_text_embed\.guidance_embedder", "guidance_in.mlp"),
     Rule(r"time_text_embed\.text_embedder\.linear_1\.(.*)", r"vector_in.in_layer.\1"),
     Rule(r"time_text_embed\.text_embedder\.linear_2\.(.*)", r"vector_in.out_layer.\1"),
-    *_joined(_DOUBLE + r"attn\.to_{}\." + _W, _DOUBLE_TO + r"img_attn_qkv.\2", "qkv"),
-    *_joined(_DOUBLE + r"attn\.add_{}_proj\." + _W, _DOUBLE_TO + r"txt_attn_qkv.\2", "qkv"),
+    *_joined_rules(_DOUBLE + r"attn\.to_{}\." + _W, _DOUBLE_TO + r"img_attn_qkv.\2", "qkv"),
+    *_joined_rules(_DOUBLE + r"attn\.add_{}_proj\." + _W, _DOUBLE_TO + r"txt_attn_qkv.\2", "qkv"),
     Rule(_DOUBLE + r"attn\.norm_([qk])\.(.*)", _DOUBLE_TO + r"img_attn_\2_norm.\3"),
     Rule(_DOUBLE + r"attn\.norm_added_([qk])\.(.*)", _DOUBLE_TO + r"txt_attn_\2_norm.\3"),
     Rule(_DOUBLE + r"attn\.to_out\.0\.(.*)", _DOUBLE_TO + r"img_attn_proj.\2"),
@@ -100,7 +101,10 @@ HUNYUAN_TRANSFORMER = (
     Rule(_DOUBLE + r"ff\.net\.2\.(.*)", _DOUBLE_TO + r"img_mlp.fc2.\2"),
     Rule(_DOUBLE + r"ff_context\.net\.0\.proj\.(.*)", _DOUBLE_TO + r"txt_mlp.fc1.\2"),
     Rule(_DOUBLE + r"ff_context\.net\.2\.(.*)", _DOUBLE_TO + r"txt_mlp.fc2.\2"),
-    *_joined(_SINGLE + r"{}\." + _W, _SINGLE_TO + r"linear1.\2", (r"attn\.to_q", r"attn\.to_k", r"attn\.to_v", "proj_mlp")),
+    *_joined_rules(
+        _SINGLE + r"{}\." + _W, _SINGLE_TO + r"linear1.\2",
+        (r"attn\.to_q", r"attn\.to_k", r"attn\.to_v", "proj_mlp"),
+    ),
     Rule(_SINGLE + r"attn\.norm_([qk])\.(.*)", _SINGLE_TO + r"\2_norm.\3"),
     Rule(_SINGLE + r"norm\.linear\.(.*)", _SINGLE_TO + r"modulation.linear.\2"),
     Rule(_SINGLE + r"proj_out\.(.*)", _SINGLE_TO + r"linear2.\2"),
@@ -130,23 +134,23 @@ _HUNYUAN_COMFYUI = (
 
 
 def _hunyuan_transformer(names: list[str]) -> dict[str, Layout]:
-    tencent = layout_of(names, HUNYUAN_TRANSFORMER)
-    return {"Tencent's": tencent, COMFYUI: renamed(tencent, _HUNYUAN_COMFYUI)}
+    tencent = build_layout(names, HUNYUAN_TRANSFORMER)
+    return {"Tencent's": tencent, COMFYUI: rename_layout(tencent, _HUNYUAN_COMFYUI)}
 
 
 def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
-    """Tencent's network has the names that diffusers kept; ComfyUI has those of latent diffusion."""
+    """Return the layouts of the VAE: Tencent's, whose names diffusers kept, and ComfyUI's, from latent diffusion."""
     attention = [Rule(rf"(.*)mid_block\.attentions\.0\.to_{x}\.(.*)", rf"\1mid.attn_1.{x}.\2") for x in "qkv"]
     attention += [
         Rule(r"(.*)mid_block\.attentions\.0\.group_norm\.(.*)", r"\1mid.attn_1.norm.\2"),
         Rule(r"(.*)mid_block\.attentions\.0\.to_out\.0\.(.*)", r"\1mid.attn_1.proj_out.\2"),
     ]
-    comfyui = layout_of(
+    comfyui = build_layout(
         names, [*attention, *_latent_diffusion(names), Rule(r"(.*)conv_norm_out\.(.*)", r"\1norm_out.\2")]
     )
     return {
-        "Tencent's": layout_of(names, ()),
-        COMFYUI: renamed(comfyui, [(r"\.conv_shortcut\.", ".nin_shortcut.")]),
+        "Tencent's": build_layout(names, ()),
+        COMFYUI: rename_layout(comfyui, [(r"\.conv_shortcut\.", ".nin_shortcut.")]),
     }
 
 
@@ -154,11 +158,12 @@ def _hunyuan_vae(names: list[str]) -> dict[str, Layout]:
 
 _COG_TO = r"transformer.layers.\1."
 COG_TRANSFORMER = (
-    *_joined(_DOUBLE + r"attn1\.to_{}\." + _W, _COG_TO + r"attention.query_key_value.\2", "qkv"),
+    *_joined_rules(_DOUBLE + r"attn1\.to_{}\." + _W, _COG_TO + r"attention.query_key_value.\2", "qkv"),
     Rule(_DOUBLE + r"attn1\.to_out\.0\.(.*)", _COG_TO + r"attention.dense.\2"),
     Rule(_DOUBLE + r"attn1\.norm_q\.(.*)", r"mixins.adaln_layer.query_layernorm_list.\1.\2"),
     Rule(_DOUBLE + r"attn1\.norm_k\.(.*)", r"mixins.adaln_layer.key_layernorm_list.\1.\2"),
-    # Twelve vectors: the first three of each half belong to the norm before attention, the others to the one before the MLP.
+    # Twelve vectors: the first three of each half belong to the norm before attention, the others to the one before the
+    # MLP.
     Rule(_DOUBLE + r"norm1\.linear\.(.*)", r"mixins.adaln_layer.adaLN_modulations.\1.1.\2", (0, 2)),
     Rule(_DOUBLE + r"norm2\.linear\.(.*)", r"mixins.adaln_layer.adaLN_modulations.\1.1.\2", (1, 3)),
     Rule(_DOUBLE + r"norm1\.norm\.(.*)", _COG_TO + r"input_layernorm.\2"),
@@ -189,12 +194,12 @@ COG_COMFYUI = (
 
 
 def _cog_transformer(names: list[str]) -> dict[str, Layout]:
-    authors, comfyui = layout_of(names, COG_TRANSFORMER), renamed(layout_of(names, ()), COG_COMFYUI)
+    authors, comfyui = build_layout(names, COG_TRANSFORMER), rename_layout(build_layout(names, ()), COG_COMFYUI)
     return {"SwissArmyTransformer's": authors, COMFYUI: comfyui}
 
 
 def _latent_diffusion(names: Iterable[str]) -> list[Rule]:
-    """The names of latent diffusion's autoencoder, which counts the blocks of the decoder from the other end."""
+    """Return rules of latent diffusion's autoencoder, which counts the decoder's blocks from the other end."""
     ups = sorted({int(hit[1]) for name in names if (hit := re.match(r"decoder\.up_blocks\.(\d+)\.", name))})
     rules = [
         Rule(r"(encoder|decoder)\.mid_block\.resnets\.0\.(.*)", r"\1.mid.block_1.\2"),
@@ -211,8 +216,8 @@ def _latent_diffusion(names: Iterable[str]) -> list[Rule]:
 
 
 def _cog_vae(names: list[str]) -> dict[str, Layout]:
-    layout = layout_of(names, _latent_diffusion(names))
-    return {"SwissArmyTransformer's": renamed(layout, [(r"\.conv_shortcut\.", ".nin_shortcut.")])}
+    layout = build_layout(names, _latent_diffusion(names))
+    return {"SwissArmyTransformer's": rename_layout(layout, [(r"\.conv_shortcut\.", ".nin_shortcut.")])}
 
 
 # ---- LTX-Video -----------------------------------------------------------------------------------------------------
@@ -222,17 +227,17 @@ _LTX_TRANSFORMER = (
     (r"^time_embed\.", "adaln_single."),
     (r"\.norm_([qk])\.", r".\1_norm."),
 )
-#: What comes of each block of the VAE, in the order of the authors' flat list.
+#: Parts of each block of the VAE, in the order of the authors' flat list.
 _LTX_DOWN = ("resnets", "downsamplers.0", "conv_out")
 _LTX_UP = ("conv_in", "upsamplers.0", "resnets")
 
 
 def _ltx_transformer(names: list[str]) -> dict[str, Layout]:
-    return {"Lightricks'": renamed(layout_of(names, ()), _LTX_TRANSFORMER)}
+    return {"Lightricks'": rename_layout(build_layout(names, ()), _LTX_TRANSFORMER)}
 
 
 def _ltx_vae(names: list[str]) -> dict[str, Layout]:
-    """Lightricks' encoder and decoder are flat lists, in which resampling and changes of width are blocks of their own."""
+    """Return the layout of Lightricks' VAE: flat lists, where resampling and changes of width are separate blocks."""
     rules = [
         Rule("latents_mean", "per_channel_statistics.mean-of-means"),
         Rule("latents_std", "per_channel_statistics.std-of-means"),
@@ -250,11 +255,11 @@ def _ltx_vae(names: list[str]) -> dict[str, Layout]:
         (r"conv_shortcut\.conv\.", "conv_shortcut."),
         (r"norm3\.(weight|bias)$", r"norm3.norm.\1"),
     ]
-    return {"Lightricks'": renamed(layout_of(names, rules), changes)}
+    return {"Lightricks'": rename_layout(build_layout(names, rules), changes)}
 
 
 def _flat(half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], *, first: int) -> list[Rule]:
-    """Rules that count the parts of nested blocks as the authors' flat list does, from `first` on."""
+    """Return rules that count the parts of nested blocks as the authors' flat list does, from `first` on."""
     names, rules, number = [*names], [], first
     count = len({hit[1] for name in names if (hit := re.match(rf"{half}\.{blocks}\.(\d+)\.", name))})
     for block in range(count):
@@ -272,7 +277,7 @@ def _flat(half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], 
     return rules
 
 
-#: By name of the network's class.
+#: Layouts by name of the network's class.
 ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
     "AutoencoderKLHunyuanVideo": Original("", _hunyuan_vae),

@@ -1,4 +1,4 @@
-"""Weights in the layout of diffusers: LoRA files, which any pipeline of the family reads, and whole networks."""
+"""Saving in the layout of diffusers: LoRA files, which any pipeline of the family reads, and whole networks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from finetrainers.utils.headers import read_header
 from finetrainers.utils.text import plural
 
 from ..compiling import unwrap
-from .files import some
-from .lora_formats import Lora, of_state, read_foreign
+from .files import summarize
+from .lora_formats import Lora, lora_from_state, read_foreign
 from .weights import non_finite
 
 #: Bytes of one weight file of a saved network.
@@ -37,22 +37,23 @@ def save_lora(
     part: str,
     more: Mapping[str, str] | None = None,
 ) -> dict[Path, Written]:
-    """Write `pytorch_lora_weights.safetensors`, with rank and alpha in its metadata, as `save_lora_weights` of pipelines does.
+    """Write `pytorch_lora_weights.safetensors`, with rank and alpha as metadata, like pipelines' `save_lora_weights`.
 
     `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method,
     `load_lora_adapter(..., prefix=part)` of the network does.
 
     Args:
-        directory: that the file is written into.
+        directory: directory that the file is written into.
         state_dict: the weights, by PEFT's names.
         metadata: PEFT's settings.
-        part: what diffusers calls the network.
+        part: diffusers' name of the network.
         more: further metadata of the file.
 
     Returns:
-        What was written.
+        The written file.
     """
-    # PEFT's config holds sets, which have no order that is the same in every process, and enums; the file's metadata is JSON.
+    # PEFT's config holds sets, which have no order that is the same in every process, and enums; the file's metadata is
+    # JSON.
     plain = {k: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for k, v in metadata.items()}
     text = json.dumps({f"{part}.{name}": value for name, value in plain.items()}, indent=2, sort_keys=True)
     path = directory / LORA_FILE
@@ -65,18 +66,18 @@ def save_lora(
 
 
 def read_lora(pipeline_cls: Any, path: Path, network: Callable[[], nn.Module], *, part: str, family: str) -> Lora:
-    """See `ModelSpec.read_lora`; `network` gives the network on the meta device, where names of other programs need it."""
+    """Read a LoRA file; `network` returns the network on the meta device, where names of other programs need it."""
     lora = read_foreign(path, network, part=part, family=family) or _read_stock(pipeline_cls, path, part, family)
     bad = non_finite(lora.state())
     if bad:
         raise ValueError(
-            f"{path} holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged"
+            f"{path} holds NaN or infinity in {plural(len(bad), 'tensor')}: {summarize(bad)}; the file is damaged"
         )
     return lora
 
 
 def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
-    """A LoRA with diffusers' names, or with those that it translates."""
+    """Read a LoRA with diffusers' names, or with those that it translates."""
     if hasattr(pipeline_cls, "lora_state_dict"):
         state, metadata = pipeline_cls.lora_state_dict(
             str(path.parent), weight_name=path.name, use_safetensors=True, return_lora_metadata=True
@@ -85,14 +86,14 @@ def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
         state = load_file(path)
         metadata = json.loads(read_header(path).metadata.get(LORA_ADAPTER_METADATA_KEY, "{}"))
     prefix = f"{part}."
-    found = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-    if found and not any("lora_A" in name for name in found):
-        found = convert_unet_state_dict_to_peft(found)
-    if not any("lora_A" in name for name in found):
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    if tensors and not any("lora_A" in name for name in tensors):
+        tensors = convert_unet_state_dict_to_peft(tensors)
+    if not any("lora_A" in name for name in tensors):
         raise ValueError(f"{path} holds no LoRA of a {family} {part}")
     settings = {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
     try:
-        return of_state(found, settings)
+        return lora_from_state(tensors, settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -100,19 +101,21 @@ def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
 def weight_files(
     tensors: Mapping[str, Tensor], *, at_most: int | None = None, one_file: bool = False
 ) -> StateDictSplit:
-    """The files that a network is written to, by diffusers' names.
+    """Return the files that a network is written to, by diffusers' names.
 
     Args:
-        tensors: all weights by name; those on the meta device will do.
-        at_most: bytes of a file; never more than `MAX_SHARD_SIZE`. A larger weight has a file of its own.
-        one_file: all in one, however large it becomes.
+        tensors: all weights by name; meta tensors suffice.
+        at_most: maximum bytes of a file; never more than `MAX_SHARD_SIZE`. A larger weight has a separate file.
+        one_file: whether all are in one file, however large it becomes.
     """
-    most = sum(t.nbytes for t in tensors.values()) + 1 if one_file else min(at_most or MAX_SHARD_SIZE, MAX_SHARD_SIZE)
-    return split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_SHARDS, max_shard_size=most)
+    max_bytes = (
+        sum(t.nbytes for t in tensors.values()) + 1 if one_file else min(at_most or MAX_SHARD_SIZE, MAX_SHARD_SIZE)
+    )
+    return split_torch_state_dict_into_shards(dict(tensors), filename_pattern=_SHARDS, max_shard_size=max_bytes)
 
 
 def remove_full(directory: Path) -> None:
-    """Remove the weight files of a network that was written before; with other weights, it may have had more of them."""
+    """Remove the weight files of a network that was written before, which may have had more of them."""
     for earlier in directory.glob(_SHARDS.format(suffix="*") + "*"):
         earlier.unlink()
 
@@ -122,16 +125,16 @@ def save_full(
 ) -> dict[Path, Written]:
     """Write a network in diffusers layout with the given weights, in their dtype.
 
-    `ModelMixin.save_pretrained` takes no state dict: it would write the network's own weights, which under
-    sharding are not whole, and are not the moving average or the dtype asked for. `huggingface_hub.save_torch_state_dict`
-    does not hash what it writes.
+    `ModelMixin.save_pretrained` takes no state dict: it would write the network's own weights, which under sharding are
+    not whole, and are not the moving average or the dtype asked for. `huggingface_hub.save_torch_state_dict` does not
+    hash what it writes.
 
     Args:
         directory: the network's folder.
-        transformer: says what the network's config is.
+        transformer: the network, for its config.
         state_dict: its weights, or, where processes write a network together, those of this process's files.
-        files: of the whole network, in a folder where none are (`remove_full`). The process that has the first file's
-            weights also writes the config and the index. None: all weights are given.
+        files: files of the whole network, in a folder where none are (`remove_full`), or None if all weights are given.
+            The process that has the first file's weights also writes the config and the index.
 
     Returns:
         The weight files that were written.
@@ -155,10 +158,10 @@ def save_full(
 def _save_facts(directory: Path, transformer: nn.Module, split: StateDictSplit) -> None:
     """Write a network's config, and the index of its weight files if there are several."""
     network = unwrap(transformer)
-    # FSDP2 gives the networks that it shards a class of its own.
+    # FSDP2 gives the networks that it shards a separate class.
     stock = next(cls.__name__ for cls in type(network).__mro__ if cls.__module__.startswith("diffusers."))
     config = {**json.loads(network.to_json_string()), "_class_name": stock}
-    config.pop("_name_or_path", None)  # a path of this machine, and another one after a resume
+    config.pop("_name_or_path", None)  # a path on this machine, which differs after a resume
     write_text_atomic(directory / network.config_name, json.dumps(config, indent=2, sort_keys=True) + "\n")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -16,39 +16,39 @@ from torch import Tensor, nn
 from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
 
-from .layouts import Match, Shapes, layout_of, match_file, read_tensors, stored_tensors
-from .original import ORIGINALS, layouts_of, original_layout
+from .layouts import Match, Shapes, build_layout, match_file, read_tensors, stored_tensors
+from .original import ORIGINALS, known_layouts, original_layout
 
 #: Name of the layout that diffusers' converter of a class reads.
 BY_DIFFUSERS = "diffusers' converter"
-#: What bf16 rounds off a sine.
+#: Rounding error of a sine in bf16.
 _ROUNDING = 2**-8
 
 
 def match_network(path: Path, network: nn.Module) -> Match:
-    """How a file holds a network, by its header.
+    """Find the layout of a network in a file, by the file's header.
 
     Args:
         path: the file.
         network: of the class and the config in question; its weights do not matter.
 
     Raises:
-        ValueError: the file is no whole safetensors file.
+        ValueError: the file is not a complete safetensors file.
     """
-    shapes, held = shapes_of(network), read_header(path).shapes
-    match = match_file(held, shapes, layouts_of(type(network).__name__, shapes))
+    shapes, held = tensor_shapes(network), read_header(path).shapes
+    match = match_file(held, shapes, known_layouts(type(network).__name__, shapes))
     if match.missing:
         empty = {name: torch.empty(shape, device="meta") for name, shape in held.items()}
-        found = _converted(network, empty)
-        if found is not None:
-            converted = {name: tuple(tensor.shape) for name, tensor in found.items()}
-            other = match_file(converted, shapes, {BY_DIFFUSERS: layout_of(shapes, ())})
+        tensors = _converted(network, empty)
+        if tensors is not None:
+            converted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            other = match_file(converted, shapes, {BY_DIFFUSERS: build_layout(shapes, ())})
             match = other if len(other.missing) < len(match.missing) else match
     return match
 
 
 def _converted(network: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """The tensors of a file by diffusers' own converter, for classes without a layout here; None: it does not know them."""
+    """Convert a file's tensors by diffusers' own converter, for classes without a layout here; None if it cannot."""
     name = type(network).__name__
     if name in ORIGINALS or name not in SINGLE_FILE_LOADABLE_CLASSES:
         return None
@@ -59,8 +59,8 @@ def _converted(network: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
         return None
 
 
-def shapes_of(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of a network's tensors by their names in diffusers layout."""
+def tensor_shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a network's tensors by their names in diffusers layout."""
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
@@ -74,10 +74,10 @@ def computed_buffers(network: nn.Module) -> dict[str, Tensor]:
 
 
 def match_buffers(held: Shapes, network: nn.Module, class_name: str) -> Match:
-    """Return how a file holds the buffers that a network computes, some of which it may lack."""
-    weights, buffers = shapes_of(network), {n: tuple(b.shape) for n, b in computed_buffers(network).items()}
-    layouts = layouts_of(class_name, [*weights, *buffers])
-    layout = layouts[match_file(held, weights, layouts_of(class_name, weights)).kind]
+    """Find the layout of the buffers that a network computes in a file, which may lack some of them."""
+    weights, buffers = tensor_shapes(network), {n: tuple(b.shape) for n, b in computed_buffers(network).items()}
+    layouts = known_layouts(class_name, [*weights, *buffers])
+    layout = layouts[match_file(held, weights, known_layouts(class_name, weights)).kind]
     own = {stored: rows for stored, rows in layout.items() if all(row.name in buffers for row in rows)}
     return match_file(held, buffers, {"buffers": own})
 
@@ -87,8 +87,8 @@ def check_buffers(path: Path, network: nn.Module, class_name: str, *, complete: 
 
     Args:
         path: the file.
-        network: whose weights do not matter.
-        class_name: of the network in diffusers.
+        network: the network; its weights do not matter.
+        class_name: the network's class in diffusers.
         complete: whether the file must hold all of them.
 
     Raises:
@@ -106,16 +106,16 @@ def check_buffers(path: Path, network: nn.Module, class_name: str, *, complete: 
 
 
 def load_single_file(cls: Any, settings: Any, path: Path, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
-    """A network of a file that `match_network` finds nothing wrong with, as `from_pretrained` loads it from a folder.
+    """Load a network from a file in which `match_network` finds no problem, as `from_pretrained` from a folder.
 
     Args:
-        cls: of diffusers or of transformers.
-        settings: the config: what diffusers' `load_config` gives, or a config of transformers.
+        cls: class of diffusers or of transformers.
+        settings: the config, from diffusers' `load_config`, or a config of transformers.
         path: the file.
-        dtype: of the weights; those that the class keeps in fp32 stay in it.
+        dtype: dtype of the weights; those that the class keeps in fp32 stay in it.
 
     Returns:
-        It, and the `missing_keys`, as `from_pretrained` tells them.
+        The network, and the `missing_keys`, as `from_pretrained` returns them.
     """
     if not issubclass(cls, ModelMixin):
         return _load_transformers(cls, settings, path, dtype)
@@ -124,8 +124,8 @@ def load_single_file(cls: Any, settings: Any, path: Path, dtype: torch.dtype) ->
     fp32 = cls._keep_in_fp32_modules or ()
     tensors = {}
     for name, tensor in _read(path, network):
-        wanted = torch.float32 if any(part in name.split(".") for part in fp32) else dtype
-        tensors[name] = tensor.to(wanted) if tensor.is_floating_point() else tensor
+        stored_dtype = torch.float32 if any(part in name.split(".") for part in fp32) else dtype
+        tensors[name] = tensor.to(stored_dtype) if tensor.is_floating_point() else tensor
     missing = network.load_state_dict(tensors, strict=False, assign=True).missing_keys
     network.register_to_config(_name_or_path=str(path))
     return network.eval(), {"missing_keys": missing}
@@ -141,20 +141,20 @@ def _load_transformers(cls: Any, settings: Any, path: Path, dtype: torch.dtype) 
 def _read(path: Path, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     match = match_network(path, network)
     if match.kind == BY_DIFFUSERS:
-        found = _converted(network, load_file(path))
-        assert found is not None, "it has converted the shapes"
-        return iter((name, found[name]) for name in match.needed if name in found)
-    return read_tensors(path, match, shapes_of(network))
+        converted = _converted(network, load_file(path))
+        assert converted is not None, "it has converted the shapes"
+        return iter((name, converted[name]) for name in match.needed if name in converted)
+    return read_tensors(path, match, tensor_shapes(network))
 
 
 def save_single_file(path: Path, class_name: str, tensors: Mapping[str, Tensor], *, kind: str | None = None) -> Written:
-    """Write a network's weights to a single file, in the layout of its authors or another of its class, and read it back.
+    """Write a network's weights to one file, in its authors' layout or another of its class, and read it back.
 
     Args:
         path: the file.
-        class_name: of the network, such as `HunyuanVideoTransformer3DModel`.
+        class_name: class of the network, such as `HunyuanVideoTransformer3DModel`.
         tensors: all of its weights, in diffusers layout, in the dtype to be written.
-        kind: of the layout; see `original`.
+        kind: name of the layout; see `original`.
 
     Raises:
         ValueError: the class has no such layout, or the file is not what was to be written.
@@ -163,7 +163,7 @@ def save_single_file(path: Path, class_name: str, tensors: Mapping[str, Tensor],
     on_host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     written = save_safetensors(stored_tensors(layout, on_host, prefix), path, metadata={"format": "pt"})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    match = match_file(read_header(path).shapes, shapes, layouts_of(class_name, shapes))
+    match = match_file(read_header(path).shapes, shapes, known_layouts(class_name, shapes))
     problems = match.problems(str(path))
     if problems:
         raise ValueError("; ".join(problems))

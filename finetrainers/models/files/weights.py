@@ -1,4 +1,4 @@
-"""Whether a network's weights are what its class needs: names and shapes before they are loaded, numbers afterwards."""
+"""Checks of a network's weights against its class: names and shapes before they are loaded, numbers afterwards."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from finetrainers.utils.text import plural
 from .files import (
     cast_to_float8,
     component_file,
-    dtype_of,
     folder_on_disk,
-    option_of,
+    frozen_dtype,
     part_config,
     read_json,
-    replacement_of,
+    replacement_source,
     single_file,
-    some,
+    source_option,
     stored_header,
+    summarize,
 )
 from .layouts import Match
 from .single_file import check_buffers, match_buffers, match_network
@@ -40,22 +40,22 @@ from .single_file import check_buffers, match_buffers, match_network
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-#: How the format calls the dtypes of options; integers, such as positions, do not count.
+#: The format's names of the options' dtypes; integers, such as positions, do not count.
 _STORED = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def are_mapped(config: ModelSection, parts: Iterable[str]) -> bool:
-    """Whether loading these frozen parts maps their files, so that no process holds a copy until it is on its GPU.
+    """Return whether loading these frozen parts maps their files: no process then holds a copy until it is on a GPU.
 
-    It does if they are in diffusers layout and on this disk, with one dtype, which is the one that they are loaded in.
+    It does if they are on this disk in diffusers layout, with a single dtype, which is the one that they are loaded in.
     """
     for part in filter(is_network, parts):
         folder = None if single_file(config, part) is not None else folder_on_disk(config, part)
         if folder is None:
             return False
-        header, problems = stored_header(folder, part, None if replacement_of(config, part) else config.variant)
+        header, problems = stored_header(folder, part, None if replacement_source(config, part) else config.variant)
         stored = {dtype for dtype in header.dtypes.values() if not dtype.startswith(("I", "U", "BOOL"))}
-        if problems or stored != {_STORED.get(dtype_of(config, part))}:
+        if problems or stored != {_STORED.get(frozen_dtype(config, part))}:
             return False
     return True
 
@@ -68,24 +68,24 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
         networks: class by part.
 
     Returns:
-        What makes loading impossible or its result another network; and warnings.
+        Problems that make loading impossible or its result another network; and warnings.
     """
     problems, warnings = [], []
     for part, cls in networks.items():
         single = single_file(config, part)
         if single is not None:
-            found = _single_file_problems(config, part, cls, single)
-            problems += found[0]
-            warnings += found[1]
+            file_problems, file_warnings = _single_file_problems(config, part, cls, single)
+            problems += file_problems
+            warnings += file_warnings
             continue
         folder = folder_on_disk(config, part)
         if folder is None:
             continue
-        shapes = stored_header(folder, part, None if replacement_of(config, part) else config.variant)[0].shapes
+        shapes = stored_header(folder, part, None if replacement_source(config, part) else config.variant)[0].shapes
         settings = read_json(folder / "config.json")
         if not shapes or "quantization_config" in settings:  # not downloaded; stored in shapes of the quantizer's
             continue
-        where = option_of(config, part)
+        where = source_option(config, part)
         try:
             network = _on_meta(cls, settings)
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -96,7 +96,7 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
             continue
         if missing:
             problems.append(
-                Problem(where, f"the files in {folder} lack {plural(len(missing), 'tensor')}: {some(missing)}")
+                Problem(where, f"the files in {folder} lack {plural(len(missing), 'tensor')}: {summarize(missing)}")
             )
         if wrong:
             name = wrong[0]
@@ -105,26 +105,28 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
             problems.append(Problem(where, message + (f" ({len(wrong)} such tensors)" if len(wrong) > 1 else "")))
         if unused:
             warnings.append(
-                f"{where}: {folder} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {some(unused)}"
+                f"{where}: {folder} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: "
+                f"{summarize(unused)}"
             )
     return problems, warnings
 
 
 def _are_renamed(network: nn.Module, missing: Iterable[str], unused: Shapes) -> bool:
-    """Whether transformers renames the tensors of a file as it loads them: each that is missing has its like under another name.
+    """Return whether transformers renames a file's tensors when loading: each missing one is like an unused one.
 
-    Networks that see images are stored under names of earlier versions. What is missing nevertheless, loading tells.
+    Networks that see images are stored under names of earlier versions. Tensors that are missing nevertheless are
+    reported by loading.
     """
-    own = network.state_dict()
-    wanted = Counter(tuple(own[name].shape) for name in missing)
-    return not isinstance(network, ModelMixin) and bool(wanted) and wanted <= Counter(unused.values())
+    tensors = network.state_dict()
+    missing_shapes = Counter(tuple(tensors[name].shape) for name in missing)
+    return not isinstance(network, ModelMixin) and bool(missing_shapes) and missing_shapes <= Counter(unused.values())
 
 
 def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path) -> tuple[list[Problem], list[str]]:
-    """The same of a single weight file, in the names that it has; the config is the base model's."""
-    where, settings = option_of(config, part), part_config(config, part)
+    """Return problems and warnings of a single weight file, in its own names; the config is the base model's."""
+    where, settings = source_option(config, part), part_config(config, part)
     if settings is None or not path.is_file():
-        return [], []  # said already, or still to be downloaded
+        return [], []  # already reported, or still to be downloaded
     try:
         network = _on_meta(cls, settings)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -141,15 +143,15 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
         needed = {n: shape for n, shape in match.needed.items() if n in match.held or n in missing}
         match, unused = replace(match, needed=needed), [name for name in unused if name in odd]
     if unused:
-        some_unused = some([match.prefix + name for name in unused])
+        unused_names = summarize([match.prefix + name for name in unused])
         warnings.append(
-            f"{where}: {path} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {some_unused}"
+            f"{where}: {path} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: {unused_names}"
         )
     cast = cast_to_float8(read_header(path))
     if cast is not None:
         warnings.append(
-            f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast to "
-            f"the dtype of the {part}, and what the first cast has rounded off stays lost"
+            f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast "
+            f"to the dtype of the {part}, and what the first cast has rounded off stays lost"
         )
     return [Problem(where, text) for text in [*match.problems(str(path), config_file), *problems]], warnings
 
@@ -168,11 +170,11 @@ def _buffer_problems(path: Path, cls: Any, settings: Any, buffers: Match) -> lis
 
 
 def compare(network: nn.Module, held: Shapes) -> tuple[list[str], list[str], list[str]]:
-    """Names of tensors that a network needs and files lack; that have another shape; and that it does not need.
+    """Return names of tensors that files lack, that have another shape, and that the network does not need.
 
-    The classes of diffusers take exactly their own names. transformers also takes weights that were saved with a head or
-    without one, so that a prefix may be there or not, and one name for tensors that are tied; the rest is for its loader to
-    say.
+    The classes of diffusers take exactly their own names. transformers also takes weights that were saved with a head
+    or without one, so that a prefix may be there or not, and one name for tensors that are tied; its loader reports the
+    rest.
     """
     needed = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     wrong = [name for name, shape in needed.items() if name in held and held[name] != shape]
@@ -187,31 +189,31 @@ def compare(network: nn.Module, held: Shapes) -> tuple[list[str], list[str], lis
 
 
 def check_loaded(network: nn.Module, info: Mapping[str, Any], *, part: str, config: ModelSection) -> None:
-    """Refuse a network whose weights were not all in its files, or are no numbers.
+    """Refuse a network whose weights were not all in its files, or are not finite.
 
-    Libraries give tensors that files lack random numbers, and go on. Numbers are looked at by one process of each machine,
+    Libraries give tensors that files lack random numbers, and go on. One process of each machine checks the numbers,
     since all of them load the same, one after the other.
 
     Raises:
         ConfigError: with the names of the tensors.
     """
-    place = replacement_of(config, part) or config.pretrained_model_name_or_path
+    place = replacement_source(config, part) or config.pretrained_model_name_or_path
     lost = sorted(info["missing_keys"])
     bad = non_finite(network.state_dict()) if not lost and launched_local_rank() == 0 else []
     if lost:
-        message = f"lacks {plural(len(lost), 'tensor')}: {some(lost)}; get its files again"
+        message = f"lacks {plural(len(lost), 'tensor')}: {summarize(lost)}; get its files again"
     elif bad:
         message = (
-            f"holds NaN or infinity in {plural(len(bad), 'tensor')}: {some(bad)}; the file is damaged, "
+            f"holds NaN or infinity in {plural(len(bad), 'tensor')}: {summarize(bad)}; the file is damaged, "
             "or its numbers are too large for the dtype that it is loaded in"
         )
     else:
         return
-    raise ConfigError([Problem(option_of(config, part), f"the {part} of {place} {message}")])
+    raise ConfigError([Problem(source_option(config, part), f"the {part} of {place} {message}")])
 
 
 def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors with NaN or infinity. One pass over each, at the speed of memory."""
+    """Return names of tensors with NaN or infinity, in one pass over each, at the speed of memory."""
     bad = []
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
@@ -233,17 +235,17 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 
 
 def _ties(network: nn.Module) -> dict[str, set[str]]:
-    """Names of each tensor that has several."""
+    """Return all names of each tensor that has several, by each of them."""
     names: dict[int, set[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
-    found = {name: same for same in names.values() for name in same}
+    ties = {name: aliases for aliases in names.values() for name in aliases}
     declared = getattr(network, "_tied_weights_keys", None)
     if isinstance(declared, Mapping):
         for target, source in declared.items():
-            if target in found and source in found:
-                found[target] = found[source] = found[target] | found[source]
-    return found
+            if target in ties and source in ties:
+                ties[target] = ties[source] = ties[target] | ties[source]
+    return ties
 
 
 def _is_held(name: str, held: Iterable[str]) -> bool:

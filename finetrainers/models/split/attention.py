@@ -1,7 +1,7 @@
-"""Attention of the transformer's blocks by a chosen backend, per call: a call with a mask keeps a backend that takes it.
+"""Attention of the transformer's blocks by a chosen backend, chosen per call: masks keep a backend that takes them.
 
-diffusers' own `set_attention_backend` is not used. It also changes the default of the whole process, knows no masks, and has
-no effect on processors that call PyTorch's function themselves.
+diffusers' own `set_attention_backend` is not used. It also changes the default of the whole process, knows no masks,
+and has no effect on processors that call PyTorch's function themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetrainers.config.errors import ConfigError, Problem
 
 #: diffusers' operator of this name has no backward pass; the package's own function has one.
 _FLASH_3 = "_flash_3"
-#: How far a backend's outputs and gradients may be from those in fp32, relative to their norm: bf16 gives about 0.004.
+#: Maximum distance of a backend's outputs and gradients from fp32, relative to their norm: bf16 gives about 0.004.
 _TOLERANCE = 0.02
 
 
@@ -34,26 +34,26 @@ class Attend:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, text: tuple[int, int] = (0, 0)
     ) -> Tensor:
-        """Attention of a clip's tokens to each other: outputs `[B, S, H, D]`.
+        """Compute attention of a clip's tokens to each other: outputs `[B, S, H, D]`.
 
         Args:
             query: `[B, S, H, D]`.
-            key: likewise, of as many tokens as `value`.
-            value: likewise.
+            key: `[B, keys, H, D]`.
+            value: `[B, keys, H, D]`.
             mask: over keys, broadcast to `[B, H, S, keys]`: boolean (True is attended to), or added to the scores.
-            text: how many of the tokens are of the text, before those of the clip and after them; see `sequence.SplitAttend`.
+            text: numbers of text tokens before and after those of the clip; see `sequence.SplitAttend`.
         """
-        return self.alone(query, key, value, mask)
+        return self.attend_locally(query, key, value, mask)
 
-    def alone(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same for tokens that need no other process: those of the keys are whole on each, as a text's are."""
+    def attend_locally(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute attention without other processes: all keys are on each of them, as a text's are."""
         backend = BACKENDS[self.name]
         if mask is not None and not (backend.masks == "any" or (backend.masks == "bool" and mask.dtype == torch.bool)):
             return _dispatch("native", query, key, value, mask)
         if not backend.casts and torch.is_autocast_enabled(value.device.type):
             # Norms of queries and keys give fp32 under autocast, which knows PyTorch's own attention only.
             dtype = torch.get_autocast_dtype(value.device.type)
-            query, key, value = (one.to(dtype) for one in (query, key, value))
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         return _dispatch(self.name, query, key, value, mask)
 
 
@@ -61,12 +61,12 @@ def _dispatch(name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     if name == _FLASH_3:
         from flash_attn_interface import flash_attn_func
 
-        found = flash_attn_func(query, key, value)
-        return found[0] if isinstance(found, tuple) else found  # older versions also give the log-sum-exp
+        outputs = flash_attn_func(query, key, value)
+        return outputs[0] if isinstance(outputs, tuple) else outputs  # older versions also return the log-sum-exp
     return dispatch_attention_fn(query, key, value, attn_mask=mask, backend=_MEMBERS[name])
 
 
-#: By name; looked up here, since older versions of torch cannot trace the call of an enumeration.
+#: Backends by name; looked up here, since older versions of torch cannot trace the call of an enumeration.
 _MEMBERS = {name: AttentionBackendName(name) for name in BACKENDS}
 
 
@@ -79,7 +79,7 @@ def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
 
 
 def check_attention_choice(spec: Any) -> None:
-    """See `ModelSpec.check_attention_choice`."""
+    """Implement `ModelSpec.check_attention_choice`."""
     name = spec.config.attn_backend
     if name != AUTO and spec.attention_processor is None:
         message = f"{name}: the attention of {spec.name} has no choice of a backend; leave it out"
@@ -87,7 +87,7 @@ def check_attention_choice(spec: Any) -> None:
 
 
 def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """See `ModelSpec.check_attention`."""
+    """Implement `ModelSpec.check_attention`."""
     check_attention_choice(spec)
     name = spec.config.attn_backend
     if name not in (AUTO, "native"):
@@ -101,32 +101,32 @@ def check_backend(name: str, *, device: torch.device, dtype: torch.dtype, head_d
     Kernels fail on GPUs that they were not built for, and one without a backward pass may give no gradients silently.
 
     Raises:
-        ConfigError: the backend fails, or computes something else.
+        ConfigError: the backend fails, or its results differ.
     """
     draw = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     inputs = [draw(2, 192, 2, head_dim).to(device, dtype) for _ in range(4)]
-    exact = _with_gradients(lambda q, k, v: _reference(q, k, v), [one.float() for one in inputs])
+    exact = _with_gradients(lambda q, k, v: _reference(q, k, v), [tensor.float() for tensor in inputs])
     try:
         with attention_backend(name):  # fetches the kernel, and checks the package; the default is as before afterwards
             pass
-        found = _with_gradients(Attend(name), inputs)
+        actual = _with_gradients(Attend(name), inputs)
     except Exception as error:
         message = f"{name} fails on {_device_name(device)}: {type(error).__name__}: {error}"
         raise ConfigError([Problem("--attn_backend", f"{message}; use native")]) from error
-    for what, one, other in zip(("outputs", "dQ", "dK", "dV"), found, exact, strict=True):
-        difference = float((one.float() - other).norm() / other.norm())
+    for quantity, tensor, expected in zip(("outputs", "dQ", "dK", "dV"), actual, exact, strict=True):
+        difference = float((tensor.float() - expected).norm() / expected.norm())
         if not difference <= _TOLERANCE:
-            message = f"{name} computes other {what} than PyTorch on {_device_name(device)}, by {difference:.1%}"
+            message = f"{name} computes other {quantity} than PyTorch on {_device_name(device)}, by {difference:.1%}"
             raise ConfigError([Problem("--attn_backend", f"{message}; use native")])
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def _with_gradients(attend: Any, inputs: list[Tensor]) -> list[Tensor]:
-    query, key, value, upstream = (one.detach().requires_grad_() for one in inputs)
+    query, key, value, upstream = (tensor.detach().requires_grad_() for tensor in inputs)
     out = attend(query, key, value)
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), upstream.detach())]
 

@@ -1,19 +1,19 @@
 """Sequence parallelism: the tokens of each clip are split over a group of processes.
 
-All processes of a group are given the same whole inputs. Where the network has made tokens of the latents, each takes its
-part of them, and goes through the blocks with it. Attention needs all tokens. An all-to-all gives each process all tokens of
-a part of the heads, and another one takes its result back (Ulysses, arXiv:2309.14509). Or keys and values go around the
-processes, which takes any number of heads (`ring`). Text tokens are whole on every process. The prediction is whole
-again on all of them, and so is the loss.
+All processes of a group are given equal, complete inputs. Where the network has made tokens of the latents, each takes
+its part of them, and goes through the blocks with it. Attention needs all tokens. An all-to-all gives each process all
+tokens of a part of the heads, and a second one takes its result back (Ulysses, arXiv:2309.14509). Or keys and values go
+around the processes, which takes any number of heads (`ring`). Text tokens are whole on every process. The prediction
+is whole again on all of them, and so is the loss.
 
-Gradients: a process has those of its own tokens alone, so that those of a clip are the sum over its group. The backward pass
-of the last join multiplies by the size of the group, since each of its processes has computed the loss of the whole
-prediction. The mean over all processes, which every strategy takes anyway, is then the mean over clips of these sums, and no
-strategy has to know about groups.
+Gradients: a process has only those of the tokens in its part, so that those of a clip are the sum over its group. The
+backward pass of the last join multiplies by the size of the group, since each of its processes has computed the loss of
+the whole prediction. The mean over all processes, which every strategy takes anyway, is then the mean over clips of
+these sums, and no strategy has to know about groups.
 
-Parts differ by one token at most, so that no padding is needed. diffusers' own context parallelism is not used: its plan for
-LTX-Video fails in the backward pass, there is none for the other families, and its hooks do not see the layers that a LoRA
-puts in the place of others.
+Parts differ by one token at most, so that no padding is needed. diffusers' own context parallelism is not used: its
+plan for LTX-Video fails in the backward pass, there is none for the other families, and its hooks do not see the layers
+that a LoRA puts in the place of others.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .sequence_dropout import no_streams, split_dropout
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Where a network's tensors have a dimension of latent tokens, so that they can be split there.
+    """Dimensions of latent tokens in a network's tensors, where these can be split.
 
     Attributes:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
-        text_first: modules among these in whose output tokens of the text come first: as many as their first argument has.
-        last: the module whose output is made whole, in dimension 1.
+        text_first: those modules whose output begins with text tokens: as many as their first argument has.
+        last: the module whose output is joined, in dimension 1.
     """
 
     inputs: Mapping[str, int] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class TokenPlan:
 
 
 class SequenceGroup:
-    """The processes that share a clip, and which of its tokens each of them has.
+    """The processes that share a clip, and the tokens of each of them.
 
     Attributes:
         group: these processes.
-        size, rank: how many they are, and which of them this one is.
-        tokens: of a clip in the call of the network that is being computed, forward or backward.
+        size, rank: number of processes, and index of this one.
+        tokens: tokens of a clip in the call of the network that is being computed, forward or backward.
         splits_times: whether that call has a noise level per token, which are split as tokens are.
     """
 
@@ -76,57 +76,58 @@ class SequenceGroup:
         """Tokens of each process."""
         return [end - start for start, end in even_bounds(self.tokens, self.size)]
 
-    def part(self, whole: Tensor, dim: int, *, text: int = 0) -> Tensor:
-        """This process's part of a tensor, after the tokens of the text, which stay.
+    def part(self, tensor: Tensor, dim: int, *, text: int = 0) -> Tensor:
+        """Return this process's part of a tensor, after the tokens of the text, which stay.
 
         Raises:
             ValueError: there are fewer tokens than processes.
         """
-        self.tokens = whole.shape[dim] - text
+        self.tokens = tensor.shape[dim] - text
         if self.tokens < self.size:
             raise ValueError(
-                f"a clip of {self.tokens} latent tokens cannot be split over {self.size} processes; use a smaller --sp_size"
+                f"a clip of {self.tokens} latent tokens cannot be split over {self.size} processes; use a smaller "
+                "--sp_size"
             )
         start, end = even_bounds(self.tokens, self.size)[self.rank]
-        own = whole.narrow(dim, text + start, end - start)
+        own = tensor.narrow(dim, text + start, end - start)
         # Copies, since a view would keep the memory of the whole tensor.
-        return torch.cat([whole.narrow(dim, 0, text), own], dim=dim) if text else own.clone()
+        return torch.cat([tensor.narrow(dim, 0, text), own], dim=dim) if text else own.clone()
 
     def join(self, part: Tensor) -> Tensor:
-        """Whole from the parts in dimension 1, on every process."""
+        """Join the parts in dimension 1, on every process."""
         joined: Tensor = _Join.apply(part, self)
         return joined
 
 
-def _exchanged(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows from all processes of a group, in their order; `sent` and `received`: how many to and from each."""
+def _exchange(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Exchange rows with all processes of a group, in order; `sent` and `received` count rows to and from each."""
     return funcol.wait_tensor(funcol.all_to_all_single(rows.contiguous(), received, sent, group))
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows for each process, in their order, to it; and from each the rows that it has sent."""
+    """Exchange of rows: those for each process, in order, are sent to it, and its rows are received."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _exchanged(rows, received, sent, group)
+        return _exchange(rows, received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(upstream[0], ctx.sent, ctx.received, ctx.group), None, None, None
+        return _exchange(upstream[0], ctx.sent, ctx.received, ctx.group), None, None, None
 
 
 class _Join(torch.autograd.Function):
-    """All-gather. Its backward pass takes for granted that all processes of the group compute the same loss."""
+    """All-gather. Its backward pass assumes that all processes of the group compute the same loss."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, sequence: SequenceGroup) -> Tensor:
         ctx.sequence, ctx.tokens = sequence, sequence.tokens
         rows = part.transpose(0, 1)
-        # As an all-to-all, which takes parts of different sizes.
+        # An all-to-all takes parts of different sizes.
         sent = rows.expand(sequence.size, *rows.shape).flatten(0, 1)
-        got = _exchanged(sent, sequence.shares, [len(rows)] * sequence.size, sequence.group)
-        return got.transpose(0, 1)
+        joined = _exchange(sent, sequence.shares, [len(rows)] * sequence.size, sequence.group)
+        return joined.transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
@@ -139,7 +140,7 @@ class _Join(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SplitAttend(Attend):
-    """Attention over all tokens of a clip, of which each process has a part: some of the heads for all, or its own for all heads."""
+    """Attention over a clip split over processes: each computes part of the heads, or its tokens (`ring`)."""
 
     sequence: SequenceGroup
     mode: SpMode = "ulysses"
@@ -147,7 +148,7 @@ class SplitAttend(Attend):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, text: tuple[int, int] = (0, 0)
     ) -> Tensor:
-        """See `Attend`; the tokens of the text are the first and last of the process, and whole. Those of clips have no mask."""
+        """Compute attention as `Attend`; text tokens, first and last, are on every process. Clips have no mask."""
         before, after = text
         own = query.shape[1] - before - after
         if own != self.sequence.shares[self.sequence.rank]:
@@ -155,55 +156,55 @@ class SplitAttend(Attend):
                 f"attention got {own} tokens of a clip, where process {self.sequence.rank} of {self.sequence.size} has "
                 f"{self.sequence.shares[self.sequence.rank]} of {self.sequence.tokens}"
             )
-        if torch.is_autocast_enabled(value.device.type):  # what attention computes in; norms give fp32
+        if torch.is_autocast_enabled(value.device.type):  # the dtype of attention; norms give fp32
             dtype = torch.get_autocast_dtype(value.device.type)
-            query, key, value = (one.to(dtype) for one in (query, key, value))
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         if self.mode == "ring":
             shares, rank, group = self.sequence.shares, self.sequence.rank, self.sequence.group.group_name
             return ring_attention(query, key, value, mask, before=before, shares=shares, rank=rank, group=group)
-        query, key, value = self._whole([query, key, value], before, own)
+        query, key, value = self._gather_tokens([query, key, value], before, own)
         if mask is not None:
             clip = mask[..., before : before + 1].expand(*mask.shape[:-1], self.sequence.tokens)
             mask = torch.cat([mask[..., :before], clip, mask[..., before + own :]], dim=-1)
-        return self._part(self.alone(query, key, value, mask), before, own)
+        return self._gather_heads(self.attend_locally(query, key, value, mask), before, own)
 
-    def _whole(self, tensors: list[Tensor], before: int, own: int) -> list[Tensor]:
-        """All tokens of this process's heads, `[B, S, H / N, D]`, of its own tokens of all heads."""
+    def _gather_tokens(self, tensors: list[Tensor], before: int, own: int) -> list[Tensor]:
+        """Exchange this process's tokens of all heads for all tokens of its heads, `[B, S, H / N, D]`."""
         size, rank = self.sequence.size, self.sequence.rank
-        heads = [one.unflatten(2, (size, -1)) for one in tensors]
-        sent = torch.stack([one[:, before : before + own].permute(2, 1, 0, 3, 4) for one in heads], dim=2)
-        got = _AllToAll.apply(sent.flatten(0, 1), self.sequence.shares, [own] * size, self.sequence.group)
-        clips = [clip.transpose(0, 1) for clip in got.unbind(1)]
-        texts = [one[:, :, rank] for one in heads]
+        heads = [tensor.unflatten(2, (size, -1)) for tensor in tensors]
+        sent = torch.stack([head[:, before : before + own].permute(2, 1, 0, 3, 4) for head in heads], dim=2)
+        received = _AllToAll.apply(sent.flatten(0, 1), self.sequence.shares, [own] * size, self.sequence.group)
+        clips = [clip.transpose(0, 1) for clip in received.unbind(1)]
+        own_heads = [head[:, :, rank] for head in heads]
         return [
-            clip if one.shape[1] == own else torch.cat([one[:, :before], clip, one[:, before + own :]], dim=1)
-            for clip, one in zip(clips, texts, strict=True)
+            clip if head.shape[1] == own else torch.cat([head[:, :before], clip, head[:, before + own :]], dim=1)
+            for clip, head in zip(clips, own_heads, strict=True)
         ]
 
-    def _part(self, whole: Tensor, before: int, own: int) -> Tensor:
-        """All heads of this process's own tokens, `[B, S, H, D]`, and of the text, from all tokens of its own heads."""
+    def _gather_heads(self, outputs: Tensor, before: int, own: int) -> Tensor:
+        """Exchange all tokens of this process's heads for all heads of its tokens and the text, `[B, S, H, D]`."""
         size, tokens, shares = self.sequence.size, self.sequence.tokens, self.sequence.shares
-        rows = whole.transpose(0, 1)
+        rows = outputs.transpose(0, 1)
         first, clip, last = rows[:before], rows[before : before + tokens], rows[before + tokens :]
         text = len(first) + len(last)
         if text:
-            rows = torch.cat([torch.cat([first, one, last]) for one in clip.split(shares)])
-        got = _AllToAll.apply(rows, [own + text] * size, [share + text for share in shares], self.sequence.group)
-        return got.unflatten(0, (size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+            rows = torch.cat([torch.cat([first, part, last]) for part in clip.split(shares)])
+        received = _AllToAll.apply(rows, [own + text] * size, [share + text for share in shares], self.sequence.group)
+        return received.unflatten(0, (size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: float = 0.0) -> None:
     """Refuse to split clips over `size` processes where the network cannot be; before it is loaded.
 
     Args:
-        spec: of the model.
-        size: how many processes share a clip.
-        mode: what they exchange.
-        dropout: of a LoRA.
+        spec: spec of the model.
+        size: number of processes that share a clip.
+        mode: way in which they share attention.
+        dropout: dropout of a LoRA.
 
     Raises:
-        ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not go
-            around a ring.
+        ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not
+            go around a ring.
     """
     heads = spec.configs[spec.facts.trained].get("num_attention_heads")
     if size > 1 and spec.token_plan is None:
@@ -218,7 +219,7 @@ def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: floa
 
 
 def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None, mode: SpMode) -> None:
-    """See `ModelSpec.split_tokens`."""
+    """Implement `ModelSpec.split_tokens`."""
     if group is None:
         return
     check_split(spec, dist.get_world_size(group), mode)
@@ -230,14 +231,14 @@ def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None, 
 
 
 def split_tokens(network: nn.Module, plan: TokenPlan, sequence: SequenceGroup) -> None:
-    """Let each call of a network be shared by the processes of a group, which must all make it; in place, after a LoRA is attached."""
+    """Split each call of a network over the processes of a group, which must all make it; in place, after a LoRA."""
 
     def split_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
         assert not args, "the network is called with names"
         times, dim = kwargs.get("timestep"), plan.inputs.get("timestep")
         sequence.splits_times = dim is not None and isinstance(times, Tensor) and times.ndim > dim
         return args, {
-            n: _split(one, plan.inputs[n], sequence) if n in plan.inputs else one for n, one in kwargs.items()
+            n: _split(value, plan.inputs[n], sequence) if n in plan.inputs else value for n, value in kwargs.items()
         }
 
     def split_output(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -251,7 +252,7 @@ def split_tokens(network: nn.Module, plan: TokenPlan, sequence: SequenceGroup) -
 
 
 def _split(value: Any, dim: int, sequence: SequenceGroup, *, text: int = 0) -> Any:
-    """The part of a tensor, or of each in a tuple; what has no such dimension stays."""
+    """Return this process's part of a tensor, or of each in a tuple; values without the dimension stay."""
     if isinstance(value, tuple):
-        return tuple(_split(one, dim, sequence, text=text) for one in value)
+        return tuple(_split(element, dim, sequence, text=text) for element in value)
     return value if not isinstance(value, Tensor) or value.ndim <= dim else sequence.part(value, dim, text=text)

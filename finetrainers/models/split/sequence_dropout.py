@@ -1,8 +1,8 @@
-"""Dropout in a network whose clips are split (`--sp_size`): each process drops in its own tokens what one process would drop.
+"""Dropout in a network whose clips are split (`--sp_size`): each process drops the numbers that one process would.
 
-The processes of a group draw from generators in the same state. Each draws the mask of all tokens and takes its part of it,
-so that tokens of the text, which are whole on every process, lose the same numbers everywhere, and generators stay equal.
-Gradient checkpointing restores the generator before it computes a block again, as for other dropout.
+The processes of a group draw from generators in the same state. Each draws the mask of all tokens and takes its part of
+it, so that tokens of the text, which are whole on every process, lose the same numbers everywhere, and generators stay
+equal. Gradient checkpointing restores the generator before it computes a block again, as for other dropout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetrainers.config.errors import ConfigError, Problem
 
 from ..batch import even_bounds
-from ..flops import Stream, stream_of
+from ..flops import Stream, find_stream
 
 
 class SplitDropout(nn.Dropout):
@@ -25,14 +25,14 @@ class SplitDropout(nn.Dropout):
         """Args:
         p: probability of an element to be zeroed.
         sequence: the processes that share clips (`SequenceGroup`).
-        stream: which tokens the tensor has: of the clip, of clip and text, or a noise level per token or clip.
+        stream: tokens of the tensor: of the clip, of clip and text, or a noise level per token or clip.
         text_first: whether those of the text come first.
         """
         super().__init__(p)
         self._sequence, self._stream, self._text_first = sequence, stream, text_first
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, S, D]`, or with a row per noise level `[B * S, D]`, with `p` of its numbers zeroed while training."""
+        """Zero `p` of the numbers of `[B, S, D]`, or with a row per noise level `[B * S, D]`, while training."""
         if not self.training or (self._stream == "time" and not self._sequence.splits_times):
             return super().forward(x)
         sequence = self._sequence
@@ -41,13 +41,13 @@ class SplitDropout(nn.Dropout):
         text = tokens.shape[1] - (end - start)
         # One byte per number of the whole clip, for a moment.
         shape = (len(tokens), sequence.tokens + text, *tokens.shape[2:])
-        # In the order in memory of one process's mask, which is that of its input.
-        kept = torch.empty_permuted(shape, tokens.dim_order(), dtype=torch.bool, device=x.device).bernoulli_(1 - self.p)
-        first, clip, last = kept.split(
+        # A single process's mask has this order in memory, that of its input.
+        mask = torch.empty_permuted(shape, tokens.dim_order(), dtype=torch.bool, device=x.device).bernoulli_(1 - self.p)
+        first, clip, last = mask.split(
             (text, sequence.tokens, 0) if self._text_first else (0, sequence.tokens, text), 1
         )
-        kept = torch.cat([first, clip[:, start:end], last], dim=1)
-        return (tokens * kept * (1 / (1 - self.p))).view_as(x)
+        mask = torch.cat([first, clip[:, start:end], last], dim=1)
+        return (tokens * mask * (1 / (1 - self.p))).view_as(x)
 
 
 def no_streams(spec: Any, name: str) -> str:
@@ -60,11 +60,11 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
 
     Args:
         network: with its LoRA attached.
-        spec: of its model.
+        spec: spec of its model.
         sequence: the processes that share clips.
 
     Raises:
-        ConfigError: there is dropout, and the family does not tell which tokens go through its layer.
+        ConfigError: there is dropout, and the family does not define the tokens that go through its layer.
     """
     plan = spec.token_plan
     for name, module in list(network.named_modules()):
@@ -72,7 +72,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
             continue
         if not spec.streams:
             raise ConfigError([Problem("--sp_size", no_streams(spec, name))])
-        stream = stream_of(name, spec.streams)
+        stream = find_stream(name, spec.streams)
         if stream not in ("text", "prompt") and not name.startswith(tuple(f"{output}." for output in plan.outputs)):
             split = SplitDropout(module.p, sequence, stream, text_first=bool(plan.text_first))
             network.set_submodule(name, split)

@@ -81,7 +81,10 @@ def test_sound_models_pass(tiny_repo: Callable[..., Path]) -> None:
         (lambda r: (r / "tokenizer/tokenizer.json").unlink(), "tokenizer holds no tokenizer"),
         (lambda r: (r / "scheduler/scheduler_config.json").unlink(), "has no scheduler_config.json"),
         (lambda r: cut(r / "transformer/config.json"), "transformer/config.json cannot be read as JSON"),
-        (lambda r: (r / "vae/config.json").write_text("[1]"), "vae/config.json must be a JSON object, and it is a list"),
+        (
+            lambda r: (r / "vae/config.json").write_text("[1]"),
+            "vae/config.json must be a JSON object, and it is a list",
+        ),
         (lambda r: cut(r / "tokenizer/tokenizer.json"), "tokenizer/tokenizer.json cannot be read as JSON"),
         (lambda r: cut(r / ENCODER), f"{ENCODER} is cut short: at least .* are missing"),
         (lambda r: cut(r / TRANSFORMER, 0.01), f"{TRANSFORMER} is cut short"),
@@ -148,7 +151,7 @@ def test_a_replacement_is_named_by_its_option(repo: Path, tiny_repo: Callable[..
     assert all("is a file; give the folder of a model in diffusers layout" in problem for problem in problems)
 
 
-# ---- names and shapes --------------------------------------------------------------------------------------------------
+# ---- names and shapes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", [ENCODER, TRANSFORMER, "vae/diffusion_pytorch_model.safetensors"])
@@ -224,7 +227,8 @@ def test_the_command_refuses_before_it_loads(
     write_mp4(tmp_path / "clips" / "a.mp4", np.zeros((9, 64, 64, 3), np.uint8), fps=8)
     (tmp_path / "clips" / "a.txt").write_text("a clip")
     command = [
-        "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(repo), "--data_root", str(tmp_path / "clips"),
+        "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(repo),
+        "--data_root", str(tmp_path / "clips"),
         "--output_dir", str(tmp_path / "run"), "--video_resolution_buckets", "9x64x64", "--train_steps", "1",
     ]  # fmt: skip
 
@@ -245,7 +249,7 @@ def test_the_command_refuses_before_it_loads(
     assert "has its weights as pickles only" in refused("--dry_run")
 
 
-# ---- kinds of checkpoints ----------------------------------------------------------------------------------------------
+# ---- kinds of checkpoints --------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_of_other_pipelines_are_refused(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:

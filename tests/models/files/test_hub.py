@@ -33,7 +33,8 @@ def test_what_broke_off_or_was_refused_is_fetched_and_then_nothing_is_asked(
     weights = "vae/diffusion_pytorch_model.safetensors"
     assert weights in hub.broken_off
     assert weights in hub.resumed  # from where it broke off
-    local = get_family("ltx_video").load(ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(hub.folder), vae_dtype="fp32")).load_vae()  # fmt: skip
+    section = ModelSection(model_name="ltx_video", pretrained_model_name_or_path=str(hub.folder), vae_dtype="fp32")
+    local = get_family("ltx_video").load(section).load_vae()
     assert all(torch.equal(a, b) for a, b in zip(vae.state_dict().values(), local.state_dict().values(), strict=True))
 
     # A hub that is down, busy or has locked the door since does not matter to what lies on disk.

@@ -1,4 +1,4 @@
-"""LoRAs in the formats of other programs: what they compute when they are read back, by us, by diffusers and by PEFT."""
+"""LoRAs in the formats of other programs: their predictions when read back by us, by diffusers and by PEFT."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.files.lora_formats import Factors, Lora, from_stored, of_state, to_stored
+from finetrainers.models.files.lora_formats import Factors, Lora, from_stored, lora_from_state, to_stored
 from finetrainers.models.files.lora_names import format_problem, kind_of
-from finetrainers.models.files.original import layouts_of
+from finetrainers.models.files.original import known_layouts
 from finetrainers.models.lora_files import cast, check_written, lora_metadata, with_averages, write_lora
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
@@ -63,7 +63,7 @@ def trained(spec: ModelSpec, **settings: Any) -> nn.Module:
 
 
 def lora_of(network: Any) -> Lora:
-    return of_state(get_peft_model_state_dict(network), network.peft_config["default"].to_dict())
+    return lora_from_state(get_peft_model_state_dict(network), network.peft_config["default"].to_dict())
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def write(directory: Path, lora: Lora, kind: str, spec: ModelSpec) -> Path:
 @pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[..., ModelSpec], tmp_path: Path) -> None:
-    """Rank and alpha differ, and two layers have others: the network that reads a file predicts what the trained one does."""
+    """Rank and alpha differ, also between layers: a network that reads a file predicts what the trained one does."""
     spec = spec_of(family)
     other = "transformer_blocks.0.ff.net.2"
     network = trained(spec, rank_pattern={f"^{other}": 2}, alpha_pattern={f"^{other}": 5})
@@ -157,7 +157,7 @@ def effect(one: Factors) -> Tensor:
 
 
 def test_diffusers_converter_reads_the_joined_layers_of_hunyuan_video() -> None:
-    """In full width, the only one that it knows. What it does not read is what it has no names for, or a mistake of its own."""
+    """In full width, the only one that it knows. Layers that it does not read have no names, or are its mistakes."""
     network, lora = adapter("hunyuan_video")
     stored = to_stored(lora, network, "comfyui")
     state = _convert_hunyuan_video_lora_to_diffusers(dict(stored))
@@ -191,13 +191,14 @@ def test_diffusers_converter_reads_the_joined_layers_of_hunyuan_video() -> None:
 
 
 def comfyui_keys(family: str, network: nn.Module) -> set[str]:
-    """Names that ComfyUI looks for in LoRA files, as `model_lora_keys_unet` makes them of the names of its own network."""
+    """Return the names that ComfyUI looks for in LoRA files, as `model_lora_keys_unet` makes them of its own."""
     names = [*network.state_dict()]
-    layouts = layouts_of(type(network).__name__, names)
+    layouts = known_layouts(type(network).__name__, names)
     if family == "cogvideox":
         own = {
-            name.replace("transformer_blocks.", "blocks.").replace("attn1.to_out.0", "attn_out").replace("attn1.to_", "")
-            .replace("ff.net.0.proj", "ff_proj").replace("ff.net.2", "ff_out").replace("embedding.linear", "embedding_linear")
+            name.replace("transformer_blocks.", "blocks.").replace("attn1.to_out.0", "attn_out")
+                .replace("attn1.to_", "").replace("ff.net.0.proj", "ff_proj").replace("ff.net.2", "ff_out")
+                .replace("embedding.linear", "embedding_linear")
             for name in names
         }  # fmt: skip
     else:
@@ -264,13 +265,16 @@ def test_one_pair_of_factors_for_a_joined_layer_is_not_taken_apart() -> None:
 
 
 def test_names_that_are_in_use() -> None:
-    """Of other programs' files: ComfyUI's own names, diffusion-pipe's prefix, factors called up and down, adapters with a name."""
+    """Other programs' files: ComfyUI's own names, diffusion-pipe's prefix, factors up and down, named adapters."""
     network, lora = adapter(
         "hunyuan_video", only=("transformer_blocks.0.norm1.linear", "transformer_blocks.0.attn.to_out.0")
     )
     (name, one), *_ = lora.layers.items()
     for key in ("diffusion_model.double_blocks.0.img_mod.lin", "transformer.double_blocks.0.img_mod.linear"):
-        for factors in (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora_A.default.weight", "lora_B.default.weight")):  # fmt: skip
+        for factors in (
+            ("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"),
+            ("lora_A.default.weight", "lora_B.default.weight"),
+        ):  # fmt: skip
             stored = dict(zip((f"{key}.{factor}" for factor in factors), (one.down, one.up), strict=True))
             assert kind_of(stored) == "comfyui"
             assert from_stored(stored, network, "comfyui").layers[name].up is one.up
@@ -358,7 +362,7 @@ def test_dtypes_averages_and_metadata(spec_of: Callable[..., ModelSpec], tmp_pat
     assert "modelspec.license" not in found
 
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "lora_names.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "lora_names.json"
 
 
 def test_names_are_those_of_the_golden_list() -> None:

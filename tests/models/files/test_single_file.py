@@ -1,4 +1,4 @@
-"""Single weight files: every layout of every class, written by the tables, read back, and compared with diffusers' converters."""
+"""Single weight files: every layout of every class, written, read back, and compared with diffusers' converters."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torch import nn
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.files.layouts import stored_shapes, stored_tensors
-from finetrainers.models.files.original import DIFFUSERS, ORIGINALS, layouts_of, original_layout
+from finetrainers.models.files.original import DIFFUSERS, ORIGINALS, known_layouts, original_layout
 from finetrainers.models.files.single_file import (
     BY_DIFFUSERS,
     load_single_file,
     match_network,
     save_single_file,
-    shapes_of,
+    tensor_shapes,
 )
 from finetrainers.models.registry import get_family
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "original_names.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "original_names.json"
 #: Configs of published VAEs of LTX-Video whose blocks differ; the rest are the classes' defaults.
 LTX_VAES: dict[str, dict[str, Any]] = {
     "0.9.0": {},
@@ -84,9 +84,9 @@ def full(name: str) -> nn.Module:
 
 
 def one_column(network: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of a network at their full length, one number wide: every row of all of them has a number of its own."""
+    """Return a network's tensors at their full length, one number wide: every row of all has a separate number."""
     found, start = {}, 0
-    for name, shape in shapes_of(network).items():
+    for name, shape in tensor_shapes(network).items():
         length = shape[0] if shape else 1
         numbers = torch.arange(start, start + length, dtype=torch.float64)
         found[name] = numbers.reshape(length, *[1] * (len(shape) - 1)) if shape else numbers[0]
@@ -103,15 +103,20 @@ def test_original_layouts_are_what_diffusers_converts(name: str) -> None:
     stored = stored_tensors(layout, tensors, prefix)
     last = f"{prefix}encoder.conv_out.conv.weight"  # by whose width the converter knows the version
     if last in stored:
-        stored[last] = stored[last].expand(-1, shapes_of(network)["encoder.conv_out.conv.weight"][1], -1, -1, -1)
+        stored[last] = stored[last].expand(-1, tensor_shapes(network)["encoder.conv_out.conv.weight"][1], -1, -1, -1)
     found = CONVERTERS[cls](dict(stored))
     assert found.keys() == tensors.keys()
-    wrong = [key for key in tensors if not torch.equal(found[key].flatten()[: tensors[key].numel()], tensors[key].flatten()) and key != "encoder.conv_out.conv.weight"]  # fmt: skip
+    wrong = [
+        key
+        for key in tensors
+        if key != "encoder.conv_out.conv.weight"
+        and not torch.equal(found[key].flatten()[: tensors[key].numel()], tensors[key].flatten())
+    ]
     assert wrong == []
 
 
 def test_cogvideox_has_the_order_of_its_authors() -> None:
-    """sat/dit_video_concat.py: `AdaLNMixin` chunks a block's modulation into twelve, the last six of which are the text's."""
+    """sat/dit_video_concat.py: `AdaLNMixin` chunks a block's modulation into twelve; the last six are the text's."""
     tensors = one_column(full("CogVideoX-5b-I2V transformer"))
     layout, prefix = original_layout("CogVideoXTransformer3DModel", tensors)
     stored = stored_tensors(layout, tensors, prefix)
@@ -122,21 +127,23 @@ def test_cogvideox_has_the_order_of_its_authors() -> None:
     expected = [*norm1[:3], *norm2[:3], *norm1[3:], *norm2[3:]]
     assert all(torch.equal(one, other) for one, other in zip(twelve, expected, strict=True))
     joined = stored[f"{prefix}transformer.layers.7.attention.query_key_value.bias"].chunk(3)
-    assert all(torch.equal(x, tensors[f"transformer_blocks.7.attn1.to_{n}.bias"]) for n, x in zip("qkv", joined, strict=True))  # fmt: skip
+    for name, bias in zip("qkv", joined, strict=True):
+        assert torch.equal(bias, tensors[f"transformer_blocks.7.attn1.to_{name}.bias"])
     assert torch.equal(
         stored[f"{prefix}mixins.pos_embed.pos_embedding"].flatten(), tensors["patch_embed.pos_embedding"].flatten()
     )
 
 
-#: Names that ComfyUI's modules have (comfy/ldm/hunyuan_video/model.py, comfy/ldm/flux/layers.py), and of its file of the VAE as
-#: users have reported them (kijai/ComfyUI-HunyuanVideoWrapper, issue 248), by the golden file's entries.
+#: Names that ComfyUI's modules have (comfy/ldm/hunyuan_video/model.py, comfy/ldm/flux/layers.py), and of its file of
+#: the VAE as users have reported them (kijai/ComfyUI-HunyuanVideoWrapper, issue 248), by the golden file's entries.
 COMFYUI = {
     "HunyuanVideo transformer": (
         "img_in.proj.weight", "time_in.in_layer.bias", "guidance_in.out_layer.weight", "vector_in.in_layer.weight",
         "txt_in.input_embedder.weight", "txt_in.t_embedder.in_layer.weight", "txt_in.c_embedder.out_layer.bias",
         "txt_in.individual_token_refiner.blocks.1.self_attn.qkv.weight",
         "txt_in.individual_token_refiner.blocks.0.self_attn.proj.bias",
-        "txt_in.individual_token_refiner.blocks.0.mlp.0.weight", "txt_in.individual_token_refiner.blocks.0.mlp.2.weight",
+        "txt_in.individual_token_refiner.blocks.0.mlp.0.weight",
+        "txt_in.individual_token_refiner.blocks.0.mlp.2.weight",
         "txt_in.individual_token_refiner.blocks.0.adaLN_modulation.1.weight",
         "txt_in.individual_token_refiner.blocks.0.norm2.weight", "double_blocks.19.img_attn.norm.query_norm.scale",
         "double_blocks.0.txt_attn.norm.key_norm.scale", "double_blocks.0.img_attn.qkv.weight",
@@ -147,7 +154,8 @@ COMFYUI = {
     ),
     "HunyuanVideo VAE": (
         "encoder.norm_out.weight", "decoder.mid.attn_1.k.weight", "decoder.mid.attn_1.norm.bias",
-        "decoder.mid.attn_1.proj_out.weight", "decoder.mid.block_1.conv1.conv.weight", "decoder.mid.block_2.norm2.weight",
+        "decoder.mid.attn_1.proj_out.weight", "decoder.mid.block_1.conv1.conv.weight",
+        "decoder.mid.block_2.norm2.weight",
         "decoder.up.0.block.0.nin_shortcut.conv.weight", "decoder.up.0.block.0.conv1.conv.bias", "quant_conv.weight",
     ),
 }  # fmt: skip
@@ -155,7 +163,7 @@ COMFYUI = {
 
 @pytest.mark.parametrize("name", COMFYUI)
 def test_comfyui_has_these_names(name: str) -> None:
-    found = layouts_of(FULL[name][0], shapes_of(full(name)))["ComfyUI's"]
+    found = known_layouts(FULL[name][0], tensor_shapes(full(name)))["ComfyUI's"]
     assert set(COMFYUI[name]) - found.keys() == set()
 
 
@@ -168,8 +176,8 @@ def summary(names: dict[str, tuple[int, ...]]) -> dict[str, list[Any]]:
 def test_the_names_of_full_networks_are_those_of_the_golden_file() -> None:
     found = {}
     for name, (cls, _) in FULL.items():
-        shapes = shapes_of(full(name))
-        for kind, layout in layouts_of(cls, shapes).items():
+        shapes = tensor_shapes(full(name))
+        for kind, layout in known_layouts(cls, shapes).items():
             if kind != DIFFUSERS:
                 found[f"{name}, {kind}"] = summary(stored_shapes(layout, shapes))
     if os.environ.get("FINETRAINERS_UPDATE_GOLDEN") == "1":
@@ -193,7 +201,7 @@ def test_every_layout_is_read_as_the_folder_is(
     expected = cls.from_pretrained(folder, torch_dtype=torch.bfloat16)
     weights = load_file(folder / "diffusion_pytorch_model.safetensors")
     file = tmp_path / "one.safetensors"
-    for kind, layout in layouts_of(cls.__name__, weights).items():
+    for kind, layout in known_layouts(cls.__name__, weights).items():
         for prefix in ("", "model.model."):
             stored = stored_tensors(layout, weights, prefix)
             for name in [name for name in stored if ".attn_1." in name and stored[name].ndim == 2]:
@@ -259,7 +267,7 @@ def test_text_encoders_are_read_as_the_folder_is(
 def test_classes_without_a_table_are_read_by_diffusers(
     tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of families that are registered from outside; what its converter does not know is missing, by our names."""
+    """Classes of families registered from outside: tensors unknown to the converter are missing, by our names."""
     folder, cls = tiny_repo("ltx_video") / "transformer", diffusers.LTXVideoTransformer3DModel
     expected, file = cls.from_pretrained(folder, torch_dtype=torch.bfloat16), tmp_path / "one.safetensors"
     weights = load_file(folder / "diffusion_pytorch_model.safetensors")

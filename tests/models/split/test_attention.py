@@ -73,7 +73,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     monkeypatch.setattr(attention_dispatch, "flash_attn_func", found.dense)
     monkeypatch.setattr(attention_dispatch, "flash_attn_varlen_func", found.packed)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
-    sys.modules["flash_attn_interface"].flash_attn_func = lambda *given: (found.dense(*given), torch.zeros(1))  # type: ignore[attr-defined]
+    module: Any = sys.modules["flash_attn_interface"]
+    module.flash_attn_func = lambda *given: (found.dense(*given), torch.zeros(1))
     return found
 
 
@@ -91,8 +92,8 @@ def natively(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return masks
 
 
-#: Calls of a kernel that takes no masks, and of PyTorch's attention with a mask: for one clip, and for two. LTX has self and
-#: cross attention in each of two blocks; Hunyuan two double and two single blocks.
+#: Calls of a kernel that takes no masks, and of PyTorch's attention with a mask: for one clip, and for two. LTX has
+#: self and cross attention in each of two blocks; Hunyuan two double and two single blocks.
 SITES = {"ltx_video": ((2, 2), (2, 2)), "hunyuan_video": ((4, 0), (0, 4)), "cogvideox": ((2, 0), (2, 0))}
 
 
@@ -139,7 +140,7 @@ def test_every_name_is_diffusers(tiny_repo: Callable[..., Path]) -> None:
     assert BACKENDS.keys() <= {member.value for member in AttentionBackendName}
 
 
-# ---- trying a backend --------------------------------------------------------------------------------------------------
+# ---- trying a backend ------------------------------------------------------------------------------------------------
 
 
 def try_out(name: str) -> None:
