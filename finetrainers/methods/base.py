@@ -146,7 +146,7 @@ class Method(Protocol):
         headline: names of the numbers that summarize training, most important first; a name that ends in `/` stands for
             all that begin so.
         summaries: reductions of the numbers of several steps to one, if not the mean; names as in `headline`.
-        evaluates: whether there are held-out data that `evaluate` would judge the network by.
+        evaluates: whether `evaluate` has held-out data for judging the network.
     """
 
     headline: tuple[str, ...]

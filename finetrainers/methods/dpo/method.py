@@ -59,7 +59,7 @@ def preference_margin(gains: Tensor, beta: Tensor | float) -> Tensor:
     """Return the argument of the sigmoid, `[B]`: how much more preferred clips have improved than rejected ones.
 
     Args:
-        gains: by how much the network's errors are below the reference model's, `[2B]`, in the order of `Pairs`.
+        gains: reduction of the network's errors against the reference model's, `[2B]`, in the order of `Pairs`.
         beta: beta times omega, a number or `[B]`.
     """
     return beta / 2 * (gains[0::2] - gains[1::2])

@@ -39,7 +39,7 @@ _SHOWN = 3  # number of positions in an error message
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of a rollout, and what its groups looked like.
+    """The advantages of a rollout, and the statistics of its groups.
 
     Attributes:
         values: float64, shaped like the scores; exactly 0 for failed clips and for groups that teach nothing.
@@ -142,14 +142,14 @@ def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
     size = advantages.shape[1]
     if n < 2 or n > size:
         raise ValueError(f"best of {n}: must be at least 2 and at most the {size} clips of a group")
-    values, lost = advantages.double().flatten().tolist(), failed.flatten().tolist()
+    values, is_failed = advantages.double().flatten().tolist(), failed.flatten().tolist()
     rows = []
     for group in torch.arange(advantages.numel()).view(-1, size).tolist():
-        ranked = sorted((i for i in group if not lost[i]), key=lambda i: (values[i], i))
+        ranked = sorted((i for i in group if not is_failed[i]), key=lambda i: (values[i], i))
         if len(ranked) >= n:
             selected = ranked[: n // 2] + ranked[n // 2 - n :]
         else:
-            selected = ranked + [i for i in group if lost[i]][: n - len(ranked)]
+            selected = ranked + [i for i in group if is_failed[i]][: n - len(ranked)]
         rows.append(sorted(selected))
     return torch.tensor(rows)
 

@@ -71,7 +71,7 @@ class GradientPlan:
         return peak
 
     def clips_with_graphs(self, share: int, data_size: int, *, batch: int) -> tuple[int, int]:
-        """Return how many clips of a process wait with their graphs at most: at all, and in a backward pass.
+        """Return how many clips of a process wait with their graphs: at most, and at most in a backward pass.
 
         Args:
             share: clips that each process samples.

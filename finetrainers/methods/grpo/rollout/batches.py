@@ -35,7 +35,7 @@ class Rollout(Protocol):
 
     @property
     def stats(self) -> Mapping[str, float]:
-        """Named numbers of the whole rollout, the same on every rank."""
+        """Named numbers of the whole rollout, equal on every rank."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Part:
     Attributes:
         clips: indices among this rank's clips.
         shares: share of each clip in the loss of its optimizer step; 0 for clips that only fill up.
-        repeat: how often these clips have been trained in this step already, each time with another transition or noise
-            level.
+        repeat: number of times that these clips were trained earlier in this step, each with another transition or
+            noise level.
         update: index of the step among those of its rollout.
         is_first: whether it is the first micro-batch of its step.
     """
@@ -88,22 +88,22 @@ def parts_of_updates(
         data_rank: rank of this process.
         batch_size: clips of a micro-batch.
         updates: optimizer steps of the rollout.
-        repeats: how often each clip is trained in its step.
+        repeats: number of times that each clip is trained in its step.
         seed, rollout: seed of the run and number of the rollout, which decide how clips are dealt.
     """
     counts = collected.trained_by_rank
     owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
-    dealt: list[int] = []  # index of the update, for every clip that is trained
-    while len(dealt) < len(owners):
+    update_by_clip: list[int] = []  # index of the update, for every clip that is trained
+    while len(update_by_clip) < len(owners):
         turn = list(range(updates))
-        random.Random(derive_seed(seed, "updates", rollout, len(dealt))).shuffle(turn)
-        dealt += turn[: len(owners) - len(dealt)]
+        random.Random(derive_seed(seed, "updates", rollout, len(update_by_clip))).shuffle(turn)
+        update_by_clip += turn[: len(owners) - len(update_by_clip)]
     before = sum(counts[:data_rank])
-    own_updates = dict(zip(collected.trained_clips, dealt[before : before + counts[data_rank]], strict=True))
+    own_updates = dict(zip(collected.trained_clips, update_by_clip[before : before + counts[data_rank]], strict=True))
     spare = collected.spare
     parts = []
     for update in range(updates):
-        sizes = Counter(owner for owner, index in zip(owners, dealt, strict=True) if index == update)
+        sizes = Counter(owner for owner, index in zip(owners, update_by_clip, strict=True) if index == update)
         groups = max((-(-count // batch_size) for count in sizes.values()), default=0)
         clips = [clip for clip, index in own_updates.items() if index == update]
         missing = groups * batch_size - len(clips)

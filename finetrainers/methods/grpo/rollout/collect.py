@@ -158,11 +158,8 @@ class Collector:
         scores = Scores.in_order(self.parallel.gather_objects(batch_scores))
         compared = self.compare(scores)
         gradient = self._finish_gradients(taking, compared, spent)
-        stats = {
-            "rollout": float(rollout),
-            **self._stats(scores, compared, spent),
-            **self._count_skipped(rollout, compared),
-        }
+        stats = {"rollout": float(rollout), **self._stats(scores, compared, spent)}
+        stats |= self._count_skipped(rollout, compared)
         self._keep(jobs, videos, scores, compared, stats)
         return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
 
@@ -347,7 +344,7 @@ def score_stats(scores: Scores, weights: Mapping[str, float]) -> dict[str, float
 
 @contextmanager
 def timed(totals: MutableMapping[str, float], name: str, device: torch.device) -> Iterator[None]:
-    """Add the seconds of a block to a named total, until the device has done what the block gave it to do."""
+    """Add the seconds of a block to a named total, including the work that it queues on the device."""
     _wait(device)
     start = time.perf_counter()
     yield

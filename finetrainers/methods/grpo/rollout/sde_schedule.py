@@ -133,7 +133,7 @@ def step_weights(kind: StepWeight, steps: Transitions, alpha: Tensor, sigma: Ten
     that would divide the weights out again. Flash-GRPO, which has hundreds of prompts, takes that of the batch.
 
     Args:
-        kind: which weights.
+        kind: kind of weights.
         steps: the stochastic transitions of the whole schedule.
         alpha, sigma: the levels that they were made of, `[S + 1]`.
         over: steps whose mean weight is 1, as often as they count: `Windows.pool()`.
