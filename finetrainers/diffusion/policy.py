@@ -1,8 +1,8 @@
 """The sampler as a stochastic policy: Gaussian transitions from one noise level to the next, and their densities.
 
 Every kernel here moves from x = a x0 + s e to a Gaussian around `c_x0 x0 + c_e e`, where x0 and e are the clean latents
-and the noise that the network sees in x. So a kernel is three numbers per step, functions of the noise levels alone, and
-flow matching (a = 1 - s) and variance preserving (a^2 + s^2 = 1) share all of them:
+and the noise that the network sees in x. So a kernel is three numbers per step, functions of the noise levels alone,
+and flow matching (a = 1 - s) and variance preserving (a^2 + s^2 = 1) share all of them:
 
     ode     c_x0 = a',  c_e = s',  no noise: the Euler step of flow matching, DDIM of variance preserving
     ddim    std = eta (s'/s) sqrt(s^2 - (a/a')^2 s'^2),  c_e = sqrt(s'^2 - std^2)   (Song et al. 2021, eq. 16)
@@ -13,8 +13,8 @@ flow matching (a = 1 - s) and variance preserving (a^2 + s^2 = 1) share all of t
 A level above 1 - 1e-5 counts as 1 there: multistep solvers start at 0.999999, where that rate would be in the hundreds.
 
 The last two are Euler-Maruyama steps of the reverse SDE of rectified flow, with noise rate g = std / sqrt(-dr) and
-c_e = r' + g^2 dr / (2 r). They are published for rectified flow only; a process with other coefficients is brought to it
-by x / (a + s), r = s / (a + s), and back.
+c_e = r' + g^2 dr / (2 r). They are published for rectified flow only; a process with other coefficients is brought to
+it by x / (a + s), r = s / (a + s), and back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .process import Process, expand
 
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
 
-#: Levels above this are pure noise: the gap is what solvers leave so as not to take the logarithm of 0.
+#: Levels above this are pure noise: solvers leave the gap so as not to take the logarithm of 0.
 _PURE_NOISE = 1 - 1e-5
 #: Latents have a deviation of about 1, so a step that adds twice that is a mistake, and makes clips explode.
 _LARGEST_STD = 2.0
@@ -42,29 +42,29 @@ class Transitions(NamedTuple):
     eps: Tensor
     std: Tensor
 
-    def at(self, step: Tensor, device: torch.device) -> Transitions:
-        """Coefficients of the given steps, one per clip, `[B]` fp32 on the device."""
+    def at_steps(self, step: Tensor, device: torch.device) -> Transitions:
+        """Return the coefficients of steps, one per clip, `[B]` fp32 on the device."""
         return Transitions(*(c[step.cpu()].to(device, torch.float32) for c in self))
 
 
 def levels(process: Process, times: Tensor) -> tuple[Tensor, Tensor]:
-    """alpha and sigma of the process times `[S]` and of the clean end, `[S + 1]` fp64."""
+    """Return alpha and sigma of the process times `[S]` and of the clean end, `[S + 1]` fp64."""
     alpha, sigma = (c.double().cpu() for c in process.alpha_sigma(times))
     return torch.cat([alpha, alpha.new_ones(1)]), torch.cat([sigma, sigma.new_zeros(1)])
 
 
 def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> Transitions:
-    """Coefficients of every step between consecutive noise levels, from noise to clean.
+    """Return the coefficients of every step between consecutive noise levels, from noise to clean.
 
     The last step is always the deterministic one: noise added there would be seen, and its density is that of a point.
 
     Args:
-        kernel: which family of transitions.
+        kernel: family of transitions.
         alpha, sigma: `[S + 1]` fp64, the last being 1 and 0.
         eta: amount of noise, in the kernel's own units; 0 gives the deterministic step.
 
     Raises:
-        ValueError: the levels do not fall, or eta is more than the kernel can take, or than these levels can.
+        ValueError: the levels do not fall, or eta is above the limit of the kernel or of these levels.
     """
     ratio = sigma / (alpha + sigma)
     if not bool((ratio[1:] < ratio[:-1]).all()) or float(ratio[0]) > 1:
@@ -94,38 +94,39 @@ def transitions(kernel: Kernel, alpha: Tensor, sigma: Tensor, *, eta: float) -> 
 
 
 def step_lengths(alpha: Tensor, sigma: Tensor) -> Tensor:
-    """Decrease of the noise level r = s / (a + s) at every step, `[S]`, given levels `[S + 1]`."""
+    """Return the decrease of the noise level r = s / (a + s) at every step, `[S]`, from levels `[S + 1]`."""
     ratio = sigma / (alpha + sigma)
     return ratio[:-1] - ratio[1:]
 
 
 def _check_std(kernel: Kernel, std: Tensor, sigma: Tensor, *, eta: float) -> None:
-    """Refuse noise that would destroy every clip.
+    """Raise an error for noise that would destroy every clip.
 
     Raises:
         ValueError: a step's std is negative, above 2, or not a number.
     """
-    wrong = (~((std >= 0) & (std <= _LARGEST_STD))).nonzero().flatten().tolist()
-    if wrong:
-        step = wrong[0]
+    invalid = (~((std >= 0) & (std <= _LARGEST_STD))).nonzero().flatten().tolist()
+    if invalid:
+        step = invalid[0]
         raise ValueError(
-            f"sampler {kernel!r} with eta {eta:g} adds noise of std {float(std[step]):.4g} at step {step + 1} of {len(std)} "
-            f"(noise level {float(sigma[step]):.6g} to {float(sigma[step + 1]):.6g}); latents have a std of about 1, so at most "
-            f"{_LARGEST_STD:g} makes sense: use a lower --eta, another --sampler, or more --sampling_steps"
+            f"sampler {kernel!r} with eta {eta:g} adds noise of std {float(std[step]):.4g} at step {step + 1} of "
+            f"{len(std)} (noise level {float(sigma[step]):.6g} to {float(sigma[step + 1]):.6g}); latents have a std of "
+            f"about 1, so at most {_LARGEST_STD:g} makes sense: use a lower --eta, another --sampler, or more "
+            "--sampling_steps"
         )
 
 
 def only(stochastic: Transitions, deterministic: Transitions, steps: Tensor) -> Transitions:
-    """The stochastic coefficients at the given steps and the deterministic ones elsewhere."""
+    """Return the stochastic coefficients at `steps` and the deterministic ones elsewhere."""
     chosen = torch.zeros_like(stochastic.std, dtype=torch.bool)
     chosen[steps] = True
     return Transitions(*(torch.where(chosen, a, b) for a, b in zip(stochastic, deterministic, strict=True)))
 
 
 def transition_mean(process: Process, prediction: Tensor, x: Tensor, t: Tensor, step: Transitions) -> Tensor:
-    """Mean of the next latent, `[B, C, T, H, W]` fp32, given the network's prediction at x and time t `[B]`.
+    """Return the mean of the next latent, `[B, C, T, H, W]` fp32, from the network's prediction at x and time t `[B]`.
 
-    Rollout and replay must both call this with the same values, so that a policy's ratio to itself is exactly one.
+    Rollout and replay must both call this with equal values, so that a policy's ratio to itself is exactly one.
     """
     x0 = process.x0_from(prediction, x, t)
     eps = process.eps_from(prediction, x, t)
@@ -133,14 +134,14 @@ def transition_mean(process: Process, prediction: Tensor, x: Tensor, t: Tensor, 
 
 
 def sample(mean: Tensor, noise: Tensor, std: Tensor, *, storage: torch.dtype = torch.float32) -> Tensor:
-    """The next latent, rounded to what will be stored, in fp32.
+    """Return the next latent in fp32, rounded to the dtype that will be stored.
 
-    Rounded before anyone takes its density: a bf16 copy made afterwards has a log-density off by ten clip ranges.
+    It is rounded before its density is taken: a bf16 copy made afterwards has a log-density off by ten clip ranges.
     """
     return (mean + expand(std, mean) * noise).to(storage).float()
 
 
 def log_density(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density per element of an isotropic Gaussian, averaged over the latent, `[B]` fp32; std `[B]` above 0."""
+    """Return the log-density of an isotropic Gaussian, averaged over the latent, `[B]` fp32; std `[B]` above 0."""
     z = (value - mean) / expand(std, mean)
     return -0.5 * (z * z).flatten(1).mean(1) - torch.log(std) - 0.5 * math.log(2 * math.pi)

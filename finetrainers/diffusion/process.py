@@ -18,40 +18,40 @@ from torch import Tensor
 
 
 def expand(value: Tensor, like: Tensor) -> Tensor:
-    """`[B]` or `[B, T]` to a shape that broadcasts against `[B, C, T, H, W]`."""
+    """Return `[B]` or `[B, T]` in a shape that broadcasts against `[B, C, T, H, W]`."""
     if value.ndim == 2:
         return value[:, None, :, None, None]
     return value.view(-1, *[1] * (like.ndim - 1))
 
 
 class Process(Protocol):
-    """What methods need of a noise process; all tensors fp32."""
+    """The interface of a noise process for methods; all tensors fp32."""
 
-    #: Whether the flow options (shift, weighting schemes) mean something for it.
+    #: Whether the flow options (shift, weighting schemes) apply to it.
     is_flow: bool
 
     def time_from_quantile(self, u: Tensor) -> Tensor:
-        """Process time of noise-level quantiles u in [0, 1], 1 being pure noise."""
+        """Return the process time of noise-level quantiles u in [0, 1], 1 being pure noise."""
         ...
 
     def add_noise(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Noisy latents at time t."""
+        """Return noisy latents at time t."""
         ...
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """What the network should predict."""
+        """Return the target of the network's prediction."""
         ...
 
     def x0_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Clean latents implied by a prediction."""
+        """Return the clean latents implied by a prediction."""
         ...
 
     def eps_from(self, pred: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
-        """Noise implied by a prediction."""
+        """Return the noise implied by a prediction."""
         ...
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Coefficients of x0 and eps at time t, shaped like t."""
+        """Return the coefficients of x0 and eps at time t, shaped like t."""
         ...
 
 
@@ -90,7 +90,7 @@ class VariancePreserving:
     is_flow = False
 
     def time_from_quantile(self, u: Tensor) -> Tensor:
-        """Uniform u gives every index the same probability."""
+        """Return the index of each quantile; uniform u gives every index equal probability."""
         n = self.alphas_cumprod.numel()
         return (u * n).floor().clamp(0, n - 1).long()
 

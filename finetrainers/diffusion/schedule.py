@@ -13,14 +13,14 @@ from .timesteps import resolution_mu
 
 
 def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None) -> Tensor:
-    """Process times of `steps` denoising steps, from pure noise down, `[S]`; the end, clean, is not among them.
+    """Return process times of `steps` denoising steps, `[S]`, from pure noise down to, but without, the clean end.
 
-    Rectified flow visits equal parts of [0, 1], shifted as the checkpoint's scheduler says: statically, or by the number of
-    video tokens, as the families' pipelines do. Other schedulers give their timesteps.
+    Rectified flow visits equal parts of [0, 1], shifted as the checkpoint's scheduler says: statically, or by the
+    number of video tokens, as the families' pipelines do. Other schedulers give their timesteps.
 
     Args:
-        scheduler: the checkpoint's; it is not changed.
-        steps: how many.
+        scheduler: scheduler of the checkpoint; it is not changed.
+        steps: number of steps.
         num_tokens: video tokens of the clip, for schedulers that shift by it.
         shift: a static shift instead of the checkpoint's.
 
@@ -28,7 +28,7 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
         ValueError: a shift for a process that has none.
     """
     config = dict(scheduler.config)
-    # Multistep solvers serve both kinds of process, and say which; the others have a shift if they are of flow matching.
+    # Multistep solvers serve both kinds of process and name it; the others have a shift if they are of flow matching.
     if not config.get("use_flow_sigmas", "shift" in config):
         if shift is not None:
             raise ValueError(
@@ -37,7 +37,7 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
         fresh = type(scheduler).from_config(config)
         fresh.set_timesteps(steps)
         return fresh.timesteps.clone()
-    # As arguments: in the config, values that were defaults when it was made count as not given.
+    # As arguments: in the config, values that were defaults when it was made count as unset.
     own: dict[str, Any] = {}
     if shift is not None:
         # Multistep solvers name it `flow_shift`.

@@ -18,7 +18,7 @@ from finetrainers.config.sections import DiffusionSection
 
 
 def sample_quantiles(generators: Sequence[torch.Generator], config: DiffusionSection) -> Tensor:
-    """One quantile per generator, `[B]` fp32 on the generators' device."""
+    """Return one quantile per generator, `[B]` fp32 on the generators' device."""
     device = generators[0].device
     if config.flow_weighting_scheme == "logit_normal":
         draws = [torch.randn((), generator=g, device=device, dtype=torch.float32) for g in generators]
@@ -30,12 +30,12 @@ def sample_quantiles(generators: Sequence[torch.Generator], config: DiffusionSec
 
 
 def shift_noise_level(sigma: Tensor, shift: float) -> Tensor:
-    """s x / (1 + (s - 1) x): towards noise for s > 1; keeps 0 and 1 (SD3, equation 23)."""
+    """Return s x / (1 + (s - 1) x): towards noise for s > 1; keeps 0 and 1 (SD3, equation 23)."""
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
 def resolution_mu(num_tokens: int, config: Mapping[str, Any]) -> float:
-    """mu, linear in the token count, as `calculate_shift` of the diffusers pipelines; the shift is exp(mu).
+    """Return mu, linear in the token count, as `calculate_shift` of the diffusers pipelines; the shift is exp(mu).
 
     Args:
         num_tokens: video tokens of a clip.
@@ -47,7 +47,7 @@ def resolution_mu(num_tokens: int, config: Mapping[str, Any]) -> float:
 
 
 def loss_weight(sigma: Tensor, scheme: str, *, maximum: float) -> Tensor:
-    """Weight of a flow-matching loss at noise level sigma, bounded by `maximum`, shaped like sigma.
+    """Return the weight of a flow-matching loss at noise level sigma, bounded by `maximum`, shaped like sigma.
 
     sigma_sqrt: sigma^-2; cosmap: 2 / (pi (1 - 2 sigma + 2 sigma^2)) (diffusers' names and forms); else 1.
     """
@@ -59,7 +59,7 @@ def loss_weight(sigma: Tensor, scheme: str, *, maximum: float) -> Tensor:
 
 
 def resolution_shift(config: DiffusionSection, scheduler_config: Mapping[str, Any]) -> dict[str, float]:
-    """What `resolution_mu` reads: the user's values, else the checkpoint scheduler's, else the flags' documented fallbacks.
+    """Return options for `resolution_mu`: the user's, else the checkpoint scheduler's, else the documented defaults.
 
     Raises:
         ValueError: the longer sequence is not longer.
@@ -70,21 +70,21 @@ def resolution_shift(config: DiffusionSection, scheduler_config: Mapping[str, An
         "base_shift": (config.flow_base_shift, 0.5),
         "max_shift": (config.flow_max_shift, 1.15),
     }
-    found: dict[str, float] = {}
+    shifts: dict[str, float] = {}
     for name, (option, fallback) in options.items():
         value = option if option is not None else scheduler_config.get(name)
-        found[name] = type(fallback)(fallback if value is None else value)
-    base_len, max_len = found["base_image_seq_len"], found["max_image_seq_len"]
+        shifts[name] = type(fallback)(fallback if value is None else value)
+    base_len, max_len = shifts["base_image_seq_len"], shifts["max_image_seq_len"]
     if base_len >= max_len:
         raise ValueError(
-            f"--flow_max_seq_len {max_len} must be above --flow_base_seq_len {base_len} (what is not given comes from the "
-            "checkpoint's scheduler, else 256 and 4096)"
+            f"--flow_max_seq_len {max_len} must be above --flow_base_seq_len {base_len} (what is not given comes from "
+            "the checkpoint's scheduler, else 256 and 4096)"
         )
-    return found
+    return shifts
 
 
 class NoiseLevels:
-    """Draws the noise-level quantiles of a batch as configured."""
+    """Sampler of the noise-level quantiles of a batch, as configured."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class NoiseLevels:
         """Args:
         config: the options.
         is_flow: whether quantiles are shifted.
-        scheduler_config: of the checkpoint.
-        within: quantiles that the network is for; see `Facts.noise_range`.
+        scheduler_config: config of the checkpoint's scheduler.
+        within: range of quantiles of the network; see `Facts.noise_range`.
         """
         self.config = config
         self.within = within
@@ -106,24 +106,24 @@ class NoiseLevels:
         self.resolution = resolution_shift(config, scheduler_config) if config.flow_resolution_shifting else None
 
     def shift(self, num_tokens: int) -> float:
-        """The shift that applies to clips of `num_tokens` video tokens."""
+        """Return the shift that applies to clips of `num_tokens` video tokens."""
         if self.resolution is None:
             return self.config.flow_shift
         return math.exp(resolution_mu(num_tokens, self.resolution))
 
     def sample(self, generators: Sequence[torch.Generator], num_tokens: int) -> Tensor:
-        """Quantiles `[B]` for one generator per sample."""
+        """Return quantiles `[B]` for one generator per sample."""
         u = sample_quantiles(generators, self.config)
         shift = self.shift(num_tokens) if self.is_flow else 1.0
         return self.ranged(u if shift == 1.0 else shift_noise_level(u, shift))
 
     def ranged(self, u: Tensor) -> Tensor:
-        """Quantiles of all noise as those of the range that the network is for."""
+        """Map quantiles of all noise to the range of the network."""
         low, high = self.within
         return u if (low, high) == (0.0, 1.0) else low + (high - low) * u
 
     def weight(self, t: Tensor) -> Tensor | None:
-        """Loss weight per sample at process time t, shaped like it; None: all are 1."""
+        """Return the loss weight per sample at process time t, shaped like it, or None if all are 1."""
         is_weighted = self.config.flow_weighting_scheme in ("sigma_sqrt", "cosmap") or self.config.loss_weight_max < 1
         if not self.is_flow or not is_weighted:
             return None

@@ -26,21 +26,21 @@ Source = TypeVar("Source", bound=WorkSource)
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]
 
-#: How the numbers of several steps become the one of a record.
+#: Reduction of the numbers of several steps to the number of a record.
 Summary = Literal["mean", "last", "min", "max"]
 
 
 @dataclass(frozen=True)
 class MethodParts(Generic[Source]):
-    """What a method may be built from.
+    """The arguments that a method may be built from.
 
     Attributes:
         config: the resolved configuration.
         spec, process, scheduler, geometry, vae_stats: the loaded checkpoint's description.
-        source: what feeds the method; see `MethodSpec.source`.
+        source: the source of the method's batches; see `MethodSpec.source`.
         parallel: the processes of the run.
-        network: the trained network below its wrappers, for what concerns its adapters.
-        weights_dtype: in which its weights were loaded.
+        network: the trained network below its wrappers, for access to its adapters.
+        weights_dtype: dtype in which its weights were loaded.
         initial_lora: file of the LoRA that the reference model has, or None if it has none.
     """
 
@@ -59,10 +59,10 @@ class MethodParts(Generic[Source]):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a method says of the current network.
+    """Results of evaluating the current network.
 
     Attributes:
-        record: named numbers, the same on every rank.
+        record: named numbers, equal on every rank.
         clips: samples that this process writes: number, prompt, and `[T, C, H, W]` in [0, 1].
     """
 
@@ -71,11 +71,11 @@ class Evaluation:
 
 
 class Splittable(Protocol):
-    """A micro-batch, or what one is made of, that can be worked through in pieces.
+    """A micro-batch, or the item that one is made of, which can be processed in pieces.
 
     Attributes:
-        latent_size: frames, height and width of the latents, which decide with the number of samples how much memory it
-            takes; empty where all samples of a run have one size.
+        latent_size: frames, height and width of the latents, which determine with the number of samples how much memory
+            it takes; empty where all samples of a run have one size.
     """
 
     @property
@@ -84,7 +84,7 @@ class Splittable(Protocol):
     def __len__(self) -> int: ...
 
     def split(self: T, pieces: int) -> list[T]:
-        """Exactly so many, of which the losses and gradients add up to the whole one's; spare ones have no share."""
+        """Return exactly `pieces` pieces whose losses and gradients add up to the whole; spare pieces have no share."""
         ...
 
 
@@ -94,9 +94,9 @@ class Step(Sequence[T]):
     Without any, the step changes nothing: neither weights nor their average.
 
     Attributes:
-        items: of what each micro-batch is made.
-        metrics: numbers of the step besides those of its losses; may change until its micro-batches are done.
-        events: what happened while it was put together, for the records: each with its `kind`.
+        items: items that micro-batches are made of.
+        metrics: numbers of the step other than those of its losses; may change until its micro-batches are done.
+        events: events while it was put together, for the records: each with its `kind`.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Step(Sequence[T]):
         events: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Args:
-        items: of what each micro-batch is made, each a `Splittable`.
-        make: makes it; default: the items are micro-batches.
+        items: items that micro-batches are made of, each a `Splittable`.
+        make: makes a micro-batch of an item; default: the items are micro-batches.
         metrics: see the class.
         events: see the class.
         """
@@ -119,7 +119,7 @@ class Step(Sequence[T]):
         self.events = events
 
     def split(self: S, pieces: Sequence[int]) -> S:
-        """The same step, each of its micro-batches in so many pieces."""
+        """Return a copy of the step with each micro-batch split into its number of pieces."""
         step = copy(self)  # the metrics are the same object: whoever made the step goes on reading them
         step.items = [piece for item, count in zip(self.items, pieces, strict=True) for piece in item.split(count)]
         return step
@@ -131,22 +131,22 @@ class Step(Sequence[T]):
         item = self.items[index]
         if self._make is None:
             return item
-        return [self._make(one) for one in item] if isinstance(index, slice) else self._make(item)
+        return [self._make(part) for part in item] if isinstance(index, slice) else self._make(item)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.items) if self._make is None else map(self._make, self.items)
 
 
 class Method(Protocol):
-    """One training algorithm. The trainer asks for the micro-batches of a step and for the loss of each.
+    """One training algorithm, which gives the trainer the micro-batches of a step and the loss of each.
 
     The class is called with `MethodParts`.
 
     Attributes:
-        headline: the numbers that say how training goes, most important first; a name that ends in `/` stands for all that
-            begin so.
-        summaries: how numbers of several steps become one, where not by their mean; names as in `headline`.
-        evaluates: whether there is anything held out that `evaluate` would judge the network by.
+        headline: names of the numbers that summarize training, most important first; a name that ends in `/` stands for
+            all that begin so.
+        summaries: reductions of the numbers of several steps to one, if not the mean; names as in `headline`.
+        evaluates: whether `evaluate` has held-out data for judging the network.
     """
 
     headline: tuple[str, ...]
@@ -156,44 +156,45 @@ class Method(Protocol):
     def evaluates(self) -> bool: ...
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Any]]:
-        """Optimizer steps `start`, `start + 1`, ... of this rank, without end.
+        """Yield optimizer steps `start`, `start + 1`, ... of this rank, without end.
 
         Every rank has equally many micro-batches in a step. A method may call the (wrapped) network to make them.
         """
         ...
 
     def can_stop_after(self, step: int) -> bool:
-        """Whether a run that ends after `step` optimizer steps can be continued, `steps(step)` being the rest."""
+        """Return whether a run that ends after `step` optimizer steps can be continued by `steps(step)`."""
         ...
 
     def loss(self, transformer: nn.Module, batch: Any) -> tuple[Tensor, Metrics]:
-        """Loss of a micro-batch, weighted so that a step's losses sum to its mean, and its metrics likewise."""
+        """Return the loss and the metrics of a micro-batch, weighted so that those of a step sum to its mean."""
         ...
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Any]]]:
-        """A step of one micro-batch for each size that training will meet, most memory first, with the size in words.
+        """Yield a named step of one micro-batch for each size that training will meet, most memory first.
 
-        Every rank has the same sizes. Going through them must not change what `steps` gives.
+        The name describes the size. Every rank has equal sizes. Going through them must not change the batches of
+        `steps`.
         """
         ...
 
     def evaluate(self, transformer: nn.Module) -> Evaluation:
-        """The loss on held-out clips, or samples and scores, of the current network; called without gradients."""
+        """Return the loss on held-out clips, or samples and scores; called without gradients."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beyond the step number; plain values and tensors."""
+        """Return the state that resuming needs beyond the step number; plain values and tensors."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         ...
 
 
 def standard_normal(
     generators: Sequence[torch.Generator], shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Standard normal noise `[B, *shape]` fp32 on `device`, row b drawn from generator b.
+    """Return standard normal noise `[B, *shape]` fp32 on `device`, row b drawn from generator b.
 
     It is drawn on the host: CUDA's streams differ from the CPU's, and from one kind of GPU to another.
     """

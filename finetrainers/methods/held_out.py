@@ -18,14 +18,15 @@ def held_out_means(
     num_levels: int,
     parallel: Any,
 ) -> dict[str, float]:
-    """Means over all ranks' held-out items, of all noise levels together and of each: `NAME` and `NAME_LEVEL`.
+    """Return means over all ranks' held-out items, of all noise levels together and of each: `NAME` and `NAME_LEVEL`.
 
     Levels are quantiles of the training noise levels, at the centers of equal intervals of [0, 1].
 
     Args:
-        batches: this rank's share, and whether each counts; ranks have equally many, since sharded networks hang otherwise.
-        values: named numbers of a batch at a quantile, one per item `[B]`.
-        num_levels: how many levels.
+        batches: this rank's batches, each with whether it counts; ranks have equally many, since sharded networks hang
+            otherwise.
+        values: returns named numbers of a batch at a quantile, one per item `[B]`.
+        num_levels: number of levels.
         parallel: the processes of the run.
     """
     levels = [(i + 0.5) / num_levels for i in range(num_levels)]
@@ -34,9 +35,9 @@ def held_out_means(
     for batch, counts in batches:
         for index, level in enumerate(levels):
             for name, numbers in values(batch, level).items():
-                found = sums.setdefault(name, torch.zeros(num_levels, dtype=torch.float64))
+                level_sums = sums.setdefault(name, torch.zeros(num_levels, dtype=torch.float64))
                 if counts:
-                    found[index] += numbers.double().sum().cpu()
+                    level_sums[index] += numbers.double().sum().cpu()
         count += numbers.shape[0] if counts else 0
     totals = parallel.sum(torch.cat([*sums.values(), count])).cpu()
     record: dict[str, float] = {}

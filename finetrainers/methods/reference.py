@@ -1,4 +1,4 @@
-"""The reference model: the network with which the run began, which losses hold the trained one close to."""
+"""The reference model: the network at the start of the run, which losses hold the trained network close to."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import nn
 
 from .base import MethodParts
 
-#: Name of the frozen adapter that holds the LoRA with which a run began.
+#: Name of the frozen adapter that holds the LoRA of the start of a run.
 REFERENCE_ADAPTER = "reference_model"
-#: Gives, for the (wrapped) network in training, a context within which the returned network is the reference model.
+#: Function of the (wrapped) network in training; returns a context that yields the reference model.
 Reference = Callable[[nn.Module], AbstractContextManager[nn.Module]]
 
 
 def reference_model(parts: MethodParts[Any]) -> Reference:
-    """Return a context within which the returned network is the reference model.
+    """Return a function whose context yields the reference model.
 
-    A LoRA is switched off, or replaced by the frozen adapter if the run began with a LoRA. Of a fully trained network a frozen
-    copy is loaded, which takes as much memory as its weights; a LoRA that the run began with is merged into it.
+    A LoRA is switched off, or replaced by the frozen adapter if the run began with a LoRA. With full finetuning, a
+    frozen copy of the network is loaded, which takes as much memory as its weights; a LoRA that the run began with is
+    merged into it.
     """
     network: Any = parts.network
     if parts.config.training.training_type == "lora":
@@ -60,13 +61,13 @@ def reference_model(parts: MethodParts[Any]) -> Reference:
 
 
 def _with_adapter(network: nn.Module) -> Reference:
-    """Return a context within which the layers of a LoRA compute with the frozen adapter."""
+    """Return a function whose context makes the layers of a LoRA compute with the frozen adapter."""
     layers = [layer for layer in network.modules() if isinstance(layer, BaseTunerLayer)]
 
     @contextlib.contextmanager
     def initial_lora(transformer: nn.Module) -> Iterator[nn.Module]:
         active = [layer._active_adapter for layer in layers]
-        # PEFT's own `set_adapter` would also change which weights require gradients, which strategies have taken note of.
+        # PEFT's own `set_adapter` would also change which weights require gradients, which strategies have recorded.
         for layer in layers:
             layer._active_adapter = [REFERENCE_ADAPTER]
         try:

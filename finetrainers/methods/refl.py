@@ -11,9 +11,9 @@ Latents before the first of these steps are constants. Backpropagation is by the
     a_S = dr/dx_S          by one backward pass through the VAE and the reward, with no activations of the network
     dr/dw += a_{s+1} dF_s/dw,   a_s = a_{s+1} dF_s/dx_s,   s = S - 1, ..., S - K
 
-Each step is a micro-batch of its own with the loss -<a_{s+1}, F_s(x_s)>, whose backward pass gives the next adjoint. So the
-memory is that of one step for any K, and whatever works with other losses (FSDP2, ZeRO, swapped blocks) works with this one.
-The price is a forward pass more for each of the K steps.
+Each step is a separate micro-batch with the loss -<a_{s+1}, F_s(x_s)>, whose backward pass gives the next adjoint. So
+the memory is that of one step for any K, and whatever works with other losses (FSDP2, ZeRO, swapped blocks) works with
+this one. The price is a forward pass more for each of the K steps.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from .grpo.rollout_method import RolloutMethod
 
 @dataclass(frozen=True, kw_only=True)
 class Backpropagated:
-    """A `Rollout` whose clips are all trained on, with what their reward is backpropagated through.
+    """A `Rollout` whose clips are all trained on, with the data for backpropagating their reward.
 
     Attributes:
-        steps: of the sampler, through which it is, in the order in which they are trained: the last one first.
+        steps: steps of the sampler that the reward is backpropagated through, in the order of training: the last one
+            first.
         before: latents before each of these steps `[C, T, H, W]`, by clip.
-        adjoints: gradient of a clip's reward by what such a step makes of them, by clip and place among the steps. Those of
-            earlier steps are found when the later ones are trained.
-        scores: the weighted rewards, likewise; only where an adjoint comes from a reward.
+        adjoints: gradient of a clip's reward by the output of such a step, by clip and position among the steps. Those
+            of earlier steps are added when the later ones are trained.
+        scores: the weighted rewards, by clip and position; only where an adjoint comes from a reward.
     """
 
     jobs: Sequence[Job]
@@ -65,15 +66,15 @@ class Backpropagated:
     scores: Mapping[tuple[int, int], float]
 
     @property
-    def kept(self) -> Sequence[int]:
+    def trained_clips(self) -> Sequence[int]:
         return range(len(self.jobs))
 
     @property
     def spare(self) -> Sequence[int]:
-        return self.kept
+        return self.trained_clips
 
     @property
-    def kept_by_rank(self) -> Sequence[int]:
+    def trained_by_rank(self) -> Sequence[int]:
         return [len(self.jobs)] * self.num_ranks
 
 
@@ -84,13 +85,14 @@ class Denoised:
     Attributes:
         before: latents before it, `[B, C, T, H, W]` fp32; a leaf with a gradient where an earlier step follows.
         time: process time before it, `[B]`.
-        now: its coefficients, `[B]`; None: it predicts the clean latents.
-        adjoint: like `before`.
+        now: its coefficients, `[B]`, or None if it predicts the clean latents.
+        adjoint: gradient of the reward by its output, shaped like `before`.
         score: reward of each clip, `[B]`, at the first step that is trained of it.
         weight: share of each clip's reward in the step's loss, `[B]`; 0 for clips that only fill up.
-        share: the same as a mean over the steps that are trained.
-        scale: 0, a leaf whose gradient is the factor by which a backward pass scales the loss; None where nobody asks.
-        conditions: text, as `Sampler.predict` takes it.
+        share: `weight` averaged over the trained steps.
+        scale: 0, a leaf whose gradient is the factor that a backward pass applies to the loss, or None where it is not
+            needed.
+        conditions: text conditioning, as `Sampler.predict` takes it.
     """
 
     before: Tensor
@@ -112,7 +114,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         self.options = parts.config.refl
         self.repeats = self.options.repeats()
         self._vae_stats = parts.vae_stats
-        self._waiting: tuple[Backpropagated, Part, Denoised] | None = None  # whose backward pass gives adjoints
+        self._waiting: tuple[Backpropagated, Part, Denoised] | None = None  # its backward pass gives adjoints
 
     # ---- rollout -----------------------------------------------------------------------------------------------
 
@@ -121,8 +123,8 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         collector = self.collector
         jobs, device, size = collector.jobs(rollout), collector.parallel.device, collector.batch_size
         spent: dict[str, float] = defaultdict(float)
-        said: list[tuple[int, Scores]] = []
-        videos: dict[int, Tensor] = {}  # that may be written
+        batch_scores: list[tuple[int, Scores]] = []
+        videos: dict[int, Tensor] = {}  # clips that may be written
         steps, before = self._steps(rollout), dict[int, Sequence[Tensor]]()
         adjoints, values = dict[tuple[int, int], Tensor](), dict[tuple[int, int], float]()
         error: Exception | None = None
@@ -133,19 +135,19 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                 starts, ends = self._sample(transformer, chunk, conditions, steps)
             before |= {first + i: [start[i].clone() for start in starts] for i in range(len(chunk))}
             try:
-                for place, clean in enumerate(ends if error is None else ()):
+                for position, clean in enumerate(ends if error is None else ()):
                     with timed(spent, "reward_gradient", device):
                         number = collector.parallel.data_rank * len(jobs) + first
                         adjoint, scores, total, pixels = self._adjoint(clean, chunk, number, conditions)
                     for i, job in enumerate(chunk):
-                        adjoints[first + i, place], values[first + i, place] = adjoint[i].clone(), float(total[i])
-                        if place == 0 and collector.shown.wants(job) and collector.parallel.has_turn(batch):
+                        adjoints[first + i, position], values[first + i, position] = adjoint[i].clone(), float(total[i])
+                        if position == 0 and collector.shown.wants(job) and collector.parallel.has_turn(batch):
                             videos[first + i] = to_uint8(pixels[i])
-                    said += [(number, scores)] if place == 0 else []
+                    batch_scores += [(number, scores)] if position == 0 else []
             except Exception as caught:
                 error = caught
         collector.parallel.raise_if_any_failed(error, f"scoring the clips of rollout {rollout}")
-        scores = Scores.in_order(collector.parallel.gather_objects(said))
+        scores = Scores.in_order(collector.parallel.gather_objects(batch_scores))
         collector.shown.keep(jobs, videos, scores, collector.compare(scores))
         norms = [float(adjoint.norm()) for adjoint in adjoints.values()]
         stats = {
@@ -162,8 +164,8 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
 
     def dummy_rollout(self) -> Backpropagated:
         jobs, shape = self.collector.jobs(0)[: self.collector.batch_size], self.sampler.shape
-        empty, places = torch.zeros(shape, device=self.sampler.device), range(self.repeats)
-        keys = [(i, place) for i in range(len(jobs)) for place in places]
+        empty, positions = torch.zeros(shape, device=self.sampler.device), range(self.repeats)
+        keys = [(i, position) for i in range(len(jobs)) for position in positions]
         return Backpropagated(
             jobs=jobs, num_ranks=self.collector.parallel.data_size, stats={}, steps=self._steps(0),
             before={i: [empty] * self.repeats for i in range(len(jobs))},
@@ -171,7 +173,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         )  # fmt: skip
 
     def _steps(self, rollout: int) -> list[int]:
-        """The steps that are trained in a rollout, on all ranks: each clip's in the order in which they are trained."""
+        """Return the steps that are trained in a rollout, on all ranks, in the order in which they are trained."""
         allowed = self.options.gradient_steps(len(self.sampler.times))
         if self.options.refl_kind == "refl":
             return [random.Random(derive_seed(self.seed, "refl", rollout)).choice(allowed)]
@@ -181,7 +183,10 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
     def _sample(
         self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, steps: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Latents before each of the steps, in their order, and the clean ones that are scored, one for each adjoint known."""
+        """Return latents before each of the steps, in their order, and the clean latents that are scored.
+
+        There are clean latents for each adjoint that a reward gives.
+        """
         sampler, kind = self.sampler, self.options.refl_kind
         x = sampler.noise(jobs, "start")
         before: dict[int, Tensor] = {}
@@ -189,25 +194,25 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         for step in range(last + 1):
             before[step] = x
             network = sampler.spec.network_at(float(sampler.times[step]), transformer)
-            x = self._step(network, x, conditions, **self._at(step, len(jobs), is_trained=step == last))[1]
+            x = self._step(network, x, conditions, **self._step_arguments(step, len(jobs), is_trained=step == last))[1]
         if kind != "draft-lv":
             return [before[step] for step in steps], [x]
-        at = self._at(last, len(jobs))
+        arguments = self._step_arguments(last, len(jobs))
         noises = [sampler.noise(jobs, f"renoised {copy}") for copy in range(self.repeats)]
-        noised = [sampler.process.add_noise(x, noise, at["time"]) for noise in noises]
-        return noised, [self._step(transformer, one, conditions, **at)[1] for one in noised]
+        noised = [sampler.process.add_noise(x, noise, arguments["time"]) for noise in noises]
+        return noised, [self._step(transformer, latents, conditions, **arguments)[1] for latents in noised]
 
-    def _at(self, step: int, count: int, *, is_trained: bool = True) -> dict[str, Any]:
-        """Time and coefficients of a step for so many clips; see `Denoised`."""
+    def _step_arguments(self, step: int, count: int, *, is_trained: bool = True) -> dict[str, Any]:
+        """Return time and coefficients of a step for `count` clips; see `Denoised`."""
         sampler, index = self.sampler, torch.full((count,), step)
         predicts = is_trained and self.options.refl_kind == "refl"
-        now = None if predicts else sampler.tables.deterministic.at(index, sampler.device)
+        now = None if predicts else sampler.tables.deterministic.at_steps(index, sampler.device)
         return {"time": sampler.time(index), "now": now}
 
     def _step(
         self, network: nn.Module, x: Tensor, conditions: Conditions, *, time: Tensor, now: Transitions | None
     ) -> tuple[Tensor, Tensor]:
-        """The network's prediction, and what a step makes of latents."""
+        """Return the network's prediction, and the latents after a step."""
         process, prediction = self.sampler.process, self.sampler.predict(network, x, time, conditions)
         if now is None:
             return prediction, process.x0_from(prediction, x, time)
@@ -216,65 +221,71 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
     def _adjoint(
         self, clean: Tensor, jobs: Sequence[Job], number: int, conditions: Conditions
     ) -> tuple[Tensor, Scores, Tensor, Tensor]:
-        """Gradient of the weighted rewards by clean latents, the scores, the weighted rewards `[B]`, and the pixels.
+        """Return the gradient of the weighted rewards by clean latents, the scores, the weighted rewards, and pixels.
+
+        The weighted rewards are `[B]`.
 
         Args:
             clean: `[B, C, T, H, W]` as they are denoised.
-            jobs: what the clips are.
-            number: of the first of them within the rollout.
-            conditions: under which they were sampled.
+            jobs: the clips.
+            number: number of the first clip within the rollout.
+            conditions: text conditioning of the clips.
 
         Raises:
             RewardError: a reward failed, or its gradient is not finite, and that is not masked.
         """
         collector, rollout = self.collector, jobs[0].rollout
-        whole = self.sampler.clips(clean, conditions)
-        frames = self._frames(rollout, whole.shape[2])
+        clips = self.sampler.clips(clean, conditions)
+        frames = self._frames(rollout, clips.shape[2])
         prompts = [job.prompt for job in jobs]
 
         def score(videos: Tensor) -> tuple[Tensor, tuple[Scores, Tensor, Tensor]]:
             scores, total = collector.panel.differentiate(
-                videos, [prompt.text for prompt in prompts], fps=collector.reward_fps, rollout=rollout, first_clip=number,
-                images=collector.source.pictures(prompts),
-            )  # fmt: skip
+                videos,
+                [prompt.text for prompt in prompts],
+                fps=collector.reward_fps,
+                rollout=rollout,
+                first_clip=number,
+                images=collector.source.reward_images(prompts),
+            )
             return total.sum(), (scores, total.detach(), videos.detach().cpu())
 
         with phase(REWARD):
-            found, (scores, total, pixels) = collector.source.decode_gradient(
-                whole[:, :, frames], self._vae_stats, score, checkpointing=self.options.checkpoint_vae
+            gradient, (scores, total, pixels) = collector.source.decode_gradient(
+                clips[:, :, frames], self._vae_stats, score, checkpointing=self.options.checkpoint_vae
             )
-        broken = ~found.flatten(1).isfinite().all(dim=1).cpu() & ~scores.failed
+        broken = ~gradient.flatten(1).isfinite().all(dim=1).cpu() & ~scores.failed
         if broken.any() and self.section.reward_on_error == "raise":
-            place = int(broken.nonzero()[0])
+            position = int(broken.nonzero()[0])
             raise RewardError(
-                f"the gradient of the rewards of clip {number + place}, prompt {jobs[place].prompt.text!r}, is not finite; "
-                "--reward_on_error mask leaves such clips out"
+                f"the gradient of the rewards of clip {number + position}, prompt {jobs[position].prompt.text!r}, is "
+                "not finite; --reward_on_error mask leaves such clips out"
             )
-        found[(broken | scores.failed).to(found.device)] = 0.0
-        adjoint = torch.zeros_like(whole)
-        adjoint[:, :, frames] = found.to(clean.device)
+        gradient[(broken | scores.failed).to(gradient.device)] = 0.0
+        adjoint = torch.zeros_like(clips)
+        adjoint[:, :, frames] = gradient.to(clean.device)
         return self.sampler.denoised(adjoint), scores, total, pixels
 
     def _frames(self, rollout: int, total: int) -> slice:
-        """The latent frames that are decoded and scored."""
-        wanted = min(self.options.reward_frames or total, total)
-        first = random.Random(derive_seed(self.seed, "reward frames", rollout)).randint(0, total - wanted)
-        return slice(first, first + wanted)
+        """Return the latent frames that are decoded and scored."""
+        count = min(self.options.reward_frames or total, total)
+        first = random.Random(derive_seed(self.seed, "reward frames", rollout)).randint(0, total - count)
+        return slice(first, first + count)
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, transformer: nn.Module, collected: Backpropagated, rollout: int, part: Part) -> Denoised:
-        """One step of each of some clips, the backward passes of the later ones being over."""
+        """Return one step of each clip of a part, after the backward passes of the later steps."""
         self._take_adjoints()
-        device, place = self.sampler.device, part.repeat
-        before = to_device(torch.stack([collected.before[i][place] for i in part.clips]), device)
-        goes_on = self.options.refl_kind == "draft" and place + 1 < self.repeats
+        device, position = self.sampler.device, part.repeat
+        before = to_device(torch.stack([collected.before[i][position] for i in part.clips]), device)
+        goes_on = self.options.refl_kind == "draft" and position + 1 < self.repeats
         share = to_device(torch.tensor(part.shares), device)
         batch = Denoised(
             before=before.requires_grad_(goes_on),
-            **self._at(collected.steps[place], len(part.clips)),
-            adjoint=to_device(torch.stack([collected.adjoints[i, place] for i in part.clips]), device),
-            score=to_device(torch.tensor([collected.scores.get((i, place), 0.0) for i in part.clips]), device),
+            **self._step_arguments(collected.steps[position], len(part.clips)),
+            adjoint=to_device(torch.stack([collected.adjoints[i, position] for i in part.clips]), device),
+            score=to_device(torch.tensor([collected.scores.get((i, position), 0.0) for i in part.clips]), device),
             weight=share * (self.repeats if self.options.refl_kind == "draft" else 1),
             share=share,
             scale=torch.zeros((), device=device, requires_grad=True) if goes_on else None,
@@ -284,7 +295,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         return batch
 
     def _take_adjoints(self) -> None:
-        """The adjoints of the step before the one whose backward pass is over, of which `before` has the gradient."""
+        """Store the adjoints of the next earlier step: the gradients by `before` of the last backward pass."""
         if self._waiting is None:
             return
         collected, part, batch = self._waiting
@@ -293,22 +304,22 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
             return  # it ran out of memory, and is repeated
         factor = batch.scale.grad * batch.weight
         for row, (clip, share) in enumerate(zip(part.clips, part.shares, strict=True)):
-            if share:  # not of clips that only fill up
+            if share:  # clips that only fill up have no share
                 collected.adjoints[clip, part.repeat + 1] = -batch.before.grad[row] / factor[row]
 
     # ---- loss --------------------------------------------------------------------------------------------------
 
     def loss(self, transformer: nn.Module, batch: Denoised) -> tuple[Tensor, Metrics]:
         transformer.eval()
-        at: dict[str, Any] = {"time": batch.time, "now": batch.now}
-        prediction, after = self._step(transformer, batch.before, batch.conditions, **at)
+        arguments: dict[str, Any] = {"time": batch.time, "now": batch.now}
+        prediction, after = self._step(transformer, batch.before, batch.conditions, **arguments)
         along = (batch.adjoint * after).flatten(1).sum(1)
         # Its value is the reward, and its gradient that of the adjoint's product.
         loss = -(batch.weight * (batch.score + (along - along.detach()))).sum()
         metrics: dict[str, Tensor] = {}
         if self.reference is not None:
             with torch.no_grad(), self.reference(transformer) as network:
-                reference = self._step(network, batch.before, batch.conditions, **at)[0]
+                reference = self._step(network, batch.before, batch.conditions, **arguments)[0]
             divergence = velocity_divergence(prediction, reference)
             loss = loss + self.section.kl_coef * (batch.share * divergence).sum()
             metrics["kl"] = (batch.share * divergence.detach()).sum()

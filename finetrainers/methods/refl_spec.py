@@ -1,4 +1,4 @@
-"""What a run asks of reward gradients before they are loaded; see `MethodSpec`. Imports no torch."""
+"""Requirements of reward gradients that are checked before they are loaded; see `MethodSpec`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class DifferentiableRewards(RewardFinetuning):
-    """Reward gradients sample clips for prompts, as policy gradients do, and differentiate what scores them."""
+    """Reward gradients, which sample clips for prompts, as policy gradients do, and differentiate the rewards."""
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        found = super().problems(config)
-        if found:
-            return found
+        problems = super().problems(config)
+        if problems:
+            return problems
         reasons = [registry().gradient_problem(entry) for entry in config.grpo.reward if entry.weight]
-        return [Problem("--reward", f"{why}") for why in reasons if why is not None]
+        return [Problem("--reward", f"{reason}") for reason in reasons if reason is not None]
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
         super().check(plan, config, spec=spec)
@@ -38,8 +38,8 @@ class DifferentiableRewards(RewardFinetuning):
         others = [step + 1 for step in steps if not spec.facts.trains_at(float(times[step]))]
         if others:
             message = (
-                f"backpropagates through step {others[0]} of {section.sampling_steps}, which is the other expert's; train "
-                "--expert low, or use --refl_kind refl with a --refl_range of this expert"
+                f"backpropagates through step {others[0]} of {section.sampling_steps}, which is the other expert's; "
+                "train --expert low, or use --refl_kind refl with a --refl_range of this expert"
             )
             raise ConfigError([Problem("--method refl", message)])
 
@@ -58,27 +58,28 @@ class DifferentiableRewards(RewardFinetuning):
         return (frames, height, width), not config.refl.checkpoint_vae
 
     def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
-        """Graphs of a micro-batch's rewards are there until its backward pass, but of those that are recomputed one by one.
+        """Return the bytes that rewards take while they score clips of a size, or None if not known.
 
-        The others are scored as always.
+        Graphs of a micro-batch's rewards are stored until its backward pass, except those of rewards that are
+        recomputed one by one. Evaluation rewards are scored without graphs.
         """
-        found = [super().scoring_bytes(config, size, fps=fps)]
+        sizes = [super().scoring_bytes(config, size, fps=fps)]
         batch = {"batch_size": config.dataloader.batch_size}
         stored, recomputed = 0.0, 0.0
         for entry in config.grpo.reward:
             if entry.weight:
                 graph = registry().graph_bytes(entry.model_copy(update=batch), size, fps=fps)
-                found.append(graph)
+                sizes.append(graph)
                 if registry().resolve_reward(entry.reward).recomputes:
                     recomputed = max(recomputed, graph or 0.0)
                 else:
                     stored += graph or 0.0
-        return None if None in found else max(found[0] or 0.0, stored + recomputed)
+        return None if None in sizes else max(sizes[0] or 0.0, stored + recomputed)
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
-        """Of each clip, latents before every step that is trained and its adjoint, in fp32."""
+        """Return the memory of each clip's latents before every trained step and of their adjoints, in fp32."""
         needs_copy = config.training.training_type == "full-finetune" and self.uses_reference(config)
         each = 4.0 * math.prod(latent) * 2 * config.refl.repeats()
         return MethodMemory(

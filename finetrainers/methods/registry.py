@@ -31,19 +31,20 @@ def register_method(
     """Make a method available as `--method name`; classes may be given as addresses `module:attribute`.
 
     Args:
-        name: what users call it. A class of the same module and name may be registered again, as notebook cells do.
+        name: name of the method in options. A class of the same module and name may be registered again, as notebook
+            cells do.
         method: the class, which is called with `MethodParts`.
         spec: the subclass of `MethodSpec`, in a module that imports no torch; default: that of training on clips.
 
     Raises:
-        ValueError: the name is taken, or something else than a class or an address is given.
+        ValueError: the name is taken, or an argument is neither a class nor an address.
     """
-    for what, value in (("method", method), ("spec", spec)):
+    for argument, value in (("method", method), ("spec", spec)):
         if isinstance(value, str):
             if not all(value.partition(":")):
-                raise ValueError(f"{what} of {name!r}: expected an address module:attribute, got {value!r}")
+                raise ValueError(f"{argument} of {name!r}: expected an address module:attribute, got {value!r}")
         elif not isinstance(value, type):
-            raise ValueError(f"{what} of {name!r}: expected a class or an address, got a {type(value).__name__}")
+            raise ValueError(f"{argument} of {name!r}: expected a class or an address, got a {type(value).__name__}")
     if isinstance(method, type) and issubclass(method, MethodSpec):
         raise ValueError(
             f"method of {name!r}: {method.__name__} is a MethodSpec; give it as spec=, and the method's class"
@@ -56,13 +57,13 @@ def register_method(
 
 
 def method_names() -> list[str]:
-    """Registered names."""
+    """Return the registered names."""
     return sorted(_METHODS)
 
 
 def load_method(name: str) -> Any:
     """Return the class of a method (imports torch)."""
-    return _resolved(_METHODS[name].method)
+    return _resolve(_METHODS[name].method)
 
 
 def method_class_problem(config: TrainConfig) -> str | None:
@@ -71,48 +72,49 @@ def method_class_problem(config: TrainConfig) -> str | None:
 
     name = config.training.method
     try:
-        found = load_method(name)
+        method_class = load_method(name)
         load_source(config)
     except (ImportError, AttributeError) as error:
         return f"{name} cannot be imported: {error}"
-    if not isinstance(found, type):
-        return f"{name}: expected a class, got a {type(found).__name__}"
+    if not isinstance(method_class, type):
+        return f"{name}: expected a class, got a {type(method_class).__name__}"
     needed = [attribute for attribute, value in vars(Method).items() if callable(value) and attribute[:1] != "_"]
-    missing = [attribute for attribute in needed if not callable(getattr(found, attribute, None))]
+    missing = [attribute for attribute in needed if not callable(getattr(method_class, attribute, None))]
     if missing:
-        return f"{name}: {found.__name__} has no {', '.join(missing)}; see the protocol Method of finetrainers.methods.base"
+        protocol = "see the protocol Method of finetrainers.methods.base"
+        return f"{name}: {method_class.__name__} has no {', '.join(missing)}; {protocol}"
     return None
 
 
-def _resolved(value: Any) -> Any:
+def _resolve(value: Any) -> Any:
     return resolve(value) if isinstance(value, str) else value
 
 
 def spec_problem(name: str) -> str | None:
     """Return why a registered method has no usable `MethodSpec`, or None if it has."""
     try:
-        found = _resolved(_METHODS[name].spec)
+        spec_class = _resolve(_METHODS[name].spec)
     except (ImportError, AttributeError) as error:
         return f"the spec of {name} cannot be imported: {error}"
-    if not (isinstance(found, type) and issubclass(found, MethodSpec)):
-        return f"the spec of {name} must be a subclass of MethodSpec, got {found!r}"
-    unknown = [f"{option!r}{nearest(option, fields())}" for option in found.unread if option not in fields()]
+    if not (isinstance(spec_class, type) and issubclass(spec_class, MethodSpec)):
+        return f"the spec of {name} must be a subclass of MethodSpec, got {spec_class!r}"
+    unknown = [f"{option!r}{nearest(option, fields())}" for option in spec_class.unread if option not in fields()]
     return f"the spec of {name} has unknown options in `unread`: {', '.join(unknown)}" if unknown else None
 
 
 def load_source(config: TrainConfig) -> Any:
-    """The class of what feeds the configured method (imports torch); see `MethodSpec.source`."""
+    """Return the class that feeds the configured method (imports torch); see `MethodSpec.source`."""
     return resolve(method_spec(config).source)
 
 
 def method_spec(config: TrainConfig) -> MethodSpec:
-    """What the configured method says of itself before it is loaded."""
-    spec: MethodSpec = _resolved(_METHODS[config.training.method].spec)()
+    """Return the `MethodSpec` of the configured method."""
+    spec: MethodSpec = _resolve(_METHODS[config.training.method].spec)()
     return spec
 
 
 def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
-    """What the configured method will work on; see `MethodSpec.plan`."""
+    """Return the plan of the data of the configured method; see `MethodSpec.plan`."""
     return method_spec(config).plan(config, geometry, sizes_are_wrong=sizes_are_wrong)
 
 

@@ -1,8 +1,8 @@
 """Supervised finetuning: regress the network's output on the target of the noise process.
 
-All randomness of a sample (posterior, noise, noise level, conditioning coin) comes from generators seeded by
-(seed, purpose, epoch, item). A step is thus the same whatever the world size or accumulation, every rank sees
-different noise, and resuming needs nothing but the step number.
+All randomness of a sample (posterior, noise, noise level, conditioning coin) comes from generators seeded by (seed,
+purpose, epoch, item). A step is thus equal whatever the world size or accumulation, every rank sees different noise,
+and resuming needs nothing but the step number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .reference import Reference, reference_model
 
 @dataclass(frozen=True)
 class Prior:
-    """A micro-batch of the prior preservation loss: the samples of one of clips, to be predicted with their prior prompts.
+    """A micro-batch of the prior preservation loss: samples to be predicted with their prior prompts.
 
-    It is one by itself so that the two losses are backpropagated in turn, which takes the memory of one.
+    It is a separate micro-batch so that the two losses are backpropagated in turn, which takes the memory of one.
 
     Attributes:
         clips: the samples.
@@ -42,14 +42,14 @@ class Prior:
 
     @property
     def latent_size(self) -> tuple[int, ...]:
-        """That of every clip."""
+        """Frames, height and width of every clip's latents."""
         return self.clips.latent_size
 
     def __len__(self) -> int:
         return len(self.clips)
 
     def split(self, pieces: int) -> list[Prior]:
-        """Exactly so many; see `Batch.split`."""
+        """Return exactly `pieces` parts; see `Batch.split`."""
         return [Prior(piece) for piece in self.clips.split(pieces)]
 
 
@@ -60,10 +60,10 @@ class Noised:
     Attributes:
         x0, eps, x_t: clean latents, noise, and noisy latents.
         t: drawn process time.
-        frame_t: that of each frame, where frames differ.
-        trained: 1 for frames that the loss counts, 0 for given ones; None: all count.
+        frame_t: process time of each frame, where frames differ.
+        trained: 1 for frames that the loss counts, 0 for conditioning frames, or None if all count.
         meta: see `VideoMeta`.
-        mask: weight of each latent in its sample's loss, `[B, 1, T, H, W]`; None: 1.
+        mask: weight of each latent in its sample's loss, `[B, 1, T, H, W]`, or None if all are 1.
     """
 
     x0: Tensor
@@ -97,10 +97,11 @@ class SFT:
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
         data = config.data
         self.given_kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts)
-        has_windows = data.sliding_window_size is not None or data.dataset is not None  # chunks have none
+        has_windows = data.sliding_window_size is not None or data.dataset is not None  # chunks have no windows
         self.window_context = data.window_context if has_windows else 0
         self.temporal = geometry.temporal
-        #: Frames that are given in some steps change the shape of noise levels, and compiled blocks need a graph for each.
+        #: Conditioning frames in some steps change the shape of noise levels, and compiled blocks need a graph for each
+        #: shape.
         gives_tokens = parts.spec.facts.first_frame == "tokens" and (self.given_kinds or self.window_context)
         self.one_shape = config.memory.compile != "none" and bool(gives_tokens)
         self.seed = config.training.seed
@@ -120,7 +121,10 @@ class SFT:
                 yield f"{name}, prior preservation", Step([prior])
 
     def trial_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Batch]]:
-        """Steps without end, each of so many micro-batches of so many clips of one bucket; see `TrainingData.trial_batches`."""
+        """Yield steps without end, each of `micro_batches` batches of `clips` clips from one bucket.
+
+        See `TrainingData.trial_batches`.
+        """
         for batches in self.batches.trial_batches(bucket, clips, micro_batches=micro_batches):
             yield Step([*batches, *self._priors(batches)])
 
@@ -134,24 +138,24 @@ class SFT:
         if isinstance(batch, Prior):
             return self._prior_loss(transformer, batch.clips)
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
-        # What would multiply by 1 is left out: a step of a small network feels each operation.
+        # Multiplications by 1 are left out: they cost noticeable time with a small network.
         loss = (per_sample if weight is None else weight * per_sample).mean()
         loss = loss if batch.weight == 1.0 else loss * batch.weight
         metrics = {"loss": loss.detach()}
-        if batch.mask is not None:  # an error of exactly 0 is that of a sample of which the mask leaves nothing
+        if batch.mask is not None:  # a sample has an error of exactly 0 if its mask leaves nothing
             metrics["masked_out"] = (per_sample.detach() == 0).float().mean() * batch.weight
         return loss, metrics
 
     def _prior_loss(self, transformer: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Mean squared difference between the predictions of the network and of the reference model, with prior prompts.
+        """Return the mean squared difference of the network's predictions to the reference model's, with prior prompts.
 
-        The noisy latents are those of the clips' own loss. Masks do not weigh it: what a clip does not teach is preserved, too.
-        The metric is the difference without its weight.
+        The noisy latents are those of the clips' own loss. Masks do not weigh it: abilities that a clip does not teach
+        are also preserved. The metric is the difference without its weight.
         """
         assert self.reference is not None, "prior preservation needs a reference model"
         assert batch.prior is not None, "prior preservation needs prior prompts"
         noised = self._noised(batch, purpose="train", quantile=None)
-        # First, since the network's stored activations would add to what this takes.
+        # First, since the network's stored activations would add to the memory of this pass.
         with torch.no_grad(), self.reference(transformer) as network:
             teacher = self.spec.predict(network, noised.x_t, noised.frame_t, batch.prior, noised.meta).float()
         student = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.prior, noised.meta)
@@ -160,22 +164,23 @@ class SFT:
         return self.prior_weight * difference, {"prior_loss": difference.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
-        """Unweighted per-sample loss `[B]` at one fixed noise-level quantile, with noise fixed per sample."""
+        """Return the unweighted loss `[B]` of each sample at one fixed noise-level quantile, with fixed noise."""
         return self.errors(transformer, batch, purpose="eval", quantile=quantile)[0]
 
     def errors(
         self, transformer: nn.Module, batch: Batch, *, purpose: str, quantile: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Mean squared error of the prediction per sample `[B]`, over the latents that are not given, and its loss weight `[B]`.
+        """Return the mean squared error per sample `[B]`, without conditioning latents, and its loss weight `[B]`.
 
-        A weight of None is 1 for all. Where latent frames have noise levels of their own, each frame's error is weighted already.
-        With masks the mean is weighted, sum(w error) / sum(w); it is 0 where nothing is left.
+        The weight is None if it is 1 for all samples, or if latent frames have separate noise levels: each frame's
+        error is then weighted already. With masks the mean is weighted, sum(w error) / sum(w); it is 0 where nothing is
+        left.
 
         Args:
-            transformer: the network, or another one of the same model.
-            batch: samples; those of equal keys get the same noise, noise level and conditioning.
-            purpose: decides, with the seed of the run and a sample's key, what is drawn for it.
-            quantile: of the noise level, without loss weights; None: drawn.
+            transformer: the network, or another network of the same model.
+            batch: samples; those of equal keys get equal noise, noise level and conditioning.
+            purpose: name of the random draws, which depend on it, on the seed of the run and on a sample's key.
+            quantile: quantile of the noise level, without loss weights, or None to draw it.
         """
         noised, target, weight = self._targets(batch, purpose, quantile)
         prediction = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.conditions, noised.meta)
@@ -184,26 +189,26 @@ class SFT:
     def gains(
         self, transformer: nn.Module, reference: Reference, batch: Batch, *, purpose: str, quantile: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return by how much `errors` of the network are below those of the reference model `[B]`, and their loss weights.
+        """Return the reduction of `errors` by the network against the reference model `[B]`, and the loss weights.
 
-        With predictions p and r and target t, (r - t)^2 - (p - t)^2 = (r - p)(r + p - 2t) before the mean: a difference of two
-        means near 1 keeps few of its digits in fp32.
+        With predictions p and r and target t, (r - t)^2 - (p - t)^2 = (r - p)(r + p - 2t) before the mean: a difference
+        of two means near 1 keeps few of its digits in fp32.
         """
         noised, target, weight = self._targets(batch, purpose, quantile)
         inputs = noised.x_t, noised.frame_t, batch.conditions, noised.meta
         prediction = self.spec.predict(transformer, *inputs).float()
         with torch.no_grad(), reference(transformer) as network:
-            known = self.spec.predict(network, *inputs).float()
-        return _per_sample((known - prediction) * (known + prediction - 2 * target), noised, weight)
+            baseline = self.spec.predict(network, *inputs).float()
+        return _per_sample((baseline - prediction) * (baseline + prediction - 2 * target), noised, weight)
 
     def _targets(self, batch: Batch, purpose: str, quantile: float | None) -> tuple[Noised, Tensor, Tensor | None]:
-        """Return the samples at their noise levels, what is to be predicted, and the loss weights `[B]`; see `errors`."""
+        """Return the samples at their noise levels, the prediction targets, and loss weights `[B]`; see `errors`."""
         noised = self._noised(batch, purpose=purpose, quantile=quantile)
         weight = None if quantile is not None else self.noise_levels.weight(noised.t)
         return noised, self.process.target(noised.x0, noised.eps, noised.t), weight
 
     def _noised(self, batch: Batch, *, purpose: str, quantile: float | None) -> Noised:
-        """The samples at their noise levels; see `errors`."""
+        """Return the samples at their noise levels; see `errors`."""
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
         noise = standard_normal(generators, self.spec.latent_shape(batch.moments), device)
@@ -211,7 +216,7 @@ class SFT:
         eps = standard_normal(generators, x0.shape[1:], device)
         t = self._times(generators, x0, quantile)
 
-        # A section may have fewer than its clip; frames that `padded` adds are not given.
+        # A section may have fewer frames than its clip; frames that `padded` adds are not conditioning frames.
         frames = min(x0.shape[2], batch.latent_size[0])
         meta, trained = self.spec.condition(batch, x0, self._given_frames(batch, frames, purpose), self.vae_stats)
         if context:
@@ -222,11 +227,11 @@ class SFT:
             "who predicts a section of clips must cut their masks, too"
         )
         return Noised(
-            x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._told(frame_t, x0), trained, meta, mask
+            x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._expand_times(frame_t, x0), trained, meta, mask
         )
 
     def _times(self, generators: Sequence[torch.Generator], x0: Tensor, quantile: float | None) -> Tensor:
-        """Process time of each sample `[B]`, or of each of its latent frames `[B, T]`; `quantile` is the same for all."""
+        """Return the process time of each sample `[B]`, or of each latent frame `[B, T]`; `quantile` applies to all."""
         frames = [] if self.spec.noise_per == "clip" else [x0.shape[2]]
         if quantile is None:
             num_tokens = round(x0[0, 0].numel() * self.tokens_per_latent)
@@ -236,15 +241,16 @@ class SFT:
             quantiles = self.noise_levels.ranged(torch.full((len(x0), *frames), quantile, device=x0.device))
         return self.process.time_from_quantile(quantiles)
 
-    def _told(self, t: Tensor, x0: Tensor) -> Tensor:
-        """Noise levels as the network is told them: of each frame where the first one is given in other steps."""
+    def _expand_times(self, t: Tensor, x0: Tensor) -> Tensor:
+        """Return the process times for the network, expanded per latent frame if compiled blocks need one shape."""
         frames = x0.shape[2]
         return t[:, None].expand(-1, frames) if self.one_shape and t.ndim == 1 and frames > 1 else t
 
     def _given_frames(self, batch: Batch, frames: int, purpose: str) -> list[Collection[int]]:
-        """Which of so many latent frames each sample is given clean; drawn on the host, so that nothing waits.
+        """Return the conditioning frames of each sample among `frames` latent frames.
 
-        Windows from within a clip are given their context, and all other samples what is drawn for them.
+        They are drawn on the host, so that nothing waits for the device. Windows from within a clip get their context,
+        and all other samples get the frames drawn for them.
         """
 
         def drawn(key: tuple[int, int], is_inner_window: bool) -> Collection[int]:
@@ -281,11 +287,11 @@ class SFT:
 
 
 def _per_sample(error: Tensor, noised: Noised, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Means `[B]` of an error over latents that are not given, and the loss weight that is left to multiply them."""
+    """Return means `[B]` of an error without conditioning latents, and the loss weight that is left to apply."""
     trained, mask = noised.trained, noised.mask
     if trained is None and mask is None and noised.t.ndim == 1:
         return error.flatten(1).mean(1), weight
-    # A given frame is an input, not something to predict: it leaves the loss and the mean.
+    # A conditioning frame is an input, not a prediction: it is left out of the loss and the mean.
     per_frame = (error if mask is None else error * mask).mean(dim=(1, 3, 4))
     trained = torch.ones_like(per_frame) if trained is None else trained
     if weight is not None and weight.ndim == 2:

@@ -1,4 +1,4 @@
-"""What a run asks of supervised finetuning before it is loaded; see `MethodSpec`. Imports no torch."""
+"""Requirements of supervised finetuning that are checked before it is loaded; see `MethodSpec`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ _WAYS = (
 
 
 class SupervisedFinetuning(MethodSpec):
-    """Supervised finetuning trains on clips; with prior preservation it compares the network with the base model."""
+    """Supervised finetuning on clips; prior preservation compares the network with the base model."""
 
-    reference = "base"  # what is preserved is what the model knew before any finetuning
+    reference = "base"  # the abilities to preserve are those before any finetuning
 
     def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> DatasetPlan:
         plan = super().survey(config, geometry, options)
         return replace(plan, prior=_prior_prompts(config, plan)) if _preserves(config) else plan
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        section, found = config.sft, super().problems(config)
+        section, problems = config.sft, super().problems(config)
         if section.class_prompt is not None and section.prior_prompts is not None:
-            found.append(Problem("--class_prompt", "and --prior_prompts both say the prior prompts; drop one of them"))
-        return found
+            message = "and --prior_prompts both say the prior prompts; drop one of them"
+            problems.append(Problem("--class_prompt", message))
+        return problems
 
     def accumulates(self, config: TrainConfig) -> bool:
         return _preserves(config) or super().accumulates(config)
@@ -49,7 +50,7 @@ class SupervisedFinetuning(MethodSpec):
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
-        """The two losses of a batch are backpropagated in turn, so that clips are seen once at a time."""
+        """Return the memory of the reference model; clips are seen once at a time, as losses go backward in turn."""
         needs_copy = _preserves(config) and config.training.training_type == "full-finetune"
         return MethodMemory(copies=reference if needs_copy else 0.0, trajectories=0.0, batch_size=batch_size)
 
@@ -59,7 +60,7 @@ def _preserves(config: TrainConfig) -> bool:
 
 
 def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
-    """The configured prior prompts.
+    """Return the configured prior prompts.
 
     Raises:
         DataError: a file cannot be read, or no caption differs from its prior prompt.
@@ -76,7 +77,7 @@ def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
         texts = tuple(prompt.text for prompt in prompts)
     else:
         texts = ()
-    tokens = [one.data.id_token for one in read_datasets(config.data)]
+    tokens = [dataset.data.id_token for dataset in read_datasets(config.data)]
     triggers = tuple(dict.fromkeys(token.strip() for token in tokens if token and token.strip()))
     captions = [caption for clip in plan.clips for caption in clip.all_captions]
     if not texts and captions and all(without_triggers(caption, triggers) == caption for caption in captions):

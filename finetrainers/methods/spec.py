@@ -1,4 +1,4 @@
-"""What a run asks of a method before the method is loaded, and what the method is fed with. Imports no torch."""
+"""Requirements of a method, known before it is loaded, and the seam to its data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 
 class WorkPlan(Protocol):
-    """What a run will work on, known before a weight is loaded: clips, or prompts."""
+    """The data of a run, planned before any weights are loaded: clips, or prompts."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any data that a checkpoint must not be continued without."""
+        """Digest that changes with any data that a checkpoint must not be continued without."""
         ...
 
     @property
     def fingerprint_of(self) -> str:
-        """What data that is, in words."""
+        """Description of the data in the fingerprint."""
         ...
 
     @property
     def critical_options(self) -> Mapping[str, str | None]:
-        """Options that must be as in the checkpoint, too, and the `--reset` that allows others, if any."""
+        """Options that must also be as in the checkpoint, and the `--reset` that allows others, if any."""
         ...
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know."""
+        """Warnings for the user."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided for the user."""
+        """Notes on choices made for the user."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class WorkPlan(Protocol):
 
     @property
     def texts(self) -> str:
-        """What the text encoders are given, in words: `captions`, say."""
+        """Name of the prompts of the text encoders: `captions`, say."""
         ...
 
     @property
@@ -77,12 +77,12 @@ class WorkPlan(Protocol):
 
     @property
     def size_option(self) -> str:
-        """The option that sets the sizes."""
+        """Option that sets the sizes."""
         ...
 
     @property
     def beside_memory(self) -> str:
-        """What takes memory that the estimate does not know, in words."""
+        """Description of the components whose memory is not in the estimate."""
         ...
 
     @property
@@ -92,17 +92,17 @@ class WorkPlan(Protocol):
 
     @property
     def count(self) -> int:
-        """How many items are trained on."""
+        """Number of items that are trained on."""
         ...
 
     @property
     def noun(self) -> str:
-        """What an item is called."""
+        """Noun for an item."""
         ...
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """The largest size, frames x height x width."""
+        """Largest size, frames x height x width."""
         ...
 
     @property
@@ -111,29 +111,29 @@ class WorkPlan(Protocol):
         ...
 
     def heaviest(self, config: TrainConfig) -> tuple[tuple[int, int, int], int]:
-        """Size and number of clips of the largest micro-batch."""
+        """Return the size and the number of clips of the largest micro-batch."""
         ...
 
     def all_captions(self) -> Sequence[str]:
-        """All texts that the text encoders may be given."""
+        """Return all prompts that the text encoders may get."""
         ...
 
     @property
     def needs_empty_text(self) -> bool:
-        """Whether the text encoders must have seen the empty prompt."""
+        """Whether the text encoders must have encoded the empty prompt."""
         ...
 
     def shown_texts(self) -> Sequence[tuple[str, Any]]:
-        """The same, each with the clip or the image that it is encoded with; see `Facts.text_sees_image`."""
+        """Return the prompts, each with the clip or the image that it is encoded with; see `Facts.text_sees_image`."""
         ...
 
     def encoded_clips(self) -> Sequence[Any]:
-        """All clips that the VAE may be given to encode."""
+        """Return all clips that the VAE may encode."""
         ...
 
     @property
     def example(self) -> str:
-        """A text that the result can be sampled with."""
+        """Prompt that the result can be sampled with."""
         ...
 
     @property
@@ -142,49 +142,49 @@ class WorkPlan(Protocol):
         ...
 
     def step_of(self, config: TrainConfig) -> str:
-        """What an optimizer step works on, in words."""
+        """Return a description of the items of an optimizer step."""
         ...
 
     def table(self) -> list[tuple[str, ...]]:
-        """For printing: a row of headings, then the others."""
+        """Return rows for printing: the headings, then the others."""
         ...
 
     def write(self, path: Path) -> None:
-        """Write what is known of every item, one JSON object a line."""
+        """Write the facts of every item, one JSON object a line."""
         ...
 
 
 class WorkSource(Protocol):
-    """What feeds a method, ready: training needs no more of it than this."""
+    """The data source of a method, ready to use: training needs no more of it than this."""
 
     @property
     def vae(self) -> nn.Module | None:
-        """The VAE if it stays loaded."""
+        """The VAE if it stays loaded, else None."""
         ...
 
     @property
     def precomputed(self) -> Mapping[str, Encoded]:
-        """What came of encoding clips beforehand, on all ranks together."""
+        """Results of encoding clips beforehand, on all ranks together."""
         ...
 
     def steps_for_epochs(self, epochs: int) -> int:
-        """Optimizer steps that see every item at least `epochs` times."""
+        """Return the number of optimizer steps that see every item at least `epochs` times."""
         ...
 
 
 @dataclass(frozen=True)
 class MethodMemory:
-    """What a method keeps on the device of one process besides what every training does.
+    """Memory that a method takes on the device of one process beyond that of every training.
 
     Attributes:
         copies: bytes of further copies of the network's weights.
         trajectories: bytes of sampled latents.
         batch_size: clips that the network sees in one call.
-        gradients, gradients_on_host: how many gradients of all trained weights, whole and in fp32, wait on the device and
-            in host memory while another one is computed.
-        gradients_in_backward: how many more of them there are in backward.
-        waiting_calls: of how many earlier calls of the network activations wait for a backward pass, at the most during forward
-            and during backward of another call.
+        gradients, gradients_on_host: numbers of gradients of all trained weights, unsharded and in fp32, that wait on
+            the device and in host memory while another gradient is computed.
+        gradients_in_backward: number of further gradients in backward.
+        waiting_calls: numbers of earlier calls of the network whose activations wait for a backward pass, at the most
+            during forward and during backward of another call.
     """
 
     copies: float
@@ -198,12 +198,12 @@ class MethodMemory:
 
 @dataclass(frozen=True)
 class Variant:
-    """A configuration that trains the same as one which leaves an option open.
+    """A configuration that trains like a configuration with an open option.
 
     Attributes:
-        option: that is left open.
-        value: that it has here.
-        config: with it.
+        option: the open option.
+        value: its value here.
+        config: the configuration with this value.
         forward, backward: passes of the network for each clip; those of backward are repeated as blocks recompute.
     """
 
@@ -214,27 +214,32 @@ class Variant:
     backward: float
 
     def cost(self, slower: float) -> float:
-        """Forward passes that take as long; `slower`: by how much forward and backward take longer with recomputation."""
+        """Return the number of forward passes that take as long.
+
+        `slower` is the slowdown of forward and backward with recomputation.
+        """
         return self.forward + self.backward * (2 + 3 * slower)
 
     @property
     def what(self) -> str:
-        """What it is, in words."""
+        """Description of the variant."""
         return f"{self.value}: {self.forward:.3g} forward and {self.backward:.3g} backward passes for each clip"
 
 
 class MethodSpec:
-    """A method as a run sees it before torch is imported. The defaults are those of training on clips.
+    """A method before torch is imported. The defaults are those of training on clips.
 
     Attributes:
-        size_options: options that set the sizes of clips; what is planned is not placed in sizes that are wrong.
-        state_name: what `Method.state_dict` holds, in words.
-        unread: options that every method may be given and this one does not read, such as those of noise levels or of given
-            frames, each with what to use instead, or ''. A run warns of them where they are set, and announces none.
+        size_options: options that set the sizes of clips; data are not planned while sizes are wrong.
+        state_name: description of the state that `Method.state_dict` returns.
+        unread: options that every method accepts and this one does not read, such as those of noise levels or of
+            conditioning frames, each with what to use instead, or ''. A run warns of them where they are set, and
+            announces none.
         samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
-        reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it (`base`).
-        source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take what
-            `TrainingData` takes.
+        reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it
+            (`base`).
+        source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take the
+            arguments of `TrainingData`.
     """
 
     size_options: tuple[str, ...] = ("video_resolution_buckets", "image_resolution_buckets", "sliding_window_size")
@@ -245,20 +250,20 @@ class MethodSpec:
     source = "finetrainers.data.loading.training_data:TrainingData"
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
-        """What a run will work on; None where the configuration names nothing, or sizes hinder.
+        """Return the plan of a run's data, or None if the configuration names no data, or sizes are wrong.
 
         Raises:
-            DataError: what is named cannot be read or used.
+            DataError: the named data cannot be read or used.
         """
         if not config.data.is_named:
             return None
         if sizes_are_wrong:
-            self.read(config)  # whether the data is there can still be said
+            self.read(config)  # missing data can still be reported
             return None
         return self.survey(config, geometry).checked()
 
     def read(self, config: TrainConfig) -> None:
-        """Read the configured data as far as that takes no sizes.
+        """Read the configured data as far as that needs no sizes.
 
         Raises:
             DataError: it cannot be read.
@@ -269,7 +274,7 @@ class MethodSpec:
         read_all(read_datasets(config.data), media_dir(config))
 
     def survey(self, config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> DatasetPlan:
-        """What becomes of every file of the configured data, whether it can be trained on or not; see `survey_dataset`."""
+        """Return a plan with every file of the configured data, usable or not; see `survey_dataset`."""
         from finetrainers.data.inspect.survey import survey_dataset
 
         return survey_dataset(self.as_read(config), geometry, options=options)
@@ -297,7 +302,7 @@ class MethodSpec:
         return config.model_copy(update={"data": data}) if changes else config
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        """What is wrong with options that a registry has to be asked about: by default, with rewards."""
+        """Return problems with options that a registry has to check: by default, with rewards."""
         return [
             Problem(f"--{option}", message)
             for option in ("reward", "eval_reward")
@@ -306,7 +311,7 @@ class MethodSpec:
         ]
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
-        """What a checkpoint cannot do with the plan. It is asked about checkpoints whose configs are known."""
+        """Yield requirements of the plan that a checkpoint cannot meet; the configs of the checkpoint must be known."""
         yield from rewards_without_images(self.rewards(config))
         if plan.encodes_clips:
             windows = {clip.bucket for clip in getattr(plan, "clips", ()) if is_window(clip)}
@@ -314,24 +319,26 @@ class MethodSpec:
                 yield Problem(f"--{option}", reason)
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
-        """All rewards that a run loads."""
+        """Return all rewards that a run loads."""
         return list(config.validation.eval_reward)
 
     def check(self, plan: Any, config: TrainConfig, *, spec: ModelSpec) -> None:
-        """Compare the options with the checkpoint's small files, before any weight is loaded (imports torch).
+        """Compare the options with the checkpoint's small files, before any weights are loaded (imports torch).
 
         Raises:
-            ConfigError: they do not go together.
+            ConfigError: the options do not fit the checkpoint.
         """
 
     def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
-        """What this method needs and the strategy of the processes cannot do."""
+        """Yield requirements of this method that the strategy of the processes cannot meet."""
         yield from ()
 
     def text_writer(
         self, plan: Any, config: TrainConfig, *, spec: ModelSpec, parallel: Any
     ) -> Callable[[Any], None] | None:
-        """What writes encoded texts, a `TextConditioning`, to other places than the cache, if that is asked for (imports torch).
+        """Return a function that writes prompt embeddings to files outside the cache, or None if none are requested.
+
+        It takes a `TextConditioning`, and imports torch.
 
         Raises:
             ConfigError: they cannot be written.
@@ -339,44 +346,44 @@ class MethodSpec:
         return None
 
     def needs_text(self, config: TrainConfig) -> bool:
-        """Whether text encoders are needed for training, as far as the options say; validation samples need them, too."""
+        """Return whether training needs text encoders, as far as options show; validation samples also need them."""
         return True
 
     def scratch_cache(self, config: TrainConfig) -> Path | None:
-        """Return a cache that a preparation only works in and that goes when it is done, or None if the cache is the result."""
+        """Return a cache used only while preparing and removed afterwards, or None if the cache is the result."""
         return None
 
     def for_preparing(self, config: TrainConfig) -> TrainConfig:
-        """The configuration of a run as that of its preparation, with values for what only training needs."""
+        """Return the configuration for preparing a run, with placeholders for options that only training needs."""
         return config
 
     def caches_texts(self, config: TrainConfig) -> bool:
-        """Whether texts are encoded once and kept in the cache; else the text encoders stay loaded."""
+        """Return whether prompts are encoded once and cached; else the text encoders stay loaded."""
         return config.data.precompute_conditions
 
     def accumulates(self, config: TrainConfig) -> bool:
-        """Whether an optimizer step has several micro-batches."""
+        """Return whether an optimizer step has several micro-batches."""
         return config.training.gradient_accumulation_steps > 1
 
     def scores_while_sampling(self, config: TrainConfig) -> bool:
-        """Whether rewards score clips while further ones are sampled and decoded."""
+        """Return whether rewards score clips while further clips are sampled and decoded."""
         return False
 
     def learns_in_rollout(self, config: TrainConfig) -> bool:
-        """Whether gradients are taken while clips are sampled, and not in the training step."""
+        """Return whether gradients are taken while clips are sampled, and not in the training step."""
         return False
 
     def variants(self, config: TrainConfig, split: Split) -> list[Variant]:
-        """What may stand in the place of an option of the method that is left open, what takes less memory first; else nothing.
+        """Return possible values of an option of the method that is left open, least memory first; empty if none is.
 
         Args:
             config: the run.
-            split: what its processes share.
+            split: the sharding of its processes.
         """
         return []
 
     def weight_links(self, config: TrainConfig, step: int) -> list[str]:
-        """Return names in the run directory that lead to the weights of the checkpoint of a step, for other programs."""
+        """Return names in the run directory that lead to the weights of a step's checkpoint, for other programs."""
         return []
 
     def uses_reference(self, config: TrainConfig) -> bool:
@@ -384,38 +391,38 @@ class MethodSpec:
         return False
 
     def hacking_rule(self, config: TrainConfig) -> HackingRule | None:
-        """How the run looks for reward hacking; None if it does not."""
+        """Return the rule that the run detects reward hacking by, or None if it does not."""
         return None
 
     def sizes(self, config: TrainConfig) -> list[tuple[int, int, int]]:
-        """Sizes of clips that the configuration names, frames x height x width."""
+        """Return the sizes of clips that the configuration names, frames x height x width."""
         return [*config.data.video_resolution_buckets, *((1, *size) for size in config.data.image_resolution_buckets)]
 
     def without_data(self, config: TrainConfig) -> TrainConfig | None:
-        """A configuration that passes checks although its data is not on this machine; None: the data is there."""
+        """Return a configuration that passes checks without its data, or None if the data is on this machine."""
         data = config.data
         places = [place for place in (data.data_root, data.dataset_file, data.dataset) if place is not None]
         if data.hf_dataset is not None or (places and all(place.exists() for place in places)):
             return None
-        here = Path()
-        file = None if data.dataset_file is None else here
-        data = data.model_copy(update={"data_root": here, "dataset_file": file, "dataset": None})
+        current = Path()
+        file = None if data.dataset_file is None else current
+        data = data.model_copy(update={"data_root": current, "dataset_file": file, "dataset": None})
         return config.model_copy(update={"data": data})
 
     def branches(self, config: TrainConfig) -> int:
-        """Clips of a forward pass for each clip that is sampled: 2 with classifier-free guidance."""
+        """Return the clips of a forward pass for each clip that is sampled: 2 with classifier-free guidance."""
         return 1
 
     def reward_bytes(self, config: TrainConfig) -> float | None:
-        """Bytes of the networks of rewards on a process's device, of each once, as it is published; None: not known."""
-        wanted = {(entry.reward, *sorted(entry.options.items())): entry for entry in self.rewards(config)}
-        sizes = [registry().reward_bytes(entry) for entry in wanted.values()]
+        """Return the bytes of reward networks on a process's device, each once, as published, or None if not known."""
+        entries = {(entry.reward, *sorted(entry.options.items())): entry for entry in self.rewards(config)}
+        sizes = [registry().reward_bytes(entry) for entry in entries.values()]
         return None if None in sizes else sum((size for size in sizes if size is not None), 0.0)
 
     def scoring_bytes(self, config: TrainConfig, size: tuple[int, int, int], *, fps: float) -> float | None:
-        """Bytes that rewards take on a process's device while they score clips of a size, besides networks; None: not known.
+        """Return the bytes that rewards take to score clips of a size, without their networks, or None if not known.
 
-        They are those of the reward that takes most, since rewards score one after another.
+        They are bytes on a process's device, of the reward that takes most, since rewards score one after another.
         """
         sizes = [registry().working_bytes(entry, size, fps=fps) for entry in self.rewards(config)]
         return None if None in sizes else max((size for size in sizes if size is not None), default=0.0)
@@ -423,7 +430,9 @@ class MethodSpec:
     def decode_gradient(
         self, config: TrainConfig, size: tuple[int, int, int], geometry: Geometry
     ) -> tuple[tuple[int, int, int], bool] | None:
-        """Clips whose decoding has a backward pass: their size, and whether all activations are stored; None: there are none.
+        """Return the size of clips whose decoding has a backward pass, and whether all activations are stored.
+
+        The result is None if there are no such clips.
 
         Args:
             config: the run.
@@ -435,7 +444,7 @@ class MethodSpec:
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
-        """What the method keeps in memory.
+        """Return the memory of the method.
 
         Args:
             config: the run.
@@ -448,18 +457,18 @@ class MethodSpec:
 
 
 def rewards_without_images(entries: Sequence[RewardEntry]) -> Iterator[Problem]:
-    """Rewards that need the image that a clip starts from, where clips start from none."""
+    """Yield a problem for each reward that needs the image that a clip starts from, where clips start from text."""
     for entry in entries:
         if registry().image_use(entry) == "required":
             message = (
-                f"{entry.name} needs the image that clips start from, and these start from text; give each prompt of reward "
-                "finetuning an image"
+                f"{entry.name} needs the image that clips start from, and these start from text; give each prompt of "
+                "reward finetuning an image"
             )
             yield Problem("--reward", message)
 
 
 def registry() -> Any:
-    """The rewards, which a run without them does not import."""
+    """Return the registry of rewards, which a run without them does not import."""
     from finetrainers.rewards import registry
 
     return registry

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-#: What is updated by one call: much enough to keep a device busy, and little memory for the differences.
+#: Bytes updated by one call: enough to keep a device busy, with little memory for the differences.
 _BYTES_AT_ONCE = 64 << 20
 
 
 class EMA:
-    """EMA of named weights in fp32, and a context in which the model holds it.
+    """Exponential moving average of named weights in fp32, and a context in which the model holds it.
 
-    After optimizer step n (from 1), with s = n - update_after_step - 1, the average moves by
-    `average += (1 - d) * (weight - average)`, where d = 0 for s <= 0 (the average is the weight itself), else
-    d = min((1 + s) / (10 + s), decay): early averages span few steps, so the starting weights are forgotten.
+    After optimizer step n (from 1), with s = n - update_after_step - 1, the average moves by `average += (1 - d) *
+    (weight - average)`, where d = 0 for s <= 0 (the average is the weight itself), else d = min((1 + s) / (10 + s),
+    decay): early averages span few steps, so the starting weights are forgotten.
 
-    diffusers' `EMAModel` computes the same, weight by weight: its way with `foreach` rounds otherwise, and takes memory for
-    the differences of all weights at once; and importing it imports every network of diffusers.
+    diffusers' `EMAModel` computes this average, tensor by tensor: its `foreach` variant rounds differently, and takes
+    memory for the differences of all weights at once; and importing it imports every network of diffusers.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], *, decay: float, update_after_step: int = 0) -> None:
@@ -42,38 +42,38 @@ class EMA:
         self._num_updates += 1
         s = self._num_updates - self._start - 1
         d = min((1 + s) / (10 + s), self._decay) if s > 0 else 0.0
-        for averages, weights in _some_at_once(self._averages, list(self._parameters.values())):
+        for averages, weights in _chunks(self._averages, list(self._parameters.values())):
             moves = torch._foreach_sub(averages, weights)
             torch._foreach_mul_(moves, 1 - d)
             torch._foreach_sub_(averages, moves)
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The averages by name, fp32; views, not copies."""
+        """Averages by name, fp32; views, not copies."""
         return dict(zip(self._parameters, self._averages, strict=True))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the model holds the averages, in its own dtype; afterwards its weights, bit for bit.
+        """Make the model hold the averages, in its own dtype, within the block; then restore its weights bit for bit.
 
         The weights wait on the CPU, so that a swap needs no second copy on the device.
         """
         assert not self.is_applied, "already applied"
-        kept = [p.detach().to("cpu", copy=True) for p in self._parameters.values()]
+        weights = [p.detach().to("cpu", copy=True) for p in self._parameters.values()]
         self.is_applied = True
         try:
-            self._put(self._averages)
+            self._load(self._averages)
             yield
         finally:
-            self._put(kept)
+            self._load(weights)
             self.is_applied = False
 
-    def _put(self, values: Sequence[Tensor]) -> None:
+    def _load(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters.values(), values, strict=True):
             parameter.data.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name and the number of updates; tensors are references."""
+        """Return the averages by name and the number of updates; tensors are references."""
         return {"num_updates": self._num_updates, "shadow": self.weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,8 +99,8 @@ class EMA:
         self._num_updates = int(state["num_updates"])
 
 
-def _some_at_once(averages: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Averages and their weights, in lists of at most `_BYTES_AT_ONCE`, or of one tensor that is larger."""
+def _chunks(averages: Sequence[Tensor], weights: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield averages and their weights, in lists of at most `_BYTES_AT_ONCE`, or of one tensor that is larger."""
     first, size = 0, 0
     for index, average in enumerate(averages):
         if size and size + average.nbytes > _BYTES_AT_ONCE:

@@ -16,7 +16,7 @@ from finetrainers.utils.deepspeed_operators import note_compiling
 from .in_backward import StepInBackward
 from .table import RECIPES, Recipe, missing_library, resolve_name
 
-#: Settings of a group that belong to the device it is on, and not to the run.
+#: Settings of a group that belong to its device, and not to the run.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
@@ -28,13 +28,13 @@ def create_optimizer(
     device_type: str,
     stochastic_rounding: bool = False,
 ) -> Optimizer:
-    """The configured optimizer over `parameters`, as one group; its options have passed `optimizer_problems`.
+    """Return the configured optimizer over `parameters`, as one group; its options have passed `optimizer_problems`.
 
     Args:
         parameters: the trainable weights.
         config: the optimizer section.
         lr: learning rate, after any scaling.
-        device_type: where the weights are trained: `cpu`, `cuda`, `xpu`.
+        device_type: device type that the weights are trained on: `cpu`, `cuda`, `xpu`.
         stochastic_rounding: the weights are bf16 and each update is rounded up or down at random, so that updates
             smaller than half a bf16 step are right on average (torchao). It draws from torch's global generators, which
             the trainer seeds before each update.
@@ -48,7 +48,7 @@ def create_optimizer(
     name = resolve_name(config)
     recipe = RECIPES[name]
     if config.use_cpu_offload_optimizer:
-        return _offloaded(weights, name, recipe, config=config, lr=lr)
+        return _create_offloaded(weights, name, recipe, config=config, lr=lr)
 
     arguments = recipe.arguments(config)
     target = recipe.target
@@ -70,7 +70,7 @@ def create_optimizer(
 
 
 def optimizer_class_problem(config: OptimizerSection) -> str | None:
-    """Return why the class of an optimizer cannot be had, or None if it can; imports its library."""
+    """Return why the class of an optimizer cannot be imported, or None if it can; imports its library."""
     name = resolve_name(config)
     try:
         _import_class(name, RECIPES[name], RECIPES[name].target)
@@ -80,7 +80,7 @@ def optimizer_class_problem(config: OptimizerSection) -> str | None:
 
 
 def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> None:
-    """Check that an optimizer can update these weights, of which only the shapes are read.
+    """Check that an optimizer can update these weights; only their shapes are read.
 
     Raises:
         ValueError: it cannot.
@@ -96,10 +96,10 @@ def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> 
         )
 
 
-def _offloaded(
+def _create_offloaded(
     weights: list[Parameter], name: str, recipe: Recipe, *, config: OptimizerSection, lr: float
 ) -> Optimizer:
-    """torchao's optimizer whose state, and step, are on the CPU."""
+    """Create torchao's optimizer whose state and step are on the CPU."""
     offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
     return offloader(
         weights,
@@ -114,21 +114,21 @@ def _offloaded(
 def _import_class(name: str, recipe: Recipe, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
-        found = getattr(import_module(module), attribute, None)
+        optimizer_class = getattr(import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise  # the package is there and lacks something of its own
+            raise  # the package is installed and lacks a dependency
         raise ImportError(missing_library(name, recipe)) from error
-    if found is None:
+    if optimizer_class is None:
         raise ImportError(f"optimizer {name!r} needs a newer {recipe.library}: this one has no {module}.{attribute}")
-    return found
+    return optimizer_class
 
 
 def _keep_implementation(optimizer: Optimizer) -> None:
-    """Let `load_state_dict` keep how this optimizer computes its step.
+    """Let `load_state_dict` keep this optimizer's implementation of its step.
 
-    Torch takes that over with the saved groups, and decides by it where the step counters belong: a checkpoint of a CPU,
-    continued on CUDA, would train unfused from then on.
+    Torch loads the implementation with the saved groups, and decides by it where the step counters belong: a checkpoint
+    of a CPU, continued on CUDA, would train unfused from then on.
     """
 
     def before(loading: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -15,14 +15,15 @@ _AT_ONCE = 32 * 2**20
 
 
 class StepInBackward:
-    """Makes an optimizer step within backward, as `register_post_accumulate_grad_hook` allows; it stays one optimizer.
+    """Hooks that run an optimizer's step within backward, by `register_post_accumulate_grad_hook`.
 
-    Its state, groups and `state_dict` are as without. `optimizer.step` does what is left over after backward.
+    It stays one optimizer: its state, groups and `state_dict` do not change. `optimizer.step` updates the weights that
+    remain after backward.
     """
 
     def __init__(self, optimizer: Optimizer, *, at_once: int | None = None) -> None:
         """Args:
-        optimizer: of one group, whose updates of different weights do not depend on each other.
+        optimizer: optimizer of one group, whose updates of different weights do not depend on each other.
         at_once: bytes of gradients that are stepped together; default: 32 MiB.
         """
         self._optimizer = optimizer
@@ -31,45 +32,45 @@ class StepInBackward:
         self._zero_grad = optimizer.zero_grad
         self._pending: list[nn.Parameter] = []
         self._bytes = 0
-        self._norms: dict[int, Tensor] = {}  # of each gradient, by the place of its weight
+        self._norms: dict[int, Tensor] = {}  # norm of each gradient, by the position of its weight
         self._is_paused = False
         [group] = optimizer.param_groups
-        self._places = {id(weight): place for place, weight in enumerate(group["params"])}
+        self._positions = {id(weight): position for position, weight in enumerate(group["params"])}
         for weight in group["params"]:
-            weight.register_post_accumulate_grad_hook(self._arrived)
+            weight.register_post_accumulate_grad_hook(self._handle_gradient)
         optimizer.step = self._finish  # type: ignore[method-assign, assignment]
         optimizer.zero_grad = self._drop  # type: ignore[method-assign]
         optimizer.in_backward = self  # type: ignore[attr-defined]
 
     def take_norm(self) -> Tensor | None:
-        """The norm of all gradients since the last call; None if there were none."""
-        norms = [self._norms[place] for place in sorted(self._norms)]
+        """Return the norm of all gradients since the last call, or None if there were none."""
+        norms = [self._norms[position] for position in sorted(self._norms)]
         self._norms = {}
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block, gradients are freed without an update."""
+        """Free gradients without an update within the block."""
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = False
 
-    def _arrived(self, weight: Tensor) -> None:
+    def _handle_gradient(self, weight: Tensor) -> None:
         assert isinstance(weight, nn.Parameter)
         assert weight.grad is not None
         if self._is_paused:
             weight.grad = None
             return
-        self._norms[self._places[id(weight)]] = torch.linalg.vector_norm(weight.grad.detach())
+        self._norms[self._positions[id(weight)]] = torch.linalg.vector_norm(weight.grad.detach())
         self._pending.append(weight)
         self._bytes += weight.grad.nbytes
         if self._bytes >= self._at_once:
             self._finish()
 
     def _finish(self, closure: Any = None) -> None:
-        """Update the weights whose gradients are there, and free these."""
+        """Update the weights that have gradients, and free these."""
         assert closure is None
         if not self._pending:
             return
@@ -90,5 +91,5 @@ class StepInBackward:
 
 
 def in_backward(optimizer: Any) -> StepInBackward | None:
-    """What makes an optimizer step in backward; None if it does not."""
+    """Return the object that runs an optimizer's step in backward, or None if its step is separate."""
     return getattr(optimizer, "in_backward", None)

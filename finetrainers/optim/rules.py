@@ -9,7 +9,7 @@ from finetrainers.config.root import TrainConfig
 
 from .table import OFFLOADABLE, RECIPES, SHARDABLE, Recipe, missing_library, resolve_name
 
-_HIGH_LR = 1e-2  # ten times what LoRAs are trained with
+_HIGH_LR = 1e-2  # ten times the usual learning rate of LoRAs
 
 
 def optimizer_problems(
@@ -18,13 +18,13 @@ def optimizer_problems(
     """Check the options of optimizer and schedule.
 
     Args:
-        config: the whole run.
-        device_type: where it will train: `cpu`, `cuda`, `xpu`.
-        num_processes: how many processes train together.
-        updates_parts: whether each process updates its part of every weight (FSDP2).
+        config: the run.
+        device_type: device type that it will train on: `cpu`, `cuda`, `xpu`.
+        num_processes: number of processes that train together.
+        updates_parts: whether each process updates its shard of all weights (FSDP2).
 
     Returns:
-        Errors, which make the run impossible or its result not what was asked for; and warnings, which name options
+        Errors, which make the run impossible or change its result; and warnings, which name options
         that have no effect or are likely mistakes.
     """
     try:
@@ -106,8 +106,8 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
             "use accelerate_configs/deepspeed_zero2_offload.yaml instead",
         )
     if options.optimizer not in OFFLOADABLE or options.use_8bit_bnb:
-        what = "--use_8bit_bnb" if options.use_8bit_bnb else f"--optimizer {options.optimizer}"
-        yield Problem(offload, f"works with plain {' or '.join(OFFLOADABLE)}, got {what}")
+        variant = "--use_8bit_bnb" if options.use_8bit_bnb else f"--optimizer {options.optimizer}"
+        yield Problem(offload, f"works with plain {' or '.join(OFFLOADABLE)}, got {variant}")
     if options.max_grad_norm > 0:
         yield Problem(
             offload,
@@ -137,7 +137,10 @@ def _in_backward_errors(config: TrainConfig, name: str, recipe: Recipe, num_proc
         )
         yield Problem(option, f"{message}cannot clip them; use --max_grad_norm 0")
     if num_processes > 1 or config.parallel.fsdp is not None or config.parallel.deepspeed:
-        message = "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or DeepSpeed"
+        message = (
+            "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or "
+            "DeepSpeed"
+        )
         yield Problem(option, f"{message}; leave it out: --fsdp full and ZeRO-2 shard gradients instead")
     if recipe.finds_step:
         yield Problem(option, f"--optimizer {name} computes its step size from all gradients; use adamw or another one")
@@ -193,6 +196,6 @@ def _schedule_warnings(config: TrainConfig) -> Iterator[str]:
         cooldown = options.lr_warmup_steps if options.lr_cooldown_steps is None else options.lr_cooldown_steps
         if options.lr_warmup_steps + cooldown >= train_steps:
             yield (
-                f"--lr_warmup_steps {options.lr_warmup_steps} and {cooldown} steps of cooldown (--lr_cooldown_steps) are not "
-                f"below --train_steps {train_steps}: the learning rate never comes down to --lr"
+                f"--lr_warmup_steps {options.lr_warmup_steps} and {cooldown} steps of cooldown (--lr_cooldown_steps) "
+                f"are not below --train_steps {train_steps}: the learning rate never comes down to --lr"
             )

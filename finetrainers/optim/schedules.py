@@ -15,13 +15,13 @@ from finetrainers.config.sections import OptimizerSection
 def lr_schedule(
     config: OptimizerSection, *, lr: float, total_steps: int, first_step: int = 0
 ) -> Callable[[int], float]:
-    """The configured learning rate as a function of the optimizer step.
+    """Return the configured learning rate as a function of the optimizer step.
 
-    With W warm-up steps, N = `total_steps` training steps, k steps since `first_step` and p = (k - W) / (N - W), the rate
-    is multiplied for k < W by k / W, and from then on by: `constant_with_warmup` 1; `linear` 1 - p; `cosine`
-    (1 + cos(pi p)) / 2; `cosine_with_restarts` with C cycles (1 + cos(pi (C p mod 1))) / 2; `polynomial` (1 - p)^power.
-    All but the first are 0 at k = N, which is one past the last step. `constant` is 1 and ignores the warm-up. `bump`
-    goes up from S to the peak P by a half cosine in W steps, down to 1 by another in C cooldown steps, and stays there.
+    With W warm-up steps, N = `total_steps` training steps, k steps since `first_step` and p = (k - W) / (N - W), the
+    rate is multiplied for k < W by k / W, and from then on by: `constant_with_warmup` 1; `linear` 1 - p; `cosine` (1 +
+    cos(pi p)) / 2; `cosine_with_restarts` with C cycles (1 + cos(pi (C p mod 1))) / 2; `polynomial` (1 - p)^power. All
+    but the first are 0 at k = N, which is one past the last step. `constant` is 1 and ignores the warm-up. `bump` goes
+    up from S to the peak P by a half cosine in W steps, down to 1 by another in C cooldown steps, and stays there.
 
     Diffusers computes all but two. Its `polynomial` ends at an absolute 1e-7 (refusing smaller learning rates), and
     divides by zero for W = N. It has no `bump`: that is the beginning of PyTorch's `OneCycleLR`, which can only be
@@ -45,7 +45,7 @@ def lr_schedule(
     own: dict[str, Callable[[int], float]] = {"polynomial": polynomial, "bump": bump}
     factor = own.get(config.lr_scheduler)
     if factor is None:
-        # The library hands its formula out only as part of a scheduler, so one is made for an optimizer of nothing.
+        # The library returns its formula only as part of a scheduler, so one is made for an optimizer without weights.
         # `num_cycles` means restarts to it; its cosine keeps the half period that ends at zero.
         factor = get_scheduler(
             config.lr_scheduler,
@@ -58,7 +58,7 @@ def lr_schedule(
 
 
 def _half_cosine(first: float, last: float, share: float) -> float:
-    """What lies at a share of the way between two values, by a half cosine."""
+    """Interpolate between two values by a half cosine; `share` is the position in [0, 1]."""
     return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
 
 

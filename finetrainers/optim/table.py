@@ -14,11 +14,11 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one optimizer is built.
+    """Specification of one optimizer.
 
     Attributes:
         target: `module:Class`.
-        arguments: the class's keyword arguments besides parameters and learning rate.
+        arguments: builds the class's keyword arguments other than parameters and learning rate.
         state_bytes: optimizer state per trainable fp32 weight, in bytes, for large matrices.
         reads: the options among beta1, beta2, beta3 and epsilon that `arguments` uses.
         stochastic: `module:Class` of the variant that rounds bf16 weights stochastically, or None.
@@ -44,7 +44,7 @@ class Recipe:
 
     @property
     def library(self) -> str:
-        """The top-level package that must be installed."""
+        """Top-level package that must be installed."""
         return self.target.partition(":")[0].partition(".")[0]
 
     @property
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def missing_library(name: str, recipe: Recipe) -> str:
-    """The message for an optimizer whose package is not installed."""
+    """Return the message for an optimizer whose package is not installed."""
     return (
         f"optimizer {name!r} needs the package {recipe.library!r}, which is not installed; "
         f"run `pip install {recipe.library.replace('_', '-')}`"
@@ -80,7 +80,7 @@ def _muon(config: OptimizerSection) -> Arguments:
 
 
 def _prodigy(config: OptimizerSection) -> Arguments:
-    # The two switches are what the authors advise for diffusion models.
+    # The authors recommend these two switches for diffusion models.
     return _adam(config) | {"beta3": config.beta3, "use_bias_correction": True, "safeguard_warmup": True}
 
 
@@ -133,7 +133,7 @@ RECIPES: dict[str, Recipe] = {
     ),
 }  # fmt: skip
 
-#: What `use_8bit_bnb` makes of a name.
+#: Names of the variants that `use_8bit_bnb` selects.
 BNB_8BIT = {"adam": "adam-bnb-8bit", "adamw": "adamw-bnb-8bit"}
 
 #: Optimizers that `use_cpu_offload_optimizer` can run on the host: torch has a fused CPU step for them.
@@ -145,7 +145,7 @@ SHARDABLE = ("adam", "adamw")
 
 
 def resolve_name(config: OptimizerSection) -> str:
-    """The optimizer's name after `use_8bit_bnb`.
+    """Return the optimizer's name after `use_8bit_bnb`.
 
     Raises:
         ValueError: `use_8bit_bnb` with an optimizer that has no such variant.

@@ -71,7 +71,7 @@ def test_published_forms_of_rectified_flow() -> None:
             denominator = sigmas[1] if s == 1 else s
             g = eta if kernel == "dance" else eta * torch.sqrt(s / (1 - denominator))
             expected = x * (1 + g**2 / (2 * s) * dt) + v * (1 + g**2 * (1 - s) / (2 * s)) * dt
-            step = table.at(torch.tensor([i]), torch.device("cpu"))
+            step = table.at_steps(torch.tensor([i]), torch.device("cpu"))
             found = transition_mean(FlowMatching(), v.float(), x.float(), s[None].float(), step)
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(table.std[i], g * torch.sqrt(-dt))
@@ -95,7 +95,7 @@ def test_ode_is_the_euler_sampler() -> None:
     table = transitions("ode", *levels(FlowMatching(), scheduler.sigmas[:-1]), eta=0.0)
     for i, t in enumerate(scheduler.timesteps):
         v = torch.sin(reference)
-        step = table.at(torch.tensor([i]), x.device)
+        step = table.at_steps(torch.tensor([i]), x.device)
         x = transition_mean(FlowMatching(), torch.sin(x), x, scheduler.sigmas[i][None], step)
         reference = scheduler.step(v, t, reference, return_dict=False)[0]
     torch.testing.assert_close(x, reference, rtol=1e-5, atol=1e-5)
@@ -115,7 +115,7 @@ def test_ddim_is_the_ddim_sampler(eta: float) -> None:
     x = reference = torch.randn(1, 4, 2, 3, 3)
     for i, t in enumerate(scheduler.timesteps):
         v = torch.sin(reference)
-        x = transition_mean(process, torch.sin(x), x, t[None], table.at(torch.tensor([i]), x.device))
+        x = transition_mean(process, torch.sin(x), x, t[None], table.at_steps(torch.tensor([i]), x.device))
         reference = scheduler.step(v, t, reference, return_dict=False)[0]
     torch.testing.assert_close(x, reference, rtol=1e-4, atol=1e-4)
 
@@ -147,7 +147,7 @@ def test_the_marginal_is_that_of_the_ode(kernel: str, process: Process, times: T
     table = transitions(kernel, *levels(process, times), eta=ETA.get(kernel, 0.0))
     x = torch.randn(40_000, 1, 1, 1, 1, generator=generator)
     for i, t in enumerate(times):
-        step = table.at(torch.full((len(x),), i), x.device)
+        step = table.at_steps(torch.full((len(x),), i), x.device)
         at = t.expand(len(x)).to(torch.float32 if t.is_floating_point() else torch.long)
         mean = transition_mean(process, exact_prediction(process, x, at, 1.5, 0.3), x, at, step)
         x = sample(mean, torch.randn(x.shape, generator=generator), step.std)
@@ -192,7 +192,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not() -> None:
 
 def test_per_clip_steps() -> None:
     table = Transitions(torch.arange(3.0), torch.arange(3.0) * 2, torch.arange(3.0) * 3)
-    found = table.at(torch.tensor([2, 0]), torch.device("cpu"))
+    found = table.at_steps(torch.tensor([2, 0]), torch.device("cpu"))
     assert found.eps.tolist() == [4.0, 0.0]
 
 

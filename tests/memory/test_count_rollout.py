@@ -74,7 +74,7 @@ def count_rollout(spec: ModelSpec, network: nn.Module, config: TrainConfig, late
 
     def compare(scores: Scores) -> Any:
         found = Collector.compare(like, scores)
-        return found, Collector._wanted(like, found)
+        return found, Collector._mask_trained(like, found)
 
     with fake:
         fake_weights(network, StepShape((1, 1, 1, 1)))

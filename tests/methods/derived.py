@@ -1,4 +1,4 @@
-"""What methods are given and what follows from it, derived in float64 by code that shares nothing with them but the seeding."""
+"""Inputs of methods and the results that follow, derived in float64 by code that shares only the seeding with them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ class Setting:
         self.process = self.spec.process(self.scheduler)
         self.parts: Any = MethodParts(
             config=TrainConfig(
-                model=self.spec.config, diffusion=DiffusionSection(**diffusion), data={"window_context": window_context, "sliding_window_size": window, "frame_conditioning": given}, training={"seed": SEED},  # type: ignore[arg-type]
+                model=self.spec.config, diffusion=DiffusionSection(**diffusion),
+                training={"seed": SEED},  # type: ignore[arg-type]
+                data={  # type: ignore[arg-type]
+                    "window_context": window_context, "sliding_window_size": window, "frame_conditioning": given,
+                },
                 sft={"prior_preservation_weight": prior_preservation_weight},  # type: ignore[arg-type]
             ),
             spec=self.spec, process=self.process, scheduler=self.scheduler, geometry=self.spec.facts.geometry,

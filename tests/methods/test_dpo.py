@@ -149,7 +149,8 @@ def configured(folder: Path, rows: list[dict[str, str]], **changes: Any) -> Any:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return load_config(
         method="dpo", model_name="ltx_video", pretrained_model_name_or_path="demo://ltx", dataset_file=str(path),
-        video_resolution_buckets=["9x64x64", "17x64x64"], train_steps=1, lr=1e-4, output_dir=str(folder / "run"), **changes,
+        video_resolution_buckets=["9x64x64", "17x64x64"], train_steps=1, lr=1e-4, output_dir=str(folder / "run"),
+        **changes,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The masked loss of supervised finetuning against a derivation in float64, and what masked latents do to gradients: nothing."""
+"""The masked loss of supervised finetuning against a float64 derivation, and that masked latents have no gradients."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_frame_that_makes_patches_whole_has_the_mask_of_its_copy(tiny_repo: Ca
 
 
 def test_masked_latents_do_not_influence_the_gradient(tiny_repo: Callable[..., Path]) -> None:
-    """The clip is changed where its mask is black: of a network that sees each latent by itself, no gradient changes."""
+    """If a clip changes where its mask is black, no gradient of a network that sees each latent by itself changes."""
     setting = Setting(tiny_repo("ltx_video"), "ltx_video")
     batch = make_batch(setting)
     mask = torch.ones(len(batch), 1, *batch.latent_size)
@@ -156,7 +156,9 @@ def test_prior_preservation_is_not_masked(tiny_repo: Callable[..., Path]) -> Non
     setting = Setting(tiny_repo("ltx_video"), "ltx_video", prior_preservation_weight=1.0)
     batch = replace(make_batch(setting), prior=Conditions({"embeds": torch.zeros(3, 2, 2)}))
     setting.method.reference = lambda _: nullcontext("a")  # type: ignore[assignment, return-value]
-    setting.spec.predict = lambda network, x, *_: (x if network == "a" else x.sin()).requires_grad_()  # type: ignore[method-assign, assignment]
+    setting.spec.predict = (  # type: ignore[method-assign]
+        lambda network, x, *_: (x if network == "a" else x.sin()).requires_grad_()  # type: ignore[assignment]
+    )
     [whole], [half] = (setting.method._priors([one]) for one in (batch, masked(batch)))
     assert half.clips.mask is not None
     loss, ours = (setting.method.loss("b", one)[0] for one in (whole, half))  # type: ignore[arg-type]

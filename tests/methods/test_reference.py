@@ -31,7 +31,10 @@ def test_a_lora_is_switched_off_meanwhile() -> None:
 
 
 def test_the_frozen_copy_is_loaded_as_the_network_was() -> None:
-    """In the dtype of its weights, of which the first may be another: some networks keep a few in fp32. And compiled like it."""
+    """It is loaded in the dtype of its weights, and compiled like the network.
+
+    The first weight may have another dtype: some networks keep a few in fp32.
+    """
     model: Network = network().bfloat16()
     model.inward.float()
     asked = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from finetrainers.methods import registry
@@ -35,5 +37,6 @@ def test_a_class_of_the_same_name_is_registered_again_and_other_kinds_never(monk
     registry.register_method("mine", second)
     assert registry.load_method("mine") is second
     for method, spec in ((42, None), ("no address", None), (MethodSpec, None), (second, 42), (second, second)):
+        options: Any = {} if spec is None else {"spec": spec}
         with pytest.raises(ValueError, match="mine"):
-            registry.register_method("mine", method, **({} if spec is None else {"spec": spec}))  # type: ignore[arg-type]
+            registry.register_method("mine", method, **options)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def test_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_prior_preservation_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
-    """Both networks see the clips' noisy latents with the prior prompts; each answers in its own way, in float64 here."""
+    """Both networks see the clips' noisy latents with the prior prompts; their outputs differ, in float64 here."""
     setting = Setting(tiny_repo(family), family, prior_preservation_weight=3.0)
     batch = replace(make_batch(setting, weight=0.75), prior=Conditions({"embeds": torch.ones(3, 2, 2)}))
     asked: list[tuple[str, bool]] = []
@@ -248,7 +248,7 @@ def test_an_image_has_no_first_frame_to_give(tiny_repo: Callable[..., Path]) -> 
 def test_every_latent_frame_has_a_noise_level_of_its_own(
     family: str, first_frame_p: float, tiny_repo: Callable[..., Path]
 ) -> None:
-    """Diffusion forcing: each frame is noised, weighted and averaged by itself; a given one is clean and leaves the loss."""
+    """Diffusion forcing: each frame is noised, weighted and averaged by itself, except a clean conditioning frame."""
     scheme = "cosmap" if family == "ltx_video" else "none"
     setting = Setting(tiny_repo(family), family, given=f"first={first_frame_p}", flow_weighting_scheme=scheme)
     setting.spec.noise_per = "frame"
@@ -381,7 +381,9 @@ def test_frames_that_make_patches_whole_are_not_given(tiny_repo: Callable[..., P
     """CogVideoX 1.5 denoises a frame before the three of these clips: the last one is the third all the same."""
     setting, seen = Setting(tiny_repo("cogvideox", version="1.5"), "cogvideox"), []
     setting.method.given_kinds = read_frame_conditioning("last=1")
-    setting.spec.condition = lambda batch, x0, given, _: seen.append((x0.shape[2], given)) or (batch.meta, None)  # type: ignore[method-assign]
+    setting.spec.condition = (  # type: ignore[method-assign]
+        lambda batch, x0, given, _: seen.append((x0.shape[2], given)) or (batch.meta, None)
+    )
     setting.method.loss(torch.nn.Identity(), make_batch(setting))
     [(denoised, given)] = seen
     assert denoised == 4

@@ -52,8 +52,8 @@ def _no_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def _quick_build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where DeepSpeed compiles its Adam: its own sources, as one file and hardly optimized; kept for the next session.
 
-    Nearly all of the two minutes that it takes otherwise goes into PyTorch's headers, once per file, and into -O3 -g. Of the
-    headers, these sources need tensors and what passes them from Python.
+    Nearly all of the two minutes that it takes otherwise goes into PyTorch's headers, once per file, and into -O3 -g.
+    Of the headers, these sources need tensors and what passes them from Python.
     """
     if "adamw-deepspeed-cpu" not in request.node.name:
         return

@@ -83,10 +83,10 @@ AFTER = {
         training/rollback.py: _newest
         methods/dpo/pairs.py: PairFetch.__call__
         methods/grpo/advantage.py: _values
-        methods/grpo/prompts/images.py: ImageConditioning.of
+        methods/grpo/prompts/images.py: ImageConditioning.network_inputs
         methods/grpo/no_replay/no_replay.py: gradient_advice
         methods/grpo/prompts/prompt_embeddings.py: _write
-        methods/grpo/prompts/source.py: PromptSource._found
+        methods/grpo/prompts/source.py: PromptSource._require
         methods/refl.py: RewardGradients._adjoint
         rewards/pixels.py: to_uint8
         rewards/reward_set.py: RewardSet._raise, _Scorer._row, _Scorer.ask, _checked_pixels 5
@@ -98,7 +98,7 @@ AFTER = {
         methods/dpo/method.py: DPO.load_state_dict
         methods/grpo/nft.py: NFT.load_state_dict
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict
-        methods/grpo/prompts/source.py: _loaded
+        methods/grpo/prompts/source.py: _load_tensor
         methods/refl.py: RewardGradients.load_state_dict
         methods/sft.py: SFT.load_state_dict
         models/lora_files.py: _compare 2, cast, check_outputs, check_written
@@ -147,7 +147,7 @@ AFTER = {
         runs/training.py: TrainResult.pipeline
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
-        methods/grpo/no_replay/group_gradients.py: GroupClips.selected, GroupGradients._factors
+        methods/grpo/no_replay/group_gradients.py: GroupClips.pop_selected, GroupGradients._factors
         methods/registry.py: register_method 5
         models/family.py: register_model
         models/registry.py: build_tiny 2

@@ -128,7 +128,7 @@ def check_density_and_samples(state: Any) -> None:
             levels = torch.tensor([[0.0, float(time)]])
             with torch.no_grad():
                 prediction = spec.predict(network, whole, levels, here, VideoMeta(fps=torch.tensor([25.0])))
-            now = sampler.tables.of(job.rollout, job.slot).at(torch.tensor([step]), sampler.device)
+            now = sampler.tables.group_transitions(job.rollout, job.slot).at_steps(torch.tensor([step]), sampler.device)
             mean = transition_mean(sampler.process, prediction, whole, time, now)[:, :, 1:].double()
             std = now.std.double()
             each = -((replay.after[k][None].double() - mean) ** 2) / (2 * std**2) - std.log() - np.log(2 * np.pi) / 2

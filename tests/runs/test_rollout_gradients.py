@@ -71,7 +71,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
             ))  # fmt: skip
             found.without[how] = self.collect(transformer, rollout)
             self.collector._gradients = None
-            found.shared[how] = dict(self.shared(found.without[how].taken).weights)
+            found.shared[how] = dict(self.shared(found.without[how].gradient).weights)
         yield from steps(self, transformer, collected, rollout)
 
     def watched(parallel: Any) -> Any:
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_replay(
         # differently.
         assert error <= 2e-6 * size > 0, how
         rollout = compared.without[how]
-        norms = by_noise(rollout.taken.norms, rollout.taken.levels)
+        norms = by_noise(rollout.gradient.norms, rollout.gradient.levels)
         for name, value in {**rollout.stats, **norms}.items():
             if not name.startswith("seconds/"):
                 assert float(value) == pytest.approx(record[name], rel=1e-4), (how, name)

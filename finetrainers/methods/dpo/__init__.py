@@ -1,1 +1,1 @@
-"""Direct preference optimization: pairs of clips, of which one is preferred."""
+"""Direct preference optimization on pairs of a preferred and a rejected clip."""

@@ -1,15 +1,15 @@
 """Direct preference optimization of flow-matching and v-prediction models (Diffusion-DPO, Flow-DPO).
 
-The trained network shall predict the preferred clip of a pair better, compared with the reference model, than the rejected
-clip. With e the mean squared error of the network's prediction, r that of the reference model, w and l the preferred and
-the rejected clip, at one noise level t and with one noise for both:
+The trained network shall predict the preferred clip of a pair better, compared with the reference model, than the
+rejected clip. With e the mean squared error of the network's prediction, r that of the reference model, w and l the
+preferred and the rejected clip, at one noise level t and with one noise for both:
 
     L = -log sigmoid(-beta / 2 * omega(t) * ((e_w - r_w) - (e_l - r_l)))
 
 This is the loss of Diffusion-DPO (arXiv:2311.12908), whose T is part of beta in its code, and of Flow-DPO (VideoAlign,
-arXiv:2501.13918), where e is the error of the velocity and beta does not depend on t. For v-prediction models
-e is the error of v. omega is the loss weight of the noise level (`--flow_weighting_scheme`), by default 1. Errors are
-means over a latent's elements, as in the code of Diffusion-DPO, so that beta means the same at all sizes.
+arXiv:2501.13918), where e is the error of the velocity and beta does not depend on t. For v-prediction models e is the
+error of v. omega is the loss weight of the noise level (`--flow_weighting_scheme`), by default 1. Errors are means over
+a latent's elements, as in the code of Diffusion-DPO, so that beta means the same at all sizes.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ class Pairs:
 
     @property
     def latent_size(self) -> tuple[int, ...]:
-        """That of every clip."""
+        """Frames, height and width of every clip's latents."""
         return self.clips.latent_size
 
     def __len__(self) -> int:
         return len(self.clips) // 2
 
     def split(self, pieces: int) -> list[Pairs]:
-        """Exactly so many; where there are fewer pairs, the first one comes again, without weight."""
+        """Return exactly `pieces` parts; with fewer pairs, the first pair repeats without weight."""
         count, rows, weight = len(self), self.clips.rows, self.clips.weight
         bounds = even_bounds(count, min(pieces, count))
-        found = [Pairs(rows(slice(2 * a, 2 * b), weight=weight * (b - a) / count)) for a, b in bounds]
-        return found + [Pairs(rows(slice(0, 2), weight=0.0))] * (pieces - len(found))
+        parts = [Pairs(rows(slice(2 * a, 2 * b), weight=weight * (b - a) / count)) for a, b in bounds]
+        return parts + [Pairs(rows(slice(0, 2), weight=0.0))] * (pieces - len(parts))
 
 
 def preference_margin(gains: Tensor, beta: Tensor | float) -> Tensor:
-    """Return the argument of the sigmoid, `[B]`: how much more the preferred clips have improved than the rejected ones.
+    """Return the argument of the sigmoid, `[B]`: how much more preferred clips have improved than rejected ones.
 
     Args:
-        gains: by how much the network's errors are below the reference model's, `[2B]`, in the order of `Pairs`.
+        gains: reduction of the network's errors against the reference model's, `[2B]`, in the order of `Pairs`.
         beta: beta times omega, a number or `[B]`.
     """
     return beta / 2 * (gains[0::2] - gains[1::2])
@@ -72,7 +72,7 @@ class DPO:
     summaries: Mapping[str, Summary] = SFT.summaries
 
     def __init__(self, parts: MethodParts[TrainingData]) -> None:
-        self.sft = SFT(parts)  # gives the batches, and how predictions improve
+        self.sft = SFT(parts)  # provides batches, and the improvement of predictions
         self.reference = reference_model(parts)
         self.beta = parts.config.dpo.beta
 
@@ -85,7 +85,7 @@ class DPO:
             yield name, Step([Pairs(batch) for batch in step])
 
     def trial_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Pairs]]:
-        """Steps without end, each of so many micro-batches of so many pairs of one bucket."""
+        """Yield steps without end, each of `micro_batches` micro-batches of `clips` pairs from one bucket."""
         for step in self.sft.trial_steps(bucket, clips, micro_batches=micro_batches):
             yield Step([Pairs(batch) for batch in step])
 
@@ -95,8 +95,8 @@ class DPO:
     def loss(self, transformer: nn.Module, batch: Pairs) -> tuple[Tensor, Metrics]:
         margin, gain = self._compare(transformer, batch.clips, purpose="train", quantile=None)
         loss = -logsigmoid(margin).mean() * batch.clips.weight
-        watched = {"margin": margin, "accuracy": _wins(margin), "gain_chosen": gain[0::2], "gain_rejected": gain[1::2]}
-        metrics = {name: value.detach().mean() * batch.clips.weight for name, value in watched.items()}
+        values = {"margin": margin, "accuracy": _wins(margin), "gain_chosen": gain[0::2], "gain_rejected": gain[1::2]}
+        metrics = {name: value.detach().mean() * batch.clips.weight for name, value in values.items()}
         return loss, {"loss": loss.detach(), **metrics}
 
     def _compare(
@@ -111,7 +111,7 @@ class DPO:
         return self.sft.evaluates
 
     def evaluate(self, transformer: nn.Module) -> Evaluation:
-        """Share of held-out pairs whose preferred clip has improved more, and the loss, at fixed noise levels."""
+        """Return the share of held-out pairs whose preferred clip improved more, and the loss, at fixed levels."""
 
         def values(clips: Batch, level: float) -> Mapping[str, Tensor]:
             margin, _ = self._compare(transformer, clips, purpose="eval", quantile=level)
@@ -130,5 +130,5 @@ class DPO:
 
 
 def _wins(margin: Tensor) -> Tensor:
-    """1 where the preferred clip has improved more, 0 where the other has, 1/2 where neither has."""
+    """Return 1 where the preferred clip has improved more, 0 where the other has, 1/2 where neither has."""
     return (margin > 0).float() + 0.5 * (margin == 0).float()

@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected clip, planned before a weight is loaded. Imports no torch."""
+"""Pairs of a preferred and a rejected clip, planned before any weights are loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from finetrainers.data.loading.batch_sampler import MicroBatch
     from finetrainers.data.loading.loader import RawBatch
 
-#: Columns of the file: the text, and the media paths of the preferred clip and of the other one.
+#: Columns of the file: the prompt, and the media paths of the preferred and the rejected clip.
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 
 
@@ -35,7 +35,7 @@ class PairPlan(DatasetPlan):
     """The pairs of a run. `clips` and `eval_clips` are the preferred ones; `items` are the files of both columns.
 
     Attributes:
-        rejected: the other clip of each pair, by the index of both.
+        rejected: the rejected clip of each pair, by the index of both.
     """
 
     rejected: Mapping[int, Clip] = field(default_factory=dict)
@@ -48,33 +48,32 @@ class PairPlan(DatasetPlan):
         return PairFetch(fetch, self.rejected)
 
     def of_clips(self, clips: Sequence[Clip]) -> PairPlan:
-        """The plan of the pairs that have these preferred clips."""
-        theirs = {clip.index: self.rejected[clip.index] for clip in clips}
-        return replace(self, clips=tuple(clips), eval_clips=(), rejected=theirs)
+        """Return the plan of the pairs that have these preferred clips."""
+        rejected = {clip.index: self.rejected[clip.index] for clip in clips}
+        return replace(self, clips=tuple(clips), eval_clips=(), rejected=rejected)
 
     def encoded_clips(self) -> list[Clip]:
-        """All that the VAE may be given: both clips of every pair."""
+        """Return all clips that the VAE may encode: both clips of every pair."""
         return [*self.clips, *self.eval_clips, *self.rejected.values()]
 
 
 def survey_pairs(config: TrainConfig, geometry: Geometry, options: ProbeOptions | None = None) -> PairPlan:
-    """The plan of a file of pairs, whether it can be trained on or not.
+    """Return the plan of a file of pairs, whether it can be trained on or not.
 
     Raises:
         DataError: the file cannot be read; its `problems` name every line of either column.
     """
     chosen, rejected = _survey_columns(config, geometry, options)
-    theirs = {clip.index: clip for clip in rejected.clips}
-    bad = dict(_unusable(chosen, rejected, theirs))
-    clips, held_out = (
-        tuple(clip for clip in some if clip.index not in bad) for some in (chosen.clips, chosen.eval_clips)
-    )
+    rejected_clips = {clip.index: clip for clip in rejected.clips}
+    bad = dict(_unusable(chosen, rejected, rejected_clips))
+    clips = tuple(clip for clip in chosen.clips if clip.index not in bad)
+    held_out = tuple(clip for clip in chosen.eval_clips if clip.index not in bad)
     batches = count_batches(clips, config)
     left_out = [f"{plural(len(bad), 'pair')} cannot be used: {'; '.join(bad.values())}"] if bad else []
     remarks = (*left_out, *chosen.remarks)
     return PairPlan(
         **{
-            **{one.name: getattr(chosen, one.name) for one in fields(DatasetPlan)},
+            **{entry.name: getattr(chosen, entry.name) for entry in fields(DatasetPlan)},
             "items": tuple(_items(chosen, rejected, bad)),
             "clips": clips,
             "eval_clips": held_out,
@@ -85,24 +84,24 @@ def survey_pairs(config: TrainConfig, geometry: Geometry, options: ProbeOptions 
                 f"{chosen.fingerprint} {rejected.fingerprint} {sorted(bad)}".encode()
             ).hexdigest(),
             "problem": _problem(config, chosen, bad, has_batches=batches.any),
-            "rejected": {clip.index: theirs[clip.index] for clip in (*clips, *held_out)},
+            "rejected": {clip.index: rejected_clips[clip.index] for clip in (*clips, *held_out)},
         }
     )
 
 
-def of_column(config: TrainConfig, column: str, buckets: Sequence[Bucket] = ()) -> TrainConfig:
-    """The configuration of a dataset whose clips are those of one column.
+def column_config(config: TrainConfig, column: str, buckets: Sequence[Bucket] = ()) -> TrainConfig:
+    """Return the configuration of a dataset whose clips are those of one column.
 
     Args:
-        config: of the pairs.
-        column: which.
-        buckets: where its clips go; default: as configured.
+        config: configuration of the pairs.
+        column: name of the column.
+        buckets: buckets of its clips; default: as configured.
     """
-    # Every unusable file is reported with its pair; what is held out is chosen by the preferred clips.
+    # Every unusable file is reported with its pair; held-out pairs are chosen by the preferred clips.
     changes: dict[str, object] = {
         "video_column": column, "caption_column": PROMPT, "mask_column": "", "max_bad_samples": 10**9,
     }  # fmt: skip
-    if config.data.caption_missing is None:  # a comparison says nothing of clips without a prompt
+    if config.data.caption_missing is None:  # a comparison does not apply to clips without a prompt
         changes["caption_missing"] = "error"
     if column == REJECTED:
         changes["eval_num_items"] = 0
@@ -119,13 +118,13 @@ def of_column(config: TrainConfig, column: str, buckets: Sequence[Bucket] = ()) 
 def _survey_columns(
     config: TrainConfig, geometry: Geometry, options: ProbeOptions | None
 ) -> tuple[DatasetPlan, DatasetPlan]:
-    """What becomes of the files of both columns; an error has the problems of both."""
+    """Survey the files of both columns; an error has the problems of both."""
     plans: list[DatasetPlan] = []
     errors: list[DataError] = []
     for column in (CHOSEN, REJECTED):
         buckets = plans[0].buckets if plans else ()
         try:
-            plans.append(survey_dataset(of_column(config, column, buckets), geometry, options=options))
+            plans.append(survey_dataset(column_config(config, column, buckets), geometry, options=options))
         except DataError as error:
             errors.append(error)
     problems = list(dict.fromkeys(chain.from_iterable(error.problems for error in errors)))
@@ -137,9 +136,11 @@ def _survey_columns(
     return chosen, rejected
 
 
-def _unusable(chosen: DatasetPlan, rejected: DatasetPlan, theirs: Mapping[int, Clip]) -> Iterator[tuple[int, str]]:
-    """Index of each pair that cannot be used, and why."""
-    ours = {clip.index: clip for clip in (*chosen.clips, *chosen.eval_clips)}
+def _unusable(
+    chosen: DatasetPlan, rejected: DatasetPlan, rejected_clips: Mapping[int, Clip]
+) -> Iterator[tuple[int, str]]:
+    """Yield the index of each pair that cannot be used, and the reason."""
+    chosen_clips = {clip.index: clip for clip in (*chosen.clips, *chosen.eval_clips)}
     for index, items in enumerate(zip(chosen.items, rejected.items, strict=True)):
         reasons = [
             f"{column} {item.name}: {item.reason or 'left out'}"
@@ -148,8 +149,8 @@ def _unusable(chosen: DatasetPlan, rejected: DatasetPlan, theirs: Mapping[int, C
         ]
         if not reasons and items[0].path == items[1].path:
             reasons = [f"{CHOSEN} and {REJECTED} are both {items[0].name}"]
-        elif not reasons and ours[index].bucket != theirs[index].bucket:
-            sizes = f"{bucket_text(ours[index].bucket)} and {bucket_text(theirs[index].bucket)}"
+        elif not reasons and chosen_clips[index].bucket != rejected_clips[index].bucket:
+            sizes = f"{bucket_text(chosen_clips[index].bucket)} and {bucket_text(rejected_clips[index].bucket)}"
             reasons = [
                 f"{items[0].name} and {items[1].name} get the buckets {sizes}; give clips of one length and shape"
             ]
@@ -158,22 +159,22 @@ def _unusable(chosen: DatasetPlan, rejected: DatasetPlan, theirs: Mapping[int, C
 
 
 def _items(chosen: DatasetPlan, rejected: DatasetPlan, bad: Mapping[int, str]) -> Iterator[ItemReport]:
-    """The files of both columns; those of a pair that cannot be used are not used."""
+    """Yield the reports of the files of both columns; those of a pair that cannot be used are marked as skipped."""
     for number, item in enumerate((*chosen.items, *rejected.items)):
-        why = bad.get(number % len(chosen.items))
-        if why is not None and item.use not in ("rejected", "skipped"):
-            item = replace(item, use="skipped", status="skipped", bucket=None, fps=None, reason=f"its pair: {why}")
+        reason = bad.get(number % len(chosen.items))
+        if reason is not None and item.use not in ("rejected", "skipped"):
+            item = replace(item, use="skipped", status="skipped", bucket=None, fps=None, reason=f"its pair: {reason}")
         yield replace(item, index=number)
 
 
 def _problem(
     config: TrainConfig, chosen: DatasetPlan, bad: Mapping[int, str], *, has_batches: bool
 ) -> DataError | None:
-    """Why the pairs cannot be trained on."""
+    """Return why the pairs cannot be trained on, or None if they can."""
     total, allowed = len(chosen.items), config.data.max_bad_samples
     if len(bad) > allowed:
-        way_out = f"; leave them out with --max_bad_samples {len(bad)}" if len(bad) < total else ""
-        return DataError(f"{len(bad)} of {plural(total, 'pair')} cannot be used{way_out}", list(bad.values()))
+        remedy = f"; leave them out with --max_bad_samples {len(bad)}" if len(bad) < total else ""
+        return DataError(f"{len(bad)} of {plural(total, 'pair')} cannot be used{remedy}", list(bad.values()))
     if chosen.problem is not None:
         return chosen.problem
     if not has_batches:
@@ -183,10 +184,10 @@ def _problem(
 
 @dataclass(frozen=True)
 class PairFetch:
-    """Fetches, with the preferred clips of a micro-batch, the other clip of each pair: rows 2k and 2k + 1 are a pair.
+    """Fetcher of micro-batches that adds the rejected clip of each pair: rows 2k and 2k + 1 are a pair.
 
-    Both have the sample key of the pair, and so the same noise and noise level. A pair of which a clip cannot be read is
-    substituted as a whole.
+    Both have the sample key of the pair, and so equal noise and noise level. A pair with an unreadable clip is replaced
+    as a whole.
 
     Attributes:
         inner: fetches clips.
@@ -201,12 +202,12 @@ class PairFetch:
         bad: tuple[BadSample, ...] = ()
         cycles = tuple(cycle for cycle, _ in batch.sample_keys for _ in range(2))
         for _ in self.rejected:
-            asked = tuple(one for clip in preferred for one in (clip, self.rejected[clip.index]))
-            raw = self.inner(replace(batch, clips=asked, cycles=cycles))
+            requested = tuple(clip for chosen in preferred for clip in (chosen, self.rejected[chosen.index]))
+            raw = self.inner(replace(batch, clips=requested, cycles=cycles))
             bad += raw.bad
-            given = [(asked[k : k + 2], raw.clips[k : k + 2]) for k in range(0, len(asked), 2)]
-            if all(wanted == used for wanted, used in given):
+            pairs = [(requested[k : k + 2], raw.clips[k : k + 2]) for k in range(0, len(requested), 2)]
+            if all(pair == fetched for pair, fetched in pairs):
                 return replace(raw, bad=bad, sample_keys=tuple(key for key in batch.sample_keys for _ in range(2)))
-            # What takes the place of either clip is a preferred clip, which stands for its pair.
-            preferred = [next((one for one in used if one not in wanted), wanted[0]) for wanted, used in given]
+            # A replacement of either clip is a preferred clip, which stands for its pair.
+            preferred = [next((clip for clip in fetched if clip not in pair), pair[0]) for pair, fetched in pairs]
         raise UnusableError(f"no pair of this size can be read: {bad[-1].reason}")

@@ -1,4 +1,4 @@
-"""What a run asks of direct preference optimization before it is loaded; see `MethodSpec`. Imports no torch."""
+"""Requirements of direct preference optimization that are checked before it is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.methods.spec import MethodMemory, MethodSpec
 
-from .pairs import CHOSEN, PROMPT, REJECTED, PairPlan, of_column, survey_pairs
+from .pairs import CHOSEN, PROMPT, REJECTED, PairPlan, column_config, survey_pairs
 
 if TYPE_CHECKING:
     from finetrainers.data.inspect.probe_all import ProbeOptions
 
 _FILE = f"give a file of pairs, --dataset_file FILE with the columns `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`"
-#: Options of datasets that pairs have no use for, and why.
+#: Dataset options that pairs cannot use, each with the reason and remedy.
 _NOT_OF_PAIRS = {
     **dict.fromkeys(("dataset", "hf_dataset"), _FILE),
     **dict.fromkeys(
@@ -36,7 +36,7 @@ _NOT_OF_PAIRS = {
 class PreferencePairs(MethodSpec):
     """Direct preference optimization trains on pairs of clips, and compares the network with the reference model."""
 
-    #: Options of what pairs refuse, since advice to set that would lead to an error.
+    #: Options that need a refused option, since advice to set that would lead to an error.
     unread: Mapping[str, str] = {
         name: ""
         for name, option in fields().items()
@@ -48,17 +48,17 @@ class PreferencePairs(MethodSpec):
 
     def read(self, config: TrainConfig) -> None:
         for column in (CHOSEN, REJECTED):
-            super().read(of_column(config, column))
+            super().read(column_config(config, column))
 
     def problems(self, config: TrainConfig) -> list[Problem]:
-        found = super().problems(config)
-        found += [Problem(f"--{name}", why) for name, why in _NOT_OF_PAIRS.items() if config.changed(name)]
+        problems = super().problems(config)
+        problems += [Problem(f"--{name}", reason) for name, reason in _NOT_OF_PAIRS.items() if config.changed(name)]
         if config.data.frame_selection == "chunk":
             message = "cuts several samples from a clip, and a pair is one; use another selection"
-            found.append(Problem("--frame_selection chunk", message))
+            problems.append(Problem("--frame_selection chunk", message))
         if config.data.dataset_file is None:
-            found.append(Problem("--dataset_file", f"is not set; {_FILE}"))
-        return found
+            problems.append(Problem("--dataset_file", f"is not set; {_FILE}"))
+        return problems
 
     def uses_reference(self, config: TrainConfig) -> bool:
         return True

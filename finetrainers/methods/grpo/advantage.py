@@ -1,4 +1,4 @@
-"""Advantages: how much better than the other clips of its prompt a clip was judged.
+"""Advantages: how much better a clip was judged than the other clips of its prompt.
 
 Everything is computed in float64 with exactly rounded sums, so the result does not depend, not even in its last bit, on
 the order in which ranks deliver their clips. With r a score, i a clip of the group g of one prompt, and R the rollout:
@@ -14,8 +14,8 @@ standard deviation of a group is that of a population (numpy's, as Flow-GRPO; th
 Several rewards k with weights w_k are combined in one of four ways:
 
     sum          A = sum_k w_k clip(A_k)                               MixGRPO
-    separate     the same, but each w_k clip(A_k) has a clipped        DanceGRPO (VQ and MQ)
-                 loss of its own, which matters once ratios leave 1
+    separate     as sum, but each w_k clip(A_k) has a separate         DanceGRPO (VQ and MQ)
+                 clipped loss, which matters once ratios leave 1
     weighted     r = sum_k w_k r_k, and A from r                       Flow-GRPO, DiffusionNFT, Flash-GRPO
     gdpo         a = sum_k w_k A_k,  A = a / (std_R(a) + eps)          GDPO (arXiv:2601.05242), Flow-Factory's default
 
@@ -34,19 +34,20 @@ from torch import Tensor
 from finetrainers.config.grpo import GRPOSection
 from finetrainers.utils.text import plural
 
-_SHOWN = 3  # positions named in an error
+_SHOWN = 3  # number of positions in an error message
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """The advantages of a rollout, and what its groups looked like.
+    """The advantages of a rollout, and the statistics of its groups.
 
     Attributes:
         values: float64, shaped like the scores; exactly 0 for failed clips and for groups that teach nothing.
-        terms: `[P, G, K]` float64, what the values are the sum of: one term each for rewards that are clipped apart.
-        group_std: by reward, the population standard deviation within every group, `[P]`; NaN where no clip has a score.
-        constant: the groups in which every advantage is exactly 0: no update comes from them.
-        failed: clips without a score, `[P, G]`, which took no part.
+        terms: `[P, G, K]` float64, the summands of the values: one term for each reward that is clipped separately.
+        group_std: by reward, the population standard deviation within every group, `[P]`; NaN where no clip has a
+            score.
+        constant: indices of the groups in which every advantage is exactly 0: no update comes from them.
+        failed: mask of clips without a score, `[P, G]`, which took no part.
     """
 
     values: Tensor
@@ -64,20 +65,21 @@ class Advantages:
 def compute_advantages(
     scores: Mapping[str, Tensor], *, weights: Mapping[str, float], failed: Tensor, section: GRPOSection
 ) -> Advantages:
-    """Advantages of all clips of a rollout, over all ranks.
+    """Return the advantages of all clips of a rollout, over all ranks.
 
     Args:
-        scores: by reward, `[P, G]` (prompts, generations). On a common scale, if weights are to mean something in
+        scores: scores by reward, `[P, G]` (prompts, generations), on a common scale if weights are to be meaningful in
             `weighted`.
-        weights: by reward; a reward of weight 0 takes no part, and its scores are only looked at for `group_std`.
-        failed: clips without a score, shaped like the scores, boolean. They have no share in any mean or deviation.
+        weights: weights by reward; a reward of weight 0 takes no part, and its scores are only used for `group_std`.
+        failed: boolean mask of clips without a score, shaped like the scores. They have no share in any mean or
+            deviation.
         section: the options `advantage`, `advantage_*` and `reward_combination`.
 
     Raises:
         ValueError: a score is not finite although its clip did not fail, or no reward has a weight.
     """
     members = _members(failed)
-    table = {name: _values(name, found, failed, counts=weights[name] != 0) for name, found in scores.items()}
+    table = {name: _values(name, raw, failed, counts=weights[name] != 0) for name, raw in scores.items()}
     weighted = {name: values for name, values in table.items() if weights[name]}
     if not weighted:
         raise ValueError(
@@ -103,7 +105,7 @@ def _terms(
     members: Sequence[Sequence[int]],
     section: GRPOSection,
 ) -> list[list[float]]:
-    """What the advantages are the sum of: a term, or with `separate` one for each reward."""
+    """Return the terms whose sum is the advantage: one term, or with `separate` one for each reward."""
     limit = section.advantage_clip
     if section.reward_combination == "weighted":
         return [_clip(_normalize(_sum(scores, weights), members, section), limit)]
@@ -119,19 +121,19 @@ def _terms(
 
 
 def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
-    """Indices of the n/2 best and the n/2 worst clips of every group, `[P, n]`, ascending in each row.
+    """Return indices of the n/2 best and the n/2 worst clips of every group, `[P, n]`, ascending in each row.
 
-    Of an odd n, one more of the best, as in DanceGRPO.
+    An odd n takes one more of the best, as in DanceGRPO.
 
     DanceGRPO's best-of-n takes them from all clips of a rank, whatever their prompt; here no group loses its share. The
-    advantages stay those that the whole group gave: they are not recomputed from those kept.
+    advantages stay those of the complete group: they are not recomputed from the selected clips.
 
     Among equal advantages the clip that comes first counts as the worse. Failed clips are taken only where a group has
-    fewer than n others, to keep the count the same for every group: they have advantage 0 and change nothing.
+    fewer than n others, to give every group an equal count: they have advantage 0 and change nothing.
 
     Args:
         advantages: `[P, G]`; the indices are those of the flattened tensor.
-        n: clips kept of every group.
+        n: number of clips to select from every group.
         failed: as in `compute_advantages`.
 
     Raises:
@@ -140,15 +142,15 @@ def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
     size = advantages.shape[1]
     if n < 2 or n > size:
         raise ValueError(f"best of {n}: must be at least 2 and at most the {size} clips of a group")
-    values, lost = advantages.double().flatten().tolist(), failed.flatten().tolist()
+    values, is_failed = advantages.double().flatten().tolist(), failed.flatten().tolist()
     rows = []
     for group in torch.arange(advantages.numel()).view(-1, size).tolist():
-        ranked = sorted((i for i in group if not lost[i]), key=lambda i: (values[i], i))
+        ranked = sorted((i for i in group if not is_failed[i]), key=lambda i: (values[i], i))
         if len(ranked) >= n:
-            kept = ranked[: n // 2] + ranked[n // 2 - n :]
+            selected = ranked[: n // 2] + ranked[n // 2 - n :]
         else:
-            kept = ranked + [i for i in group if lost[i]][: n - len(ranked)]
-        rows.append(sorted(kept))
+            selected = ranked + [i for i in group if is_failed[i]][: n - len(ranked)]
+        rows.append(sorted(selected))
     return torch.tensor(rows)
 
 
@@ -156,7 +158,7 @@ def best_of_n(advantages: Tensor, n: int, *, failed: Tensor) -> Tensor:
 
 
 def _normalize(scores: Sequence[float], members: Sequence[Sequence[int]], section: GRPOSection) -> list[float]:
-    """Scores relative to their group; 0 for who is in none, and exactly 0 in a group whose scores are all equal."""
+    """Return scores relative to their group; 0 outside all groups, and exactly 0 in a group of equal scores."""
     result = [0.0] * len(scores)
     mode, correction = section.advantage, section.advantage_correction
     _, overall = _moments([scores[i] for group in members for i in group], correction)
@@ -175,7 +177,7 @@ def _normalize(scores: Sequence[float], members: Sequence[Sequence[int]], sectio
 
 
 def _moments(values: Sequence[float], correction: int) -> tuple[float, float]:
-    """Mean and standard deviation; a single value has deviation 0."""
+    """Return mean and standard deviation; a single value has deviation 0."""
     if not values:
         return 0.0, 0.0
     mean = math.fsum(values) / len(values)
@@ -183,14 +185,14 @@ def _moments(values: Sequence[float], correction: int) -> tuple[float, float]:
 
 
 def _spreads(values: Sequence[float], members: Sequence[Sequence[int]]) -> Tensor:
-    """The population standard deviation of the finite scores of every group, `[P]`; NaN of none."""
-    found = [[values[i] for i in group if math.isfinite(values[i])] for group in members]
-    spreads = [0.0 if len(set(group)) == 1 else _moments(group, 0)[1] if group else math.nan for group in found]
+    """Return the population standard deviation of the finite scores of every group, `[P]`; NaN if it has none."""
+    finite = [[values[i] for i in group if math.isfinite(values[i])] for group in members]
+    spreads = [0.0 if len(set(group)) == 1 else _moments(group, 0)[1] if group else math.nan for group in finite]
     return torch.tensor(spreads, dtype=torch.float64)
 
 
 def _sum(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
-    """The weighted sum, clip by clip; NaN of failed clips stays."""
+    """Return the weighted sum, clip by clip; NaN of failed clips stays."""
     return [math.fsum(weights[name] * value for name, value in zip(terms, row, strict=True))
             for row in zip(*terms.values(), strict=True)]  # fmt: skip
 
@@ -200,18 +202,18 @@ def _clip(values: Sequence[float], limit: float) -> list[float]:
 
 
 def _members(failed: Tensor) -> list[list[int]]:
-    """Of each group the indices of the clips that did not fail, among all clips of the rollout."""
+    """Return for each group the indices of its clips that did not fail, among all clips of the rollout."""
     index = torch.arange(failed.numel()).view(failed.shape)
     return [row[~lost].tolist() for row, lost in zip(index, failed, strict=True)]
 
 
 def _values(name: str, scores: Tensor, failed: Tensor, *, counts: bool) -> list[float]:
-    """Scores as a list, with NaN for failed clips, whatever stood there; the others must be finite if they count."""
+    """Return scores as a list, with NaN for failed clips, whatever their score; others must be finite if they count."""
     values = scores.double().masked_fill(failed, math.nan).flatten()
     wrong = (~(values.isfinite() | failed.flatten())).nonzero().flatten().tolist() if counts else []
     if wrong:
-        shown = ", ".join(f"{i} ({values[i]})" for i in wrong[:_SHOWN])
+        examples = ", ".join(f"{i} ({values[i]})" for i in wrong[:_SHOWN])
         raise ValueError(
-            f"scores of {name!r} are not finite for {plural(len(wrong), 'clip')} that did not fail: {shown}"
+            f"scores of {name!r} are not finite for {plural(len(wrong), 'clip')} that did not fail: {examples}"
         )
     return values.tolist()

@@ -1,7 +1,7 @@
 """Reward finetuning by policy gradients: clips that scored above the others of their prompt become more likely.
 
-A rollout serves one or more optimizer steps. Its transitions are replayed through the network, and each clip's advantage
-weighs the ratio of the new policy's density to that of the policy that sampled it.
+A rollout serves one or more optimizer steps. Its transitions are replayed through the network, and each clip's
+advantage weighs the ratio of the new policy's density to that of the policy that sampled it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetrainers.methods.base import MethodParts, Metrics, Step
 from finetrainers.models.spec import Conditions
 from finetrainers.utils.device import to_device
 
-from .no_replay.no_replay import Shared, Taken
+from .no_replay.no_replay import LocalGradient, ReducedGradient
 from .objective import (
     by_noise,
     clip_range,
@@ -32,7 +32,7 @@ from .objective import (
 )
 from .prompts.source import PromptSource
 from .rollout.batches import Part
-from .rollout.collect import Collected
+from .rollout.collect import RolloutBatch
 from .rollout_method import RolloutMethod, TimedStep
 
 logger = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class Transition:
 
     Attributes:
         before, after: latents on both sides, `[B, C, T, H, W]` fp32.
-        time: process time before, `[B]`.
+        time: process time before the transition, `[B]`.
         step: the transition's coefficients, `[B]`.
-        length: fall of the noise level, `[B]`.
-        log_old, mean_old: of the policy that sampled it; see `Replay`.
+        length: decrease of the noise level, `[B]`.
+        log_old, mean_old: log-density and mean under the policy that sampled it; see `Replay`.
         advantage: `[B, K]`; see `Advantages.terms`.
         weight: share of each clip in the step's loss, times its step's weight, `[B]`; 0 for clips that only fill up.
-        share: the same without the step's weight, for averages of what is watched.
-        conditions: text, as `Sampler.predict` takes it.
+        share: share of each clip in the step's loss, `[B]`, for averages of metrics.
+        conditions: text conditioning, as `Sampler.predict` takes it.
         is_first: whether it is the first micro-batch of its update.
         is_fresh: whether the policy is still the one that sampled.
     """
@@ -71,25 +71,25 @@ class Transition:
     is_fresh: bool
 
 
-class GRPO(RolloutMethod[Collected, Transition | Shared]):
+class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
     """Group relative policy optimization of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
         super().__init__(parts, uses_reference=parts.config.grpo.kl_coef > 0)
         self.repeats = self.sampler.tables.num_trained
         self.epsilon = clip_range(self.section.clip_range, math.prod(self.sampler.shape))
-        self._ratio_error = torch.zeros(())  # the largest of the current step
+        self._ratio_error = torch.zeros(())  # the largest error of the current step
 
     # ---- batches -----------------------------------------------------------------------------------------------
 
-    def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
+    def rollout(self, transformer: nn.Module, rollout: int) -> RolloutBatch:
         return self.collector.collect(transformer, rollout)
 
-    def dummy_rollout(self) -> Collected:
+    def dummy_rollout(self) -> RolloutBatch:
         return self.collector.dummy_rollout()
 
-    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Transition:
-        """One trained transition of each of some clips."""
+    def micro_batch(self, transformer: nn.Module, collected: RolloutBatch, rollout: int, part: Part) -> Transition:
+        """Return one trained transition of each clip of a part."""
         device, tables, k = self.sampler.device, self.sampler.tables, part.repeat
         replays = [collected.replays[i] for i in part.clips]
         steps = torch.stack([replay.steps[k] for replay in replays])
@@ -102,7 +102,7 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
             before=stacked("before"),
             after=stacked("after"),
             time=self.sampler.time(steps),
-            step=tables.stochastic.at(steps, device),
+            step=tables.stochastic.at_steps(steps, device),
             length=to_device(tables.lengths[steps.cpu()].float(), device),
             log_old=stacked("log_old"),
             mean_old=stacked("mean_old") if self.sampler.keeps_means else None,
@@ -115,19 +115,19 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
         )
 
     def update_steps(
-        self, transformer: nn.Module, collected: Collected, rollout: int
-    ) -> Iterator[Step[Transition | Shared]]:
+        self, transformer: nn.Module, collected: RolloutBatch, rollout: int
+    ) -> Iterator[Step[Transition | ReducedGradient]]:
         if not self.collector.learns:
             yield from super().update_steps(transformer, collected, rollout)
             return
-        assert collected.taken is not None
-        items = [collected.taken] if sum(collected.kept_by_rank) else []
+        assert collected.gradient is not None
+        items = [collected.gradient] if sum(collected.trained_by_rank) else []
         yield TimedStep(
             items, self.shared, metrics={**collected.stats, "updates_skipped": float(not items)},
             device=self.sampler.device, look=self.look,
         )  # fmt: skip
 
-    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition | Shared]]]:
+    def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Transition | ReducedGradient]]]:
         waits, held = self.collector.waits, list[Tensor]()
         if waits is None:
             yield from super().dry_steps(transformer)
@@ -135,7 +135,7 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
         collected = self.dummy_rollout()
 
         def make(part: Part) -> Transition:
-            """With what waits while a clip is sampled, and then what waits while one goes backward."""
+            """Return a micro-batch, with memory held as while a clip is sampled and while one goes backward."""
             held.clear()  # after an OOM
             batch = self.micro_batch(transformer, collected, 0, part)
             weights = [w for w in transformer.parameters() if w.requires_grad]
@@ -151,16 +151,16 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
         yield "a rollout's transition", Step([part], make)
         held.clear()
 
-    def shared(self, taken: Taken) -> Shared:
-        """The gradients with those of the other processes, which all call this."""
-        return Shared(self.collector.parallel.shared_gradients(taken.weights), taken)
+    def shared(self, local: LocalGradient) -> ReducedGradient:
+        """Return the gradients reduced over all processes, which all call this."""
+        return ReducedGradient(self.collector.parallel.shared_gradients(local.weights), local)
 
     # ---- loss --------------------------------------------------------------------------------------------------
 
-    def loss(self, transformer: nn.Module, batch: Transition | Shared) -> tuple[Tensor, Metrics]:
-        if isinstance(batch, Shared):
+    def loss(self, transformer: nn.Module, batch: Transition | ReducedGradient) -> tuple[Tensor, Metrics]:
+        if isinstance(batch, ReducedGradient):
             loss = batch.as_loss()
-            return loss, {"loss": loss.detach(), **by_noise(batch.taken.norms, batch.taken.levels)}
+            return loss, {"loss": loss.detach(), **by_noise(batch.local.norms, batch.local.levels)}
         # Samples between the updates of a rollout may have changed the mode, of the network below its wrapper too.
         transformer.eval()
         prediction, mean = self._mean(transformer, batch)
@@ -168,34 +168,34 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
         if self.section.ratio_norm:
             assert batch.mean_old is not None
             log_new = without_drift(log_new, batch.log_old, mean, batch.mean_old, batch.step.std)
-        found = clipped_ratio(log_new, batch.log_old, batch.advantage, self.epsilon)
-        loss = (batch.weight * found.loss).sum()
+        objective = clipped_ratio(log_new, batch.log_old, batch.advantage, self.epsilon)
+        loss = (batch.weight * objective.loss).sum()
         change = (log_new - batch.log_old).detach()
-        watched = {
-            "ratio": found.ratio,
-            "clipped_high": found.clipped_high,
-            "clipped_low": found.clipped_low,
+        values = {
+            "ratio": objective.ratio,
+            "clipped_high": objective.clipped_high,
+            "clipped_low": objective.clipped_low,
             "approx_kl": 0.5 * change**2,
         }
         if self.reference is not None:
             divergence = self._divergence(self.reference(transformer), batch, prediction, mean)
             loss = loss + self.section.kl_coef * (batch.share * divergence).sum()
-            watched["kl"] = divergence.detach()
-        metrics = {name: (batch.share * value).sum() for name, value in watched.items()}
-        metrics["ratio_error"] = self._ratio_error_grown(batch, found.ratio)
+            values["kl"] = divergence.detach()
+        metrics = {name: (batch.share * value).sum() for name, value in values.items()}
+        metrics["ratio_error"] = self._increase_ratio_error(batch, objective.ratio)
         alpha, sigma = self.sampler.process.alpha_sigma(batch.time)
         metrics |= gradient_by_noise(loss, prediction, sigma / (alpha + sigma))
         return loss, {"loss": loss.detach(), **metrics}
 
     def _mean(self, transformer: nn.Module, batch: Transition) -> tuple[Tensor, Tensor]:
-        """The network's prediction, and the mean of the transition that it makes."""
+        """Return the network's prediction, and the mean of the transition that it makes."""
         prediction = self.sampler.predict(transformer, batch.before, batch.time, batch.conditions)
         return prediction, transition_mean(self.sampler.process, prediction, batch.before, batch.time, batch.step)
 
     def _divergence(
         self, reference: AbstractContextManager[nn.Module], batch: Transition, prediction: Tensor, mean: Tensor
     ) -> Tensor:
-        """How far the policy is from the reference at this transition, `[B]`."""
+        """Return the distance of the policy from the reference at this transition, `[B]`."""
         with torch.no_grad(), reference as network:
             prediction_ref, mean_ref = self._mean(network, batch)
         if self.section.kl_space == "velocity":
@@ -204,10 +204,10 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
         # A step's variance is the squared noise rate times its length, which Flow-GRPO leaves out.
         return divergence * batch.length if self.section.kl_space == "rate" else divergence
 
-    def _ratio_error_grown(self, batch: Transition, ratio: Tensor) -> Tensor:
-        """How much this micro-batch raises the step's largest error of a ratio that must be 1: summed up, that error.
+    def _increase_ratio_error(self, batch: Transition, ratio: Tensor) -> Tensor:
+        """Return how much this micro-batch raises the step's largest error of a ratio that must be 1.
 
-        0 once the policy has been updated since it sampled.
+        The sum over micro-batches is the largest error. It is 0 once the policy has been updated since it sampled.
         """
         if batch.is_first:
             self._ratio_error = ratio.new_zeros(())
@@ -222,8 +222,8 @@ class GRPO(RolloutMethod[Collected, Transition | Shared]):
         error = float(self._ratio_error)
         if error > self.epsilon / 2:
             logger.warning(
-                "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and the clip "
-                "range is %.2g. In fp32 it is exactly 1; lower precision may need a larger --clip_range",
+                "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and "
+                "the clip range is %.2g. In fp32 it is exactly 1; lower precision may need a larger --clip_range",
                 error,
                 self.epsilon,
             )

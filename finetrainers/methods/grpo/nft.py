@@ -1,7 +1,8 @@
 """DiffusionNFT (arXiv:2509.16117): reward finetuning on the forward process, with any sampler and no densities.
 
-Clips come from a slowly following copy of the policy. On noised clips, the policy is pulled towards what a good clip was
-and pushed away from what a bad one was, around that copy. With v the prediction at x_t, r in [0, 1] how good the clip is:
+Clips come from a slowly following copy of the policy. On noised clips, the policy is pulled towards what a good clip
+was and pushed away from what a bad one was, around that copy. With v the prediction at x_t, r in [0, 1] how good the
+clip is:
 
     v+ = b v + (1 - b) v_old,    v- = (1 + b) v_old - b v
     L(u) = mean((x0(u) - x0)^2) / mean|x0(u) - x0|        the divisor without gradient
@@ -30,7 +31,7 @@ from finetrainers.utils.seeding import derive_seed
 from .objective import velocity_divergence
 from .prompts.source import PromptSource
 from .rollout.batches import Part
-from .rollout.collect import Collected
+from .rollout.collect import RolloutBatch
 from .rollout_method import RolloutMethod
 
 _SMALLEST_DIVISOR = 1e-5
@@ -38,15 +39,15 @@ _SMALLEST_DIVISOR = 1e-5
 
 @dataclass(frozen=True)
 class Noised:
-    """Some clips at one noise level each.
+    """Clips of a micro-batch, each at one noise level.
 
     Attributes:
         x0, x_t: clean latents and noised ones, `[B, C, T, H, W]` fp32.
         time: process time, `[B]`.
         reward_weight: r, `[B]`.
-        share: part of each clip in the step's loss, `[B]`; 0 for clips that only fill up.
+        share: share of each clip in the step's loss, `[B]`; 0 for clips that only fill up.
         old: prediction of the policy that made the clips, like `x0`.
-        conditions: text, as `Sampler.predict` takes it.
+        conditions: text conditioning, as `Sampler.predict` takes it.
     """
 
     x0: Tensor
@@ -59,12 +60,12 @@ class Noised:
 
 
 def decay(step: int, schedule: Sequence[float]) -> float:
-    """d after an optimizer step, of `old = d old + (1 - d) new`; 0 makes the old policy the new one.
+    """Return d after an optimizer step, of `old = d old + (1 - d) new`; 0 makes the old policy the new one.
 
-    d = min((step - flat) rate, most), of which `schedule` has flat, rate and most.
+    d = min((step - flat) rate, maximum), with `schedule` = (flat, rate, maximum).
     """
-    flat, rate, most = schedule
-    return min(max(step - flat, 0.0) * rate, most)
+    flat, rate, maximum = schedule
+    return min(max(step - flat, 0.0) * rate, maximum)
 
 
 class OldPolicy:
@@ -76,13 +77,13 @@ class OldPolicy:
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
-        """Move towards the weights."""
+        """Move towards the trained weights."""
         for name, parameter in self._trained.items():
             self.weights[name].lerp_(parameter.detach(), 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the network is the old policy."""
+        """Make the network the old policy within the block."""
         self._swap()
         try:
             yield
@@ -104,7 +105,7 @@ def implicit_loss(
     reward_weight: Tensor,
     beta: float,
 ) -> Tensor:
-    """`r L(v+) + (1 - r) L(v-)`, divided by b, `[B]`; see the module."""
+    """Return `r L(v+) + (1 - r) L(v-)`, divided by b, `[B]`; see the module."""
 
     def distance(velocity: Tensor) -> Tensor:
         error = process.x0_from(velocity, x_t, time) - batch_x0
@@ -116,7 +117,7 @@ def implicit_loss(
     return (reward_weight * distance(towards) + (1 - reward_weight) * distance(away)) / beta
 
 
-class NFT(RolloutMethod[Collected, Noised]):
+class NFT(RolloutMethod[RolloutBatch, Noised]):
     """DiffusionNFT of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -124,20 +125,20 @@ class NFT(RolloutMethod[Collected, Noised]):
         self.repeats = self.section.nft_timesteps
         self.old = OldPolicy(parts.network)
 
-    def collect(self, transformer: nn.Module, rollout: int) -> Collected:
+    def collect(self, transformer: nn.Module, rollout: int) -> RolloutBatch:
         if rollout:
             self.old.follow(decay(rollout * self.updates, self.section.nft_decay))
         with self.old.applied():
             return super().collect(transformer, rollout)
 
-    def rollout(self, transformer: nn.Module, rollout: int) -> Collected:
+    def rollout(self, transformer: nn.Module, rollout: int) -> RolloutBatch:
         return self.collector.collect(transformer, rollout)
 
-    def dummy_rollout(self) -> Collected:
+    def dummy_rollout(self) -> RolloutBatch:
         return self.collector.dummy_rollout()
 
-    def micro_batch(self, transformer: nn.Module, collected: Collected, rollout: int, part: Part) -> Noised:
-        """Some clips, each with its own noise at a noise level of its own."""
+    def micro_batch(self, transformer: nn.Module, collected: RolloutBatch, rollout: int, part: Part) -> Noised:
+        """Return a micro-batch; each clip has separate noise at a separate noise level."""
         device, level = self.sampler.device, part.repeat
         jobs = [collected.jobs[i] for i in part.clips]
         # Without replacement, as in the published code: a clip is trained at `levels` different noise levels.
@@ -161,7 +162,7 @@ class NFT(RolloutMethod[Collected, Noised]):
         )
 
     def _order(self, *key: int) -> list[int]:
-        """The sampler's steps in an order of a clip's own, repeated if a clip is trained at more levels than there are."""
+        """Return the sampler's steps in a clip-specific order, repeated if they are fewer than the trained levels."""
         order = list(self.sampler.tables.own)
         random.Random(derive_seed(self.seed, "levels", *key)).shuffle(order)
         return order * -(-self.repeats // len(order))

@@ -1,4 +1,4 @@
-"""What is minimized at one transition: the clipped ratio of the new policy to the old one, and how far it may stray.
+"""The loss of one transition: the clipped ratio of the new policy to the old one, and how far it may stray.
 
 Everything is per clip, `[B]`; averaging over clips, transitions and ranks is the caller's. Log-densities are means over
 the latent's elements (see `diffusion.policy.log_density`), so a ratio here is the geometric mean of elementwise ratios.
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from finetrainers.diffusion.process import expand
 
-#: Clip range times the square root of the number of latent elements. The log-ratio of a mean log-density has a spread of
-#: 1 / sqrt(D), so a fixed range means another thing at every resolution; published ranges lie between 0.003 and 0.5.
+#: Clip range times the square root of the number of latent elements. The log-ratio of a mean log-density has a spread
+#: of 1 / sqrt(D), so a fixed range has another meaning at every resolution; published ranges lie between 0.003 and 0.5.
 CLIP_SCALE = 0.1
 
-#: Intervals of the noise level s / (a + s), all of one width, in which gradients are watched.
+#: Number of equal intervals of the noise level s / (a + s) for gradient metrics.
 NOISE_BINS = 4
 
 
@@ -32,13 +32,13 @@ class Clipped:
     clipped_low: Tensor
 
 
-def clip_range(given: float | None, elements: int) -> float:
-    """The configured range, or `CLIP_SCALE / sqrt(elements)`."""
-    return CLIP_SCALE / math.sqrt(elements) if given is None else given
+def clip_range(option: float | None, elements: int) -> float:
+    """Return the configured range, or `CLIP_SCALE / sqrt(elements)` if it is None."""
+    return CLIP_SCALE / math.sqrt(elements) if option is None else option
 
 
 def clipped_ratio(log_new: Tensor, log_old: Tensor, advantage: Tensor, epsilon: float) -> Clipped:
-    """PPO's objective (Schulman et al. 2017, eq. 7): max(-A r, -A clip(r, 1 - e, 1 + e)) with r = exp(new - old).
+    """Return PPO's objective (Schulman et al. 2017, eq. 7): max(-A r, -A clip(r, 1 - e, 1 + e)), r = exp(new - old).
 
     Args:
         log_new, log_old: log-densities, `[B]`.
@@ -58,50 +58,50 @@ def clipped_ratio(log_new: Tensor, log_old: Tensor, advantage: Tensor, epsilon: 
 
 
 def without_drift(log_new: Tensor, log_old: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
-    """The new log-density, corrected so that its difference to the old one is centered and of one scale at all steps.
+    """Return the new log-density, corrected so that its difference to the old one is centered and of uniform scale.
 
-    GRPO-Guard: a mean that moved by d changes the log-density by a noise term of size d / std and by -d^2 / (2 std^2), which
-    pulls all ratios below one. Added back, and scaled by std, which is sqrt(-dt) sigma_t, the ratio is
-    exp((dlogp + bias) std).
+    GRPO-Guard: a mean that moved by d changes the log-density by a noise term of size d / std and by -d^2 / (2 std^2),
+    which pulls all ratios below one. With that bias added back, and scaled by std, which is sqrt(-dt) sigma_t, so that
+    all steps have one scale, the ratio is exp((dlogp + bias) std).
 
     GRPO-Guard's code also divides a step's loss by its length -dt, which evens out the gradients of steps of different
-    lengths. That is left out here: with short steps it enlarges the loss many times, and weights of steps are an option
-    of their own (`windows.step_weights`).
+    lengths. That is left out here: with short steps it enlarges the loss many times, and weights of steps are a
+    separate option (`windows.step_weights`).
     """
     bias = ((mean - mean_old) ** 2).flatten(1).mean(1) / (2 * std**2)
     return log_old + (log_new - log_old + bias) * std
 
 
 def velocity_divergence(prediction: Tensor, reference: Tensor) -> Tensor:
-    """Mean squared distance of two predictions, `[B]`: a KL divergence up to a factor that depends on the noise level.
+    """Return the mean squared distance of two predictions, `[B]`: a KL divergence up to a noise-level factor.
 
-    Without that factor, low noise levels do not dominate.
+    The factor depends on the noise level; without it, low noise levels do not dominate.
     """
     return ((prediction - reference) ** 2).flatten(1).mean(1)
 
 
 def mean_divergence(mean: Tensor, reference: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of two transitions of the same std, as a mean over elements, `[B]`: (mu - mu_ref)^2 / (2 std^2)."""
+    """Return KL divergences `[B]` of transitions of equal std, as means over elements: (mu - mu_ref)^2 / (2 std^2)."""
     return (((mean - reference) / expand(std, mean)) ** 2).flatten(1).mean(1) / 2
 
 
 def gradient_by_noise(loss: Tensor, prediction: Tensor, noise: Tensor) -> dict[str, Tensor]:
-    """Where the gradient comes from: for every interval of noise levels, the sum of its clips' gradient norms.
+    """Return the sum of clips' gradient norms in every interval of noise levels, to show where the gradient comes from.
 
     The gradient is that by the network's prediction, `[B, C, T, H, W]`, which takes no pass through the network. Named
-    `gradient/LOW-HIGH`; intervals without a clip are 0, so that all ranks and micro-batches give the same names.
+    `gradient/LOW-HIGH`; intervals without a clip are 0, so that all ranks and micro-batches give equal names.
 
     Args:
         loss: scalar, made from the prediction.
-        prediction: of the network, with its graph, which is kept.
-        noise: level of each clip, `[B]` in [0, 1].
+        prediction: the network's prediction with its graph, which is retained.
+        noise: noise level of each clip, `[B]` in [0, 1].
     """
     (slope,) = torch.autograd.grad(loss, prediction, retain_graph=True)
     return by_noise(slope.flatten(1).norm(dim=1), noise)
 
 
 def by_noise(norms: Tensor, noise: Tensor) -> dict[str, Tensor]:
-    """Sums of norms `[B]` in every interval of noise levels `[B]`; see `gradient_by_noise`."""
+    """Return sums of norms `[B]` in every interval of noise levels `[B]`; see `gradient_by_noise`."""
     place = (noise * NOISE_BINS).long().clamp(0, NOISE_BINS - 1)
     width = 1 / NOISE_BINS
     return {f"gradient/{i * width:.2f}-{(i + 1) * width:.2f}": (norms * (place == i)).sum() for i in range(NOISE_BINS)}

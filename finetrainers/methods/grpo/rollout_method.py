@@ -1,4 +1,4 @@
-"""What the algorithms of reward finetuning share: rollouts, each cut into optimizer steps, and the evaluation."""
+"""The common part of reward finetuning methods: rollouts, each cut into optimizer steps, and the evaluation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     Attributes:
         updates: optimizer steps per rollout.
-        repeats: how often each clip is trained in a step.
-        reference: gives the reference policy; None where the loss does not ask for it.
+        repeats: number of times that each clip is trained in a step.
+        reference: returns the reference policy; None where the loss does not use it.
     """
 
     repeats: int
@@ -57,18 +57,18 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     @abstractmethod
     def rollout(self, transformer: nn.Module, rollout: int) -> R:
-        """This rank's clips, with what a method trains them on. All ranks call it together."""
+        """Return this rank's clips with their training data. All ranks call it together."""
 
     @abstractmethod
     def dummy_rollout(self) -> R:
-        """The same of clips that nobody has sampled, as many as a micro-batch has."""
+        """Return a rollout of clips that were not sampled, as many as a micro-batch has."""
 
     @abstractmethod
     def micro_batch(self, transformer: nn.Module, collected: R, rollout: int, part: Part) -> T:
-        """A micro-batch, on the device."""
+        """Return a micro-batch on the device."""
 
     def collect(self, transformer: nn.Module, rollout: int) -> R:
-        """A rollout of the policy that samples, by default the one that is trained."""
+        """Return a rollout of the policy that samples, by default the one that is trained."""
         companions, parallel = self.sampler.spec.companions, self.collector.parallel
         work("rollout")
         with phase(ROLLOUT), companions.on(self.sampler.device), parallel.without_exchange(transformer):
@@ -78,15 +78,15 @@ class RolloutMethod(ABC, Generic[R, T]):
         if not self.can_stop_after(start):
             raise ValueError(f"step {start} is within a rollout of {self.updates} steps, whose clips are gone")
         for rollout in count(start // self.updates):
-            transformer.eval()  # dropout would make the replayed policy another one than the sampled
-            # Not kept in a variable here, where it would still lie while the next one is made.
+            transformer.eval()  # with dropout, the replayed policy would differ from the sampled one
+            # Not assigned to a variable, which would hold it in memory while the next one is made.
             yield from self.update_steps(transformer, self.collect(transformer, rollout), rollout)
 
     def can_stop_after(self, step: int) -> bool:
-        return step % self.updates == 0  # the clips of a rollout are not kept
+        return step % self.updates == 0  # the clips of a rollout are not saved
 
     def update_steps(self, transformer: nn.Module, collected: R, rollout: int) -> Iterator[Step[T]]:
-        """The optimizer steps of a rollout. One in which no rank has a clip is empty: there is nothing to learn."""
+        """Yield the optimizer steps of a rollout. A step without clips on any rank is empty."""
         parallel = self.collector.parallel
         for parts in parts_of_updates(
             collected,
@@ -117,14 +117,14 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     @property
     def selection(self) -> SelectiveRollouts | None:
-        """What skips prompts that teach nothing; None if nothing does."""
+        """Selection that skips prompts that teach nothing, or None if no prompt is skipped."""
         return self.collector.source.selection if self.section.selective_rollouts < 1 else None
 
     def look(self) -> None:
-        """Read what the device has found out in a step, once all its micro-batches are done."""
+        """Read metrics that the device has computed in a step, once all its micro-batches are done."""
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[T]]]:
-        """One micro-batch as a rollout gives it, of clips that nobody has sampled."""
+        """Yield one micro-batch as a rollout gives it, of clips that were not sampled."""
         collected = self.dummy_rollout()
         count = len(collected.jobs)
         part = Part(list(range(count)), [1.0 / count] * count, repeat=0, update=1, is_first=True)
@@ -140,9 +140,9 @@ class RolloutMethod(ABC, Generic[R, T]):
 
 
 class TimedStep(Step[T]):
-    """Measures `seconds/train`, from the first micro-batch until all have been gone through, then calls `look`.
+    """A step that measures `seconds/train`, from the first micro-batch until all are done, and then calls `look`.
 
-    What is trained before, after a batch of clips is scored, is part of the given metrics.
+    Training before that, after a batch of clips is scored, is part of the metrics passed in.
     """
 
     def __init__(
@@ -161,4 +161,4 @@ class TimedStep(Step[T]):
     def __iter__(self) -> Iterator[T]:
         with timed(self.metrics, "seconds/train", self._device):
             yield from super().__iter__()
-        self._look()  # what is read here, nobody has to wait for any more
+        self._look()  # the device has finished, so that reading does not wait

@@ -1,4 +1,4 @@
-"""What a run asks of reward finetuning before it is loaded; see `MethodSpec`. Imports no torch."""
+"""Requirements of reward finetuning that are checked before it is loaded; see `MethodSpec`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
 
 
-#: A size that every family takes.
+#: A size that every family accepts.
 _ANY_SIZE = (1, 256, 256)
 #: In `prompt_embeddings_dir`, the cache that a preparation works in.
 _SCRATCH = ".encoding"
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: What to use instead of options of training on clips.
+#: Replacements for options of training on clips.
 _INSTEAD = {
     "target_fps": "--reward_fps is the rate at which clips are scored",
     "precompute_conditions": "prompts are always encoded once and cached",
     "flow_shift": "--shift shifts the sampler's noise levels",
     "id_token": "write it into the prompts",
 }
-#: Options of those tables that are read: encoded prompts are in `precompute_dir`, too.
+#: Options of those tables that are read: encoded prompts are also in `precompute_dir`.
 _READ = ("precompute_dir", "batch_size")
 
 
@@ -91,8 +91,8 @@ class RewardFinetuning(MethodSpec):
         if section.selective_rollouts < 1 and rollouts and rollouts * section.prompts_per_step <= len(plan.prompts):
             message = (
                 f"no prompt is skipped before it comes a second time, and {plural(rollouts, 'rollout')} of "
-                f"{plural(section.prompts_per_step, 'prompt')} take each of the {len(plan.prompts)} once at most; leave it out, "
-                "or give more --train_steps or fewer prompts"
+                f"{plural(section.prompts_per_step, 'prompt')} take each of the {len(plan.prompts)} once at most; "
+                "leave it out, or give more --train_steps or fewer prompts"
             )
             raise ConfigError([Problem("--selective_rollouts", message)])
         check_noise(plan, config, spec=spec)
@@ -136,7 +136,10 @@ class RewardFinetuning(MethodSpec):
         return folder / _SCRATCH if folder and config.data.precompute_dir == folder / _SCRATCH else None
 
     def for_preparing(self, config: TrainConfig) -> TrainConfig:
-        """Prompts are encoded whatever clips are sampled for them, how these are scored, and how often."""
+        """Return the configuration with placeholders for options that preparing does not use.
+
+        Prompts are encoded whatever clips are sampled for them, how these are scored, and how often.
+        """
         section, training = config.grpo, config.training
         grpo = {
             "reward": section.reward or [RewardEntry(name="brightness")],
@@ -144,7 +147,7 @@ class RewardFinetuning(MethodSpec):
         }
         data, folder = config.data, section.prompt_embeddings_dir
         if folder is not None and data.precompute_dir is None and not config.changed("output_dir"):
-            data = data.model_copy(update={"precompute_dir": folder / _SCRATCH})  # no place for a cache was named
+            data = data.model_copy(update={"precompute_dir": folder / _SCRATCH})  # no cache directory was named
         return config.model_copy(
             update={
                 "data": data,
@@ -177,11 +180,11 @@ class RewardFinetuning(MethodSpec):
             return []
         precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
         replays = split.zero_stage > 0 or precision == "fp16" or any(why_no_rollout_gradients(section))
-        found = []
+        variants = []
         for value in ("replay",) if replays else ("replay", "reweight", "retain"):
-            one = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
-            found.append(Variant(option, value, one, *passes(one)))
-        return found
+            variant = config.model_copy(update={"grpo": section.model_copy(update={option: value})})
+            variants.append(Variant(option, value, variant, *passes(variant)))
+        return variants
 
     def uses_reference(self, config: TrainConfig) -> bool:
         return measures_kl(config)
@@ -210,22 +213,25 @@ class RewardFinetuning(MethodSpec):
     def problems(self, config: TrainConfig) -> list[Problem]:
         from finetrainers.rewards.registry import takes_device
 
-        found, device = super().problems(config), config.grpo.reward_device
+        problems, device = super().problems(config), config.grpo.reward_device
         if device is None:
-            return found
+            return problems
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
-            found.append(Problem("--reward_device", f"{device} is none of auto, cpu, cuda, cuda:0, cuda:1, ..."))
+            problems.append(Problem("--reward_device", f"{device} is none of auto, cpu, cuda, cuda:0, cuda:1, ..."))
         entries = [*config.grpo.reward, *config.validation.eval_reward]
-        if not found and not any(map(takes_device, entries)):
-            found.append(Problem("--reward_device", f"{device}: no reward is a network that this run loads; remove it"))
-        return found
+        if not problems and not any(map(takes_device, entries)):
+            message = f"{device}: no reward is a network that this run loads; remove it"
+            problems.append(Problem("--reward_device", message))
+        return problems
 
     def memory(
         self, config: TrainConfig, latent: Sequence[int], *, batch_size: int, trained: float, reference: float
     ) -> MethodMemory:
-        """A clip's latent is kept once, and on both sides of each trained step; `ratio_norm` keeps the step's mean, too.
+        """Return the memory of sampled clips and of copies of the weights.
 
-        Gradients taken while sampling need no latents. That all clips are kept is the most that there can be, and is so until the rewards have been compared.
+        A clip's latent is stored once, and on both sides of each trained step; `ratio_norm` also stores the step's
+        mean. Gradients taken while sampling need no latents. The figure is for training on all clips, which is the
+        maximum, and the case until the rewards have been compared.
         """
         section, is_nft = config.grpo, _is_nft(config)
         copies = trained if is_nft else 0.0
@@ -243,7 +249,7 @@ class RewardFinetuning(MethodSpec):
 
 
 def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem]:
-    """Yield why rewards cannot score clips of this size, or of one of these prompts, the first of which is named."""
+    """Yield why rewards cannot score clips of this size, or the first prompt that they cannot score."""
     from finetrainers.rewards.registry import prompt_problem, reward_problems, size_problem
 
     every = (*plan.prompts, *plan.eval_prompts)
@@ -251,13 +257,13 @@ def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem
         ("reward", config.grpo.reward, every), ("eval_reward", config.validation.eval_reward, plan.eval_prompts),
     ):  # fmt: skip
         for entry in [entry for entry in entries if not reward_problems(entry)]:
-            found = [size_problem(entry, plan.size)]
+            reasons = [size_problem(entry, plan.size)]
             for prompt in prompts:
                 problem = prompt_problem(entry, prompt.text)
                 if problem is not None:
-                    found.append(f"{prompt.where}: {problem}")
+                    reasons.append(f"{prompt.where}: {problem}")
                     break
-            yield from (Problem(f"--{option}", f"{entry.name}: {why}") for why in found if why is not None)
+            yield from (Problem(f"--{option}", f"{entry.name}: {reason}") for reason in reasons if reason is not None)
 
 
 def _is_nft(config: TrainConfig) -> bool:

@@ -118,10 +118,10 @@ class Source:
         self.embeddings = torch.randn(NUM_PROMPTS + 1, 8, generator=torch.Generator().manual_seed(7))
         self.cfg = cfg
 
-    def prompts_of(self, rollout: int) -> list[Prompt]:
-        return [self.prompts[i] for i in self.order.prompts_of(rollout)]
+    def rollout_prompts(self, rollout: int) -> list[Prompt]:
+        return [self.prompts[i] for i in self.order.prompt_indices(rollout)]
 
-    def pictures(self, prompts: Sequence[Prompt]) -> None:
+    def reward_images(self, prompts: Sequence[Prompt]) -> None:
         return None
 
     def embedding(self, prompt: Prompt) -> Tensor:
@@ -189,7 +189,8 @@ def make_parts(
     section = config.grpo
     return MethodParts(
         config=config, spec=spec or Spec(times), process=process, scheduler=scheduler,
-        geometry=Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0), vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
+        geometry=Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0),
+        vae_stats=SimpleNamespace(),  # type: ignore[arg-type]
         source=Source(section.prompts_per_step, cfg=section.rollout_cfg), parallel=parallel or OneOf(),
         network=model or network(), weights_dtype=torch.float32,
     )  # fmt: skip

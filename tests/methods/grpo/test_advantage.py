@@ -190,7 +190,7 @@ def test_combinations_are_those_of_the_formulae(mode: str) -> None:
 
 
 def test_the_terms_of_an_advantage() -> None:
-    """One for each reward whose loss is clipped by itself, else the advantage alone; a group teaches if one term does."""
+    """There is one for each separately clipped reward, else the advantage alone; a group teaches if one term does."""
     scores = two_rewards(2, 3)
     scores["b"] = 4 * scores["a"]  # with weights of 1 and -1, advantages that cancel
     found = {c: compute_advantages(scores, weights={"a": 1.0, "b": -1.0}, combination=c, eps=0.0) for c in COMBINATIONS}

@@ -44,7 +44,9 @@ def test_two_updates_of_one_rollout() -> None:
     assert tables.num_trained == int((len(sigmas) - 2) * 0.6)
 
     videos, decode = [], collector.source.decode
-    collector.source.decode = lambda *a: videos.append(decode(*a)) or videos[-1]  # type: ignore[method-assign, func-returns-value]
+    collector.source.decode = (  # type: ignore[method-assign]
+        lambda *a: videos.append(decode(*a)) or videos[-1]  # type: ignore[func-returns-value]
+    )
     collected = collector.collect(ours.eval(), 0)
     scores = signed_brightness(torch.cat(videos), [job.prompt.text for job in collected.jobs]).double().view(4, 8)
     advantages = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-8)
@@ -52,7 +54,7 @@ def test_two_updates_of_one_rollout() -> None:
     for group, row in enumerate(advantages):
         ranked = row.argsort().tolist()
         kept = {8 * group + i for i in (*ranked[:2], *ranked[-2:])}
-        assert kept == {i for i in collected.kept if i // 8 == group}
+        assert kept == {i for i in collected.trained_clips if i // 8 == group}
 
     mine = torch.optim.AdamW(ours.parameters(), lr=LR)
     reference = torch.optim.AdamW(theirs.parameters(), lr=LR)

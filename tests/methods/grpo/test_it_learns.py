@@ -1,4 +1,4 @@
-"""Learning on a small policy: a reward whose sign depends on the prompt is found by every algorithm, a shuffled one by none.
+"""Learning on a small policy: every algorithm learns a reward whose sign depends on the prompt, none a shuffled one.
 
 Plain brightness would be no test: an optimizer's drift alone can saturate it.
 """

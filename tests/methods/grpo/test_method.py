@@ -149,8 +149,8 @@ def test_micro_batches_are_made_when_they_are_reached(monkeypatch: pytest.Monkey
 
 def test_clips_that_are_not_trained_are_dropped_with_their_memory() -> None:
     collected = make_collector(best_of_n=2).collect(network().eval(), 0)
-    assert list(collected.latents) == list(collected.replays) == list(collected.kept)
-    assert len(collected.kept) == 4 * 2
+    assert list(collected.latents) == list(collected.replays) == list(collected.trained_clips)
+    assert len(collected.trained_clips) == 4 * 2
     for tensor in (*collected.latents.values(), *(r.before for r in collected.replays.values())):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
@@ -194,7 +194,7 @@ class Rank(OneOf):
 
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_two_data_ranks_are_one(sharing: int) -> None:
-    """Also where each of them is two processes, which share their clips: each scores a half, and gradients count once."""
+    """Each rank may also be two processes that share their clips: each scores a half, and gradients count once."""
     model = network()
     alone = grpo()
     batches = first_update(alone, model)
@@ -221,7 +221,13 @@ def test_guidance_calls_both_branches_and_stays_exact() -> None:
     method = grpo(rollout_cfg=3.0)
     batch = first_update(method, model)[0]
     with_prompt, without = (
-        method.sampler.spec.predict(model, batch.before, batch.time, batch.conditions.rows(rows), None)  # type: ignore[arg-type]
+        method.sampler.spec.predict(
+            model,
+            batch.before,
+            batch.time,
+            batch.conditions.rows(rows),
+            None,  # type: ignore[arg-type]
+        )
         for rows in (slice(0, 4), slice(4, 8))
     )
     found = method.sampler.predict(model, batch.before, batch.time, batch.conditions)

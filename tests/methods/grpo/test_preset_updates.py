@@ -1,8 +1,9 @@
-"""What a preset does to the weights is what its publication's code does: derived again in float64 from recorded rollouts.
+"""A preset changes the weights like its publication's code: derived again in float64 from recorded rollouts.
 
-Two rewards of unequal scale, two updates of one rollout. The formulae and numbers here are written down from the papers' code
-(github.com/yifan123/flow_grpo, XueZeyue/DanceGRPO, Tencent-Hunyuan/MixGRPO, NVlabs/DiffusionNFT, Shredded-Pork/Flash-GRPO), not
-taken from the presets. The gradients are also pinned in tests/golden: FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers again.
+Two rewards of unequal scale, two updates of one rollout. The formulae and numbers here are written down from the
+papers' code (github.com/yifan123/flow_grpo, XueZeyue/DanceGRPO, Tencent-Hunyuan/MixGRPO, NVlabs/DiffusionNFT,
+Shredded-Pork/Flash-GRPO), not taken from the presets. The gradients are also pinned in tests/golden:
+FINETRAINERS_UPDATE_GOLDEN=1 writes the numbers again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from finetrainers.config.presets import PRESETS
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.prompts.prompts import Prompt
-from finetrainers.methods.grpo.rollout.collect import Collected
+from finetrainers.methods.grpo.rollout.collect import RolloutBatch
 from finetrainers.methods.registry import load_method
 from finetrainers.models.spec import ModelSpec
 from finetrainers.optim.factory import create_optimizer
@@ -160,7 +161,7 @@ class Reference:
         pool = [value(k) for k in range(self.told.steps // 2)]
         return value(i) * len(pool) / sum(pool)
 
-    def policy_gradient(self, collected: Collected, clips: Sequence[int]) -> tuple[list[Tensor], float]:
+    def policy_gradient(self, collected: RolloutBatch, clips: Sequence[int]) -> tuple[list[Tensor], float]:
         """Gradients, and the share of transitions beyond the clip range."""
         losses, beyond = [], []
         for clip in clips:
@@ -263,9 +264,11 @@ def test_an_update_is_the_published_one(name: str) -> None:
     told, model = TOLD[name], network(cls=Adapted)
     method, config, source = make(name, model, "full-finetune" if name == "mixgrpo" else "lora")
     said = recorded(method)
-    collected: list[Collected] = []
+    collected: list[RolloutBatch] = []
     collect = method.collect
-    method.collect = lambda *args: collected.append(collect(*args)) or collected[-1]  # type: ignore[method-assign, func-returns-value]
+    method.collect = (  # type: ignore[method-assign]
+        lambda *args: collected.append(collect(*args)) or collected[-1]  # type: ignore[func-returns-value]
+    )
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = create_optimizer(
         weights, config=config.optimizer, lr=config.optimizer.lr, device_type="cpu", stochastic_rounding=False
@@ -276,7 +279,7 @@ def test_an_update_is_the_published_one(name: str) -> None:
         if reference is None:
             scores = {reward: np.array(values).reshape(PROMPTS, GROUP) for reward, values in said.items()}
             reference = Reference(model, told, scores, source)
-            assert set(collected[0].kept) == chosen(advantages(scores, told), told.kept)
+            assert set(collected[0].trained_clips) == chosen(advantages(scores, told), told.kept)
         losses = [method.loss(model, batch)[0] for batch in batches]
         for loss in losses:
             loss.backward()

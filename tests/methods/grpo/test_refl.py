@@ -203,7 +203,7 @@ def test_some_frames_are_scored_alone() -> None:
 
 
 def test_rewards_rise() -> None:
-    """The reward's sign depends on the prompt, so that no drift earns anything; the step is another one in each rollout."""
+    """The reward's sign depends on the prompt, so that no drift earns anything; each rollout trains another step."""
     model = network()
     method = make_refl(model, **KINDS["refl"], num_generations=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

@@ -37,10 +37,10 @@ def test_the_largest_ratio_error_of_a_step_is_the_sum_of_what_is_logged(caplog: 
     with caplog.at_level(logging.WARNING):
         for first, ratios in ((True, [1.0, 1.02, 9.0]), (False, [1.0, 0.9, 1.0]), (False, [0.93, 1.0, 1.0])):
             batch.is_first = first
-            grown.append(float(method._ratio_error_grown(batch, torch.tensor(ratios))))  # type: ignore[arg-type]
+            grown.append(float(method._increase_ratio_error(batch, torch.tensor(ratios))))  # type: ignore[arg-type]
         method.look()
     assert sum(grown) == pytest.approx(0.1)
     assert grown == pytest.approx([0.02, 0.08, 0.0])
     assert sum("off by 0.1" in message for message in caplog.messages) == 1  # said once
     batch.is_first, batch.is_fresh = True, False
-    assert method._ratio_error_grown(batch, torch.tensor([2.0, 1.0, 1.0])) == 0  # type: ignore[arg-type]
+    assert method._increase_ratio_error(batch, torch.tensor([2.0, 1.0, 1.0])) == 0  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The files that DanceGRPO's trainer writes, for scripts that read them: scores by rollout, and the clips of the last one."""
+"""The files that DanceGRPO's trainer writes, for scripts: scores by rollout, and the clips of the last one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..prompts.prompts import Job
 
 logger = logging.getLogger(__name__)
 
-#: Its files of scores, and the metrics that they hold; a metric may have options behind its name.
+#: Files of scores and the metrics that they hold; a metric may have options after its name.
 _SCORES = {"vq_reward": "reward_normalized/videoalign.vq", "mq_reward": "reward_normalized/videoalign.mq"}
 
 
 class DanceGRPOFiles:
-    """Writes `vq_reward.txt`, `mq_reward.txt` and `videos/PREFIX_{rank}_{prompt}.mp4` into the run directory."""
+    """A writer of `vq_reward.txt`, `mq_reward.txt` and `videos/PREFIX_{rank}_{prompt}.mp4` into the run directory."""
 
     def __init__(self, config: TrainConfig, parallel: Any, *, fps: float) -> None:
         """Args:
-        config: of the run.
+        config: the run.
         parallel: the processes of the run.
-        fps: frame rate of the clips; there it is that at which they are scored.
+        fps: frame rate of the clips; DanceGRPO's is that at which they are scored.
         """
         self.folder = config.run.output_dir
         self.prefix = config.model.model_name.partition("_")[0]
@@ -37,14 +37,14 @@ class DanceGRPOFiles:
         self.fps = fps
 
     def clips(self, jobs: Sequence[Job], first: int, videos: Tensor) -> None:
-        """Write the first clip of each prompt, if it is among these. Processes that share clips write some each.
+        """Write the first clip of each prompt, if it is among `videos`. Processes that share clips write some each.
 
         Args:
             jobs: all clips of this process in the rollout.
-            first: index of the first of these.
+            first: index of the first clip in `videos`.
             videos: `[B, T, C, H, W]` in [0, 1].
         """
-        rank = self.parallel.data_rank * self.parallel.sharing  # the first of those that share the clips
+        rank = self.parallel.data_rank * self.parallel.sharing  # the first process of those that share the clips
         for index, video in enumerate(videos, start=first):
             prompt = jobs[index].slot - jobs[0].slot
             if index == 0 or jobs[index - 1].slot != jobs[index].slot:
@@ -55,16 +55,16 @@ class DanceGRPOFiles:
         """Write the mean scores of a rollout as its line; lines of rollouts that are sampled again are replaced."""
         if self.parallel.rank != 0:
             return
-        said = []
+        messages = []
         for name, metric in _SCORES.items():
-            found = [value for key, value in stats.items() if key == metric or key.startswith(f"{metric},")]
+            values = [value for key, value in stats.items() if key == metric or key.startswith(f"{metric},")]
             path = self.folder / f"{name}.txt"
-            if not found and not path.is_file():
+            if not values and not path.is_file():
                 continue  # this run does not have the reward
             lines = path.read_text(encoding="utf-8").splitlines() if rollout and path.is_file() else []
-            lines += ["nan"] * (rollout - len(lines))  # of rollouts before it was asked for
-            value = found[0] if found else math.nan
+            lines += ["nan"] * (rollout - len(lines))  # rollouts before this file was requested
+            value = values[0] if values else math.nan
             write_text_atomic(path, "".join(f"{line}\n" for line in [*lines[:rollout], f"{value:.6g}"]))
-            said.append(f"{name} {value:.4f}")
-        if said:
-            logger.info("rollout %d: %s", rollout, ", ".join(said))
+            messages.append(f"{name} {value:.4f}")
+        if messages:
+            logger.info("rollout %d: %s", rollout, ", ".join(messages))

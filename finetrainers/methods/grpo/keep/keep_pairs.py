@@ -17,11 +17,11 @@ from ..prompts.prompts import Job
 
 
 class PairKeeper:
-    """Writes `rollout-N-SLOT-chosen.mp4` and `-rejected.mp4` of each prompt, and `pairs.jsonl`, which lists them."""
+    """A writer of `rollout-N-SLOT-chosen.mp4` and `-rejected.mp4` of each prompt, listed in `pairs.jsonl`."""
 
     def __init__(self, folder: Path, parallel: Any, *, fps: float) -> None:
         """Args:
-        folder: where they are written.
+        folder: directory of the clips and the list.
         parallel: the processes of the run.
         fps: frame rate of the clips.
         """
@@ -29,26 +29,26 @@ class PairKeeper:
         self.parallel = parallel
         self.fps = fps
 
-    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], found: Advantages) -> None:
+    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], advantages: Advantages) -> None:
         """Write the pairs of a rollout; all ranks call it. A prompt whose clips scored alike has none.
 
         Pairs of this rollout and of later ones, from before a resume, are replaced.
 
         Args:
             jobs: this rank's clips.
-            videos: pixels of those that this process has decoded by index, `[T, H, W, C]` uint8 on the host.
-            found: of all ranks' clips.
+            videos: pixels of the clips that this process has decoded, by index, `[T, H, W, C]` uint8 on the host.
+            advantages: advantages of all ranks' clips.
         """
         rollout = jobs[0].rollout
         start, error = self.parallel.data_rank * len(jobs), None
         rows: list[dict[str, Any]] = []
         try:
             for kind, values in (
-                ("chosen", found.values.masked_fill(found.failed, -torch.inf)),
-                ("rejected", found.values.masked_fill(found.failed, torch.inf)),
+                ("chosen", advantages.values.masked_fill(advantages.failed, -torch.inf)),
+                ("rejected", advantages.values.masked_fill(advantages.failed, torch.inf)),
             ):
                 picked = values.argmax(1) if kind == "chosen" else values.argmin(1)
-                for slot in sorted(set(range(len(values))) - set(found.constant)):
+                for slot in sorted(set(range(len(values))) - set(advantages.constant)):
                     index = slot * values.shape[1] + int(picked[slot]) - start
                     if index in videos:
                         name = f"rollout-{rollout:06d}-{slot:03d}-{kind}.mp4"

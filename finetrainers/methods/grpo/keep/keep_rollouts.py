@@ -1,4 +1,4 @@
-"""The best and the worst clips of some rollouts with their scores, for people, for trackers, and as preference pairs."""
+"""The best and the worst clips of some rollouts with their scores, for users, for trackers, and as preference pairs."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ from finetrainers.utils.files import read_jsonl, write_json_atomic, write_json_l
 from finetrainers.utils.video import slug, write_mp4
 
 from ..advantage import Advantages
-from ..prompts.plan import image_of
+from ..prompts.plan import image_record
 from ..prompts.prompts import Job
 
-_EVERY = 10  # rollouts, where a tracker shows them
+_EVERY = 10  # every tenth rollout, where a tracker displays them
 _CLIPS = "clips.jsonl"
 
 
 class RolloutKeeper:
-    """Writes clips of some rollouts to `step-N/`, N being a rollout's first optimizer step.
+    """A writer of some rollouts' clips to `step-N/`, N being a rollout's first optimizer step.
 
-    Of the first prompt `best.mp4` and `worst.mp4`, with several rewards also `best-REWARD.mp4` and `worst-REWARD.mp4`, unless
-    that clip has been written; `scores.json` tells of these. With `keep_rollouts` further clips of all prompts,
-    `prompt-P-rank-R.mp4`, 1 being the greatest advantage. `clips.jsonl` has a line for every clip, and `pairs.jsonl` above all
-    folders the preference pairs among them.
+    The first prompt gets `best.mp4` and `worst.mp4`, with several rewards also `best-REWARD.mp4` and
+    `worst-REWARD.mp4`, unless that clip has been written; `scores.json` lists these. With `keep_rollouts`, further
+    clips of all prompts are written as `prompt-P-rank-R.mp4`, 1 being the greatest advantage. `clips.jsonl` has a line
+    for every clip, and `pairs.jsonl` above all directories lists the preference pairs among them.
 
-    Clips are compared with those of their prompt alone: they often start from the same noise, and so do advantages. The only
-    clip of a prompt is its best one, and has no advantage.
+    Clips are compared with those of their prompt alone: they often start from equal noise, and so do advantages. The
+    only clip of a prompt is its best one, and has no advantage.
     """
 
     def __init__(self, config: TrainConfig, parallel: Any, *, fps: float) -> None:
         """Args:
-        config: of the run, which says how often and how many.
+        config: the run, with the number of clips and how often they are written.
         parallel: the processes of the run.
         fps: frame rate of the clips.
         """
         section = config.grpo
-        asked, self.count = section.keep_rollouts_every, section.keep_rollouts
+        interval, self.count = section.keep_rollouts_every, section.keep_rollouts
         self.folder = config.run.output_dir / "rollouts"
-        self.every = (_EVERY if config.run.report_to or self.count else 0) if asked is None else asked
+        self.every = (_EVERY if config.run.report_to or self.count else 0) if interval is None else interval
         self.updates = section.updates_per_rollout
         self.same_noise = section.init_same_noise
         self.seed = config.training.seed
         self.parallel = parallel
         self.fps = fps
-        self._lists_pairs = self.every > 0  # again, after a resume: clips of later steps have been set aside
+        self._lists_pairs = self.every > 0  # again after a resume: clips of later steps have been set aside
 
     def wants(self, job: Job) -> bool:
-        """Whether a clip may be written."""
+        """Return whether a clip may be written."""
         return self.every > 0 and job.rollout % self.every == 0 and (job.slot == 0 or self.count > 0)
 
-    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], scores: Scores, found: Advantages) -> None:
+    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], scores: Scores, advantages: Advantages) -> None:
         """Write the clips of a rollout, if it is due; all ranks call it.
 
         Args:
             jobs: this rank's clips.
-            videos: pixels by index of those that are wanted, and decoded by this process, `[T, H, W, C]` uint8 on the host.
-            scores: of all ranks' clips.
-            found: their advantages.
+            videos: pixels by index of clips that may be written and that this process has decoded, `[T, H, W, C]` uint8
+                on the host.
+            scores: scores of all ranks' clips.
+            advantages: advantages of all ranks' clips.
         """
         rollout = jobs[0].rollout
         is_due = self.every > 0 and rollout % self.every == 0
@@ -75,7 +76,7 @@ class RolloutKeeper:
         folder = self.folder / f"step-{step:06d}"
         try:
             if is_due:
-                rows = self._write(folder, jobs, videos, scores, found)
+                rows = self._write(folder, jobs, videos, scores, advantages)
         except Exception as caught:
             error = caught
         self.parallel.raise_if_any_failed(error, "writing clips of a rollout")
@@ -87,34 +88,34 @@ class RolloutKeeper:
         self._lists_pairs = False
 
     def _write(
-        self, folder: Path, jobs: Sequence[Job], videos: Mapping[int, Tensor], scores: Scores, found: Advantages
+        self, folder: Path, jobs: Sequence[Job], videos: Mapping[int, Tensor], scores: Scores, advantages: Advantages
     ) -> list[dict[str, Any]]:
-        """Write this rank's clips, and rank 0 `scores.json`; a row of `clips.jsonl` for each of the clips."""
-        start, size = self.parallel.data_rank * len(jobs), found.values.shape[1]
-        names, told = _of_first_prompt(scores, found)
-        known = {place for _, place in names}
-        for slot, ranking in enumerate(map(_ranked, found.values, found.failed)):
-            for rank in _kept_ranks(len(ranking), self.count):
+        """Write this rank's clips, and on rank 0 `scores.json`; return a row of `clips.jsonl` for each clip."""
+        start, size = self.parallel.data_rank * len(jobs), advantages.values.shape[1]
+        names, details = _name_first_prompt_clips(scores, advantages)
+        named = {place for _, place in names}
+        for slot, ranking in enumerate(map(_ranked, advantages.values, advantages.failed)):
+            for rank in _select_ranks(len(ranking), self.count):
                 place = slot * size + ranking[rank]
-                if place not in known:
+                if place not in named:
                     names["", place] = f"prompt-{slot:02d}-rank-{rank + 1:02d}.mp4"
         rows: dict[int, dict[str, Any]] = {}
         for (kind, place), name in names.items():
             index = place - start
             if index not in videos:
                 continue
-            job, numbers = jobs[index], _numbers(place, scores, found)
+            job, numbers = jobs[index], _numbers(place, scores, advantages)
             comment = _comment(job, kind, name, numbers, size)
             write_mp4(folder / name, videos[index].numpy(), fps=self.fps, comment=comment)
             rows.setdefault(place, self._row(job, numbers, name))
         if self.parallel.rank == 0:
-            of_all = {
+            overview = {
                 "rollout": jobs[0].rollout,
                 "prompt": jobs[0].prompt.text,
-                **image_of(jobs[0].prompt),
-                **told.pop(""),
+                **image_record(jobs[0].prompt),
+                **details.pop(""),
             }
-            write_json_atomic(folder / "scores.json", {**of_all, "heads": told} if told else of_all)
+            write_json_atomic(folder / "scores.json", {**overview, "heads": details} if details else overview)
         return [rows[place] for place in sorted(rows)]
 
     def _row(self, job: Job, numbers: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -123,17 +124,18 @@ class RolloutKeeper:
             "step": job.rollout * self.updates + 1,
             "slot": job.slot,
             "prompt": job.prompt.text,
-            **image_of(job.prompt),
+            **image_record(job.prompt),
             "clip": job.generation,
-            "seed": job.noise_seed(self.seed, "start", of_group=self.same_noise),
+            "seed": job.noise_seed(self.seed, "start", per_group=self.same_noise),
             **{key: numbers[key] for key in ("reward", "advantage") if key in numbers},
             "video": name,
         }
 
     def _list_pairs(self, step: int) -> None:
-        """Write `pairs.jsonl` of all rollouts up to a step: of each prompt the best clip and the worst, the second ones, ...
+        """Write `pairs.jsonl` of all rollouts up to a step.
 
-        Folders of later steps are of an earlier run in this directory.
+        It pairs each prompt's best clip with its worst, the second best with the second worst, and so on. Directories
+        of later steps are of an earlier run in this directory.
         """
         pairs = []
         paths = sorted(self.folder.glob(f"step-*/{_CLIPS}"))
@@ -147,7 +149,7 @@ class RolloutKeeper:
 
 
 def _pairs(rows: Sequence[Mapping[str, Any]], folder: str) -> Iterator[dict[str, Any]]:
-    """The preference pairs among the clips of a prompt; clips that are equally good are none."""
+    """Yield the preference pairs among the clips of a prompt; equally good clips form none."""
     if len(rows) == 1:
         return
     ordered = sorted(rows, key=lambda row: -row["advantage"])
@@ -157,55 +159,58 @@ def _pairs(rows: Sequence[Mapping[str, Any]], folder: str) -> Iterator[dict[str,
             yield {"prompt": chosen["prompt"], **names, "rollout": chosen["rollout"]}
 
 
-def _of_first_prompt(
-    scores: Scores, found: Advantages
+def _name_first_prompt_clips(
+    scores: Scores, advantages: Advantages
 ) -> tuple[dict[tuple[str, int], str], dict[str, dict[str, dict[str, Any]]]]:
-    """The file of the best and the worst clip by kind and place, and what is known of them by reward, in all by ``""``."""
-    size = found.values.shape[1]
+    """Return the files of the best and the worst clip by kind and place, and the facts of these clips.
+
+    The facts are by reward, and under ``""`` by advantage.
+    """
+    size = advantages.values.shape[1]
     by_head = {name: head.raw[:size] for name, head in scores.heads.items()} if len(scores.heads) > 1 else {}
-    chosen = {"": _extremes(found.values[0], found.failed[0])}
-    chosen |= {name: _extremes(raw, found.failed[0] | ~raw.isfinite()) for name, raw in by_head.items()}
+    chosen = {"": _extremes(advantages.values[0], advantages.failed[0])}
+    chosen |= {name: _extremes(raw, advantages.failed[0] | ~raw.isfinite()) for name, raw in by_head.items()}
     names: dict[tuple[str, int], str] = {}
-    told: dict[str, dict[str, dict[str, Any]]] = {}
+    details: dict[str, dict[str, dict[str, Any]]] = {}
     for head, places in chosen.items():
         for kind, place in places.items():
             name = names.setdefault((kind, place), f"{kind}{head and f'-{slug(head)}'}.mp4")
-            told.setdefault(head, {})[kind] = {**_numbers(place, scores, found), "video": name}
-    return names, told
+            details.setdefault(head, {})[kind] = {**_numbers(place, scores, advantages), "video": name}
+    return names, details
 
 
 def _ranked(values: Tensor, failed: Tensor) -> list[int]:
-    """The clips of a prompt that have scores, by falling advantage."""
+    """Return the clips of a prompt that have scores, by falling advantage."""
     order = values.argsort(descending=True, stable=True).tolist()
     return [clip for clip in order if not failed[clip]]
 
 
-def _kept_ranks(available: int, count: int) -> list[int]:
-    """So many ranks, half of them the first ones and half the last; of an odd number one more of the first."""
+def _select_ranks(available: int, count: int) -> list[int]:
+    """Return `count` ranks, half of them the first and half the last; an odd number has one more of the first."""
     best, worst = (count + 1) // 2, count // 2
     return sorted({*range(min(best, available)), *range(max(0, available - worst), available)})
 
 
 def _extremes(values: Tensor, failed: Tensor) -> dict[str, int]:
-    """The clips with the greatest and with the least value; of one clip only the best."""
+    """Return the clips with the greatest and the least value; for one clip only the best."""
     best = int(values.masked_fill(failed, -torch.inf).argmax())
     worst = int(values.masked_fill(failed, torch.inf).argmin())
     return {"best": best, "worst": worst} if len(values) > 1 else {"best": best}
 
 
-def _numbers(place: int, scores: Scores, found: Advantages) -> dict[str, Any]:
-    """What is known of a clip; places count over all prompts."""
-    slot, clip = divmod(place, found.values.shape[1])
+def _numbers(place: int, scores: Scores, advantages: Advantages) -> dict[str, Any]:
+    """Return the number, advantage and scores of a clip; places count over all prompts."""
+    slot, clip = divmod(place, advantages.values.shape[1])
     raw = {name: float(head.raw[place]) for name, head in scores.heads.items() if head.raw[place].isfinite()}
-    compared = {"advantage": float(found.values[slot][clip])} if found.values.shape[1] > 1 else {}
+    compared = {"advantage": float(advantages.values[slot][clip])} if advantages.values.shape[1] > 1 else {}
     return {"clip": clip, **compared, "reward": raw}
 
 
 def _comment(job: Job, kind: str, name: str, numbers: Mapping[str, Any], count: int) -> str:
-    """The prompt and the scores of a clip, for people."""
-    shown = ", ".join(f"{head} {score:.4g}" for head, score in numbers["reward"].items())
+    """Return the prompt and the scores of a clip as the comment of its file."""
+    scores = ", ".join(f"{head} {score:.4g}" for head, score in numbers["reward"].items())
     by = "" if not kind or name == f"{kind}.mp4" else f" by {name.removesuffix('.mp4').partition('-')[2]}"
     which = f"{kind} of {count}{by}" if kind else f"{int(name.removesuffix('.mp4').rpartition('-')[2])}. of {count}"
     compared = [which, f"advantage {numbers['advantage']:+.2f}"] if "advantage" in numbers else []
-    said = " | ".join([f"rollout {job.rollout}", *compared, shown])
-    return f"{' '.join(job.prompt.text.split())}\n{said}"
+    details = " | ".join([f"rollout {job.rollout}", *compared, scores])
+    return f"{' '.join(job.prompt.text.split())}\n{details}"

@@ -1,15 +1,15 @@
-"""Without replay: which gradients, or graphs, of a rollout's clips a process stores, as few as the advantages allow. Imports no torch.
+"""Storage plan without replay: the fewest gradients or graphs of a rollout's clips that suffice. Imports no torch.
 
-A clip's gradient G_i, of the sum of its transitions' log-densities, is there when the clip has been sampled. Its advantage
-A_i is known once all clips of its prompt are scored. What is wanted is sum_i A_i G_i.
+A clip's gradient G_i, of the sum of its transitions' log-densities, is known when the clip has been sampled. Its
+advantage A_i is known once all clips of its prompt are scored. The goal is sum_i A_i G_i.
 
     sums      A_i = a + sum_k b_k r_ik, with a and b_k known later: sum_i G_i and sum_i r_ik G_i suffice, whatever the
               number of clips. This holds for every normalization of scores as long as no advantage is clipped.
     extremes  best-of-n: the n/2 best and the n/2 worst clips so far. A clip that has fallen out of them never returns.
     clips     every clip, where an advantage may be clipped or is not known to follow a single score.
 
-With `retain` the graphs of a clip's transitions wait instead of its gradient, and only those of clips that are trained go
-backward. Graphs cannot be summed up; otherwise the same holds for them.
+With `retain`, the graphs of a clip's transitions are stored instead of its gradient, and backward passes run only for
+trained clips. `extremes` and `clips` also apply to graphs; `sums` does not, because graphs cannot be summed up.
 """
 
 from __future__ import annotations
@@ -30,87 +30,87 @@ Stored = Literal["sums", "extremes", "clips"]
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """What is stored of the gradients of a prompt's clips.
+    """Storage of the gradients of a prompt's clips.
 
     Attributes:
         stored: see the module.
-        most: gradients, or clips with graphs, at most, of one prompt.
-        early: whether they become one gradient once all clips of the prompt are scored: other prompts do not matter.
+        max_stored: largest number of gradients, or of clips with graphs, stored for one prompt.
+        early: whether they become one gradient once all clips of the prompt are scored, whatever other prompts do.
         size: clips of a prompt.
         retains: whether graphs are stored, and not gradients.
     """
 
     stored: Stored
-    most: int
+    max_stored: int
     early: bool
     size: int
     retains: bool = False
 
-    def of_group(self, clips: int) -> int:
-        """Gradients stored at most for so many clips of one prompt on a process."""
-        return min(clips, self.most)
+    def max_stored_for(self, clips: int) -> int:
+        """Return the largest number of gradients stored for `clips` clips of one prompt on a process."""
+        return min(clips, self.max_stored)
 
     def peak(self, share: int, data_size: int) -> int:
-        """Gradients that a process stores at most, where it stores no graphs.
+        """Return the largest number of gradients that a process stores, where it stores no graphs.
 
         Args:
             share: clips that each process samples.
-            data_size: how many processes have clips of their own.
+            data_size: number of processes with different clips.
         """
-        return max(self._peak_of(range(rank * share, (rank + 1) * share)) for rank in range(data_size))
+        return max(self._process_peak(range(rank * share, (rank + 1) * share)) for rank in range(data_size))
 
-    def _peak_of(self, clips: range) -> int:
-        most = stored = 0
+    def _process_peak(self, clips: range) -> int:
+        peak = stored = 0
         summed = False
-        for group in groups_of(clips, self.size):
-            stored += self.of_group(len(group))
-            most = max(most, stored)
+        for group in split_by_prompt(clips, self.size):
+            stored += self.max_stored_for(len(group))
+            peak = max(peak, stored)
             if self.early and len(group) == self.size:
-                stored -= self.of_group(len(group)) - (not summed)
+                stored -= self.max_stored_for(len(group)) - (not summed)
                 summed = True
-        return most
+        return peak
 
     def clips_with_graphs(self, share: int, data_size: int, *, batch: int) -> tuple[int, int]:
-        """Clips of a process that wait with their graphs: at most, and at most when some go backward.
+        """Return how many clips of a process wait with their graphs: at most, and at most in a backward pass.
 
         Args:
             share: clips that each process samples.
-            data_size: how many processes have clips of their own.
+            data_size: number of processes with different clips.
             batch: clips that are sampled before they are scored.
         """
-        found = [self._with_graphs(range(rank * share, (rank + 1) * share), batch) for rank in range(data_size)]
-        return max(most for most, _ in found), max(backward for _, backward in found)
+        counts = [self._count_graphs(range(rank * share, (rank + 1) * share), batch) for rank in range(data_size)]
+        return max(sampled for sampled, _ in counts), max(backward for _, backward in counts)
 
-    def _with_graphs(self, clips: range, batch: int) -> tuple[int, int]:
+    def _count_graphs(self, clips: range, batch: int) -> tuple[int, int]:
         sampled = waiting = backward = 0
         by_group: dict[int, int] = {}
-        whole = {group.start // self.size for group in groups_of(clips, self.size) if len(group) == self.size}
+        complete = {group.start // self.size for group in split_by_prompt(clips, self.size) if len(group) == self.size}
         for clip in clips:
             if (clip - clips.start) % batch == 0:
                 sampled = max(sampled, waiting + min(batch, clips.stop - clip))
             slot = clip // self.size
             before = by_group.get(slot, 0)
-            by_group[slot] = min(before + 1, self.most)
+            by_group[slot] = min(before + 1, self.max_stored)
             waiting += by_group[slot] - before
-            if self.early and slot in whole and (clip + 1) % self.size == 0:
+            if self.early and slot in complete and (clip + 1) % self.size == 0:
                 backward = max(backward, waiting)
                 waiting -= by_group.pop(slot)
         return sampled, max(backward, waiting)
 
 
-def groups_of(clips: range, size: int) -> Iterator[range]:
-    """Of consecutive clips of a rollout those of each prompt, a prompt having `size`."""
+def split_by_prompt(clips: range, size: int) -> Iterator[range]:
+    """Yield the clips of each prompt among consecutive clips of a rollout; a prompt has `size` clips."""
     for slot in range(clips.start // size, -(-clips.stop // size)):
         yield range(max(clips.start, slot * size), min(clips.stop, (slot + 1) * size))
 
 
 def learns_in_rollout(config: TrainConfig) -> bool:
-    """Whether transitions are not replayed: the rollout has the gradient."""
+    """Return whether the rollout takes the gradient, so that transitions are not replayed."""
     return config.training.method == "grpo" and config.grpo.rollout_gradients in ("reweight", "retain")
 
 
 def plan_gradients(config: TrainConfig) -> GradientPlan:
-    """What needs the least memory for the configured advantages."""
+    """Return the plan that needs the least memory for the configured advantages."""
     section = config.grpo
     size, retains = section.num_generations, section.rollout_gradients == "retain"
     scores = sum(entry.weight != 0 for entry in section.reward)
@@ -118,24 +118,24 @@ def plan_gradients(config: TrainConfig) -> GradientPlan:
         scores = 1
     # The largest distance from the mean, in standard deviations, that one of `size` numbers can have.
     farthest = (size - 1) / math.sqrt(size) if section.advantage_correction else math.sqrt(size - 1)
-    of_group = section.advantage != "global_std" and section.reward_combination != "gdpo"
-    never_clipped = section.advantage == "group_std" and of_group and farthest <= section.advantage_clip
-    # Processes that share clips score them each, and a reward need not say the same twice.
-    alone = config.parallel.sp_size == 1
+    within_group = section.advantage != "global_std" and section.reward_combination != "gdpo"
+    never_clipped = section.advantage == "group_std" and within_group and farthest <= section.advantage_clip
+    # Processes that share clips score them each, and a reward need not give equal scores twice.
+    scored_once = config.parallel.sp_size == 1
     stored: Stored = "clips"
-    most = size
-    if never_clipped and alone:
+    max_stored = size
+    if never_clipped and scored_once:
         if section.best_of_n is None and not retains:
-            stored, most = "sums", 1 + scores
+            stored, max_stored = "sums", 1 + scores
         elif section.best_of_n is not None and scores == 1:
-            stored, most = "extremes", section.best_of_n
+            stored, max_stored = "extremes", section.best_of_n
     # Where processes gather weights for each other, they go backward equally often, which they agree on at the end.
-    early = of_group and alone and not (retains and with_launcher(config.parallel).fsdp is not None)
-    return GradientPlan(stored, most, early=early, size=size, retains=retains)
+    early = within_group and scored_once and not (retains and with_launcher(config.parallel).fsdp is not None)
+    return GradientPlan(stored, max_stored, early=early, size=size, retains=retains)
 
 
 def passes(config: TrainConfig) -> tuple[float, float]:
-    """Of a clip, on average: forward passes of sampling and of replay, and transitions that go backward."""
+    """Return the average forward passes of a clip, of sampling and replay, and its transitions that go backward."""
     section = config.grpo
     trained = trained_steps(section) * (section.best_of_n or section.num_generations) / section.num_generations
     backward = trained_steps(section) if section.rollout_gradients == "reweight" else trained
@@ -144,7 +144,10 @@ def passes(config: TrainConfig) -> tuple[float, float]:
 
 
 def waiting_memory(config: TrainConfig) -> MethodMemory:
-    """Without replay: gradients or graphs that wait for advantages, and those of the batch that is sampled; clip by clip."""
+    """Return the memory without replay, clips passing one by one.
+
+    It holds gradients or graphs that wait for advantages, and those of the batch that is sampled.
+    """
     section, batch = config.grpo, config.dataloader.batch_size
     data_size = config.parallel.data_size(launched_processes())
     share, plan = sampled_clips(config), plan_gradients(config)
@@ -158,15 +161,18 @@ def waiting_memory(config: TrainConfig) -> MethodMemory:
             0.0, 0.0, batch_size=branches, gradients=before, gradients_in_backward=1 - before, waiting_calls=calls
         )
     waiting = min(plan.peak(share, data_size), share - batch)
-    of_batch = batch if trained_steps(section) > 1 else batch - 1  # without the one that is computed
+    batch_gradients = batch if trained_steps(section) > 1 else batch - 1  # without the gradient that is computed
     on_host = waiting if section.offload_trajectory else 0
     return MethodMemory(
-        0.0, 0.0, batch_size=branches, gradients=waiting - on_host + of_batch, gradients_on_host=on_host
+        0.0, 0.0, batch_size=branches, gradients=waiting - on_host + batch_gradients, gradients_on_host=on_host
     )
 
 
 def steps_with_graphs(config: TrainConfig) -> int:
-    """Steps of a clip that leave graphs: those that are trained, and where processes wait for each other those of any clip."""
+    """Return the number of a clip's steps that leave graphs: the trained ones.
+
+    Where processes wait for each other, steps at which any process trains a clip count as well.
+    """
     section, trained = config.grpo, trained_steps(config.grpo)
     differ = section.window_per_prompt or section.timestep_fraction < 1
     if differ and with_launcher(config.parallel).fsdp is not None:
@@ -175,6 +181,6 @@ def steps_with_graphs(config: TrainConfig) -> int:
 
 
 def sampled_clips(config: TrainConfig) -> int:
-    """Clips that a process samples in a rollout."""
+    """Return the number of clips that a process samples in a rollout."""
     processes = config.parallel.data_size(launched_processes())
     return math.ceil(config.grpo.prompts_per_step * config.grpo.num_generations / processes)

@@ -1,4 +1,4 @@
-"""Without replay: what is stored of the clips of one prompt until their advantages are known. See `gradient_plan`."""
+"""Storage for the gradients or graphs of one prompt's clips until their advantages are known; see `gradient_plan`."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from .gradient_plan import GradientPlan
 
 T = TypeVar("T")
 
-#: One tensor for each trained weight that the loss depends on, in fp32.
+#: One fp32 tensor for each trainable tensor that the loss depends on.
 Gradient = list[Tensor]
 
-#: Advantages follow scores to this share of the largest; a larger error means that they are not what was planned for.
-_FOLLOWS = 1e-6
+#: Largest error of advantages computed from scores, as a share of the largest; beyond it the plan is wrong.
+_TOLERANCE = 1e-6
 
 
 class GroupClips(Generic[T]):
-    """What is stored of each clip, by clip, of all of them or of the best and the worst so far."""
+    """Gradients or graphs of one prompt's clips, by clip: of all of them, or of the best and the worst so far."""
 
     def __init__(self, plan: GradientPlan, clips: int) -> None:
         """Args:
-        plan: what to store.
-        clips: of the prompt on this process.
+        plan: decides which clips are stored.
+        clips: number of the prompt's clips on this process.
         """
-        self.keeps = plan.stored if plan.of_group(clips) < clips else "clips"
-        self.most = plan.most
+        self.keeps = plan.stored if plan.max_stored_for(clips) < clips else "clips"
+        self.max_stored = plan.max_stored
         self.scores: dict[int, tuple[float, ...]] = {}  # by clip
         self.stored: dict[int, T] = {}  # by clip; with `sums`, by the number of the sum
 
-    def add(self, clip: int, found: T, scores: tuple[float, ...]) -> None:
-        """Take what is to be stored of a clip; scores are those that its advantage follows."""
+    def add(self, clip: int, payload: T, scores: tuple[float, ...]) -> None:
+        """Store the payload of a clip; its advantage depends on `scores`."""
         self.scores[clip] = scores
-        self.stored[clip] = found
-        if self.keeps == "extremes" and len(self.stored) > self.most:
-            ranked = sorted(self.stored, key=lambda one: (self.scores[one], one))
-            del self.stored[ranked[self.most // 2]]
+        self.stored[clip] = payload
+        if self.keeps == "extremes" and len(self.stored) > self.max_stored:
+            ranked = sorted(self.stored, key=lambda index: (self.scores[index], index))
+            del self.stored[ranked[self.max_stored // 2]]
 
-    def selected(self, advantages: Mapping[int, float]) -> dict[int, T]:
-        """What is stored of the clips whose advantage is not 0; the rest is dropped.
+    def pop_selected(self, advantages: Mapping[int, float]) -> dict[int, T]:
+        """Return the payloads of the clips whose advantage is not 0, and drop the others.
 
         Raises:
-            ValueError: the advantages are of clips of which nothing is stored any more.
+            ValueError: clips with an advantage are not stored any more.
         """
         stored, self.stored = self.stored, {}
-        wanted = [clip for clip, advantage in advantages.items() if advantage]
-        lost = [clip for clip in wanted if clip not in stored]
+        trained = [clip for clip, advantage in advantages.items() if advantage]
+        lost = [clip for clip in trained if clip not in stored]
         if lost:
             raise ValueError(f"the gradients of clips {lost} are wanted and gone")
-        return {clip: stored[clip] for clip in wanted}
+        return {clip: stored[clip] for clip in trained}
 
 
 class GroupGradients(GroupClips[Gradient]):
-    """Gradients of clips, or of sums of them."""
+    """Gradients of clips, or weighted sums of them."""
 
-    def add(self, clip: int, found: Gradient, scores: tuple[float, ...]) -> None:
-        """Take a clip's gradient, which belongs to this object from now on; scores are those that its advantage follows."""
+    def add(self, clip: int, gradient: Gradient, scores: tuple[float, ...]) -> None:
+        """Store or add a clip's gradient, which this object owns from now on; its advantage depends on `scores`."""
         if self.keeps != "sums":
-            super().add(clip, found, scores)
+            super().add(clip, gradient, scores)
             return
         self.scores[clip] = scores
-        # Relative to the first clip's: scores may lie far from 0 and close together.
+        # Relative to the first clip's scores, since scores may lie far from 0 and close together.
         row = self._relative(clip)
         for number, factor in enumerate(row[1:], start=1):
             if factor:
-                add_to(self.stored, number, found, factor)
-        add_to(self.stored, 0, found, 1.0)
+                add_to(self.stored, number, gradient, factor)
+        add_to(self.stored, 0, gradient, 1.0)
 
-    def combined(self, advantages: Mapping[int, float]) -> Gradient | None:
-        """The sum of advantage times gradient over the given clips; what is stored is used up. None: all of them are 0.
+    def pop_combined(self, advantages: Mapping[int, float]) -> Gradient | None:
+        """Return the sum of advantage times gradient over clips, or None if all advantages are 0; empty the storage.
 
         Raises:
             ValueError: the advantages do not follow the scores, or are of clips whose gradients are gone.
@@ -82,32 +82,32 @@ class GroupGradients(GroupClips[Gradient]):
         factors: Mapping[int, float] = advantages
         if self.keeps == "sums":
             factors = {key: factor for key, factor in self._factors(advantages).items() if key in self.stored}
-        found, total = self.selected(factors), dict[int, Gradient]()
-        for key in list(found):
-            gradient = found.pop(key)
+        gradients, total = self.pop_selected(factors), dict[int, Gradient]()
+        for key in list(gradients):
+            gradient = gradients.pop(key)
             torch._foreach_mul_(gradient, factors[key])
             add_to(total, 0, gradient, 1.0)
         return total[0]
 
     def _relative(self, clip: int) -> list[float]:
-        """1 and the clip's scores less those of the first clip."""
+        """Return 1 and the clip's scores less those of the first clip."""
         first = next(iter(self.scores.values()))
         return [1.0, *(score - start for score, start in zip(self.scores[clip], first, strict=True))]
 
     def _factors(self, advantages: Mapping[int, float]) -> dict[int, float]:
-        """The factor of every sum, from advantages that are a constant plus multiples of scores."""
+        """Return the factor of every sum, from advantages that are a constant plus multiples of scores."""
         table = torch.tensor([self._relative(clip) for clip in self.scores], dtype=torch.float64)
-        wanted = torch.tensor([advantages.get(clip, 0.0) for clip in self.scores], dtype=torch.float64)
+        targets = torch.tensor([advantages.get(clip, 0.0) for clip in self.scores], dtype=torch.float64)
         scale = table.abs().amax(0).clamp_min(torch.finfo(torch.float64).tiny)
-        found = torch.linalg.lstsq(table / scale, wanted[:, None], driver="gelsd").solution[:, 0]
-        error = float(((table / scale) @ found - wanted).abs().max())
-        if error > _FOLLOWS * float(wanted.abs().max()):
+        solution = torch.linalg.lstsq(table / scale, targets[:, None], driver="gelsd").solution[:, 0]
+        error = float(((table / scale) @ solution - targets).abs().max())
+        if error > _TOLERANCE * float(targets.abs().max()):
             raise ValueError(f"advantages do not follow the scores: they are off by {error:.2g}")
-        return dict(enumerate((found / scale).tolist()))
+        return dict(enumerate((solution / scale).tolist()))
 
 
 def add_to(sums: dict[int, Gradient], key: int, gradient: Gradient, factor: float) -> None:
-    """Add to a sum in place; the first gradient becomes the sum where it comes unchanged."""
+    """Add a scaled gradient to a sum in place; a first gradient with factor 1 becomes the sum itself."""
     if key in sums:
         torch._foreach_add_(sums[key], gradient, alpha=factor)
     else:

@@ -20,22 +20,22 @@ from finetrainers.data.loading.text_conditioning import cache_directory
 from finetrainers.models.spec import MOMENTS, Batch, Conditions, ModelSpec, Parts, VAEStats, VideoMeta, tiled_for_memory
 from finetrainers.parallel.ranks import Ranks
 
-#: What a given image is to the network: `Conditions.extra` and `Conditions.start`.
-Given: TypeAlias = tuple[Mapping[str, Tensor], Tensor | None]
+#: Inputs of the network for a conditioning image: `Conditions.extra` and `Conditions.start`.
+ImageInputs: TypeAlias = tuple[Mapping[str, Tensor], Tensor | None]
 #: Images that are stored in memory as pixels, for rewards that compare with them.
-_PICTURES = 64
+_CACHED_IMAGES = 64
 
 
 @dataclass(frozen=True)
 class ImageConditioning:
-    """What the network is told of images of one size.
+    """Conditioning of the network on images of one size.
 
-    Every clip of a prompt is sampled from the mean of the VAE's distribution, without the noise that training on clips may
-    add, so from the same latents.
+    Every clip of a prompt is sampled from the mean of the VAE's distribution, without the noise that training on clips
+    may add, so from equal latents.
 
     Attributes:
-        keys: of the cache, which has every image.
-        spec: of the model.
+        keys: keys of the cache, which has every image.
+        spec: the model.
         vae_stats: normalization constants of its VAE.
         frames: `(T, H, W)` of a clip's latents as the network denoises them.
     """
@@ -45,8 +45,8 @@ class ImageConditioning:
     vae_stats: VAEStats
     frames: tuple[int, int, int]
 
-    def of(self, image: Picture) -> Given:
-        """One image's.
+    def network_inputs(self, image: Picture) -> ImageInputs:
+        """Return the network's inputs for one image.
 
         Raises:
             CacheError: its entry has gone.
@@ -59,10 +59,10 @@ class ImageConditioning:
             )
         moments = entry[MOMENTS]
         rest = {name: tensor for name, tensor in entry.items() if name != MOMENTS}
-        given = Batch(moments, Conditions({}), VideoMeta(fps=torch.ones(1)), [(0, 0)], rest)
+        batch = Batch(moments, Conditions({}), VideoMeta(fps=torch.ones(1)), [(0, 0)], rest)
         latents = self.spec.latents(moments, None, self.vae_stats)
         clip = torch.zeros(1, latents.shape[1], *self.frames)
-        meta, trained = self.spec.condition(given, clip, [(0,)], self.vae_stats)
+        meta, trained = self.spec.condition(batch, clip, [(0,)], self.vae_stats)
         return meta.extra, None if trained is None else latents
 
 
@@ -70,32 +70,32 @@ def encode_images(
     images: Sequence[Picture], size: tuple[int, int, int], config: TrainConfig, *,
     spec: ModelSpec, parallel: Ranks, keys: CacheKeys, clip_encoders: Parts,
 ) -> ImageConditioning:  # fmt: skip
-    """Encode the images that clips of a size start from and that the cache does not have, by each rank a share."""
+    """Encode the images, for clips of a size, that the cache does not have; each rank encodes a share."""
     identity = model_fingerprint(clip_encoders.modules, tiling=bool(config.model.enable_tiling))
     vae = EncoderEntry(identity, spec.clip_version)
     keys = replace(keys, vae=vae, tiled=spec.tiles_by_size, tiled_late=partial(tiled_for_memory, spec))
     keys.cache.hold()
-    mine = sorted(set(images))[parallel.rank :: parallel.world_size]
+    own_images = sorted(set(images))[parallel.rank :: parallel.world_size]
     with parallel.raise_on_all_ranks("encoding the images of prompts"):
-        keys.digests.learn([image.path for image in mine])
-        by_key = {keys.image(image): image for image in mine}
+        keys.digests.learn([image.path for image in own_images])
+        by_key = {keys.image(image): image for image in own_images}
         for key in keys.cache.missing(by_key):
             pixels = keys.picture(by_key[key])
             entry = spec.encode_clip(clip_encoders, pixels[None, :, None], None)
             keys.cache.put(key, {n: t.cpu() for n, t in entry.items()}, keys.about_image(by_key[key]))
-    keys.digests.refresh()  # other ranks have learnt theirs
+    keys.digests.refresh()  # other ranks have computed theirs
     if parallel.rank == 0:
         remember_model(cache_directory(config), config.model, "vae", vae)
     frames = spec.facts.geometry.denoised_shape(*size)
     return ImageConditioning(keys, spec, spec.vae_stats(clip_encoders["vae"]), frames)
 
 
-class Pictures:
-    """The images as rewards see them, in the size of the clips."""
+class RewardImages:
+    """The prompts' images for rewards, in the size of the clips."""
 
     def __init__(self, keys: CacheKeys) -> None:
-        self._read = lru_cache(maxsize=_PICTURES)(keys.picture)
+        self._read = lru_cache(maxsize=_CACHED_IMAGES)(keys.picture)
 
     def __call__(self, images: Sequence[Picture]) -> Tensor:
-        """`[B, 3, H, W]` fp32 in [0, 1] on the host."""
+        """Return images `[B, 3, H, W]` fp32 in [0, 1] on the host."""
         return torch.stack([self._read(image) for image in images]).float() / 255

@@ -1,4 +1,4 @@
-"""What reward finetuning works on, known before a weight is loaded: prompts. Imports no torch."""
+"""The prompts of reward finetuning, planned before any weights are loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class PromptPlan:
     """The prompts of a run; see `WorkPlan`.
 
     Attributes:
-        prompts: to be trained on.
-        eval_prompts: to be evaluated on.
-        size: of every clip, frames x height x width.
-        num_tokens: video tokens of a clip, by which some schedules shift noise levels.
+        prompts: prompts to train on.
+        eval_prompts: prompts to evaluate on.
+        size: size of every clip, frames x height x width.
+        num_tokens: video tokens of a clip, which shift the noise levels of some schedules.
         fps: frame rate at which rewards see the clips.
         guided: whether clips are sampled with guidance, which needs the empty prompt.
         empty: the encoded empty prompt, if it came with encoded prompts.
@@ -55,11 +55,11 @@ class PromptPlan:
     encodes_clips = False
     texts = "prompts"
     size_option = "rollout_size"
-    rates = ()  # clips are sampled at the model's own
+    rates = ()  # clips are sampled at the model's own frame rate
 
     @property
     def count(self) -> int:
-        """How many prompts are trained on."""
+        """Number of prompts that are trained on."""
         return len(self.prompts)
 
     @property
@@ -73,25 +73,25 @@ class PromptPlan:
         return (self.size,)
 
     def heaviest(self, config: TrainConfig) -> tuple[tuple[int, int, int], int]:
-        """Size and number of clips of the largest micro-batch."""
+        """Return the size and the number of clips of the largest micro-batch."""
         return self.size, config.dataloader.batch_size
 
     @property
     def images(self) -> tuple[Path, ...]:
-        """The images that clips are sampled from."""
+        """Images that clips are sampled from."""
         return tuple(prompt.image for prompt in (*self.prompts, *self.eval_prompts) if prompt.image is not None)
 
     def picture(self, prompt: Prompt) -> Picture | None:
-        """The image of a prompt in the size of the clips."""
+        """Return the image of a prompt in the size of the clips, or None if it has none."""
         return None if prompt.image is None else Picture(prompt.image, self.size[1:])
 
     def shown_texts(self) -> list[tuple[str, Shown]]:
-        """The same with the image that each is encoded with, where text encoders see images."""
+        """Return the prompts with the image that each is encoded with, where text encoders see images."""
         prompts = [prompt for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
         return [(prompt.text, image) for prompt in prompts if (image := self.picture(prompt)) is not None]
 
     def all_captions(self) -> list[str]:
-        """The prompts that are not given as tensors."""
+        """Return the prompts that are not read as tensors."""
         return [prompt.text for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
 
     @property
@@ -100,22 +100,23 @@ class PromptPlan:
         return bool(self.all_captions()) or (self.guided and self.empty is None)
 
     def encoded_clips(self) -> tuple[()]:
-        """None: clips are sampled."""
+        """Return nothing: clips are sampled."""
         return ()
 
     def step_of(self, config: TrainConfig) -> str:
-        """Clips of an optimizer step, and the rollouts that they come from."""
+        """Return a description of the clips of an optimizer step and the rollouts that they come from."""
         section = config.grpo
-        prompts, size, kept = section.prompts_per_step, section.num_generations, section.best_of_n
-        clips = prompts * (kept or size) / section.updates_per_rollout
-        best = f", of which {kept} are trained on" if kept else ""
+        prompts, size, selected = section.prompts_per_step, section.num_generations, section.best_of_n
+        clips = prompts * (selected or size) / section.updates_per_rollout
+        best = f", of which {selected} are trained on" if selected else ""
         return (
-            f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {plural(size, 'clip')}{best}, "
-            f"{plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per {config.parallel.unit}"
+            f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {plural(size, 'clip')}"
+            f"{best}, {plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per "
+            f"{config.parallel.unit}"
         )
 
     def table(self) -> list[tuple[str, ...]]:
-        """For printing: how many prompts, and the size of the clips."""
+        """Return rows for printing: the numbers of prompts, and the size of the clips."""
         size = "x".join(map(str, self.size))
         return [
             ("trained on", "evaluated", "size of clips", "fps"),
@@ -125,26 +126,27 @@ class PromptPlan:
     def write(self, path: Path) -> None:
         """Write the prompts, one JSON object a line."""
         kinds = [(prompt, "train") for prompt in self.prompts] + [(prompt, "eval") for prompt in self.eval_prompts]
-        rows = [{"prompt": p.text, **image_of(p), "use": use, "from": p.where} for p, use in kinds]
+        rows = [{"prompt": p.text, **image_record(p), "use": use, "from": p.where} for p, use in kinds]
         write_text_atomic(path, "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n")
 
 
-def image_of(prompt: Prompt) -> dict[str, str]:
-    """A prompt's image, for a record of it; nothing where there is none."""
+def image_record(prompt: Prompt) -> dict[str, str]:
+    """Return the image of a prompt for a record of it; empty if it has none."""
     return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image)}
 
 
 def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
-    """Why a checkpoint cannot be given the prompts' images, or needs some."""
+    """Yield why a checkpoint cannot take the prompts' images, or needs images that they lack."""
     for option, prompts in (("--prompts", plan.prompts), ("--eval_prompts", plan.eval_prompts)):
         without = [prompt.where for prompt in prompts if prompt.image is None]
-        shown = f"{', '.join(without[:_SHOWN])}{f' and {len(without) - _SHOWN} more' if len(without) > _SHOWN else ''}"
+        more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
+        examples = f"{', '.join(without[:_SHOWN])}{more}"
         if without and facts.needs_image:
             yield Problem(
-                option, f"this checkpoint animates an image; give one with each prompt ({_HOW}): {shown} without"
+                option, f"this checkpoint animates an image; give one with each prompt ({_HOW}): {examples} without"
             )
         elif without and plan.images and facts.first_frame == "tokens":
-            yield Problem(option, f"either all prompts bring an image or none does ({_HOW}): {shown} without")
+            yield Problem(option, f"either all prompts bring an image or none does ({_HOW}): {examples} without")
         elif len(without) < len(prompts) and facts.first_frame == "none":
             yield Problem(
                 option, "this checkpoint takes no first frame; remove the images, or train an image-to-video one"
@@ -157,7 +159,7 @@ def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
 
 
 def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
-    """The plan of the configured prompts; None where none are named, or no size is.
+    """Return the plan of the configured prompts, or None if no prompts are named or no size is.
 
     Raises:
         DataError: a file cannot be read or holds no prompts.
@@ -167,16 +169,16 @@ def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:
         return None
     train = read_prompts(section.prompts)
     held_out = config.validation.eval_prompts
-    held = read_prompts(held_out) if held_out is not None else None
+    eval_file = read_prompts(held_out) if held_out is not None else None
     return PromptPlan(
         prompts=train.prompts,
-        eval_prompts=held.prompts if held else (),
+        eval_prompts=eval_file.prompts if eval_file else (),
         size=section.rollout_size,
         num_tokens=geometry.num_tokens(*section.rollout_size),
         fps=section.reward_fps or geometry.fps,
         fingerprint=train.fingerprint,
-        warnings=train.warnings + (held.warnings if held else ()),
-        notes=train.notes + (held.notes if held else ()),
+        warnings=train.warnings + (eval_file.warnings if eval_file else ()),
+        notes=train.notes + (eval_file.notes if eval_file else ()),
         guided=section.rollout_cfg != 1.0,
         empty=train.empty,
     )

@@ -1,4 +1,4 @@
-"""Encoded prompts as files that other trainers read: the layout of DanceGRPO's preprocessing, which `prompts` reads back."""
+"""Files of encoded prompts in the layout of DanceGRPO's preprocessing, which other trainers and `prompts` read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTION = "--prompt_embeddings_dir"
 
 
 def check_embeddings(plan: PromptPlan, *, writes: bool, spec: ModelSpec) -> None:
-    """Check that the family reads prompts that were encoded elsewhere, and writes them, where it has to.
+    """Check that the family reads prompts that were encoded elsewhere, and writes them if it has to.
 
     Raises:
         ConfigError: it has no such format, or the prompts to be written are encoded already.
@@ -42,17 +42,17 @@ def check_embeddings(plan: PromptPlan, *, writes: bool, spec: ModelSpec) -> None
 def embeddings_writer(
     folder: Path, plan: PromptPlan, *, spec: ModelSpec, parallel: Any
 ) -> Callable[[TextConditioning], None]:
-    """Return what writes the training prompts into a folder once they are encoded; all ranks call it, and share the work."""
+    """Return a function that writes encoded training prompts into a directory; all ranks call it to share the work."""
 
     def write(texts: TextConditioning) -> None:
         with parallel.raise_on_all_ranks(f"writing {_OPTION}"):
             for number in range(parallel.rank, len(plan.prompts), parallel.world_size):
                 prompt = plan.prompts[number]
-                shown = plan.picture(prompt) if texts.keys.texts_see_images else None
-                _write(folder, f"{number}.pt", prompt, texts, texts.keys.text(prompt.text, shown), spec)
+                image = plan.picture(prompt) if texts.keys.texts_see_images else None
+                _write(folder, f"{number}.pt", prompt, texts, texts.keys.text(prompt.text, image), spec)
             if parallel.rank == 0:
                 _write(folder, EMPTY_FILE, Prompt("", ""), texts, texts.keys.text(""), spec)
-        if parallel.rank == 0:  # the others have written theirs, or have failed here, too
+        if parallel.rank == 0:  # the others have written theirs; if one failed, all ranks have raised
             rows = [
                 {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text, **_image(prompt)}
                 for number, prompt in enumerate(plan.prompts)
@@ -63,14 +63,12 @@ def embeddings_writer(
 
 
 def _image(prompt: Prompt) -> dict[str, str]:
-    """The prompt's image, under a name that does not depend on where the list is."""
+    """Return the prompt's image, if any, under a name that does not depend on the directory of the list."""
     return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image.resolve())}
 
 
-def _write(
-    folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key: str, spec: ModelSpec
-) -> None:  # fmt: skip
-    """Write a prompt's two files; the cache has it under the key."""
+def _write(folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key: str, spec: ModelSpec) -> None:
+    """Write a prompt's two files from its cache entry."""
     cache = texts.keys.cache
     entry = cache.get(key)
     if entry is None:

@@ -22,15 +22,15 @@ from finetrainers.utils.text import plural, printable, quoted
 if TYPE_CHECKING:
     import torch
 
-#: Keys under which a line of JSON may hold its prompt.
+#: Keys that may hold the prompt in a line of JSON.
 TEXT_KEYS = ("prompt", "caption", "text")
 #: The key of the image that a prompt's clips start from.
 IMAGE_KEY = "image"
-#: Keys of an entry of DanceGRPO's `videos2caption.json`; each file lies in the folder beside it that is named second.
+#: Keys of an entry of DanceGRPO's `videos2caption.json`, and the directories beside it that hold their files.
 ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
-#: The file itself, as DanceGRPO's preprocessing names it.
+#: The list itself, as DanceGRPO's preprocessing names it.
 ENCODED_LIST = "videos2caption.json"
-#: The file of the empty prompt in these folders, which guidance needs; the list does not name it.
+#: The file of the empty prompt in these directories, which guidance needs; the list does not name it.
 EMPTY_FILE = "empty_prompt.pt"
 
 _SHOWN = 3  # repeated prompts named in a warning
@@ -40,9 +40,9 @@ _SHOWN = 3  # repeated prompts named in a warning
 class Prompt:
     """One prompt, and where it was written (`prompts.txt line 3`).
 
-    `embedding` and `mask` are the files of a prompt that DanceGRPO's preprocessing has encoded: `[257, 4096]`, the pooled
-    embedding in its first row, and the mask of the others. Either all prompts of a file have them or none. `image` is what
-    all clips of the prompt start from.
+    `embedding` and `mask` are the files of a prompt that DanceGRPO's preprocessing has encoded: `[257, 4096]`, the
+    pooled embedding in its first row, and the mask of the others. Either all prompts of a file have them or none.
+    `image` is the image that all clips of the prompt start from.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def name(self) -> tuple[str, Path | None]:
-        """What makes it another prompt than others."""
+        """Text and image, which distinguish it from other prompts."""
         return self.text, self.image
 
 
@@ -63,9 +63,10 @@ class PromptFile:
 
     Attributes:
         prompts: in the order of the file, repeated ones included.
-        fingerprint: hex digest that changes with any text, their order, and the names and sizes of embeddings and images.
-        notes: what was left out, with counts.
-        warnings: what the user should know, with counts.
+        fingerprint: hex digest that changes with any text, their order, and the names and sizes of embeddings and
+            images.
+        notes: omitted lines and keys, with counts.
+        warnings: messages for the user, with counts.
         empty: the encoded empty prompt, if it lies beside encoded prompts.
     """
 
@@ -79,13 +80,14 @@ class PromptFile:
 def read_prompts(path: Path) -> PromptFile:
     """Read a prompt file.
 
-    `.txt` holds one prompt a line; blank lines and lines starting with `#` are left out. `.jsonl` holds an object a line,
-    with the prompt under `prompt`, `caption` or `text`, and `.csv` a table with such a column. `.json` is DanceGRPO's
-    `videos2caption.json`: a list of objects with `caption`, `prompt_embed_path` and `prompt_attention_mask`, the latter two
-    naming files in the folders `prompt_embed/` and `prompt_attention_mask/` beside it.
+    `.txt` holds one prompt a line; blank lines and lines starting with `#` are left out. `.jsonl` holds an object a
+    line, with the prompt under `prompt`, `caption` or `text`, and `.csv` a table with such a column. `.json` is
+    DanceGRPO's `videos2caption.json`: a list of objects with `caption`, `prompt_embed_path` and
+    `prompt_attention_mask`, the latter two naming files in the directories `prompt_embed/` and `prompt_attention_mask/`
+    beside it.
 
-    In all but `.txt`, `image` names the image that a prompt's clips start from, relative to the file's folder or to the
-    current one. Every image is decoded once, so that a damaged one is known before anything is loaded.
+    In all but `.txt`, `image` names the image that a prompt's clips start from, relative to the file's directory or to
+    the current one. Every image is decoded once, so that a damaged one is reported before anything is loaded.
 
     Raises:
         DataError: the file cannot be read or holds no prompts; its `problems` name every line that is wrong.
@@ -120,11 +122,11 @@ def empty_beside(path: Path) -> Prompt | None:
 
 
 class PromptOrder:
-    """Which prompts a rollout has: an endless walk through one permutation after the other, with no state to save.
+    """The order of prompts: an endless walk through one permutation after the other, with no state to save.
 
-    The permutation of an epoch is a function of (seed, epoch), so the same at any world size. Every prompt comes once an
-    epoch. A rollout at the border of two epochs takes prompts of both, and may hold one prompt twice; so it may, if there
-    are fewer prompts than a rollout has. They are two groups then, apart from each other by their slot.
+    The permutation of an epoch is a function of (seed, epoch), so it is equal at any world size. Every prompt comes
+    once an epoch. A rollout at the border of two epochs takes prompts of both, and may hold one prompt twice; so it may
+    if there are fewer prompts than a rollout has. They are two groups then, distinguished by their slot.
     """
 
     def __init__(self, num_prompts: int, *, prompts_per_step: int, seed: int) -> None:
@@ -135,13 +137,13 @@ class PromptOrder:
         self.seed = seed
         self._epoch = lru_cache(maxsize=2)(self._permutation)
 
-    def prompts_of(self, rollout: int) -> list[int]:
-        """Indices of the prompts of a rollout, counted from 0; the place in the list is the slot."""
+    def prompt_indices(self, rollout: int) -> list[int]:
+        """Return the indices of the prompts of a rollout, counted from 0; the position in the list is the slot."""
         first = rollout * self.prompts_per_step
-        return [self.at(first + slot) for slot in range(self.prompts_per_step)]
+        return [self.prompt_at(first + slot) for slot in range(self.prompts_per_step)]
 
-    def at(self, position: int) -> int:
-        """Index of the prompt at a position of the walk."""
+    def prompt_at(self, position: int) -> int:
+        """Return the index of the prompt at a position of the walk."""
         epoch, place = divmod(position, self.num_prompts)
         return self._epoch(epoch)[place]
 
@@ -156,9 +158,9 @@ class Job:
     """One clip of a rollout.
 
     Attributes:
-        rollout: its number.
+        rollout: number of the rollout.
         slot: position of its group, which shares a prompt, among the groups of the rollout.
-        prompt: what is sampled.
+        prompt: the prompt that is sampled.
         generation: position within the group.
     """
 
@@ -167,24 +169,24 @@ class Job:
     prompt: Prompt
     generation: int
 
-    def generator(self, seed: int, stream: str, *, of_group: bool = False) -> torch.Generator:
-        """Random numbers of the clip for one purpose; another stream, clip, rollout or seed gives others.
+    def generator(self, seed: int, stream: str, *, per_group: bool = False) -> torch.Generator:
+        """Return the clip's random numbers for one purpose; another stream, clip, rollout or seed gives others.
 
-        The slot decides, not the prompt: a prompt that comes twice would twice give the same clips.
+        The slot decides, not the prompt: a prompt that comes twice would otherwise give equal clips twice.
 
         Args:
-            seed: of the run.
-            stream: what they are for, such as `start`.
-            of_group: those that all clips of the group share.
+            seed: seed of the run.
+            stream: purpose of the numbers, such as `start`.
+            per_group: whether all clips of the group share the numbers.
         """
-        return generator("cpu", *self._purpose(seed, stream, of_group))
+        return generator("cpu", *self._purpose(seed, stream, per_group))
 
-    def noise_seed(self, seed: int, stream: str, *, of_group: bool = False) -> int:
-        """What `torch.Generator.manual_seed` takes to give these random numbers."""
-        return derive_seed(*self._purpose(seed, stream, of_group))
+    def noise_seed(self, seed: int, stream: str, *, per_group: bool = False) -> int:
+        """Return the seed with which `torch.Generator.manual_seed` gives these random numbers."""
+        return derive_seed(*self._purpose(seed, stream, per_group))
 
-    def _purpose(self, seed: int, stream: str, of_group: bool) -> tuple[int | str, ...]:
-        return seed, "rollout", self.rollout, self.slot, 0 if of_group else self.generation, stream
+    def _purpose(self, seed: int, stream: str, per_group: bool) -> tuple[int | str, ...]:
+        return seed, "rollout", self.rollout, self.slot, 0 if per_group else self.generation, stream
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) 
             comments += 1
         elif text := _text(text, f"{path.name} line {number}", problems):
             prompts.append(Prompt(text, f"{path.name} line {number}"))
-    blank -= content.endswith("\n") or not content  # what follows the last line end is no line
+    blank -= content.endswith("\n") or not content  # after the last line end there is not another line
     left_out = [plural(n, f"{kind} line") for n, kind in ((blank, "blank"), (comments, "comment (#)")) if n]
     notes += [f"{path.name}: left out {' and '.join(left_out)}"] if left_out else []
     return prompts
@@ -257,22 +259,22 @@ def _from_table(path: Path, content: str, problems: list[str], notes: list[str])
 def _from_row(
     row: Mapping[str, Any], where: str, path: Path, problems: list[str], unused: set[str]
 ) -> Iterator[Prompt]:
-    """The prompt of an object or a row, or none after a problem."""
-    found = [key for key in TEXT_KEYS if key in row]
-    if len(found) != 1:
-        names = map(repr, found or row)
-        what = f"has {'both ' if found else ''}{' and '.join(names) or 'no keys'}"
-        problems.append(f"{where} {what}; wanted one of {', '.join(TEXT_KEYS)}")
+    """Yield the prompt of an object or a row, or nothing after a problem."""
+    keys = [key for key in TEXT_KEYS if key in row]
+    if len(keys) != 1:
+        names = map(repr, keys or row)
+        problem = f"has {'both ' if keys else ''}{' and '.join(names) or 'no keys'}"
+        problems.append(f"{where} {problem}; wanted one of {', '.join(TEXT_KEYS)}")
         return
-    unused |= set(row) - {*found, IMAGE_KEY}
-    text = _text(row[found[0]], f"{where}: {found[0]!r}", problems)
+    unused |= set(row) - {*keys, IMAGE_KEY}
+    text = _text(row[keys[0]], f"{where}: {keys[0]!r}", problems)
     image = _image(row, where, path, problems)
     if text:
         yield Prompt(text, where, image=image)
 
 
-def _left_out(path: Path, what: str, unused: set[str]) -> list[str]:
-    return [f"{path.name}: left out the {what} {', '.join(sorted(unused))}"] if unused else []
+def _left_out(path: Path, item_name: str, unused: set[str]) -> list[str]:
+    return [f"{path.name}: left out the {item_name} {', '.join(sorted(unused))}"] if unused else []
 
 
 def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
@@ -285,15 +287,15 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
     prompts, unused = list[Prompt](), set[str]()
     for number, row in enumerate(rows, start=1):
         where = f"{path.name} entry {number}"
-        wanted = ("caption", *ENCODED_KEYS)
-        missing = [key for key in wanted if not isinstance(row, dict) or not isinstance(row.get(key), str)]
+        required = ("caption", *ENCODED_KEYS)
+        missing = [key for key in required if not isinstance(row, dict) or not isinstance(row.get(key), str)]
         if missing:
             problems.append(
                 f"{where} lacks the text {', '.join(map(repr, missing))}; this is the format of prompts encoded by "
                 "DanceGRPO's preprocessing, and plain prompts go into a .txt or .jsonl file"
             )
             continue
-        unused |= set(row) - {*wanted, IMAGE_KEY}
+        unused |= set(row) - {*required, IMAGE_KEY}
         text = _text(row["caption"], f"{where}: 'caption'", problems)
         files = [path.parent / folder / row[key] for key, folder in ENCODED_KEYS.items()]
         absent = [str(file) for file in files if not file.is_file()]
@@ -306,11 +308,15 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
 
 
 def overwritten_embeddings(folder: Path, prompts: Sequence[Prompt]) -> str | None:
-    """Return why encoded prompts must not be written into a folder, or None if it is new, empty, or has those prompts."""
+    """Return why encoded prompts must not be written into a directory, or None if they may.
+
+    They may if it is new, empty, or has those prompts.
+    """
     if not folder.is_dir():
         return None
-    ours = {ENCODED_LIST, *ENCODED_KEYS.values()}
-    others = [path.name for path in sorted(folder.iterdir()) if path.name not in ours and not path.name.startswith(".")]
+    own_names = {ENCODED_LIST, *ENCODED_KEYS.values()}
+    names = [path.name for path in sorted(folder.iterdir())]
+    others = [name for name in names if name not in own_names and not name.startswith(".")]
     if others:
         return f"{folder} holds other files, such as {printable(others[0])}; give a new or empty directory"
     try:
@@ -326,7 +332,7 @@ def overwritten_embeddings(folder: Path, prompts: Sequence[Prompt]) -> str | Non
 
 
 def _text(value: Any, where: str, problems: list[str]) -> str:
-    """The prompt without outer blanks; empty after a problem."""
+    """Return the prompt without outer blanks, or an empty text after a problem."""
     if isinstance(value, str) and value.strip():
         try:
             check_text(value)
@@ -339,7 +345,7 @@ def _text(value: Any, where: str, problems: list[str]) -> str:
 
 
 def _image(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) -> Path | None:
-    """The image that a row names: in the folder of the prompts, else as validation's images are found."""
+    """Return the path of the image that a row names: beside the prompts, else as validation's images are found."""
     value = row.get(IMAGE_KEY)
     if value is None:
         return None
@@ -354,12 +360,12 @@ def _image(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) 
 
 
 def _image_problems(prompts: list[Prompt]) -> Iterator[str]:
-    """What is wrong with images; each is decoded once."""
+    """Yield the problems with images; each image is decoded once."""
     first = {prompt.image: prompt for prompt in reversed(prompts) if prompt.image is not None}
-    for image, prompt in sorted(first.items(), key=lambda found: prompts.index(found[1])):
+    for image, prompt in sorted(first.items(), key=lambda pair: prompts.index(pair[1])):
         try:
             with decoding(image), open_image(image) as picture:
-                picture.load()  # all of it: one that is cut short has a whole header
+                picture.load()  # all of it: a truncated file has a complete header
         except UnusableError as error:
             yield f"{prompt.where}: {error}"
 
@@ -375,9 +381,10 @@ def _repeated(path: Path, prompts: list[Prompt]) -> Iterator[str]:
         (prompt, first[prompt.name]) for prompt in prompts if first.setdefault(prompt.name, prompt) is not prompt
     ]
     if repeats:
-        shown = ", ".join(f"{_place(again)} repeats {_place(once)}" for again, once in repeats[:_SHOWN])
+        examples = ", ".join(f"{_place(repeat)} repeats {_place(original)}" for repeat, original in repeats[:_SHOWN])
         more = f" and {len(repeats) - _SHOWN} more" if len(repeats) > _SHOWN else ""
-        yield f"{path.name}: {plural(len(repeats), 'prompt')} given more than once, and sampled as often: {shown}{more}"
+        count = plural(len(repeats), "prompt")
+        yield f"{path.name}: {count} given more than once, and sampled as often: {examples}{more}"
 
 
 def _place(prompt: Prompt) -> str:

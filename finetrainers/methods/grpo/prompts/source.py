@@ -1,4 +1,4 @@
-"""Prompts with their text conditioning, which is read from the cache, and the VAE that decodes latents into clips."""
+"""The prompts, their text conditioning from the cache, and the VAE that decodes latents into clips."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finetrainers.data.reading.items import DataError
 from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, decode_gradient
 from finetrainers.utils.text import plural
 
-from .images import Given, Pictures, encode_images
+from .images import ImageInputs, RewardImages, encode_images
 from .plan import PromptPlan
 from .prompts import Prompt, PromptOrder
 from .selective_rollouts import SelectiveRollouts
@@ -31,9 +31,9 @@ from .selective_rollouts import SelectiveRollouts
 T = TypeVar("T")
 
 _MASK = "prompt_attention_mask"
-#: Bytes of text conditioning that are kept in memory, so that a prompt is not read again for each of its micro-batches.
+#: Bytes of text conditioning kept in memory, so that a prompt is not read again for each of its micro-batches.
 _MEMORY = 256 * 2**20
-#: Images whose latents are stored in memory, likewise.
+#: Images whose latents are stored in memory.
 _IMAGES = 64
 
 
@@ -41,7 +41,7 @@ class PromptSource:
     """The prompts of a run; see `WorkSource`."""
 
     precomputed: Mapping[str, Encoded] = MappingProxyType({})
-    #: Latent frames that a given image provides, so that they are not sampled.
+    #: Latent frames that a conditioning image provides, so that they are not sampled.
     start_frames = 0
 
     def __init__(
@@ -58,35 +58,35 @@ class PromptSource:
         """Args:
         plan: the prompts.
         config: the run.
-        spec: of the model.
+        spec: the model.
         parallel: the processes of the run.
-        texts: the prompts' conditioning.
-        clip_encoders: with the VAE, which decodes clips, and encodes the prompts' images.
-        data_position: where in the prompts the run starts.
+        texts: the prompt embeddings.
+        clip_encoders: models including the VAE, which decodes clips and encodes the prompts' images.
+        data_position: position in the prompts where the run starts.
         """
         self.plan = plan
         self.spec = spec
         self.parallel = parallel
         self.vae = clip_encoders["vae"]
         self.updates = config.grpo.updates_per_rollout
-        self.first_rollout = data_position.first_step // self.updates  # at which the prompts were begun
+        self.first_rollout = data_position.first_step // self.updates  # at which the walk through the prompts began
         self.order = PromptOrder(
             len(plan.prompts), prompts_per_step=config.grpo.prompts_per_step, seed=data_position.seed
         )
         self.selection: SelectiveRollouts | None = None
         if config.grpo.selective_rollouts < 1:
-            begun = [plan.fingerprint, data_position.seed, self.first_rollout]
-            self.selection = SelectiveRollouts(self.order, probability=config.grpo.selective_rollouts, begun=begun)
+            walk = [plan.fingerprint, data_position.seed, self.first_rollout]
+            self.selection = SelectiveRollouts(self.order, probability=config.grpo.selective_rollouts, walk=walk)
         self._guided = config.grpo.rollout_cfg != 1.0
         self._keys = texts.keys
         self._cache = texts.keys.cache
         self._has_empty = plan.needs_empty_text or plan.empty is not None
-        self._length = self._longest()
-        self._image: Callable[[Picture], Given] | None = None
-        self._pictures: Pictures | None = None
+        self._length = self._find_longest()
+        self._image: Callable[[Picture], ImageInputs] | None = None
+        self._reward_images: RewardImages | None = None
         if plan.images:
             self._take_images(config, clip_encoders)
-        row = sum(tensor.nbytes for tensor in self._cut_row(self._any).tensors.values())
+        row = sum(tensor.nbytes for tensor in self._cut_row(self._readable_prompt).tensors.values())
         self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
 
     def _take_images(self, config: TrainConfig, clip_encoders: Parts) -> None:
@@ -98,30 +98,30 @@ class PromptSource:
             pictures, self.plan.size, config,
             spec=self.spec, parallel=self.parallel, keys=self._keys, clip_encoders=clip_encoders,
         )  # fmt: skip
-        self._image = lru_cache(maxsize=_IMAGES)(images.of)
-        self._pictures = Pictures(self._keys)
+        self._image = lru_cache(maxsize=_IMAGES)(images.network_inputs)
+        self._reward_images = RewardImages(self._keys)
         start = self._image(pictures[0])[1]
         self.start_frames = 0 if start is None else start.shape[2]
 
     @property
-    def _any(self) -> Prompt | None:
-        """Return a prompt that can be read whatever was encoded; None stands for the empty one."""
+    def _readable_prompt(self) -> Prompt | None:
+        """A prompt that can be read whatever was encoded; None stands for the empty one."""
         return None if self._has_empty else self.plan.prompts[0]
 
-    def _longest(self) -> int | None:
-        """Tokens of the longest prompt, on all ranks; None where prompts have no mask.
+    def _find_longest(self) -> int | None:
+        """Return the tokens of the longest prompt, on all ranks, or None if prompts have no mask.
 
-        One length for all batches, so that a clip's numbers do not depend on which others share its batch. Of the prompts
-        masks are read, not embeddings, which may have hundreds of gigabytes in all; each rank looks at its share.
+        One length for all batches makes a clip's numbers independent of the others in its batch. Only masks of the
+        prompts are read, not embeddings, which may take hundreds of gigabytes in all; each rank reads its share.
         """
         failure: Exception | None = None
         lengths, damaged = [0], list[str]()
         try:
-            if _MASK in self._read(self._any).tensors:
-                prompts = (*self.plan.prompts, *self.plan.eval_prompts, self._any)
+            if _MASK in self._read(self._readable_prompt).tensors:
+                prompts = (*self.plan.prompts, *self.plan.eval_prompts, self._readable_prompt)
                 for prompt in prompts[self.parallel.rank :: self.parallel.world_size]:
                     try:
-                        lengths.append(self._length_of(prompt))
+                        lengths.append(self._read_length(prompt))
                     except DataError as error:
                         damaged.append(str(error))
         except Exception as error:
@@ -131,46 +131,49 @@ class PromptSource:
         self.parallel.raise_if_any_failed(failure, "reading the prompts")
         return max(self.parallel.gather_objects([max(lengths)])) or None
 
-    def _length_of(self, prompt: Prompt | None) -> int:
-        """Tokens of a prompt, rounded up as batches are."""
+    def _read_length(self, prompt: Prompt | None) -> int:
+        """Return the tokens of a prompt, rounded up as batches are."""
         prompt = self.plan.empty if prompt is None else prompt
         if prompt is not None and prompt.embedding is not None:
-            mask = self._given(prompt, mapped=True)[_MASK]  # which finds the end of a file of embeddings, too
+            mask = self._read_files(prompt, mapped=True)[_MASK]  # which also fails for a truncated file of embeddings
         else:
-            mask = self._found(prompt, self._cache.peek(self._key_of(prompt), _MASK))
+            mask = self._require(prompt, self._cache.peek(self._cache_key(prompt), _MASK))
         return Conditions({_MASK: mask}).trimmed()[_MASK].shape[1]
 
     def steps_for_epochs(self, epochs: int) -> int:
-        """Optimizer steps in which every prompt is sampled at least `epochs` times."""
+        """Return the optimizer steps in which every prompt is sampled at least `epochs` times."""
         rollouts = -(-epochs * self.order.num_prompts // self.order.prompts_per_step)
         return (self.first_rollout + rollouts) * self.updates
 
-    # ---- what a method asks for --------------------------------------------------------------------------------
+    # ---- used by methods ---------------------------------------------------------------------------------------
 
-    def prompts_of(self, rollout: int) -> list[Prompt]:
-        """A rollout's prompts, in the order of its groups."""
+    def rollout_prompts(self, rollout: int) -> list[Prompt]:
+        """Return the prompts of a rollout, in the order of its groups."""
         order = self.order if self.selection is None else self.selection
-        return [self.plan.prompts[i] for i in order.prompts_of(rollout - self.first_rollout)]
+        return [self.plan.prompts[i] for i in order.prompt_indices(rollout - self.first_rollout)]
 
     def skipped(self, rollout: int, teaches: Sequence[bool | None]) -> int:
-        """Prompts that were skipped for a rollout, all of whose clips are scored; see `SelectiveRollouts.observe`."""
+        """Return the number of prompts skipped for a rollout, all of whose clips are scored.
+
+        See `SelectiveRollouts.observe`.
+        """
         assert self.selection is not None
         return self.selection.observe(rollout - self.first_rollout, teaches)
 
     def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
-        """Text and image, one row each, on the device; with guidance, as many rows of the empty prompt follow.
+        """Return text and image conditioning on the device, one row for each prompt.
 
-        An image is given with the empty prompt, too, as pipelines do.
+        With guidance, a row of the empty prompt for each prompt follows, with that prompt's image, as in pipelines.
         """
         rows = [self._with_image(self._row(prompt), prompt) for prompt in prompts]
         empty = [self._with_image(self._row(None), prompt) for prompt in prompts] if self._guided else []
         return Conditions.cat(rows + empty).to(self.parallel.device)
 
-    def pictures(self, prompts: Sequence[Prompt]) -> Tensor | None:
-        """The prompts' images as rewards are given them, `[B, 3, H, W]` in [0, 1] on the CPU; None: they bring none."""
-        if self._pictures is None:
+    def reward_images(self, prompts: Sequence[Prompt]) -> Tensor | None:
+        """Return the prompts' images for rewards, `[B, 3, H, W]` in [0, 1] on the CPU, or None if there are none."""
+        if self._reward_images is None:
             return None
-        return self._pictures([image for prompt in prompts if (image := self.plan.picture(prompt)) is not None])
+        return self._reward_images([image for prompt in prompts if (image := self.plan.picture(prompt)) is not None])
 
     def _with_image(self, row: Conditions, prompt: Prompt) -> Conditions:
         image = self.plan.picture(prompt)
@@ -180,9 +183,9 @@ class PromptSource:
         return replace(row, extra=extra, start=start)
 
     def decode(self, latents: Tensor, vae_stats: VAEStats) -> Tensor:
-        """Clips `[B, T, C, H, W]` in [0, 1] on the CPU, of normalized latents.
+        """Return clips `[B, T, C, H, W]` in [0, 1] on the CPU, decoded from normalized latents.
 
-        Where the VAE takes clips one by one, so do the pixels, which are large, too.
+        Where the VAE takes clips one by one, pixels, which are large, are also moved one by one.
         """
         one_by_one, _ = self.spec.vae_mode(self.plan.size, batch=len(latents))
         parts = latents.split(1 if one_by_one else len(latents))
@@ -192,7 +195,10 @@ class PromptSource:
     def decode_gradient(
         self, latents: Tensor, vae_stats: VAEStats, score: Callable[[Tensor], tuple[Tensor, T]], *, checkpointing: bool
     ) -> tuple[Tensor, T]:
-        """See `models.decoding`; `score` is given clips `[B, T, C, H, W]` in [0, 1] on the device."""
+        """Decode latents, score the clips, and return the gradient and the scores; see `models.decoding`.
+
+        `score` takes clips `[B, T, C, H, W]` in [0, 1] on the device.
+        """
         return decode_gradient(
             self.spec,
             self.vae,
@@ -203,33 +209,38 @@ class PromptSource:
         )
 
     def _cut_row(self, prompt: Prompt | None) -> Conditions:
-        """One row as batches hold it; of the empty prompt for None."""
+        """Return a row as batches hold it; of the empty prompt for None."""
         return self._read(prompt).cut(self._length)
 
     def _read(self, prompt: Prompt | None) -> Conditions:
-        """One row as it is on disk."""
+        """Return a row as it is on disk."""
         prompt = self.plan.empty if prompt is None else prompt
         if prompt is not None and prompt.embedding is not None:
-            return self._given(prompt)
-        return Conditions(self._found(prompt, self._cache.get(self._key_of(prompt))))
+            return self._read_files(prompt)
+        return Conditions(self._require(prompt, self._cache.get(self._cache_key(prompt))))
 
-    def _given(self, prompt: Prompt, *, mapped: bool = False) -> Conditions:
-        """A row from another tool's files; if they are mapped, what is not used is not read, nor may they change meanwhile."""
+    def _read_files(self, prompt: Prompt, *, mapped: bool = False) -> Conditions:
+        """Return a row read from another tool's files.
+
+        If they are mapped, parts that are not used are not read, and the files must not change meanwhile.
+        """
         embedding, mask = (
-            _loaded(path, prompt.where, mapped=mapped) for path in (prompt.embedding, prompt.mask) if path is not None
+            _load_tensor(path, prompt.where, mapped=mapped)
+            for path in (prompt.embedding, prompt.mask)
+            if path is not None
         )
         return self.spec.given_text(embedding, mask)
 
-    def _key_of(self, prompt: Prompt | None) -> str:
+    def _cache_key(self, prompt: Prompt | None) -> str:
         if prompt is None:
             return self._keys.text("")
         return self._keys.text(prompt.text, self.plan.picture(prompt) if self._keys.texts_see_images else None)
 
-    def _found(self, prompt: Prompt | None, entry: T | None) -> T:
-        """What the cache has of a prompt.
+    def _require(self, prompt: Prompt | None, entry: T | None) -> T:
+        """Return the cache entry of a prompt.
 
         Raises:
-            CacheError: it has nothing.
+            CacheError: there is no entry.
         """
         if entry is None:
             name = "the empty prompt" if prompt is None else f"the prompt {prompt.text!r}"
@@ -239,20 +250,21 @@ class PromptSource:
         return entry
 
 
-def _loaded(path: Path, where: str, *, mapped: bool) -> Tensor:
-    """A tensor from another tool's file.
+def _load_tensor(path: Path, where: str, *, mapped: bool) -> Tensor:
+    """Load a tensor from another tool's file.
 
     Raises:
-        DataError: it is none, or is damaged.
+        DataError: the file does not hold a tensor, or is damaged.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and is_zipfile(path))
     except FileNotFoundError:
         raise
-    except Exception as error:  # of many kinds
-        what = "is empty" if not path.stat().st_size else f"is no file of a tensor, or is cut short ({_first(error)})"
-        raise DataError(f"{where}: {path} {what}; encode the prompts again (finetrainers prepare)") from None
+    except Exception as error:  # torch raises errors of many kinds
+        reason = f"is no file of a tensor, or is cut short ({_first_sentence(error)})"
+        problem = reason if path.stat().st_size else "is empty"
+        raise DataError(f"{where}: {path} {problem}; encode the prompts again (finetrainers prepare)") from None
 
 
-def _first(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0].split(". ")[0]

@@ -1,4 +1,4 @@
-"""Held-out prompts, sampled without noise on the way from starts that never change, and scored."""
+"""Evaluation on held-out prompts, sampled without noise on the way from starts that never change, and scored."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PromptEvaluation:
     """Scores of the evaluation prompts, comparable over steps, runs and world sizes.
 
     Attributes:
-        prompts: to be sampled, one clip each.
-        panel: what scores them: the evaluation rewards, or else those trained on.
+        prompts: prompts to be sampled, one clip each.
+        panel: the evaluation rewards, or else the rewards trained on.
     """
 
     def __init__(self, parts: MethodParts[PromptSource], collector: Collector) -> None:
-        """Load the evaluation rewards; `collector` says how clips are sampled and decoded."""
+        """Load the evaluation rewards; `collector` samples and decodes clips."""
         section = parts.config.grpo
         self.collector = collector
         self.prompts = parts.source.plan.eval_prompts
@@ -41,33 +41,34 @@ class PromptEvaluation:
         self._seed = parts.config.training.seed
 
     def run(self, transformer: nn.Module) -> Evaluation:
-        """Sample this rank's share, gather all ranks' scores."""
+        """Sample and score this rank's share of the prompts, and gather the scores of all ranks."""
         collector, parallel = self.collector, self.collector.parallel
         share = -(-len(self.prompts) // parallel.data_size)
         first = parallel.data_rank * share
-        mine = list(range(len(self.prompts)))[first : first + share]
+        indices = list(range(len(self.prompts)))[first : first + share]
         clips: list[tuple[int, str, Tensor]] = []
-        said: list[tuple[int, Scores]] = []
+        batch_scores: list[tuple[int, Scores]] = []
         error: Exception | None = None
-        # Where a forward pass is collective, every rank makes as many; who has no prompt left repeats one.
-        chunks = (mine[start : start + collector.batch_size] for start in range(0, share, collector.batch_size))
-        for chosen, latents in parallel.take_turns((one, self._sample(transformer, one or [0])) for one in chunks):
+        # Where a forward pass is collective, every rank makes equally many; a rank without prompts repeats one.
+        chunks = (indices[start : start + collector.batch_size] for start in range(0, share, collector.batch_size))
+        batches = ((chunk, self._sample(transformer, chunk or [0])) for chunk in chunks)
+        for chosen, latents in parallel.take_turns(batches):
             texts = [self.prompts[i].text for i in chosen]
             try:
                 if chosen and error is None:  # else only sample on, as long as the other ranks do
                     videos, fps = collector.decode(latents), collector.reward_fps
                     clips += zip(chosen, texts, videos, strict=True)
-                    images = collector.source.pictures([self.prompts[i] for i in chosen])
-                    found = self.panel.score(videos, texts, fps=fps, first_clip=chosen[0], images=images)
-                    said.append((chosen[0], found))
+                    images = collector.source.reward_images([self.prompts[i] for i in chosen])
+                    scores = self.panel.score(videos, texts, fps=fps, first_clip=chosen[0], images=images)
+                    batch_scores.append((chosen[0], scores))
             except Exception as caught:
                 error = caught
         parallel.raise_if_any_failed(error, "scoring the clips of the evaluation")
-        heads = Scores.in_order(parallel.gather_objects(said)).heads
+        heads = Scores.in_order(parallel.gather_objects(batch_scores)).heads
         return Evaluation(self._record(heads), clips)
 
     def _record(self, heads: Mapping[str, HeadScores]) -> dict[str, float]:
-        """Mean raw scores with their standard errors, and the trained reward where the evaluation has all of it."""
+        """Return mean raw scores with their standard errors, and the trained reward if the evaluation has all of it."""
         record = {f"eval_reward/{name}": head.raw[head.raw.isfinite()].mean().item() for name, head in heads.items()}
         for name, head in heads.items():
             raw = head.raw[head.raw.isfinite()]

@@ -1,4 +1,4 @@
-"""Sampling with the network in training: clips, and of the transitions to be trained what replaying them takes."""
+"""Sampling with the network in training: clips, and the data that replaying their trained transitions takes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Replay:
     """The K trained transitions of a clip; latents in the storage dtype, the rest in fp32.
 
     Attributes:
-        steps: which of the sampler's steps, `[K]`.
+        steps: indices of the sampler's steps, `[K]`.
         before, after: latents on both sides of the transition, `[K, C, T, H, W]`.
         log_old: log-density of the transition under the policy that made it, `[K]`.
-        mean_old: mean of the transition under it, like `before`, or None where nobody needs it.
+        mean_old: mean of the transition under that policy, like `before`, or None if it is not needed.
     """
 
     steps: Tensor
@@ -41,11 +41,11 @@ class Replay:
 
 
 class TakeGradient(Protocol):
-    """Takes the gradients of trained transitions; see `RolloutGradients`.
+    """An object that takes the gradients of trained transitions; see `RolloutGradients`.
 
     Attributes:
-        steps: at which some clip is trained.
-        together: whether processes wait for each other in backward, so that all go through it at these steps.
+        steps: steps at which some clip is trained.
+        together: whether processes wait for each other in backward, so that all run it at these steps.
     """
 
     steps: Collection[int]
@@ -57,7 +57,7 @@ class TakeGradient(Protocol):
 
 
 class _Clips(NamedTuple):
-    """Clips before a transition, as `Sampler.denoise` has them, and the weight of it for each; 0 if it is not trained."""
+    """Clips before a transition, as `Sampler.denoise` has them, and its weight for each; 0 if it is not trained."""
 
     x: Tensor
     time: Tensor
@@ -67,23 +67,24 @@ class _Clips(NamedTuple):
     weights: list[float]
 
     def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, Conditions]:
-        """One of them, as a batch."""
-        here, count = slice(row, row + 1), len(self.x)
+        """Return one clip as a batch."""
+        rows, count = slice(row, row + 1), len(self.x)
         conditions = self.conditions.rows(range(row, len(self.conditions), count))  # with guidance, two rows
-        now = Transitions(*(part[here] for part in self.now))
-        return self.x[here], self.time[here], now, self.noise[here], conditions
+        now = Transitions(*(part[rows] for part in self.now))
+        return self.x[rows], self.time[rows], now, self.noise[rows], conditions
 
 
 class Sampler:
-    """How clips of the configured size are denoised, the same in rollout and replay.
+    """The denoising of clips of the configured size, identical in rollout and replay.
 
     Attributes:
         tables: the transitions of a rollout's clips.
         process: the noise process.
         times: process times of the steps, `[S]`.
-        shape: `(C, T, H, W)` of what is denoised: all latent frames but those that a given image provides.
-        device: where clips are sampled.
-        storage, keep_on, keeps_means: dtype and device in which transitions are kept, and whether with their means.
+        shape: shape `(C, T, H, W)` of the latents that are denoised: without the latent frames that a conditioning
+            image provides.
+        device: device on which clips are sampled.
+        storage, keep_on, keeps_means: dtype and device in which transitions are stored, and whether with their means.
     """
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -109,15 +110,15 @@ class Sampler:
         self._seed = parts.config.training.seed
 
     def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions) -> Tensor:
-        """The network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call.
+        """Return the network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call.
 
-        Frames that are given clean have noise level 0. Nothing is predicted of them, so they get no noise, and are no part of
-        a transition's density.
+        Conditioning frames have noise level 0. They are not predicted, so they get no noise and do not count in a
+        transition's density.
 
         Args:
             transformer: the (wrapped) network.
             x, t: noisy latents and process times, `[B, ...]`.
-            conditions: of the prompts; with guidance, as many rows of the empty prompt follow them.
+            conditions: conditioning of the prompts; with guidance, equally many rows of the empty prompt follow.
         """
         beat()
         rows = len(x)
@@ -131,47 +132,47 @@ class Sampler:
             times = torch.cat(
                 [torch.zeros_like(t)[:, None].expand(-1, start.shape[2]), t[:, None].expand(-1, x.shape[2])], 1
             )
-            whole = self.spec.predict(transformer, torch.cat([start, x], dim=2), times, conditions, meta)
-            prediction = whole[:, :, start.shape[2] :].float()
+            with_start = self.spec.predict(transformer, torch.cat([start, x], dim=2), times, conditions, meta)
+            prediction = with_start[:, :, start.shape[2] :].float()
         if len(x) == rows:
             return prediction
         with_prompt, without = prediction.chunk(2)
         return without + self._cfg * (with_prompt - without)
 
     def clips(self, latents: Tensor, conditions: Conditions) -> Tensor:
-        """Denoised latents behind the frames that are given, without those that only make temporal patches whole."""
+        """Return latents with their conditioning frames, without frames that only complete temporal patches."""
         if conditions.start is not None:
             latents = torch.cat([conditions.start[: len(latents)].to(latents.dtype), latents], dim=2)
         return latents[:, :, -self._num_frames :]
 
     def denoised(self, clips: Tensor) -> Tensor:
-        """The part of `clips` that is denoised, in its place: zeros where there are further frames."""
+        """Return the part of `clips` that is denoised, in its position; zeros where there are further frames."""
         frames = min(self.shape[1], self._num_frames)
-        found = clips.new_zeros(len(clips), *self.shape)
-        found[:, :, -frames:] = clips[:, :, -frames:]
-        return found
+        latents = clips.new_zeros(len(clips), *self.shape)
+        latents[:, :, -frames:] = clips[:, :, -frames:]
+        return latents
 
     def time(self, step: Tensor) -> Tensor:
-        """Process time of each clip's step, `[B]`."""
+        """Return the process time of each clip's step, `[B]`."""
         return to_device(self.times[step.cpu()], self.device)
 
-    def noise(self, jobs: Sequence[Job], stream: str, *, of_group: bool = False) -> Tensor:
-        """Noise of each clip for one purpose, `[B, C, T, H, W]`; see `Job.generator`."""
-        generators = [job.generator(self._seed, stream, of_group=of_group) for job in jobs]
+    def noise(self, jobs: Sequence[Job], stream: str, *, per_group: bool = False) -> Tensor:
+        """Return noise of each clip for one purpose, `[B, C, T, H, W]`; see `Job.generator`."""
+        generators = [job.generator(self._seed, stream, per_group=per_group) for job in jobs]
         return standard_normal(generators, self.shape, self.device)
 
     def rollout(
         self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, gradients: TakeGradient | None = None
     ) -> tuple[Tensor, list[Replay]]:
-        """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and of each what replaying its transitions takes.
+        """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and the replay data of each clip.
 
         Args:
             transformer: the (wrapped) network, in the mode in which it will be trained.
             jobs: the clips.
             conditions: see `predict`.
-            gradients: takes those of trained transitions, of which then nothing is kept for replay.
+            gradients: takes the gradients of trained transitions, which are then not stored for replay.
         """
-        start = self.noise(jobs, "start", of_group=self._same_noise)
+        start = self.noise(jobs, "start", per_group=self._same_noise)
         return self.denoise(transformer, start, conditions, jobs, gradients)
 
     @torch.no_grad()
@@ -179,15 +180,19 @@ class Sampler:
         self, transformer: nn.Module, x: Tensor, conditions: Conditions, jobs: Sequence[Job] = (),
         gradients: TakeGradient | None = None,
     ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
-        """Denoise from pure noise `x`; see `rollout`. Without jobs all transitions are deterministic, and none is kept."""
-        tables = [self.tables.of(job.rollout, job.slot) for job in jobs] or [self.tables.deterministic] * len(x)
+        """Denoise from pure noise `x`; see `rollout`.
+
+        Without jobs, all transitions are deterministic and none is stored.
+        """
+        tables = [self.tables.group_transitions(job.rollout, job.slot) for job in jobs]
+        tables = tables or [self.tables.deterministic] * len(x)
         trained = torch.tensor([self.tables.trained(job.rollout, job.slot) for job in jobs])
-        kept: list[tuple[list[int], list[Tensor]]] = []
-        x = x.to(self.storage).float()  # what is stored of it must be what the network has seen
+        stored: list[tuple[list[int], list[Tensor]]] = []
+        x = x.to(self.storage).float()  # stored latents must equal those that the network has seen
         for step in range(len(self.times)):
             index = torch.full((len(x),), step)
-            at = [table.at(index[:1], self.device) for table in tables]
-            now = Transitions(*(torch.cat(parts) for parts in zip(*at, strict=True)))
+            by_clip = [table.at_steps(index[:1], self.device) for table in tables]
+            now = Transitions(*(torch.cat(parts) for parts in zip(*by_clip, strict=True)))
             time = self.time(index)
             network = self.spec.network_at(float(self.times[step]), transformer)
             noise = torch.zeros_like(x)
@@ -205,13 +210,13 @@ class Sampler:
             if len(rows) and gradients is None:
                 # Over the whole batch, as in replay: sums over fewer rows may run in another order.
                 log_old = log_density(after, mean, now.std.clamp_min(torch.finfo(torch.float32).tiny))
-                kept.append((rows.tolist(), self._kept(rows.to(self.device), x, after, log_old, mean)))
+                stored.append((rows.tolist(), self._replay_tensors(rows.to(self.device), x, after, log_old, mean)))
             x = after
-        return x, _by_clip(kept, trained)
+        return x, _group_by_clip(stored, trained)
 
     def _with_gradients(self, network: nn.Module, clips: _Clips, gradients: TakeGradient) -> Tensor:
-        """The next latents. Clips go through the network one by one, since each one's gradient is wanted by itself."""
-        found = []
+        """Return the next latents; clips go through the network one by one, since each needs a separate gradient."""
+        latents = []
         for row, weight in enumerate(clips.weights):
             x, time, now, noise, conditions = clips.row(row)
             with torch.set_grad_enabled(bool(weight) or gradients.together), gradient_advice():
@@ -224,23 +229,25 @@ class Sampler:
                     # With `ratio_norm`, where policies agree, a ratio differs by its factor alone.
                     log = log * now.std if self.keeps_means else log
                     gradients.take(network, row, log, prediction, weight=weight, level=sigma / (alpha + sigma))
-            found.append(after)
-        return torch.cat(found)
+            latents.append(after)
+        return torch.cat(latents)
 
-    def _kept(self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor) -> list[Tensor]:
-        """Of a step's tensors what replaying it takes, of some rows, in the order of `Replay`."""
+    def _replay_tensors(
+        self, rows: Tensor, before: Tensor, after: Tensor, log_old: Tensor, mean: Tensor
+    ) -> list[Tensor]:
+        """Return the tensors of a step that replaying some rows takes, in the order of `Replay`."""
         latents = [tensor[rows].to(self.keep_on, self.storage) for tensor in (before, after)]
         means = [mean[rows].to(self.keep_on)] if self.keeps_means else []
         return [*latents, log_old[rows], *means]
 
 
-def _by_clip(kept: Sequence[tuple[list[int], list[Tensor]]], trained: Tensor) -> list[Replay]:
-    """What was kept per step, per clip; each in memory of its own, so that some can be dropped."""
-    found: dict[int, list[list[Tensor]]] = defaultdict(list)
-    for rows, tensors in kept:
+def _group_by_clip(stored: Sequence[tuple[list[int], list[Tensor]]], trained: Tensor) -> list[Replay]:
+    """Return replays by clip of tensors stored by step; each has separate memory, so that some can be dropped."""
+    by_row: dict[int, list[list[Tensor]]] = defaultdict(list)
+    for rows, tensors in stored:
         for i, row in enumerate(rows):
-            found[row].append([tensor[i] for tensor in tensors])
+            by_row[row].append([tensor[i] for tensor in tensors])
     return [
-        Replay(trained[row].clone(), *(torch.stack(steps) for steps in zip(*found[row], strict=True)))
-        for row in sorted(found)
+        Replay(trained[row].clone(), *(torch.stack(steps) for steps in zip(*by_row[row], strict=True)))
+        for row in sorted(by_row)
     ]

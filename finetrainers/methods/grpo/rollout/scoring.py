@@ -1,4 +1,4 @@
-"""Scores the batches of a rollout, on request in a thread, while the next batch is sampled."""
+"""Scoring of a rollout's batches, on request in a thread, while the next batch is sampled."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from finetrainers.rewards.reward_set import RewardSet, Scores
 class Scoring:
     """The scores of a rollout's batches, in their order.
 
-    With `overlap` one batch is in flight, and the next one waits for it, so that the clips of at most two are in memory. Scores
-    are the same, since a clip's score depends on that clip alone. The last batch of a rollout is waited for: its scores decide
-    the update, and the next rollout is sampled by the updated policy.
+    With `overlap`, one batch is in flight, and the next one waits for it, so that the clips of at most two are in
+    memory. Scores do not change, since a clip's score depends on that clip alone. The last batch of a rollout is waited
+    for: its scores decide the update, and the next rollout is sampled by the updated policy.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Scoring:
         panel: the rewards.
         spent: gets the seconds of the thread, as `reward_overlapped`.
         overlap: whether to score in a thread.
-        stream: that the thread gives its work to, on the device of the process. Always the same one, since memory that a
-            stream has used is kept for it.
+        stream: stream of the thread, on the device of the process. Always the same one, since memory that a stream has
+            used stays reserved for it.
         """
         self.panel = panel
         self.spent = spent
@@ -45,24 +45,26 @@ class Scoring:
         self._done: list[tuple[int, Scores]] = []
 
     def add(self, videos: Tensor, prompts: Sequence[str], *, first_clip: int = 0, **about: Any) -> Scores | None:
-        """Score a batch, or have it scored (None); then an error of it is raised by the next call.
+        """Score a batch and return the scores, or start scoring it in the thread and return None.
+
+        An error in the thread is raised by the next call.
 
         Args:
-            videos, prompts, first_clip, about: what `RewardSet.score` takes.
+            videos, prompts, first_clip, about: arguments of `RewardSet.score`.
         """
         about = {**about, "first_clip": first_clip}
         if self._pool is None:
-            found = self.panel.score(videos, prompts, **about)
-            self._done.append((first_clip, found))
-            return found
+            scores = self.panel.score(videos, prompts, **about)
+            self._done.append((first_clip, scores))
+            return scores
         self._land()
         self._flying = self._pool.submit(self._score, videos, prompts, about)
         return None
 
     def finish(self, error: Exception | None) -> tuple[list[tuple[int, Scores]], Exception | None]:
-        """The scores of all batches with the number of their first clip, and the first error.
+        """Return the scores of all batches, each with the number of its first clip, and the first error or None.
 
-        That is the given one, or that of the last batch, which is waited for.
+        That is `error`, or an error of the last batch, which is waited for.
         """
         try:
             self._land()
@@ -78,9 +80,9 @@ class Scoring:
             self._done.append(flying.result())
 
     def _score(self, videos: Tensor, prompts: Sequence[str], about: dict[str, Any]) -> tuple[int, Scores]:
-        """In the thread, which has a current device and stream of its own. The clips are on the host already."""
+        """Score a batch, already on the host, in the thread, which has a separate current device and stream."""
         started = time.perf_counter()
         with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            found = self.panel.compute(videos, prompts, **about)
+            scores = self.panel.compute(videos, prompts, **about)
         self.spent["reward_overlapped"] = self.spent.get("reward_overlapped", 0.0) + time.perf_counter() - started
-        return about["first_clip"], found
+        return about["first_clip"], scores

@@ -1,4 +1,4 @@
-"""Which transitions of a rollout are stochastic, which of these are trained, and how much each counts.
+"""Choice of the stochastic and the trained transitions of a rollout, and the weight of each.
 
 A choice is a pure function of (seed, rollout, slot), a slot being a prompt's place in the rollout: there is nothing to
 save, and every rank and every world size finds the same. All clips of a slot share their steps.
@@ -7,7 +7,7 @@ With few stochastic steps, differences in reward come from where the gradient ac
 The strategies, for a window of w steps in a range of R steps of the schedule:
 
     fixed         the first w steps of the range, in every rollout
-    progressive   moves by `stride` steps every `every` rollouts, and from the end of the range back to its start (MixGRPO)
+    progressive   moves by `stride` steps every `every` rollouts; at the end of the range it starts over (MixGRPO)
     random        starts anywhere in the range, drawn again for every rollout (Flow-GRPO-Fast), or with `per_prompt` for
                   every slot; with w = 1 that is Flash-GRPO's iso-temporal grouping (arXiv:2605.15980)
 """
@@ -36,12 +36,12 @@ class Windows:
     The last step is always deterministic and never trained: its noise would be seen in the clip, and it has no density.
 
     DanceGRPO draws the steps of `timestep_fraction` for every clip; here the clips of a slot share the draw. Their
-    advantages sum to zero, and so do they at every step trained on all of them: what a step's gradient has in common for
-    all clips cancels. With a draw for every clip it would stay, as noise.
+    advantages sum to zero, and so do they at every step trained on all of them: the part of a step's gradient that all
+    clips share cancels. With a draw for every clip it would stay, as noise.
 
     Attributes:
         section: the options.
-        seed: of the run.
+        seed: seed of the run.
         own: the steps that the trained network denoises.
 
     Raises:
@@ -55,28 +55,29 @@ class Windows:
     def __post_init__(self) -> None:
         if self.num_stochastic > len(self._allowed) or not self.num_trained:
             raise ValueError(
-                f"a window of {plural(self.num_stochastic, 'step')} does not fit: of the steps that may be trained, the trained "
-                f"expert denoises {len(self._allowed)}; use another --window_range, or more --sampling_steps"
+                f"a window of {plural(self.num_stochastic, 'step')} does not fit: of the steps that may be trained, "
+                f"the trained expert denoises {len(self._allowed)}; use another --window_range, or more "
+                "--sampling_steps"
             )
 
     @property
     def _allowed(self) -> range:
-        """The steps that may be trained."""
+        """Steps that may be trained."""
         allowed = step_range(self.section)
         return range(max(allowed.start, self.own.start), min(allowed.stop, self.own.stop))
 
     @property
     def num_stochastic(self) -> int:
-        """Stochastic steps of a clip, the same for every clip and rollout."""
+        """Number of stochastic steps of a clip, equal for every clip and rollout."""
         return self.section.window_size or len(self._allowed)
 
     @property
     def num_trained(self) -> int:
-        """Trained steps of a clip, the same for every clip and rollout, so that all ranks do equal work."""
+        """Number of trained steps of a clip, equal for every clip and rollout, so that all ranks do equal work."""
         return trained_steps(self.section, self.num_stochastic)
 
     def stochastic(self, rollout: int, slot: int = 0) -> tuple[int, ...]:
-        """Steps at which the clips of a slot get noise, ascending."""
+        """Return the steps at which the clips of a slot get noise, ascending."""
         starts = self._starts()
         if self.section.window_strategy == "random":
             key = (rollout, slot) if self.section.window_per_prompt else (rollout,)
@@ -86,7 +87,7 @@ class Windows:
         return tuple(range(start, start + self.num_stochastic))
 
     def trained(self, rollout: int, slot: int = 0) -> tuple[int, ...]:
-        """The stochastic steps that the clips of a slot are trained on, ascending."""
+        """Return the stochastic steps that the clips of a slot are trained on, ascending."""
         steps = self.stochastic(rollout, slot)
         if self.num_trained == len(steps):
             return steps
@@ -95,14 +96,14 @@ class Windows:
         )
 
     def pool(self) -> tuple[int, ...]:
-        """Steps that may be trained, each as often as its share: its mean is that over a long run.
+        """Return the steps that may be trained, ascending, each as often as its share over a long run.
 
-        Ascending. Steps in the middle of the range lie in more windows than those at its ends.
+        Steps in the middle of the range lie in more windows than those at its ends.
         """
         return tuple(sorted(start + i for start in self._starts() for i in range(self.num_stochastic)))
 
     def _starts(self) -> list[int]:
-        """First steps of the windows, for `random` all equally likely, for `progressive` in their order."""
+        """Return the first steps of the windows, for `random` all equally likely, for `progressive` in their order."""
         allowed = self._allowed
         last = allowed.stop - self.num_stochastic
         if self.section.window_strategy == "fixed":
@@ -113,7 +114,7 @@ class Windows:
 
 
 def step_weights(kind: StepWeight, steps: Transitions, alpha: Tensor, sigma: Tensor, *, over: Sequence[int]) -> Tensor:
-    """Factor of the policy loss at every step, `[S]` fp64; 0 at deterministic steps, mean 1 over the steps in `over`.
+    """Return factors of the policy loss, `[S]` fp64: 0 at deterministic steps, mean 1 over the steps in `over`.
 
     At a sampled transition the log-density's gradient by the network's prediction v is z / std times dmean/dv, z being
     the standard normal noise drawn. These factors differ much between steps, and the weights undo them:
@@ -132,7 +133,7 @@ def step_weights(kind: StepWeight, steps: Transitions, alpha: Tensor, sigma: Ten
     that would divide the weights out again. Flash-GRPO, which has hundreds of prompts, takes that of the batch.
 
     Args:
-        kind: which weights.
+        kind: kind of weights.
         steps: the stochastic transitions of the whole schedule.
         alpha, sigma: the levels that they were made of, `[S + 1]`.
         over: steps whose mean weight is 1, as often as they count: `Windows.pool()`.

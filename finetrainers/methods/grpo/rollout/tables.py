@@ -16,7 +16,7 @@ from finetrainers.models.spec import ModelSpec
 from ..prompts.plan import PromptPlan
 from .sde_schedule import Windows, step_weights
 
-#: Amount of noise when the user does not say, by kernel: published values; see docs/explanation/grpo.md.
+#: Default amount of noise by kernel: published values; see docs/explanation/grpo.md.
 DEFAULT_ETA = {"flow": 0.7, "dance": 0.25, "cps": 0.7, "ddim": 0.3}
 
 
@@ -25,12 +25,12 @@ class StepTables:
 
     def __init__(self, config: TrainConfig, process: Process, times: Tensor, facts: Facts) -> None:
         """Args:
-            config: the run; but for `grpo`, no transition is stochastic.
+            config: the run; with a method other than `grpo`, no transition is stochastic.
             process, times: the noise process, and the process times of the steps, `[S]`.
-            facts: of the checkpoint; one of two experts is trained at its own steps alone.
+            facts: facts of the checkpoint; one of two experts is trained only at its own steps.
 
         Raises:
-            ValueError: the sampler's noise, or the window, does not go with these noise levels.
+            ValueError: the sampler's noise, or the window, does not fit these noise levels.
         """
         section = config.grpo
         alpha, sigma = levels(process, times)
@@ -51,25 +51,25 @@ class StepTables:
 
     @property
     def num_trained(self) -> int:
-        """Trained steps of every clip."""
+        """Number of trained steps of every clip."""
         return 0 if self.windows is None else self.windows.num_trained
 
-    def of(self, rollout: int, slot: int) -> Transitions:
-        """The group's transitions."""
+    def group_transitions(self, rollout: int, slot: int) -> Transitions:
+        """Return the transitions of a group."""
         if self.windows is None:
             return self.deterministic
         return only(self.stochastic, self.deterministic, torch.tensor(self.windows.stochastic(rollout, slot)))
 
     def trained(self, rollout: int, slot: int) -> tuple[int, ...]:
-        """The group's trained steps, ascending."""
+        """Return the trained steps of a group, ascending."""
         return () if self.windows is None else self.windows.trained(rollout, slot)
 
 
 def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
-    """Whether the configured sampler goes with the checkpoint's scheduler, of which its small file is read.
+    """Check the configured sampler against the checkpoint's scheduler, reading only its small file.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they do not fit.
     """
     section, scheduler = config.grpo, spec.load_scheduler()
     try:

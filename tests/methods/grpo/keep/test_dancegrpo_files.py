@@ -45,7 +45,7 @@ def test_a_line_for_each_rollout_of_the_normalized_scores(tmp_path: Path) -> Non
 def test_the_first_clip_of_each_prompt_of_a_process(
     ranks: tuple[int, int], sharing: int, name: int, tmp_path: Path
 ) -> None:
-    """The second half of a group and another one, in batches of three, which processes that share clips write in turn."""
+    """The second half of a group and a further group, in batches of three, are written in turn by two processes."""
     slots = (1, 1, 2, 2, 2, 2)
     jobs = [Job(0, slot, Prompt(f"prompt {slot}", ""), n) for n, slot in enumerate(slots)]
     clips = torch.stack([torch.full((5, 3, 32, 32), n / 5) for n in range(6)])

@@ -27,7 +27,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_best_and_the_worst_clip_of_each_prompt_are_kept(tmp_path: Path) -> None:
-    """By three ranks, each with three clips that are parts of one or two groups; a rollout that is redone is replaced."""
+    """Three ranks each have three clips, parts of one or two groups; a rollout that is redone is replaced."""
     said: list[Any] = []
     for rollout in (0, 1, 0):
         said.clear()

@@ -13,7 +13,7 @@ from one_of import OneOf
 
 from finetrainers.config.load import load_config
 from finetrainers.methods.grpo.advantage import Advantages
-from finetrainers.methods.grpo.keep.keep_rollouts import RolloutKeeper, _kept_ranks
+from finetrainers.methods.grpo.keep.keep_rollouts import RolloutKeeper, _select_ranks
 from finetrainers.methods.grpo.prompts.prompts import Job, Prompt
 from finetrainers.rewards.reward_set import HeadScores, Scores
 from finetrainers.utils.files import read_jsonl
@@ -80,22 +80,28 @@ def test_the_only_clip_of_a_prompt_is_compared_with_none(tmp_path: Path) -> None
 
 
 def test_of_several_rewards_each_has_its_best_and_its_worst_clip(tmp_path: Path) -> None:
-    """A clip that is there already is named, and not written twice; a clip that one reward could not score is neither."""
+    """A clip that exists is named, and not written twice; a clip that one reward could not score is neither."""
     other = torch.tensor([0.9, torch.nan, 0.1, 0.1, 0.2, 0.3], dtype=torch.float64)
     third = torch.tensor([torch.nan, torch.nan, 0.5, 0.1, 0.2, 0.3], dtype=torch.float64)
-    scores = Scores({name: HeadScores(raw, raw) for name, raw in zip(("bright", "demo.shape", "c"), (RAW, other, third), strict=True)}, FAILED.flatten())  # fmt: skip
+    raws = {"bright": RAW, "demo.shape": other, "c": third}
+    scores = Scores({name: HeadScores(raw, raw) for name, raw in raws.items()}, FAILED.flatten())
     one = keeper(tmp_path, OneOf(), keep_rollouts_every=1)
     jobs = [Job(0, prompt, Prompt(("a cat", "a dog")[prompt], ""), k) for prompt in (0, 1) for k in range(3)]
     clips = {k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8) for k in range(3)}
     one.keep(jobs, clips, scores, FOUND)
     folder = tmp_path / "rollouts" / "step-000001"
     found = json.loads((folder / "scores.json").read_text())
-    assert {head: {kind: (clip["clip"], clip["video"]) for kind, clip in kinds.items()} for head, kinds in found["heads"].items()} == {
+    clips_by_head = {
+        head: {kind: (clip["clip"], clip["video"]) for kind, clip in kinds.items()}
+        for head, kinds in found["heads"].items()
+    }
+    assert clips_by_head == {
         "bright": {"best": (2, "best.mp4"), "worst": (0, "worst.mp4")},
         "demo.shape": {"best": (0, "best-demo-shape.mp4"), "worst": (2, "worst-demo-shape.mp4")},
         "c": {"best": (2, "best.mp4"), "worst": (2, "worst-demo-shape.mp4")},
-    }  # fmt: skip
-    assert sorted(path.name for path in folder.glob("*.mp4")) == ["best-demo-shape.mp4", "best.mp4", "worst-demo-shape.mp4", "worst.mp4"]  # fmt: skip
+    }
+    names = ["best-demo-shape.mp4", "best.mp4", "worst-demo-shape.mp4", "worst.mp4"]
+    assert sorted(path.name for path in folder.glob("*.mp4")) == names
     assert "best of 3 by demo-shape | advantage -1.00 | bright 0.25, demo.shape 0.9" in comment_of(
         folder / "best-demo-shape.mp4"
     )
@@ -126,10 +132,10 @@ def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tm
     jobs = [Job(1, 1, Prompt("a dog", ""), k) for k in range(3)]
     assert kept[3] == {
         "rollout": 1, "step": 3, "slot": 1, "prompt": "a dog", "clip": 1, "video": "prompt-01-rank-03.mp4",
-        "seed": jobs[1].noise_seed(42, "start", of_group=True), "reward": {"brightness": 0.2}, "advantage": -0.5,
+        "seed": jobs[1].noise_seed(42, "start", per_group=True), "reward": {"brightness": 0.2}, "advantage": -0.5,
     }  # fmt: skip
     drawn = torch.randn(5, generator=torch.Generator().manual_seed(kept[3]["seed"]))
-    assert torch.equal(drawn, torch.randn(5, generator=jobs[0].generator(42, "start", of_group=True)))
+    assert torch.equal(drawn, torch.randn(5, generator=jobs[0].generator(42, "start", per_group=True)))
     assert kept[2]["seed"] == kept[3]["seed"]  # both start from the same noise
     first = read_jsonl(tmp_path / "rollouts" / "step-000001" / "clips.jsonl")[0]
     assert len({row["seed"] for row in first}) == 4
@@ -151,7 +157,7 @@ def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tm
     [(8, 4, [0, 1, 6, 7]), (8, 3, [0, 1, 7]), (8, 0, []), (3, 4, [0, 1, 2]), (1, 2, [0]), (0, 2, [])],
 )
 def test_half_of_the_clips_are_the_best_and_half_the_worst(available: int, count: int, ranks: list[int]) -> None:
-    assert _kept_ranks(available, count) == ranks
+    assert _select_ranks(available, count) == ranks
 
 
 @pytest.mark.parametrize(

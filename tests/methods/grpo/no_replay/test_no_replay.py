@@ -72,7 +72,7 @@ def test_the_gradient_is_that_of_replay(
     def watched(self: RolloutGradients, *arguments: Any) -> None:
         groups = [*(self._retained if self.plan.retains else self._stored).values()]
         stored.append(sum(len(group.stored) for group in groups) + len(self._total) * (not self.plan.retains))
-        assert (self._keep_on == torch.device("cpu")) == options.get("offload_trajectory", False)
+        assert (self._storage_device == torch.device("cpu")) == options.get("offload_trajectory", False)
         scored(self, *arguments)
 
     monkeypatch.setattr(RolloutGradients, "_sum_up", watched)
@@ -84,10 +84,10 @@ def test_the_gradient_is_that_of_replay(
         assert planned is not None
         clips = 8 * options["prompts_per_step"]
         if how == "reweight":
-            assert (planned.stored, planned.most, planned.early) == plan
+            assert (planned.stored, planned.max_stored, planned.early) == plan
             assert max(stored) == planned.peak(clips, 1)
         else:  # graphs cannot be summed up
-            assert (planned.stored, planned.most, planned.early) == (
+            assert (planned.stored, planned.max_stored, planned.early) == (
                 plan if plan[0] != "sums" else ("clips", 8, plan[2])
             )
             batch = options.get("batch_size", 4)
@@ -150,8 +150,8 @@ def test_a_prompts_clips_may_be_on_several_ranks(
 ) -> None:
     """Each of two ranks has half of a prompt's clips. What the other one scored, it is told when all are scored.
 
-    Processes that share clips have the same scores and gradients. Where processes wait for each other, all go backward equally
-    often, whichever has more clips that are trained.
+    Processes that share clips have the same scores and gradients. Where processes wait for each other, all go backward
+    equally often, whichever has more clips that are trained.
     """
     told: dict[int, Any] = {}
     passes: dict[int, int] = {}  # that each rank would make by itself
@@ -207,9 +207,9 @@ def test_processes_that_wait_for_each_other_all_go_back_through_a_step() -> None
     tables = method.sampler.tables
     rollout = next(r for r in range(20) if tables.trained(r, 0) != tables.trained(r, 1))
     wanted = {*tables.trained(rollout, 0), *tables.trained(rollout, 1)}
-    assert method.collector._steps_of(rollout, 0) == wanted
+    assert method.collector._batch_steps(rollout, 0) == wanted
     alone = make_grpo(parallel=OneOf(0, 2), rollout_gradients="reweight", **options)
-    assert alone.collector._steps_of(rollout, 0) == set(tables.trained(rollout, 0))
+    assert alone.collector._batch_steps(rollout, 0) == set(tables.trained(rollout, 0))
 
 
 @pytest.mark.parametrize(("how", "waiting", "gradients"), [("retain", (15, 7), 0), ("reweight", (0, 0), 8)])
@@ -252,7 +252,7 @@ def test_scores_far_from_zero_and_close_together_lose_nothing() -> None:
     mean = sum(scores) / 8
     factors = {clip: (score - mean) / 0.23 for clip, score in enumerate(scores)}
     expected = sum(factors[clip] * one.double() for clip, one in enumerate(gradients))
-    found = group.combined(factors)
+    found = group.pop_combined(factors)
     assert found is not None
     assert (found[0] - expected).norm() <= 1e-6 * expected.norm()  # type: ignore[union-attr]
 
@@ -263,11 +263,11 @@ def test_of_extremes_a_clip_that_has_fallen_out_is_gone() -> None:
         group.add(clip, ones(clip), (score,))
         assert len(group.stored) <= 2
     assert sorted(group.stored) == [1, 3]  # among equal ones the first is the worse
-    found = group.combined({1: -1.0, 3: 2.0})
+    found = group.pop_combined({1: -1.0, 3: 2.0})
     assert found is not None
     assert [one.tolist() for one in found] == [[5.0, 5.0], [10.0]]
     with pytest.raises(ValueError, match=r"clips \[0\] are wanted and gone"):
-        group.combined({0: 1.0})
+        group.pop_combined({0: 1.0})
 
 
 def test_advantages_that_do_not_follow_the_scores_are_an_error() -> None:
@@ -275,7 +275,7 @@ def test_advantages_that_do_not_follow_the_scores_are_an_error() -> None:
     for clip in range(4):
         group.add(clip, ones(clip), (float(clip),))
     with pytest.raises(ValueError, match="advantages do not follow the scores"):
-        group.combined({0: -1.0, 1: -1.0, 2: 1.0, 3: 1.0})
+        group.pop_combined({0: -1.0, 1: -1.0, 2: 1.0, 3: 1.0})
 
 
 @pytest.mark.parametrize(

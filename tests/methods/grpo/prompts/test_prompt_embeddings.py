@@ -27,8 +27,8 @@ def test_what_is_written_is_what_the_encoders_gave(tmp_path: Path, tiny_repo, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("a dog runs\na cat that sleeps on a red sofa\n猫\n")
     options = {
-        "method": "grpo", "pretrained_model_name_or_path": str(tiny_repo("hunyuan_video")), "text_encoder_dtype": "fp32",
-        "text_encoder_2_dtype": "fp32", "prompts": str(tmp_path / "prompts.txt"),
+        "method": "grpo", "pretrained_model_name_or_path": str(tiny_repo("hunyuan_video")),
+        "text_encoder_dtype": "fp32", "text_encoder_2_dtype": "fp32", "prompts": str(tmp_path / "prompts.txt"),
         "prompt_embeddings_dir": str(tmp_path / "rl_embeddings"),
     }  # fmt: skip
     config = for_preparing(load_config(**options))
@@ -60,8 +60,9 @@ def test_what_is_written_is_what_the_encoders_gave(tmp_path: Path, tiny_repo, mo
     monkeypatch.setattr(type(spec), "load_text_encoders", lambda _: pytest.fail("loaded the text encoders"))
     run = {
         **options, "prompts": str(folder / "videos2caption.json"), "prompt_embeddings_dir": None, "train_steps": 1,
-        "reward": ["brightness"], "rollout_size": "5x32x32", "prompts_per_step": 1, "num_generations": 2, "batch_size": 2,
-        "sampling_steps": 4, "window_size": 1, "updates_per_rollout": 1, "transformer_dtype": "fp32", "vae_dtype": "fp32",
+        "reward": ["brightness"], "rollout_size": "5x32x32", "prompts_per_step": 1, "num_generations": 2,
+        "batch_size": 2, "sampling_steps": 4, "window_size": 1, "updates_per_rollout": 1,
+        "transformer_dtype": "fp32", "vae_dtype": "fp32",
     }  # fmt: skip
     checked = preflight(load_config(**run, rollout_cfg=3.0, output_dir=str(tmp_path / "guided")))
     assert not checked.needs_text

@@ -1,4 +1,4 @@
-"""Prompt files of all three kinds, what is wrong with them by line, their order, and the random numbers of their clips."""
+"""Prompt files of all three kinds, their problems by line, their order, and the random numbers of their clips."""
 
 from __future__ import annotations
 
@@ -223,8 +223,12 @@ def test_wrong_entries_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("[\n{},\n}", "v.json line 3 is not JSON"), ("{}", "is an object, not a list of objects with caption"), ("[]", "no prompts")],
-)  # fmt: skip
+    [
+        ("[\n{},\n}", "v.json line 3 is not JSON"),
+        ("{}", "is an object, not a list of objects with caption"),
+        ("[]", "no prompts"),
+    ],
+)
 def test_files_of_another_form(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, "v.json", content)
@@ -236,7 +240,7 @@ def test_files_of_another_form(tmp_path: Path, content: str, message: str) -> No
 @pytest.mark.parametrize(("prompts", "per_step"), [(12, 4), (10, 4), (7, 7), (3, 8), (1, 1), (1, 5), (5, 1)])
 def test_every_prompt_comes_once_an_epoch(prompts: int, per_step: int) -> None:
     order = PromptOrder(prompts, prompts_per_step=per_step, seed=3)
-    walk = [index for rollout in range(20) for index in order.prompts_of(rollout)]
+    walk = [index for rollout in range(20) for index in order.prompt_indices(rollout)]
     assert len(walk) == 20 * per_step
     for start in range(0, len(walk) - prompts + 1, prompts):
         assert sorted(walk[start : start + prompts]) == list(range(prompts))
@@ -244,20 +248,20 @@ def test_every_prompt_comes_once_an_epoch(prompts: int, per_step: int) -> None:
 
 def test_the_order_needs_no_history() -> None:
     order = PromptOrder(10, prompts_per_step=4, seed=3)
-    wanted = {rollout: order.prompts_of(rollout) for rollout in range(30)}
+    wanted = {rollout: order.prompt_indices(rollout) for rollout in range(30)}
     backwards = PromptOrder(10, prompts_per_step=4, seed=3)
-    assert {rollout: backwards.prompts_of(rollout) for rollout in reversed(range(30))} == wanted
-    assert PromptOrder(10, prompts_per_step=4, seed=3).prompts_of(29) == wanted[29]
+    assert {rollout: backwards.prompt_indices(rollout) for rollout in reversed(range(30))} == wanted
+    assert PromptOrder(10, prompts_per_step=4, seed=3).prompt_indices(29) == wanted[29]
     # A permutation a seed and epoch, whatever the size of a rollout.
     single = PromptOrder(10, prompts_per_step=1, seed=3)
-    assert [single.prompts_of(i)[0] for i in range(120)] == [index for r in range(30) for index in wanted[r]]
+    assert [single.prompt_indices(i)[0] for i in range(120)] == [index for r in range(30) for index in wanted[r]]
 
 
 def test_epochs_and_seeds_have_their_own_order() -> None:
     order = PromptOrder(40, prompts_per_step=40, seed=0)
-    assert len({tuple(order.prompts_of(epoch)) for epoch in range(20)}) == 20
-    assert PromptOrder(40, prompts_per_step=40, seed=1).prompts_of(0) != order.prompts_of(0)
-    firsts = Counter(PromptOrder(4, prompts_per_step=4, seed=seed).prompts_of(2)[0] for seed in range(2000))
+    assert len({tuple(order.prompt_indices(epoch)) for epoch in range(20)}) == 20
+    assert PromptOrder(40, prompts_per_step=40, seed=1).prompt_indices(0) != order.prompt_indices(0)
+    firsts = Counter(PromptOrder(4, prompts_per_step=4, seed=seed).prompt_indices(2)[0] for seed in range(2000))
     assert all(400 < count < 600 for count in firsts.values())
 
 
@@ -271,11 +275,11 @@ def test_nothing_to_order(prompts: int, per_step: int) -> None:
 
 
 def test_every_clip_and_purpose_has_its_own_numbers() -> None:
-    def drawn(stream: str = "start", seed: int = 1, of_group: bool = False, **changes: Any) -> list[float]:
+    def drawn(stream: str = "start", seed: int = 1, per_group: bool = False, **changes: Any) -> list[float]:
         job = replace(Job(rollout=2, slot=3, prompt=Prompt("a", ""), generation=4), **changes)
-        return torch.randn(4, generator=job.generator(seed, stream, of_group=of_group)).tolist()
+        return torch.randn(4, generator=job.generator(seed, stream, per_group=per_group)).tolist()
 
-    assert drawn(of_group=True) == drawn(of_group=True, generation=7) == drawn(generation=0)
+    assert drawn(per_group=True) == drawn(per_group=True, generation=7) == drawn(generation=0)
     assert drawn() == drawn()
     others = [drawn(**{key: 7}) for key in ("seed", "rollout", "slot", "generation")]
     others += [drawn(stream="step 0"), drawn(rollout=3, slot=2), drawn(slot=4, generation=3)]
@@ -300,5 +304,7 @@ def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
         )
         for step in (0, 6)
     )  # fmt: skip
-    assert [later.prompts_of(rollout) for rollout in (3, 4, 5)] == [begun.prompts_of(rollout) for rollout in (0, 1, 2)]
+    assert [later.rollout_prompts(rollout) for rollout in (3, 4, 5)] == [
+        begun.rollout_prompts(rollout) for rollout in (0, 1, 2)
+    ]
     assert (begun.steps_for_epochs(1), later.steps_for_epochs(1)) == (6, 12)

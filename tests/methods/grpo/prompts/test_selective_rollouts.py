@@ -22,15 +22,15 @@ BEGUN = ["prompts", 3, 0]
 
 def selection(probability: float = 0.5, *, num_prompts: int = 8, per_step: int = 2) -> SelectiveRollouts:
     order = PromptOrder(num_prompts, prompts_per_step=per_step, seed=3)
-    return SelectiveRollouts(order, probability=probability, begun=BEGUN)
+    return SelectiveRollouts(order, probability=probability, walk=BEGUN)
 
 
 def rolled(found: SelectiveRollouts, rollouts: range, dull: set[int] = DULL) -> list[list[int]]:
     """The prompts of each rollout."""
     walked = []
     for rollout in rollouts:
-        walked.append(found.prompts_of(rollout))
-        assert found.prompts_of(rollout) == walked[-1]  # asking changes nothing
+        walked.append(found.prompt_indices(rollout))
+        assert found.prompt_indices(rollout) == walked[-1]  # asking changes nothing
         found.observe(rollout, [prompt not in dull for prompt in walked[-1]])
     return walked
 
@@ -51,7 +51,7 @@ def test_who_teaches_again_is_back_at_once() -> None:
     rolled(found, range(40))
     assert int(found.streaks[1]) >= 2
     rollout = 40
-    while 1 not in found.prompts_of(rollout):
+    while 1 not in found.prompt_indices(rollout):
         rolled(found, range(rollout, rollout + 1))
         rollout += 1
     rolled(found, range(rollout, rollout + 1), dull=DULL - {1})
@@ -63,9 +63,9 @@ def test_who_teaches_again_is_back_at_once() -> None:
 def test_without_history_it_is_the_usual_walk() -> None:
     found, order = selection(), PromptOrder(8, prompts_per_step=2, seed=3)
     # Also in a run that skipped none at first, and where nothing is ever known.
-    assert found.prompts_of(17) == order.prompts_of(17)
+    assert found.prompt_indices(17) == order.prompt_indices(17)
     for rollout in range(17, 30):
-        assert found.prompts_of(rollout) == order.prompts_of(rollout)
+        assert found.prompt_indices(rollout) == order.prompt_indices(rollout)
         assert found.observe(rollout, [None, True]) == 0
     assert not found.streaks.any()
 
@@ -82,10 +82,10 @@ def test_where_nothing_teaches_every_rollout_is_full() -> None:
 def test_skipped_prompts_are_counted() -> None:
     found = selection(1e-9, num_prompts=4, per_step=1)
     before = [found.observe(rollout, [rollout != 1]) for rollout in range(4)]
-    dull = PromptOrder(4, prompts_per_step=1, seed=3).at(1)
+    dull = PromptOrder(4, prompts_per_step=1, seed=3).prompt_at(1)
     after = []
     for rollout in range(4, 10):
-        assert found.prompts_of(rollout) != [dull]
+        assert found.prompt_indices(rollout) != [dull]
         after.append(found.observe(rollout, [True]))
     assert before == [0] * 4
     assert found.position == 10 + sum(after)
@@ -100,7 +100,7 @@ def test_a_resumed_walk_is_the_same() -> None:
     resumed.load_state_dict(half.state_dict())
     assert rolled(resumed, range(30, 60)) == wanted[30:]
     # History of other prompts does not count.
-    other = SelectiveRollouts(resumed.order, probability=0.5, begun=["others", 3, 0])
+    other = SelectiveRollouts(resumed.order, probability=0.5, walk=["others", 3, 0])
     other.load_state_dict(half.state_dict())
     other.load_state_dict({})
     assert other.position is None
@@ -116,7 +116,7 @@ def test_a_rollout_says_which_of_its_prompts_teach(changes: dict[str, Any], dull
     collector = make_collector(
         reward=["policies:bright_only", "policies:contrast_in_percent=0"], selective_rollouts=0.5, **changes
     )
-    walk = SelectiveRollouts(collector.source.order, probability=0.5, begun=BEGUN)
+    walk = SelectiveRollouts(collector.source.order, probability=0.5, walk=BEGUN)
     collector.source.selection, collector.source.skipped = walk, walk.observe
     stats = collector.collect(network(), 0).stats
     prompts = collector.source.prompts
@@ -138,7 +138,7 @@ def test_what_no_clip_has_a_score_of_is_not_known(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(RewardSet, "score", losing)
     collector = make_collector(reward=["policies:bright_only"], reward_on_error="mask", selective_rollouts=0.5)
-    walk = SelectiveRollouts(collector.source.order, probability=0.5, begun=BEGUN)
+    walk = SelectiveRollouts(collector.source.order, probability=0.5, walk=BEGUN)
     collector.source.selection, collector.source.skipped = walk, walk.observe
     collector.collect(network(), 0)
     prompts = collector.source.prompts

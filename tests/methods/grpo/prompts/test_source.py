@@ -39,7 +39,8 @@ def _opened(
     parallel.gather_objects = lambda items: [*items, *said]
     plan = PromptPlan(tuple(prompts), (), (9, 64, 64), 8, 8.0, "f")
     spec: Any = _Spec()
-    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel).live(None)  # type: ignore[arg-type]
+    cache = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
+    texts = cache.live(None)  # type: ignore[arg-type]
     vae = Parts({"vae": torch.nn.Identity()})
     begin = DataPosition.begin(config, data_size=world_size)
     return texts.keys, lambda: PromptSource(

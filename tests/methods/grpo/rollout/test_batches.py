@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from finetrainers.methods.grpo.rollout.batches import Part, parts_of_updates
-from finetrainers.methods.grpo.rollout.collect import Collected
+from finetrainers.methods.grpo.rollout.collect import RolloutBatch
 
 
 def parts(
     kept_by_rank: list[int], rank: int, *, updates: int, batch_size: int = 2, repeats: int = 1, rollout: int = 3
 ) -> list[list[Part]]:
     kept = list(range(kept_by_rank[rank]))
-    collected = Collected(
-        jobs=[], latents={i: torch.zeros(1) for i in kept or [0]}, replays={}, advantages=torch.zeros(0), kept=kept,
-        kept_by_rank=kept_by_rank, stats={},
+    collected = RolloutBatch(
+        jobs=[], latents={i: torch.zeros(1) for i in kept or [0]}, replays={}, advantages=torch.zeros(0),
+        trained_clips=kept, trained_by_rank=kept_by_rank, stats={},
     )  # fmt: skip
     return parts_of_updates(
         collected, data_rank=rank, batch_size=batch_size, updates=updates, repeats=repeats, seed=0, rollout=rollout

@@ -1,4 +1,4 @@
-"""Batches are scored in a thread while others are sampled: the same scores in the same order, and errors are not lost."""
+"""Batches are scored in a thread while others are sampled: equal scores in equal order, and no error is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps get noise and are trained: pure functions that reach every step but the last; and what the steps count."""
+"""Steps that get noise and are trained: pure functions that reach every step but the last; and the weights of steps."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_weights_undo_what_they_say(name: str, kernel: Kernel, eta: float) -> No
     sizes, slopes = [], []
     for i in range(15):
         v = torch.randn(x.shape, generator=generator).requires_grad_()
-        at = steps.at(torch.tensor([i]), torch.device("cpu"))
+        at = steps.at_steps(torch.tensor([i]), torch.device("cpu"))
         mean = transition_mean(process, v, x, times[i : i + 1], at)
         std = at.std.item()
         value = (mean + std * z).detach()
