@@ -61,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = device(monkeypatch)
     recorder = MemoryRecorder(torch.device("cuda"))
-    assert recorder.most() is None
+    assert recorder.highest_peak() is None
     with recorder.running():
         with phase(LOADING):
             taken.update(allocated=10, reserved=12)
@@ -96,7 +96,7 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert found["memory_after_validation/allocated_gib"] == 30
             with phase(CHECKPOINT):
                 taken.update(allocated=21, reserved=40)
-    assert recorder.most() == 30
+    assert recorder.highest_peak() == 30
     assert list(recorder.figures) == list(FIGURES)
     other = {LOADING: {"allocated": 11.0, "reserved": 11.0, "host": 5.0}, ROLLOUT: {"host": 1.0}}
     recorder.agree(SimpleNamespace(gather_objects=lambda mine: [*mine, other]))  # type: ignore[arg-type]

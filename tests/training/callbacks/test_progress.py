@@ -21,7 +21,7 @@ from finetrainers.training.callbacks.progress import Clock, ProgressLine, number
 EVALUATION = {"eval_loss": 0.43214, **{f"eval_loss_{k / 10:.2f}": 0.5 / k for k in (1, 3, 5, 7, 9)}}
 LOSS = {"loss": 0.04213, "grad_norm": 0.385, "lr": 1e-3, "step_s": 3.41}
 SCORES = {"reward/a.quality": 0.51234, "kl": 0.0023, "group_std/a.quality": 0.1, **LOSS}
-MEMORY = SimpleNamespace(most=lambda: 12.3)
+MEMORY = SimpleNamespace(highest_peak=lambda: 12.3)
 SECOND = {"reward/my_module:a_function_with_a_long_name": 12.3456}
 
 
