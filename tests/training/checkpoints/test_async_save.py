@@ -132,9 +132,9 @@ def test_the_bytes_are_the_same(
 
     def noted(staging: Staging, *arguments: Any, **named: Any) -> Any:
         staging._reserved.wait()
-        ready = Counter(storage.nbytes() for storage in staging._kept)
+        ready = Counter(storage.nbytes() for storage in staging._storages)
         begun = begin(staging, *arguments, **named)
-        missing.append(Counter(storage.nbytes() for storage in staging._kept) - ready)
+        missing.append(Counter(storage.nbytes() for storage in staging._storages) - ready)
         return begun
 
     monkeypatch.setattr(Staging, "begin", noted)
@@ -370,7 +370,7 @@ def test_memory_of_the_first_copy_is_got_before_it() -> None:
     assert pickled(copied) == pickled(value)
     staging = Staging()
     staging.reserve(value)()
-    places = {storage.data_ptr() for storage in staging._kept}
+    places = {storage.data_ptr() for storage in staging._storages}
     copied, fill = staging.begin(value)
     fill()
     assert {tensor.untyped_storage().data_ptr() for tensor in copied.values()} == places

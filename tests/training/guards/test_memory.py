@@ -207,7 +207,7 @@ def test_room_for_the_optimizer_that_is_not_there_is_named(monkeypatch: pytest.M
     with pytest.raises(
         OutOfMemory, match=r"making room for 0\.01 GiB of optimizer state .*8-bit or offloaded optimizer"
     ):
-        memory_probe._optimizer_room(state)  # type: ignore[arg-type]
+        memory_probe._reserve_optimizer_memory(state)  # type: ignore[arg-type]
 
 
 def test_loading_that_runs_out_of_memory_says_so() -> None:
