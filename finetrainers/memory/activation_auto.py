@@ -55,7 +55,7 @@ class ActivationModel:
         return choose(total, self.sizes, self.work, machine, settings=self.settings, all_blocks=self.all_blocks)
 
     def slower(self, config: TrainConfig, machine: Machine) -> float:
-        """Return how much longer, as a share, a configuration's step takes than one without recomputation and copies."""
+        """Return the additional time of a step relative to one that recomputes and copies nothing, as a share."""
         stored, share, total = (
             config.memory.stored,
             config.memory.selective_checkpointing,

@@ -252,7 +252,7 @@ def _store_initial_lora(state: TrainState, checked: Preflight) -> None:
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:
-    """The moving average of the trained weights, if asked for."""
+    """Return the moving average of the trainable weights, or None without `--use_ema`."""
     if not config.training.use_ema:
         return None
     return EMA(

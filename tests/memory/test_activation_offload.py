@@ -94,7 +94,7 @@ def test_any_order_of_passes(order: str) -> None:
             assert torch.equal(a, b)
         arena = offloaded.offload.arena
         assert arena.used == 0
-        # Of two passes, three of six blocks each (the first and the last two do not count), and not what all blocks get.
+        # Two passes, three of six blocks each (the first and the last two do not count), without inputs of all blocks.
         assert arena.peak == 2 * 3 * 256
     assert activation_offload.LAST == 2
 

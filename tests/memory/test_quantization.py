@@ -1,4 +1,4 @@
-"""Training a LoRA over quantized frozen weights: exact against dequantized weights, and rounded as the libraries round."""
+"""Training a LoRA over quantized frozen weights: exact against dequantized weights, rounded as the libraries round."""
 
 from __future__ import annotations
 

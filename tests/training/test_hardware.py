@@ -1,4 +1,4 @@
-"""Power, temperature and load of GPUs, and traffic, in a run's metrics: as NVML and nvidia-smi tell them, of several processes."""
+"""Power, temperature and load of GPUs, and traffic, in metrics: by NVML and nvidia-smi, of several processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_machine_without_either(smi: Callable[[str], None], tmp_path: Path, mo
 
 
 def test_a_gpu_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own functions, above a stand-in for NVML's package: a machine with four GPUs, of which the run sees two."""
+    """torch's own functions, above a stand-in for NVML's package: a machine with four GPUs, two visible to the run."""
 
     class NVMLError_DriverNotLoaded(Exception):
         pass
@@ -148,7 +148,8 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
     own = [(500.5, 60, 90), (400.25, 70, 80), (600, 80, 100), (300, 50, 10)]
     monitors = [
         HardwareMonitor(
-            group.rank(rank), reads_gpu=readings(own[rank], own[rank]), reads_network=traffic(0, 10 + rank) if rank % 2 == 0 else None
+            group.rank(rank), reads_gpu=readings(own[rank], own[rank]),
+            reads_network=traffic(0, 10 + rank) if rank % 2 == 0 else None,
         )
         for rank in range(4)
     ]  # fmt: skip
@@ -163,7 +164,8 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
     each = {f"{name}/rank_{rank}": own[rank][place] for place, name in enumerate(NAMES) for rank in range(4)}
     assert found[0] == each | {
         "gpu_power_w": 450.1875, "gpu_power_w/sum": 1800.75, "gpu_temperature_c": 80, "gpu_utilization_percent": 70,
-        "gpu_utilization_percent/min": 10, "network_mib_per_s/ethernet_sent": 11, "network_mib_per_s/ethernet_sent_max": 12,
+        "gpu_utilization_percent/min": 10, "network_mib_per_s/ethernet_sent": 11,
+        "network_mib_per_s/ethernet_sent_max": 12,
     }  # fmt: skip
 
 

@@ -8,8 +8,8 @@ With `--async_checkpointing` writing and all that follows happens in a thread, o
 The thread also makes that copy, and training waits for it before it changes the tensors that are copied.
 
 A checkpoint `checkpoints/step-N/` holds the trained weights in diffusers layout, the optimizer, the moving average,
-the method's state, `state.json`, and `manifest.json` over all of these. All weights are in safetensors files. There
-is no random state to store: every draw is derived from its step or sample.
+the method's state, `state.json`, and `manifest.json` over all of these. All weights are in safetensors files. No random
+state needs to be stored: every draw is derived from its step or sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background are those that would have been written at once, and no error of theirs is lost."""
+"""Checkpoints written in the background equal those written at once, and no error of them is lost."""
 
 from __future__ import annotations
 
@@ -327,7 +327,8 @@ def test_copies_are_written_as_their_originals_are() -> None:
     paged.is_paged = True  # type: ignore[attr-defined]
     value = {
         "turned": base.t(), "row": base[1], "step": torch.tensor(3.0), "empty": torch.empty(0), "low": low_bit_states(),
-        "shared": [table, {"again": table, "view": table.view(4, 4)}], "paged": paged, "betas": (0.9, 0.99), "none": None,
+        "shared": [table, {"again": table, "view": table.view(4, 4)}], "paged": paged, "betas": (0.9, 0.99),
+        "none": None,
         "bf16": torch.ones(2, dtype=torch.bfloat16), "nested": {0: {"lr": 1e-3, "params": [0, 1]}},
     }  # fmt: skip
     before = pickled(value)

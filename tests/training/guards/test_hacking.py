@@ -10,8 +10,8 @@ import pytest
 from finetrainers.config.hacking import HackingRule
 from finetrainers.training.guards.hacking import Hacking, HackingGuard, judge_held_out
 
-#: Evaluations of the color preference (finetrainers/demo/rewarded.py) every 4 steps: similarity to the preferred color, which
-#: is trained, and how many of 16 held-out captions show their shape. Without the KL penalty, and with it.
+#: Evaluations of the color preference (finetrainers/demo/rewarded.py) every 4 steps: similarity to the preferred color,
+#: which is trained, and the number of 16 held-out captions that show their shape. Without the KL penalty, and with it.
 HACKED = [
     (0.612, 8), (0.637, 10), (0.672, 8), (0.716, 9), (0.768, 11), (0.833, 9), (0.884, 11), (0.922, 4), (0.906, 4),
     (0.899, 7), (0.860, 8), (0.859, 5), (0.876, 4), (0.891, 3), (0.905, 1), (0.910, 1), (0.920, 0),

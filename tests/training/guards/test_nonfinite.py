@@ -97,8 +97,8 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     values = options(
-        train_steps=6, clips=3, use_ema=True, training_type=training_type, checkpointing_steps=2, on_nonfinite="rollback",
-        lora_dropout=0.3 if training_type == "lora" else None, lr_scheduler="linear",
+        train_steps=6, clips=3, use_ema=True, training_type=training_type, checkpointing_steps=2,
+        on_nonfinite="rollback", lora_dropout=0.3 if training_type == "lora" else None, lr_scheduler="linear",
         async_checkpointing=training_type == "lora",
     )  # fmt: skip
     keys: list[tuple[int, int]] = []
@@ -130,7 +130,8 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
     assert resumed.curve("loss", "grad_norm") == reference.curve("loss", "grad_norm")
     assert all(resumed.weights[name].equal(tensor) for name, tensor in reference.weights.items())
     # In other batches, those begin where it is in the data, which is two steps further than its count.
-    other = preflight(load_config(**{**values, "output_dir": str(tmp_path / "back"), "train_steps": 8}, batch_size=2, resume_from_checkpoint="latest"))  # fmt: skip
+    changed = {**values, "output_dir": str(tmp_path / "back"), "train_steps": 8, "batch_size": 2}
+    other = preflight(load_config(**changed, resume_from_checkpoint="latest"))
     assert [(segment.first_step, segment.batch_size) for segment in other.start.data_position.segments] == [
         (0, 1),
         (8, 2),
@@ -193,7 +194,9 @@ def test_a_spike_is_recorded_by_a_run(
     assert (state["count"], len(state["loss"]), max(state["loss"]) < 2) == (1, 7, True)
 
 
-def test_too_many_are_an_error(options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_too_many_are_an_error(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(monkeypatch, {1, 3, 4})
     with pytest.raises(NonFiniteError, match="3 steps were not finite, more than --max_nonfinite_steps 2"):
         run(**options(train_steps=6, on_nonfinite="skip", max_nonfinite_steps=2))

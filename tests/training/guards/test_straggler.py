@@ -75,4 +75,5 @@ def test_waiting_is_counted_per_step() -> None:
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    assert StragglerMonitor(parallel=_TwoRanks(world_size=1), run_dir=_Events()).look(1, steps=1, step_s=1.0) == {}  # type: ignore[arg-type]
+    monitor = StragglerMonitor(parallel=_TwoRanks(world_size=1), run_dir=_Events())  # type: ignore[arg-type]
+    assert monitor.look(1, steps=1, step_s=1.0) == {}
