@@ -93,10 +93,10 @@ def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, *
         evaluated: captions that the evaluations sample.
         changes: options that differ; None leaves one out.
     """
-    train, held = directory / "prompts" / "train.txt", directory / "prompts" / "held_out.txt"
+    train, held_out = directory / "prompts" / "train.txt", directory / "prompts" / "held_out.txt"
     for path, captions in (
         (train, choice_captions(_PROMPTS, name="train", held_out=False)),
-        (held, choice_captions(evaluated, name="held out", held_out=True)),
+        (held_out, choice_captions(evaluated, name="held out", held_out=True)),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(captions) + "\n")
@@ -105,7 +105,7 @@ def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, *
         "method": "grpo",
         "prompts": str(train),
         "reward": ["preferred_color"],
-        "eval_prompts": str(held),
+        "eval_prompts": str(held_out),
         "eval_reward": ["preferred_color", "preferred_color_shown", "demo.shape", "demo.motion"],
         "eval_steps": max(steps // 4, 1),
         "rollout_size": f"{FRAMES}x{HEIGHT}x{WIDTH}",

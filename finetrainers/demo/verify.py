@@ -62,7 +62,9 @@ class Reading:
 def read(clip: NDArray[np.uint8]) -> Reading:
     """Measure a clip `[T, H, W, 3]` uint8."""
     background = _agreed([_background(image) for image in clip])
-    frames = [seen for index, image in enumerate(clip) if (seen := _frame(image, index / (len(clip) - 1))) is not None]
+    frames = [
+        frame for index, image in enumerate(clip) if (frame := _frame(image, index / (len(clip) - 1))) is not None
+    ]
     if len(frames) < max(2, len(clip) - 1):
         return Reading(background=background)
     shape = _shape(frames)

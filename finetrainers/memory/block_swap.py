@@ -92,7 +92,7 @@ class BlockSwap:
         def swapped(*args: Any, **kwargs: Any) -> Any:
             self._require(number)
             try:
-                with self._saved(number):
+                with self._saving_references(number):
                     output = forward(*args, **kwargs)
             finally:
                 for weight, view in plain:  # layerwise upcasting leaves copies in separate memory
@@ -136,7 +136,7 @@ class BlockSwap:
         self._copies.start(index, self._slots[index], self._masters[number])
 
     @contextmanager
-    def _saved(self, number: int) -> Iterator[None]:
+    def _saving_references(self, number: int) -> Iterator[None]:
         """Let autograd save references to swapped weights within the block, and pass other tensors to outer hooks."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # of gradient checkpointing, for example
         slot = _storage(self._slots[number % NUM_SLOTS])

@@ -179,8 +179,8 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
     total = dict(first)
     for name, depth in depths.items():
         if depth > few[name]:
-            more = _count(spec, network, shape, {**few, name: few[name] + 1})
-            for key, value in more.items():
+            longer = _count(spec, network, shape, {**few, name: few[name] + 1})
+            for key, value in longer.items():
                 total[key] += (depth - few[name]) * (value - first[key])
     return Counted(**total)
 

@@ -36,11 +36,11 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
     if not tokens:
         return 0.0
     bytes_per_number = 4 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else 2
-    return _counted(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, bytes_per_number)
+    return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, bytes_per_number)
 
 
 @lru_cache(maxsize=64)
-def _counted(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, bytes_per_number: int) -> float:
+def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, bytes_per_number: int) -> float:
     """Count with two layers, and with three if the states of all layers are kept: each further layer adds as much."""
     config = json.loads(settings)
     depth = next((config[name] for name in _DEPTHS if name in config), 2)

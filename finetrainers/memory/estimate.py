@@ -202,10 +202,12 @@ class _WaitingCalls:
             return cls()
         recomputed = 0.0 if workload.stored == "none" else 1.0 if workload.share is None else workload.share
         copied = workload.trained_outside + (1 - workload.trained_outside) * (1 - recomputed)
-        each = saved + workload.activations.between * unit + copied * casts
+        per_call = saved + workload.activations.between * unit + copied * casts
         first, later = (size / GIB for size in workload.summed_bytes)
         return cls(
-            forward * each, max(backward * each + first, max(0, backward - 1) * each + later), (forward + 1) * each
+            forward * per_call,
+            max(backward * per_call + first, max(0, backward - 1) * per_call + later),
+            (forward + 1) * per_call,
         )
 
 
@@ -254,7 +256,7 @@ def build_workload(
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     gathered = gathered_bytes(
         weights, width=width, split=split, accumulates=accumulates,
-        swapped=swapped_blocks(config, weights.blocks), saved=_saved(config, weights, spec),
+        swapped=swapped_blocks(config, weights.blocks), saved=_quantization_savings(config, weights, spec),
     )  # fmt: skip
     return Workload(
         frozen_bytes=frozen,
@@ -380,7 +382,7 @@ def _frozen_bytes(
         sizes = {id(p): float(p.numel() * widths.get(id(p), width)) for p in weights.all if not p.requires_grad}
         if casts:
             sizes |= weights.bytes_cast(skip)
-        for weight, saved in _saved(config, weights, spec).items():
+        for weight, saved in _quantization_savings(config, weights, spec).items():
             sizes[weight] -= saved
         return sum(sizes.values()), [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
 
@@ -392,7 +394,7 @@ def _frozen_bytes(
     return total - swap.host, swap
 
 
-def _saved(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:
+def _quantization_savings(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:
     """Return the bytes that quantization saves of each weight, by its `id`."""
     if config.memory.quantize_frozen == "none":
         return {}

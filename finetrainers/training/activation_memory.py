@@ -47,7 +47,7 @@ class ActivationPlanner:
         self._heaviest, self._loaded = heaviest, loaded
         self._replans, self._skips = True, compiles
 
-    def look(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
+    def replan(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
         """Plan again after the first measured step with the largest clips; every rank must call it after every step.
 
         Args:

@@ -71,17 +71,17 @@ class StopSignals:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         # A handler that was not installed from Python cannot be restored, so it stays.
-        self._handlers = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
+        self._handlers = {signum: handler for signum in SIGNALS if (handler := signal.getsignal(signum)) is not None}
         self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in self._handlers:
-            signal.signal(number, self._hand_over)
+        for signum in self._handlers:
+            signal.signal(signum, self._hand_over)
         thread = threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
             signal.set_wakeup_fd(self._wakeup)
             # Not `close`: forked workers hold the same socket, and the thread would wait for them too.
             writer.shutdown(socket.SHUT_RDWR)
@@ -91,17 +91,17 @@ class StopSignals:
 
     def _read(self, reader: socket.socket) -> None:
         while received := reader.recv(64):
-            for number in received:
-                if number in self._handlers:
-                    self._take(number)
+            for signum in received:
+                if signum in self._handlers:
+                    self._take(signum)
                 elif self._wakeup != -1:  # the host program's event loop waits for it there
                     with contextlib.suppress(OSError):
-                        os.write(self._wakeup, bytes([number]))
+                        os.write(self._wakeup, bytes([signum]))
 
-    def _take(self, number: int) -> None:
-        name = signal.Signals(number).name
+    def _take(self, signum: int) -> None:
+        name = signal.Signals(signum).name
         if self.noted is None:
-            self.noted, self._noted_at = number, time.monotonic()
+            self.noted, self._noted_at = signum, time.monotonic()
             if self.speaks:
                 advice = f". To continue: {self.resume_command}" if self.resume_command else ""
                 logger.warning(
@@ -111,24 +111,24 @@ class StopSignals:
             logger.warning("%s again: stopping at once", name)
             if self._second_exits:
                 sys.stderr.flush()
-                os._exit(killed_by(number))
-            self._forwarded = number
-            _send_to_main_thread(number)  # `_hand_over` may have been called before this was known
+                os._exit(killed_by(signum))
+            self._forwarded = signum
+            _send_to_main_thread(signum)  # `_hand_over` may have been called before this was known
 
-    def _hand_over(self, number: int, _frame: FrameType | None) -> None:
+    def _hand_over(self, signum: int, _frame: FrameType | None) -> None:
         """Let the host program handle a second signal; the first one is read by the thread."""
-        if self._forwarded == number:
-            signal.signal(number, self._handlers[number])
-            signal.raise_signal(number)
+        if self._forwarded == signum:
+            signal.signal(signum, self._handlers[signum])
+            signal.raise_signal(signum)
 
 
-def _send_to_main_thread(number: int) -> None:
+def _send_to_main_thread(signum: int) -> None:
     """Send a signal to the main thread, and interrupt the system call that it waits in, where the system can."""
     main = threading.main_thread().ident
     if hasattr(signal, "pthread_kill") and main is not None:
-        signal.pthread_kill(main, number)
+        signal.pthread_kill(main, signum)
     else:
-        _thread.interrupt_main(signal.Signals(number))
+        _thread.interrupt_main(signal.Signals(signum))
 
 
 class ControlFiles:

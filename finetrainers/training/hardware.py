@@ -139,12 +139,12 @@ class HardwareMonitor:
         took_s = 0.0
         while True:
             started = time.perf_counter()
-            self.look()
+            self.read_once()
             took_s = time.perf_counter() - started
             if ended.wait(max(_PERIOD_S, _TIMES * took_s)):
                 return
 
-    def look(self) -> None:
+    def read_once(self) -> None:
         """Read once. A value that cannot be read is logged once, and training goes on."""
         problems: dict[str, str] = {}
         try:

@@ -235,7 +235,7 @@ class Trainer:
         self._is_changing = True
         action = guards.nonfinite.judge(state.step + 1, record)
         if action == "update" and len(step):
-            record |= guards.spikes.look(state.step + 1, record)
+            record |= guards.spikes.check_step(state.step + 1, record)
             self._update()
         elif action != "update":
             record = {name: value for name, value in record.items() if math.isfinite(value)}
@@ -273,7 +273,7 @@ class Trainer:
     def _measure(self, step: Step[Any], record: Record, *, seconds: float) -> None:
         """Let the planner adapt what blocks store to the measured step."""
         if self.activations is not None:
-            self.activations.look(self.state, step, seconds=seconds, operations=record.get("flops"))
+            self.activations.replan(self.state, step, seconds=seconds, operations=record.get("flops"))
 
     @memory_advice("updating the weights")
     def _update(self) -> None:
@@ -371,7 +371,9 @@ class Trainer:
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
-        waiting = self.state.guards.straggler.look(self.state.step, steps=len(records), step_s=record["step_s"])
+        waiting = self.state.guards.straggler.check_interval(
+            self.state.step, steps=len(records), step_s=record["step_s"]
+        )
         hardware = {} if self._hardware is None else self._hardware.record()
         self._log({**record, **waiting, **hardware, **self.state.memory.record()})
 
@@ -387,8 +389,8 @@ class Trainer:
         """Record the peak memory of all processes in each phase; every rank must call it."""
         state = self.state
         state.memory.agree(state.parallel)
-        late = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
-        tiled = {"vae_tiled_from": late} if late else {}
+        tiled_sizes = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
+        tiled = {"vae_tiled_from": tiled_sizes} if tiled_sizes else {}
         state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks, **tiled)
 
     def finish(self) -> None:
@@ -418,9 +420,9 @@ def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str,
     parallel = state.parallel
     parallel.begin_step(len(micro_batches))
     totals: dict[str, Tensor] = {}
-    for number, batch in enumerate(micro_batches):
+    for position, batch in enumerate(micro_batches):
         # Dropout draws from the global generator: seeded by the index in the step, whichever rank has the micro-batch.
-        index = number * parallel.data_size + parallel.data_rank
+        index = position * parallel.data_size + parallel.data_rank
         _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, index))
         with parallel.accumulate(state.transformer):
             loss, metrics = state.method.loss(state.transformer, batch)

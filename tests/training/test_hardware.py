@@ -131,13 +131,13 @@ def test_one_process_between_two_records(clock: SimpleNamespace) -> None:
     )
     assert monitor.record() == {}  # nothing has been read
     for _ in range(3):
-        monitor.look()
+        monitor.read_once()
         clock.s += 5
     expected = {"gpu_power_w": 510, "gpu_temperature_c": 64, "gpu_utilization_percent": 90}
     assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}  # 50 MiB between readings 10 s apart
     assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}, "no reading is newer"
     clock.s += 1  # 6 s after the third reading
-    monitor.look()
+    monitor.read_once()
     expected = {"gpu_power_w": 100, "gpu_temperature_c": 40, "gpu_utilization_percent": 0}
     assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": pytest.approx(4 / 6, abs=1e-3)}
 
@@ -154,10 +154,10 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
         for rank in range(4)
     ]  # fmt: skip
     for monitor in monitors:
-        monitor.look()
+        monitor.read_once()
     clock.s += 1
     for monitor in monitors:
-        monitor.look()
+        monitor.read_once()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(HardwareMonitor.record, monitors))
     assert found[0] == found[1] == found[2] == found[3]
@@ -213,7 +213,7 @@ def test_a_run_records_what_was_read_and_survives_the_rest(
 
     def monitor(ranks: Any) -> HardwareMonitor:
         made = HardwareMonitor(ranks, reads_gpu=gpu, reads_network=network)
-        made.look()  # as if the first reading had come before the first step's end
+        made.read_once()  # as if the first reading had come before the first step's end
         record = made.record
         made.record = lambda: read.wait(60) and record()  # type: ignore[method-assign, return-value]
         return made

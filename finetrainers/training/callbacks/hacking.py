@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.utils.files import read_jsonl
 
-from ..guards.hacking import HACKING_GUARD, Hacking, HackingGuard, hacking_text
+from ..guards.hacking import HACKING_GUARD, HackingGuard, RewardHacking, hacking_text
 from .base import Callback, Record
 
 if TYPE_CHECKING:
@@ -33,21 +33,21 @@ class HackingWatch(Callback):
         path, last = state.run_dir.metrics_file, self.guard.last
         records = read_jsonl(path)[0] if state.step and state.parallel.is_main and path.is_file() else []
         for record in state.parallel.same_on_all([r for r in records if last < r["step"] <= state.step]):
-            self.guard.take(record)
+            self.guard.record(record)
 
     def on_back(self, state: TrainState) -> None:
         self.on_start(state)
 
     def on_log(self, state: TrainState, record: Record) -> None:
         guard = self.guard
-        if not guard.take(record):
+        if not guard.record(record):
             return
-        hacking = state.parallel.same_on_all(guard.judge())  # the ranks must stop together
+        hacking = state.parallel.same_on_all(guard.detect())  # the ranks must stop together
         if hacking is not None and (guard.rule.action == "stop" or not guard.is_found):
             self._act(state, hacking)
         guard.is_found = hacking is not None
 
-    def _act(self, state: TrainState, hacking: Hacking) -> None:
+    def _act(self, state: TrainState, hacking: RewardHacking) -> None:
         path = _checkpoint(state.run_dir.root, hacking.best_step)
         checkpoint = None if path is None else str(path)
         self.guard.way_back = checkpoint or "latest"

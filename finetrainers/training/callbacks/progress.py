@@ -90,14 +90,14 @@ class ProgressLine(Callback):
             self._live.stop()
             self._live = None
 
-    def _print(self, texts: Iterable[str]) -> None:
+    def _print(self, fields: Iterable[str]) -> None:
         """Print a line above the live one, wrapped where it is too long; without a live line, print one line."""
         if self._live is None:
             # As rich would, but it takes a good part of a millisecond, at every step of a small model.
-            self.console.file.write(f"{_GAP.join(texts)}\n")
+            self.console.file.write(f"{_GAP.join(fields)}\n")
             self.console.file.flush()
             return
-        for line in _wrapped(texts, self.console.width):
+        for line in _wrapped(fields, self.console.width):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _step(self) -> str:
@@ -110,12 +110,12 @@ class ProgressLine(Callback):
         fields = self._fields()
         width = options.max_width
         visible = fit(fields, width)
-        room = width - len(_GAP.join([*visible, ""])) if len(visible) == len(fields) else 0
-        if room < _BAR[0]:
+        columns = width - len(_GAP.join([*visible, ""])) if len(visible) == len(fields) else 0
+        if columns < _BAR[0]:
             yield Text(_GAP.join(visible), no_wrap=True, overflow="crop")
             return
         yield Text(visible[0], end=_GAP)
-        yield ProgressBar(self._state.total_steps, self._state.step, width=min(room, _BAR[1]))
+        yield ProgressBar(self._state.total_steps, self._state.step, width=min(columns, _BAR[1]))
         yield Text(_GAP.join(["", *visible[1:]]), no_wrap=True, overflow="crop")
 
     def _fields(self) -> Fields:
@@ -150,9 +150,9 @@ class ProgressLine(Callback):
 
     def _label(self, name: str) -> str:
         """Return the label of a number: its kind alone, if it is the only one of that kind."""
-        kind, _, own = name.partition("/")
-        if own and sum(other.startswith(f"{kind}/") for other in self._latest) == 1:
-            return kind
+        prefix, _, suffix = name.partition("/")
+        if suffix and sum(other.startswith(f"{prefix}/") for other in self._latest) == 1:
+            return prefix
         return name if len(name) <= _NAME else f"{name[: _NAME - 2]}.."
 
 
@@ -225,26 +225,26 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _evaluation(record: Mapping[str, float]) -> list[str]:
     """Return fields of an evaluation: `eval_loss 0.4312`, `by noise level`, `0.10: 0.5794`; shared prefixes once."""
-    texts: list[str] = []
-    prefix = ""
+    fields: list[str] = []
+    current_prefix = ""
     for name, value in record.items():
         if name == "step" or "_error/" in name:  # standard errors are in the records
             continue
         level = _LEVEL.fullmatch(name)
-        kind, _, own = (level[1], "", level[2]) if level else name.partition("/")
-        if own and kind != prefix:
-            prefix = kind
-            texts.append("by noise level" if level else kind)
-        texts.append(f"{own}: {number(value)}" if own else f"{name} {number(value)}")
-    return texts
+        prefix, _, suffix = (level[1], "", level[2]) if level else name.partition("/")
+        if suffix and prefix != current_prefix:
+            current_prefix = prefix
+            fields.append("by noise level" if level else prefix)
+        fields.append(f"{suffix}: {number(value)}" if suffix else f"{name} {number(value)}")
+    return fields
 
 
-def _wrapped(texts: Iterable[str], width: int) -> Iterator[str]:
+def _wrapped(fields: Iterable[str], width: int) -> Iterator[str]:
     """Yield lines of at most `width` columns, broken between fields, all but the first indented."""
     line = ""
-    for text in texts:
-        if line and len(line) + len(_GAP) + len(text) > width:
+    for field_text in fields:
+        if line and len(line) + len(_GAP) + len(field_text) > width:
             yield line
             line = _GAP
-        line += (_GAP if line.strip() else "") + text
+        line += (_GAP if line.strip() else "") + field_text
     yield line

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A save.
 
     Attributes:
@@ -81,7 +81,7 @@ class BackgroundSave:
         self._watchdog = watchdog
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._future: Future[Any] | None = None  # on a rank that writes
-        self._job: Job | None = None  # on every rank, while one is in flight
+        self._job: SaveJob | None = None  # on every rank, while one is in flight
 
     @property
     def in_flight(self) -> bool:
@@ -104,7 +104,7 @@ class BackgroundSave:
         """Run a job in the thread before the first save; its error is left to the save, which repeats the job."""
         self._executor.submit(job)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Begin a save; none may be in flight."""
         assert self._job is None, f"{self._job.description} has not ended"
         self._job = job

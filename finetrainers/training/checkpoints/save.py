@@ -44,7 +44,7 @@ from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensor
 from ..staging import Staging, parts_of, tensors_in
 from ..state import TrainState
 from ..trained_weights import save_weights, shared_files, wanted_of
-from .async_save import BackgroundSave, Job
+from .async_save import BackgroundSave, SaveJob
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     # In this order, no rank is still writing when the files are discarded.
     with discarded_on_error(final), parallel.raise_on_all_ranks(description):
         parallel.save_own_files(temporary_of(final))
-        job = _job(state, snapshot, final, started=started, in_background=in_background)
+        job = _build_job(state, snapshot, final, started=started, in_background=in_background)
     if in_background:
         background.start(job)
     else:
@@ -218,7 +218,7 @@ def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
             logger.info("step %d waited %.1f s until the checkpoint before was written", state.step, waited)
 
 
-def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> Job:
+def _build_job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> SaveJob:
     """Return the job that saves a snapshot; in the background it uses a copy, and no state that training changes."""
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
     is_shared, staging, config = state.shares_saving, state.staging, state.config
@@ -244,8 +244,8 @@ def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, 
         return written
 
     def publish_parts(parts: Iterable[Mapping[Path, Written]]) -> None:
-        written = {path: file for part in parts for path, file in part.items()}
-        publish(temporary_of(final), final, facts=snapshot.facts, written=written)
+        files = {path: file for rank_files in parts for path, file in rank_files.items()}
+        publish(temporary_of(final), final, facts=snapshot.facts, written=files)
         now = time.perf_counter()
         blocked = staged + staging.waited_s if in_background else now
         times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - staged, 3)}
@@ -261,8 +261,8 @@ def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, 
 
     description = f"saving {final}"
     if is_shared:
-        return Job(description, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
-    return Job(description, write_all if writes else None)
+        return SaveJob(description, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
+    return SaveJob(description, write_all if writes else None)
 
 
 def _hash_own_files(parallel: Strategy, directory: Path) -> dict[Path, Written]:
@@ -364,13 +364,13 @@ def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
         snapshot: has them.
         sources: the tensors that they were gathered from; one that a single process holds may be the same tensor.
     """
-    used = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in parts_of(tensor)}
+    addresses = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in parts_of(tensor)}
     return [
         tensor
         for tensor in tensors_in([snapshot.trained, snapshot.optimizer])
         if not is_traceable_wrapper_subclass(tensor)
         and tensor.device.type == "cpu"
-        and tensor.untyped_storage().data_ptr() not in used
+        and tensor.untyped_storage().data_ptr() not in addresses
     ]
 
 

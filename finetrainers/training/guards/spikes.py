@@ -40,7 +40,7 @@ class SpikeDetector:
         self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in NAMES}
         self.count = 0
 
-    def look(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
+    def check_step(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
         """Take a step's finite numbers, and return `spikes`, the number of steps with a spike, once there is one."""
         if not self.sigma:
             return {}

@@ -30,7 +30,7 @@ class StragglerMonitor:
         self._slowest = -1
         self._in_a_row = 0
 
-    def look(self, step: int, *, steps: int, step_s: float) -> dict[str, float]:
+    def check_interval(self, step: int, *, steps: int, step_s: float) -> dict[str, float]:
         """Return the slowest rank since the last call, and how long the others waited; every rank must call it.
 
         Args:

@@ -158,12 +158,12 @@ def test_spikes_are_found_and_hide_none(tmp_path: Path) -> None:
     run_dir = RunDirectory(tmp_path, writes=True)
     detector = SpikeDetector(window=128, sigma=6, run_dir=run_dir)
     series = [1.0 + 0.1 * math.sin(k) for k in range(200)]
-    assert not any(detector.look(k, {"loss": value, "grad_norm": 2.0}) for k, value in enumerate(series))
+    assert not any(detector.check_step(k, {"loss": value, "grad_norm": 2.0}) for k, value in enumerate(series))
     # sin has the standard deviation 1 / sqrt(2), so the bound is 1 + 6 * 0.0707.
-    assert detector.look(200, {"loss": 1.40, "grad_norm": 2.0}) == {}
-    assert detector.look(201, {"loss": 100.0, "grad_norm": 2.0}) == {"spikes": 1.0}
-    assert detector.look(202, {"loss": 2.0, "grad_norm": 2.0}) == {"spikes": 2.0}  # the first one did not hide it
-    assert detector.look(203, {"loss": 1.0, "grad_norm": 9.0}) == {"spikes": 3.0}
+    assert detector.check_step(200, {"loss": 1.40, "grad_norm": 2.0}) == {}
+    assert detector.check_step(201, {"loss": 100.0, "grad_norm": 2.0}) == {"spikes": 1.0}
+    assert detector.check_step(202, {"loss": 2.0, "grad_norm": 2.0}) == {"spikes": 2.0}  # the first one did not hide it
+    assert detector.check_step(203, {"loss": 1.0, "grad_norm": 9.0}) == {"spikes": 3.0}
     events = [json.loads(line) for line in run_dir.events_file.read_text().splitlines()]
     assert [(e["event"], e["step"]) for e in events] == [("spike", 201), ("spike", 202), ("spike", 203)]
     assert "loss 100 is" in events[0]["values"]
@@ -171,7 +171,7 @@ def test_spikes_are_found_and_hide_none(tmp_path: Path) -> None:
     later = SpikeDetector(window=128, sigma=6, run_dir=run_dir)
     later.load_state_dict(json.loads(json.dumps(detector.state_dict())))
     assert later.recent == detector.recent
-    assert later.look(204, {"loss": 5.0}) == {"spikes": 4.0}
+    assert later.check_step(204, {"loss": 5.0}) == {"spikes": 4.0}
     # A level that stays is after a while no spike any more.
     assert [later._take("loss", 5.0 + 0.1 * math.sin(k)) is None for k in range(200)][-1]
 
