@@ -152,7 +152,7 @@ def estimate(workload: Workload) -> MemoryPlan:
     forward = gathered.forward / GIB + casts + saved + in_forward + waits.in_forward
     backward = waits.in_backward + max(
         moment.gathered / GIB
-        + moment.kept * saved
+        + moment.stored * saved
         + moment.working * in_backward
         + (0.0 if workload.accumulates else moment.made * made)
         for moment in gathered.backward

@@ -16,13 +16,13 @@ class Moment:
 
     Attributes:
         gathered: bytes that a strategy has gathered to compute with, and of the gradients that it sums over processes.
-        kept: share of the stored activations that still exist.
+        stored: share of the stored activations that still exist.
         made: share of the gradients that exist.
         working: share of the peak memory of a block's backward pass.
     """
 
     gathered: float
-    kept: float
+    stored: float
     made: float
     working: float = 1.0
 

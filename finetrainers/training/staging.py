@@ -52,7 +52,7 @@ class Staging:
             A function that gets it. It has to be called, in any thread, and `begin` waits for it.
         """
         assert not self._storages, "there is memory already"
-        storages = {s.data_ptr(): s for t in tensors_in(value) for p in parts_of(t) for s in [p.untyped_storage()]}
+        storages = {s.data_ptr(): s for t in tensors_in(value) for p in plain_tensors(t) for s in [p.untyped_storage()]}
         sizes = [storage.nbytes() for storage in storages.values()]
         self._reserved.clear()
 
@@ -90,7 +90,7 @@ class Staging:
         for tensor in tensors_in(at_once):
             copies.add(tensor)
         devices = {
-            part.device for tensor in tensors_in(value) for part in parts_of(tensor) if part.device.type != "cpu"
+            part.device for tensor in tensors_in(value) for part in plain_tensors(tensor) if part.device.type != "cpu"
         }
         for device in devices:  # it may still be writing to the tensors, including those in host memory
             torch.get_device_module(device).synchronize(device)
@@ -149,13 +149,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(inner)
 
 
-def parts_of(tensor: Tensor) -> list[Tensor]:
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold a tensor's data: itself, or those that a subclass wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     values = [getattr(tensor, name) for name in names]  # a DTensor's include its mesh
-    return [part for value in values if isinstance(value, Tensor) for part in parts_of(value)]
+    return [part for value in values if isinstance(value, Tensor) for part in plain_tensors(value)]
 
 
 class _Copies:

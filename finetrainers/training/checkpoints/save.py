@@ -41,7 +41,7 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_file, write_json_atomic
 from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
 
-from ..staging import Staging, parts_of, tensors_in
+from ..staging import Staging, plain_tensors, tensors_in
 from ..state import TrainState
 from ..trained_weights import save_weights, shared_files, wanted_of
 from .async_save import BackgroundSave, SaveJob
@@ -107,7 +107,7 @@ class Snapshot:
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
         tensors = tensors_in(self.content)
-        return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
+        return sum(part.nbytes for tensor in tensors for part in plain_tensors(tensor))
 
     def check_finite(self) -> None:
         """Refuse to save weights or averages that are not numbers: such a checkpoint is worth less than an older one.
@@ -364,7 +364,7 @@ def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
         snapshot: has them.
         sources: the tensors that they were gathered from; one that a single process holds may be the same tensor.
     """
-    addresses = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in parts_of(tensor)}
+    addresses = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in plain_tensors(tensor)}
     return [
         tensor
         for tensor in tensors_in([snapshot.trained, snapshot.optimizer])

@@ -29,7 +29,7 @@ from finetrainers.rundir.manifest import damage, read_manifest
 from finetrainers.runs.training import train
 from finetrainers.training.checkpoints import save as saving
 from finetrainers.training.checkpoints.async_save import BackgroundSave
-from finetrainers.training.staging import Staging, _PageLocked, parts_of, tensors_in
+from finetrainers.training.staging import Staging, _PageLocked, plain_tensors, tensors_in
 from finetrainers.training.state import TrainState
 from finetrainers.training.trainer import Trainer
 
@@ -338,7 +338,7 @@ def test_copies_are_written_as_their_originals_are() -> None:
     assert pickled(copied) == before
     # A change of any original shows in the original only.
     for tensor in tensors_in(value):
-        for part in parts_of(tensor):
+        for part in plain_tensors(tensor):
             part.copy_(torch.zeros_like(part))
     value["betas"] = (0, 0)
     assert pickled(value) != before
@@ -346,12 +346,12 @@ def test_copies_are_written_as_their_originals_are() -> None:
     assert copied["shared"][0] is copied["shared"][1]["again"]
     assert type(copied["low"]["4"]) is type(value["low"]["4"])  # type: ignore[index]
     # The next copy is in the same memory, and one of other sizes is made, too.
-    places = {part.untyped_storage().data_ptr() for tensor in tensors_in(copied) for part in parts_of(tensor)}
+    places = {part.untyped_storage().data_ptr() for tensor in tensors_in(copied) for part in plain_tensors(tensor)}
     now = pickled(value)
     again, fill = staging.begin(value)
     fill()
     assert pickled(again) == now
-    assert {p.untyped_storage().data_ptr() for t in tensors_in(again) for p in parts_of(t)} == places
+    assert {p.untyped_storage().data_ptr() for t in tensors_in(again) for p in plain_tensors(t)} == places
     other, fill = staging.begin({"one": torch.arange(100.0), "table": torch.arange(16.0)})
     fill()
     assert other["one"].tolist() == list(range(100))
