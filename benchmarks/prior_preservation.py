@@ -21,7 +21,7 @@ from pathlib import Path
 
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig, changed_options
-from finetrainers.demo.data import captions_of, training_scenes, write_clips
+from finetrainers.demo.data import scene_captions, training_scenes, write_clips
 from finetrainers.demo.measure import around_training
 from finetrainers.demo.quickstart import (
     COLOR,
@@ -40,7 +40,7 @@ _PRIOR = 256  # captions
 def prior_config(directory: Path, *, steps: int, weight: float, prior: str = "captions") -> TrainConfig:
     """A run on clips of the new concept alone, after writing them and the prior prompts into the directory."""
     write_clips(directory / "clips", training_scenes(NEW, look=LOOK, colors=(COLOR,)), reword=with_new_word)
-    (directory / "prior.txt").write_text("\n".join(captions_of(training_scenes(_PRIOR, seed=1))) + "\n")
+    (directory / "prior.txt").write_text("\n".join(scene_captions(training_scenes(_PRIOR, seed=1))) + "\n")
     options = changed_options(quickstart_config(directory, steps=steps))
     options |= {"eval_num_items": 0, "eval_steps": None, "validation_steps": None, "validation_prompts": None}
     if weight:
@@ -60,11 +60,11 @@ def compare(weights: list[float], *, steps: int, asked: int, prior: str) -> Iter
                 prior_config(Path(directory), steps=steps, weight=weight, prior=prior),
                 new_captions(asked),
                 other_captions(asked),
-                said=("sampling before", f"training with weight {weight:g}", "sampling after"),
+                announcements=("sampling before", f"training with weight {weight:g}", "sampling after"),
             )
         if number == 0:
-            yield {"prior_preservation_weight": "before training", **vars(Score.of(*before))}
-        yield {"prior_preservation_weight": weight, **vars(Score.of(*after))}
+            yield {"prior_preservation_weight": "before training", **vars(Score.from_samples(*before))}
+        yield {"prior_preservation_weight": weight, **vars(Score.from_samples(*after))}
 
 
 def main() -> None:

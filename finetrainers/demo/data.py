@@ -27,7 +27,7 @@ def write_clips(
     fps: float = FPS,
     reword: Callable[[str], str] = str,
 ) -> Path:
-    """Write one mp4 per scene with a caption in varying words, passed through `reword`; returns the metadata file."""
+    """Write one mp4 per scene with a caption in varying words, passed through `reword`; return the metadata file."""
     clips = (
         (f"{index:05d}", render(scene, frames=frames, height=height), reword(caption(scene, phrasing=index)))
         for index, scene in enumerate(scenes)
@@ -36,7 +36,7 @@ def write_clips(
 
 
 def write_dataset(directory: Path, clips: Iterable[tuple[str, NDArray[np.uint8], str]], *, fps: float) -> Path:
-    """Write clips, each a name, frames `[T, H, W, 3]` and a caption; returns the metadata file."""
+    """Write clips, each a name, frames `[T, H, W, 3]` and a caption; return the metadata file."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, frames, text in clips:
@@ -48,15 +48,15 @@ def write_dataset(directory: Path, clips: Iterable[tuple[str, NDArray[np.uint8],
 
 
 def training_scenes(items: int, *, seed: int = 0, **only: Any) -> list[Scene]:
-    """Random scenes of the combinations that may be trained on; `only` restricts them, see `draw_scene`."""
+    """Draw random scenes of the combinations that may be trained on; `only` restricts them, see `draw_scene`."""
     return [draw_scene(seed, "training", index, **only) for index in range(items)]
 
 
 def held_out_scenes(items: int, *, seed: int = 0, **only: Any) -> list[Scene]:
-    """Random scenes of the combinations of color, shape and motion that no training set holds."""
+    """Draw random scenes of the combinations of color, shape and motion that no training set holds."""
     return [draw_scene(seed, "test", index, held_out=True, **only) for index in range(items)]
 
 
-def captions_of(scenes: Iterable[Scene]) -> list[str]:
-    """Their captions, in varying words."""
+def scene_captions(scenes: Iterable[Scene]) -> list[str]:
+    """Return captions of scenes, in varying words."""
     return [caption(scene, phrasing=i) for i, scene in enumerate(scenes)]

@@ -1,7 +1,7 @@
 """A useful video VAE without training: block PCA written into the convolutions of the stock `AutoencoderKLLTXVideo`.
 
-Why it exists: no pretrained visual VAE comes without a download, and training one on a CPU takes hours. A linear code
-is fitted in seconds, reconstructs smooth clips well, and loads with plain `from_pretrained`.
+It exists because no pretrained visual VAE comes without a download, and training one on a CPU takes hours. A linear
+code is fitted in seconds, reconstructs smooth clips well, and loads with plain `from_pretrained`.
 
 **The code.** Patches of `p x p` pixels become `3 p^2` channels (exactly invertible). Then every stage halves time,
 height and width: the 2x2x2 block of a cell, `b` in `R^(8 d)`, is replaced by its leading principal components
@@ -60,7 +60,7 @@ class _Stage:
 def build_linear_vae(
     clips: Sequence[Tensor], *, patch_size: int = 2, keep: Sequence[int] = (64,), latent_channels: int = 32
 ) -> AutoencoderKLLTXVideo:
-    """Fit the code to clips and write it into a VAE; see the module's docstring for how.
+    """Fit the code to clips and write it into a VAE; the module's docstring has the method.
 
     Args:
         clips: videos in [-1, 1], `[3, F, H, W]` each, of any sizes that divide.
@@ -69,7 +69,7 @@ def build_linear_vae(
         latent_channels: components kept after the last stage.
 
     Raises:
-        ValueError: a clip's size does not divide, there are no clips, or more components are asked for than there are.
+        ValueError: a clip's size does not divide, there are no clips, or more components are requested than exist.
     """
     dims = [3 * patch_size**2, *keep, latent_channels]
     stages = len(keep) + 1
@@ -98,19 +98,19 @@ def build_linear_vae(
 
 
 def _patchify(clip: Tensor, p: int) -> Tensor:
-    """Pixels to channels in the class's order, (color, column, row): `[3, F, H, W]` to `[3 p p, F, H/p, W/p]`."""
+    """Move pixels to channels in the class's order, (color, column, row): `[3, F, H, W]` to `[3 p p, F, H/p, W/p]`."""
     return clip.unflatten(3, (-1, p)).unflatten(2, (-1, p)).permute(0, 5, 3, 1, 2, 4).flatten(0, 2)
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """2x2x2 blocks in channel order (d, time, row, column): `[d, 2k+1, H, W]` to `[8 d, k+1, H/2, W/2]`."""
+    """Cut 2x2x2 blocks in channel order (d, time, row, column): `[d, 2k+1, H, W]` to `[8 d, k+1, H/2, W/2]`."""
     x = torch.cat([x[:, :1], x], dim=1)
     x = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).unflatten(1, (-1, 2))
     return x.permute(0, 2, 4, 6, 1, 3, 5).flatten(0, 3)
 
 
 def _principal_components(blocks: Sequence[Tensor], k: int) -> _Stage:
-    """The k leading components of all cells, in float64."""
+    """Return the k leading components of all cells, computed in float64."""
     rows = [b.flatten(1).double() for b in blocks]
     count = sum(r.shape[1] for r in rows)
     mean = sum((r.sum(dim=1) for r in rows), start=torch.zeros(())) / count
@@ -126,7 +126,7 @@ def _principal_components(blocks: Sequence[Tensor], k: int) -> _Stage:
 
 
 def _empty_vae(dims: Sequence[int], patch_size: int) -> AutoencoderKLLTXVideo:
-    """The stock class without residual blocks, wide enough for `[z, -z, K]` at both ends, all weights zero."""
+    """Return the stock class without residual blocks, wide enough for `[z, -z, K]` at both ends, all weights zero."""
     stages = len(dims) - 1
     encoder_width = max(2 * dims[-1] + 1, *dims)
     decoder_width = max(2 * dims[0] + 1, *dims)
@@ -195,7 +195,7 @@ def _write_identity(conv: nn.Conv3d, channels: int, *, tap: tuple[int, int, int]
 
 
 def _write_difference(conv: nn.Conv3d, channels: int, *, tap: tuple[int, int, int], largest: float) -> float:
-    """Make `conv` undo `silu(rmsnorm([z, -z, K]))`; returns the K that this needs."""
+    """Make `conv` undo `silu(rmsnorm([z, -z, K]))`; return the K that this needs."""
     width = conv.in_channels
     gain = 2.0 ** math.ceil(math.log2(_CONSTANT * max(largest, 1e-3) / math.sqrt(width)))
     index = torch.arange(channels)

@@ -23,18 +23,18 @@ from .data import FPS, FRAMES, HEIGHT, WIDTH
 from .verify import Reading, has_speed, matches, read
 
 MODEL = "demo://ltx"
-#: Settings that the embedded model is meant to be sampled with.
+#: Recommended sampling settings of the demo model.
 STEPS, GUIDANCE = 20, 2.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples and what they show.
+    """Samples with their recognized content.
 
     Attributes:
-        captions: what was asked for.
+        captions: captions of the samples.
         clips: `[T, H, W, 3]` uint8, one per caption.
-        readings: what each clip shows.
+        readings: recognized content of each clip.
         prompt_adherence: by attribute, the share of the captions naming it whose clip shows it.
     """
 
@@ -45,13 +45,13 @@ class Measured:
 
     @property
     def share(self) -> float:
-        """Of all that the captions say, the share that is shown."""
-        shown = [value for c, r in zip(self.captions, self.readings, strict=True) for value in matches(r, c).values()]
-        return sum(shown) / len(shown)
+        """The share of all attributes in the captions that the clips show."""
+        hits = [value for c, r in zip(self.captions, self.readings, strict=True) for value in matches(r, c).values()]
+        return sum(hits) / len(hits)
 
 
 def load_pipeline(weights: Path) -> LTXPipeline:
-    """A model in diffusers layout, in fp32, as CPUs compute fastest."""
+    """Load a model in diffusers layout, in fp32, in which CPUs compute fastest."""
     return LTXPipeline.from_pretrained(weights, torch_dtype=torch.float32)
 
 
@@ -64,16 +64,16 @@ def measure(
     seed: int = 0,
     batch_size: int = 16,
 ) -> Measured:
-    """Sample each caption once, from noise of its own, and measure."""
+    """Sample each caption once, from separate noise, and measure."""
     clips: list[NDArray[np.uint8]] = []
     for start in range(0, len(captions), batch_size):
-        part = list(captions[start : start + batch_size])
+        batch = list(captions[start : start + batch_size])
         clips += sample(
             pipeline,
-            part,
+            batch,
             steps=steps,
             guidance=guidance,
-            generators=[generator("cpu", seed, "measure", start + i) for i in range(len(part))],
+            generators=[generator("cpu", seed, "measure", start + i) for i in range(len(batch))],
         )
     readings = [read(clip) for clip in clips]
     return Measured(list(captions), clips, readings, prompt_adherence(captions, readings))
@@ -89,7 +89,7 @@ def sample(
     height: int = HEIGHT,
     width: int = WIDTH,
 ) -> list[NDArray[np.uint8]]:
-    """Clips `[T, H, W, 3]` uint8, as long as the world's and by default of its size."""
+    """Sample clips `[T, H, W, 3]` uint8, as long as the world's and by default of its size."""
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(
         captions,
@@ -106,44 +106,45 @@ def sample(
 
 
 def around_training(
-    config: TrainConfig, *captions: list[str], guidance: float = GUIDANCE, said: tuple[str, str, str]
+    config: TrainConfig, *captions: list[str], guidance: float = GUIDANCE, announcements: tuple[str, str, str]
 ) -> tuple[list[Measured], list[Measured]]:
     """Sample lists of captions, train a LoRA, and sample them again from the same noise.
 
     Args:
-        config: of the run that trains it on the embedded model.
+        config: of the run that trains the LoRA on the demo model.
         captions: one list or more.
         guidance: scale of classifier-free guidance.
-        said: what is printed before each of the three.
+        announcements: lines to print before sampling, training, and sampling again.
     """
     output_dir = config.run.output_dir
-    print_line(said[0])
+    print_line(announcements[0])
     pipeline = load_pipeline(Path(model_path(MODEL)))
-    before = [measure(pipeline, texts, guidance=guidance) for texts in captions]
-    print_line(f"{said[1]}; {train_again(output_dir)}")
+    before = [measure(pipeline, prompts, guidance=guidance) for prompts in captions]
+    print_line(f"{announcements[1]}; {train_again(output_dir)}")
     run(get_ready(config))
-    print_line(said[2])
+    print_line(announcements[2])
     pipeline.load_lora_weights(str(output_dir))
-    return before, [measure(pipeline, texts, guidance=guidance) for texts in captions]
+    return before, [measure(pipeline, prompts, guidance=guidance) for prompts in captions]
 
 
 def train_again(output_dir: Path) -> str:
-    """How to repeat a run with other settings."""
-    return f"to train again with other settings: finetrainers train --config {output_dir / 'config.toml'} --output_dir another"
+    """Return a hint that shows how to repeat a run with other settings."""
+    command = f"finetrainers train --config {output_dir / 'config.toml'} --output_dir another"
+    return f"to train again with other settings: {command}"
 
 
 def prompt_adherence(captions: Sequence[str], readings: Sequence[Reading]) -> dict[str, float]:
-    """By attribute, the share of the captions naming it whose clip shows it.
+    """Return, by attribute, the share of the captions naming it whose clip shows it.
 
     `all` is everything that a caption names but speed: a shape that moves too slowly still does what it should.
     """
-    found: dict[str, list[bool]] = defaultdict(list)
+    hits: dict[str, list[bool]] = defaultdict(list)
     for caption, reading in zip(captions, readings, strict=True):
-        shown = matches(reading, caption)
-        for name, value in shown.items():
-            found[name].append(value)
-        if shown:
-            found["all"].append(all(shown.values()))
+        attributes = matches(reading, caption)
+        for name, value in attributes.items():
+            hits[name].append(value)
+        if attributes:
+            hits["all"].append(all(attributes.values()))
         if (speed := has_speed(reading, caption)) is not None:
-            found["speed"].append(speed)
-    return {name: float(np.mean(values)) for name, values in found.items()}
+            hits["speed"].append(speed)
+    return {name: float(np.mean(values)) for name, values in hits.items()}

@@ -1,9 +1,9 @@
-"""The quickstart: train a LoRA for a concept that the embedded model has never seen, and compare samples.
+"""The quickstart: train a LoRA for a concept that the demo model has never seen, and compare samples.
 
 The model knows eight plain colors. Two dozen clips of "tiger" shapes, orange with stripes, are made on the spot, with
-twice as many of known colors so that what is learned is the word and not "always". The toolkit trains a LoRA on them as it would
-on any folder of clips, and diffusers samples the same captions from the same noise without and with it. How many samples
-show what the word means, and whether other captions are still followed, is measured from the pixels.
+twice as many of known colors so that the LoRA learns the word and not "always". The toolkit trains a LoRA on them as on
+any directory of clips, and diffusers samples the same captions from the same noise without and with it. The share of
+samples that show the meaning of the word, and the adherence to other captions, are measured from the pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetrainers.plan.start_report import print_line
 from finetrainers.utils.video import write_mp4
 
 from .base import SHIFT
-from .data import FRAMES, HEIGHT, WIDTH, captions_of, held_out_scenes, training_scenes, write_clips
+from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes, scene_captions, training_scenes, write_clips
 from .measure import GUIDANCE, MODEL, Measured, around_training
 from .results import clear, clips_config, compared, plot_losses, require_matplotlib
 from .world import MEANING, NEW_WORD, with_new_word
@@ -29,7 +29,7 @@ DEFAULT_STEPS = 150
 LOOK, COLOR = MEANING.split()
 _ASKED = 16
 _SHOWN = 4
-_SLOW_FPS = 6.0  # for eyes: the clips last a third of a second
+_SLOW_FPS = 6.0  # slow enough to watch: the clips last a third of a second
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Score:
     """Shares of samples.
 
     Attributes:
-        concept: of captions with the new word, how many show what it means.
-        asked: of these, how many show everything that the caption says.
-        others: of all that captions without it say, plain included, the share that is shown.
+        concept: share of captions with the new word whose samples show its meaning.
+        asked: share of these captions whose samples show everything that the caption names.
+        others: share of all attributes in captions without the word, including plain, that the samples show.
     """
 
     concept: float
@@ -47,17 +47,17 @@ class Score:
     others: float
 
     @classmethod
-    def of(cls, asked: Measured, others: Measured) -> Score:
-        """From samples of captions with the new word, and without."""
-        meant = [r.color == COLOR and r.look == LOOK for r in asked.readings]
-        return cls(sum(meant) / len(meant), asked.prompt_adherence["all"], others.share)
+    def from_samples(cls, concept: Measured, others: Measured) -> Score:
+        """Return the score of samples of captions with the new word, and without."""
+        hits = [r.color == COLOR and r.look == LOOK for r in concept.readings]
+        return cls(sum(hits) / len(hits), concept.prompt_adherence["all"], others.share)
 
 
 def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Score]:
-    """Make clips, train, sample; prints where the results are. Returns the scores before and after.
+    """Make clips, train, sample, and print the paths of the results; return the scores before and after.
 
     Args:
-        directory: everything is written here; an earlier quickstart in it is replaced.
+        directory: output directory; an earlier quickstart in it is replaced.
         steps: optimizer steps; default: about half a minute on two cores.
     """
     require_matplotlib()
@@ -70,36 +70,36 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
         config,
         new_captions(_ASKED),
         other_captions(_ASKED),
-        said=(
+        announcements=(
             f"2/4 sampling {MODEL}, which has never seen any",
             "3/4 training a LoRA",
             "4/4 sampling with the LoRA, from the same noise",
         ),
     )
-    scores = Score.of(before, before_others), Score.of(after, after_others)
+    scores = Score.from_samples(before, before_others), Score.from_samples(after, after_others)
     _write_results(directory, before, after)
     _print_results(directory, *scores)
     return scores
 
 
 def write_quickstart_clips(directory: Path) -> None:
-    """The training clips: of what the new word means, under that word, and of what the model knows."""
+    """Write the training clips: of the new word's meaning, captioned with the word, and of known concepts."""
     scenes = [*training_scenes(NEW, look=LOOK, colors=(COLOR,)), *training_scenes(KNOWN)]
     write_clips(directory, scenes, reword=with_new_word)
 
 
 def new_captions(items: int) -> list[str]:
-    """Captions with the new word, of combinations that no training set holds."""
-    return [with_new_word(text) for text in captions_of(held_out_scenes(items, look=LOOK, colors=(COLOR,)))]
+    """Return captions with the new word, of combinations that no training set holds."""
+    return [with_new_word(text) for text in scene_captions(held_out_scenes(items, look=LOOK, colors=(COLOR,)))]
 
 
 def other_captions(items: int) -> list[str]:
-    """Captions without it."""
-    return captions_of(held_out_scenes(items))
+    """Return captions without the new word."""
+    return scene_captions(held_out_scenes(items))
 
 
 def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
-    """The configuration of the LoRA run, as for a user's own clips but for sizes."""
+    """Return the configuration of the LoRA run, as for a user's own clips except for sizes."""
     return clips_config(
         directory,
         bucket=(FRAMES, HEIGHT, WIDTH),
@@ -120,7 +120,7 @@ def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
 
 
 def _write_results(directory: Path, before: Measured, after: Measured) -> None:
-    """The contact sheet, the same as a video, and the loss curve."""
+    """Write the contact sheet, a video of its clips, and the loss curve."""
     compared(before, after, _SHOWN).save(directory / "result.png")
     columns = [_enlarged(np.concatenate([before.clips[i], after.clips[i]], axis=1)) for i in range(_SHOWN)]
     write_mp4(directory / "result.mp4", np.concatenate(columns, axis=2), fps=_SLOW_FPS)

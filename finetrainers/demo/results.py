@@ -1,4 +1,4 @@
-"""Shared by the demonstrations: the output directory, configurations, contact sheets and plots."""
+"""Helpers of the demonstrations: the output directory, configurations, contact sheets and plots."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MARKER = ".finetrainers-demo"
 
 
 def clear(directory: Path, name: str, folders: Sequence[str]) -> None:
-    """Create the output directory, and remove the folders of an earlier run of the same demonstration.
+    """Create the output directory, and remove the subdirectories of an earlier run of the same demonstration.
 
     Args:
         directory: of the demonstration.
         name: of the demonstration, which is written there.
-        folders: what it makes.
+        folders: subdirectories that it makes.
 
     Raises:
-        ConfigError: the directory holds something, and is not this demonstration's.
+        ConfigError: the directory is not empty, and not from this demonstration.
     """
     marker = directory / _MARKER
     if directory.is_file():
@@ -57,8 +57,8 @@ def require_matplotlib() -> None:
         raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib")])
 
 
-def config_of(directory: Path, **options: Any) -> TrainConfig:
-    """The configuration of a run in `directory/run`: what the demonstrations have in common, and these options."""
+def demo_config(directory: Path, **options: Any) -> TrainConfig:
+    """Return the configuration of a run in `directory/run`: the options common to demonstrations, and `options`."""
     common = {
         "model_name": "ltx_video",
         "transformer_dtype": "fp32",
@@ -73,7 +73,7 @@ def config_of(directory: Path, **options: Any) -> TrainConfig:
 
 
 def clips_config(directory: Path, *, bucket: tuple[int, int, int], steps: int, **options: Any) -> TrainConfig:
-    """The same for supervised finetuning on `directory/clips`, in one bucket (frames, height, width)."""
+    """Return the configuration of supervised finetuning on `directory/clips`, in one bucket (frames, height, width)."""
     common = {
         "data_root": str(directory / "clips"),
         "dataset_file": str(directory / "clips" / "captions.jsonl"),
@@ -90,11 +90,11 @@ def clips_config(directory: Path, *, bucket: tuple[int, int, int], steps: int, *
         "validation_inference_steps": 20,
         "logging_steps": 10,
     }
-    return config_of(directory, **{**common, **options})
+    return demo_config(directory, **{**common, **options})
 
 
 def compared(before: Measured, after: Measured, count: int) -> Image.Image:
-    """Samples of the first captions without and with a LoRA, below each other."""
+    """Return a sheet of samples of the first captions without and with a LoRA, below each other."""
     return contact_sheet(
         [
             (before.captions[i], [Strip.of("without", before.clips[i]), Strip.of("with the LoRA", after.clips[i])])
@@ -103,13 +103,13 @@ def compared(before: Measured, after: Measured, count: int) -> Image.Image:
     )
 
 
-def plot_losses(metrics: Path, picture: Path) -> None:
+def plot_losses(metrics: Path, image: Path) -> None:
     """Draw the loss on held-out clips over steps, and the training loss as a moving average."""
     lines = {"eval_loss": ("held-out clips, always with the same noise", "o-"), "loss": ("training, smoothed", "")}
-    _plot(metrics, picture, lines, ylabel="loss")
+    _plot(metrics, image, lines, ylabel="loss")
 
 
-def plot_rewards(metrics: Path, picture: Path) -> None:
+def plot_rewards(metrics: Path, image: Path) -> None:
     """Draw the scores of held-out prompts over steps, and that of the rollouts as a moving average, all in [0, 1]."""
     lines = {
         "eval_reward/preferred_color_shown": ("held-out captions: preferred color shown", "s-"),
@@ -118,15 +118,15 @@ def plot_rewards(metrics: Path, picture: Path) -> None:
         "eval_reward/demo.shape": ("held-out captions: shape as asked", "^:"),
         "eval_reward/demo.motion": ("held-out captions: motion as asked", "v:"),
     }
-    _plot(metrics, picture, lines, ylabel="mean score")
+    _plot(metrics, image, lines, ylabel="mean score")
 
 
-def _plot(metrics: Path, picture: Path, lines: Mapping[str, tuple[str, str]], *, ylabel: str) -> None:
+def _plot(metrics: Path, image: Path, lines: Mapping[str, tuple[str, str]], *, ylabel: str) -> None:
     """Draw named numbers over steps, as far as the records have them.
 
     Args:
         metrics: a run's `metrics.jsonl`.
-        picture: where to.
+        image: path of the image.
         lines: for each number its label and line style; none for a moving average.
         ylabel: of the vertical axis.
     """
@@ -136,12 +136,12 @@ def _plot(metrics: Path, picture: Path, lines: Mapping[str, tuple[str, str]], *,
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     for name, (label, style) in lines.items():
-        found = points(records, name)
-        if found[0] and style:
-            axes.plot(*found, style, label=label, markersize=5)
-        elif found[0]:
-            averaged(axes, found, label)
+        steps, values = points(records, name)
+        if steps and style:
+            axes.plot(steps, values, style, label=label, markersize=5)
+        elif steps:
+            averaged(axes, (steps, values), label)
     axes.set(xlabel="optimizer step", ylabel=ylabel)
     finish(axes, several=False)
     figure.legend(fontsize="small", frameon=False, loc="outside lower left", ncols=2)
-    figure.savefig(picture, dpi=120)
+    figure.savefig(image, dpi=120)

@@ -1,4 +1,4 @@
-"""The demo world's verifiers as a reward: `--reward demo.all`, or one thing of a caption, `--reward demo.color`."""
+"""The demo world's verifiers as a reward: `--reward demo.all`, or one attribute, `--reward demo.color`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .verify import has_speed, matches, read, share_shown
 
 
 class DemoWorld(Reward):
-    """Whether a clip shows what its caption asks for, read back from the pixels.
+    """Reward for clips that show the attributes of their captions, read back from the pixels.
 
     Heads:
-        all: share of color, shape, motion, background and look, as far as the caption asks, that is shown.
-        color, shape, motion, background, look: 1 if it is shown, else 0.
-        speed: 1 if the shape moves as asked, at the speed nearest to the asked one, else 0. Not part of `all`: a shape
-            that moves too slowly still does what it should.
+        all: share of color, shape, motion, background and look, as far as the caption names them, that is visible.
+        color, shape, motion, background, look: 1 if it is visible, else 0.
+        speed: 1 if the shape moves as requested, at the speed nearest to the requested one, else 0. Not part of `all`:
+            a shape that moves too slowly still does what it should.
 
-    Of what a caption does not ask for, nothing can be wrong: that head is 1 for every clip, so that clips of one
+    An attribute that a caption does not name cannot be wrong: its head is 1 for every clip, so that clips of one
     caption do not differ in it and it teaches nothing.
     """
 
@@ -33,10 +33,10 @@ class DemoWorld(Reward):
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """See `Reward.score`.
+        """Score clips; see `Reward.score`.
 
         Raises:
-            ValueError: a prompt asks for nothing of the demo world, or clips have a single frame.
+            ValueError: a prompt names nothing of the demo world, or clips have a single frame.
         """
         if videos.shape[1] < 2:
             raise ValueError("the demo reward reads motion, so clips need at least 2 frames")
@@ -45,7 +45,7 @@ class DemoWorld(Reward):
 
 
 def _scores(clip: Tensor, prompt: str) -> dict[str, float]:
-    """All heads of one clip `[T, 3, H, W]` in [0, 1]."""
+    """Return all heads of one clip `[T, 3, H, W]` in [0, 1]."""
     reading = read(to_uint8(clip).numpy())
-    shown = {**matches(reading, prompt), "speed": has_speed(reading, prompt) is not False}
-    return {**{name: float(shown.get(name, True)) for name in DemoWorld.heads}, "all": share_shown(reading, prompt)}
+    hits = {**matches(reading, prompt), "speed": has_speed(reading, prompt) is not False}
+    return {**{name: float(hits.get(name, True)) for name in DemoWorld.heads}, "all": share_shown(reading, prompt)}

@@ -1,8 +1,8 @@
-"""Reward finetuning on any CPU: the embedded model learns a color preference from scores, without any training clips.
+"""Reward finetuning on any CPU: the demo model learns a color preference from scores, without any training clips.
 
-Which color is preferred, and why it must be learned caption by caption, is in `color_preference.py`. The toolkit samples
-clips for captions, scores them and trains a LoRA, as it would with any model and reward. diffusers then samples held-out
-captions from the same noise without and with it, and what the samples show is read back from their pixels.
+`color_preference.py` explains which color is preferred, and why it must be learned caption by caption. The toolkit
+samples clips for captions, scores them and trains a LoRA, as with any model and reward. diffusers then samples held-out
+captions from the same noise without and with it, and the content of the samples is read back from their pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .color_preference import choice_captions, preferred, rest_shown
 from .data import FRAMES, HEIGHT, WIDTH
 from .measure import MODEL, Measured, around_training
 from .quickstart import other_captions
-from .results import clear, compared, config_of, plot_rewards, require_matplotlib
+from .results import clear, compared, demo_config, plot_rewards, require_matplotlib
 
 DEFAULT_STEPS = 32
 #: The rollouts' own: without guidance, as trained.
@@ -35,9 +35,9 @@ class Score:
     """Shares of samples.
 
     Attributes:
-        preferred: of captions that leave a choice, how many show the preferred color.
-        rest: of what these captions say besides, the share that is shown.
-        others: of all that captions without a choice say, the share that is shown.
+        preferred: share of captions that leave a choice whose samples show the preferred color.
+        rest: share of the other attributes in these captions that the samples show.
+        others: share of all attributes in captions without a choice that the samples show.
     """
 
     preferred: float
@@ -45,8 +45,8 @@ class Score:
     others: float
 
     @classmethod
-    def of(cls, choices: Measured, others: Measured) -> Score:
-        """From samples of captions with a choice, and without."""
+    def from_samples(cls, choices: Measured, others: Measured) -> Score:
+        """Return the score of samples of captions with a choice, and without."""
         pairs = list(zip(choices.readings, choices.captions, strict=True))
         return cls(
             float(np.mean([reading.color == preferred(text) for reading, text in pairs])),
@@ -56,10 +56,10 @@ class Score:
 
 
 def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score]:
-    """Write prompts, train on the reward, sample; prints where the results are. Returns the scores before and after.
+    """Write prompts, train on the reward, sample, and print the paths of the results; return scores before and after.
 
     Args:
-        directory: everything is written here; an earlier demonstration in it is replaced.
+        directory: output directory; an earlier demonstration in it is replaced.
         steps: optimizer steps; default: about a minute and a half on two cores.
     """
     require_matplotlib()
@@ -71,13 +71,13 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
         choice_captions(_ASKED, name="asked", held_out=True),
         other_captions(_ASKED),
         guidance=GUIDANCE,
-        said=(
+        announcements=(
             f"1/3 sampling {MODEL}, which knows nothing of the preference",
             "2/3 training a LoRA on the reward",
             "3/3 sampling with the LoRA, from the same noise",
         ),
     )
-    scores = Score.of(before, before_others), Score.of(after, after_others)
+    scores = Score.from_samples(before, before_others), Score.from_samples(after, after_others)
     compared(before, after, _SHOWN).save(directory / "result.png")
     plot_rewards(directory / "run" / "metrics.jsonl", directory / "reward.png")
     _print_results(directory, *scores)
@@ -85,7 +85,7 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
 
 
 def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, **changes: Any) -> TrainConfig:
-    """The run, after writing its prompts into the directory.
+    """Write the prompts of the run into the directory, and return its configuration.
 
     Args:
         directory: gets `prompts/` and the run.
@@ -93,10 +93,10 @@ def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, *
         evaluated: captions that the evaluations sample.
         changes: options that differ; None leaves one out.
     """
-    train, held = directory / "prompts" / "train.txt", directory / "prompts" / "held_out.txt"
+    train, held_out = directory / "prompts" / "train.txt", directory / "prompts" / "held_out.txt"
     for path, captions in (
         (train, choice_captions(_PROMPTS, name="train", held_out=False)),
-        (held, choice_captions(evaluated, name="held out", held_out=True)),
+        (held_out, choice_captions(evaluated, name="held out", held_out=True)),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(captions) + "\n")
@@ -105,7 +105,7 @@ def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, *
         "method": "grpo",
         "prompts": str(train),
         "reward": ["preferred_color"],
-        "eval_prompts": str(held),
+        "eval_prompts": str(held_out),
         "eval_reward": ["preferred_color", "preferred_color_shown", "demo.shape", "demo.motion"],
         "eval_steps": max(steps // 4, 1),
         "rollout_size": f"{FRAMES}x{HEIGHT}x{WIDTH}",
@@ -125,14 +125,15 @@ def reward_config(directory: Path, *, steps: int, evaluated: int = _EVALUATED, *
         "checkpointing_steps": max(steps // 2, 1),
         "logging_steps": 1,
     }
-    given = {name: value for name, value in {**options, **changes}.items() if value is not None}
-    return config_of(directory, **given)
+    options = {name: value for name, value in {**options, **changes}.items() if value is not None}
+    return demo_config(directory, **options)
 
 
 def _print_results(directory: Path, before: Score, after: Score) -> None:
     print_line(
         "\nsamples, read back from their pixels                       before  after\n"
-        f"  the preferred color, where the caption leaves the choice    {before.preferred:6.0%} {after.preferred:6.0%}\n"
+        "  the preferred color, where the caption leaves the choice    "
+        f"{before.preferred:6.0%} {after.preferred:6.0%}\n"
         f"  ... what the caption says besides                        {before.rest:6.0%} {after.rest:6.0%}\n"
         f"  captions without a choice: share of what they say        {before.others:6.0%} {after.others:6.0%}\n"
         "\nresults\n"

@@ -1,6 +1,6 @@
 """Training from scratch on any CPU, without downloads: a small video model of random weights on two real clips.
 
-Everything goes through the toolkit's ordinary path: files and captions, decoding, VAE, text encoder, full finetuning,
+All of it uses the toolkit's ordinary path: files and captions, decoding, VAE, text encoder, full finetuning,
 checkpoints, samples. Only the model is small, and starts from random weights.
 """
 
@@ -32,16 +32,16 @@ from .results import clear, clips_config, plot_losses, require_matplotlib
 
 SIZE = 64
 DEFAULT_STEPS = 700
-#: Each clip is there this often, so that a batch holds several noise levels of each.
+#: Copies of each clip, so that a batch holds several noise levels of each.
 COPIES = 3
 _LATENT_CHANNELS = 48  # 8x8x4 compression
 
 
 def from_scratch(directory: Path, *, steps: int | None = None) -> dict[str, float]:
-    """Cut clips, build the model, train, sample; prints where the results are. Returns the PSNR per scene, in dB.
+    """Cut clips, build the model, train, sample, and print the paths of the results; return the PSNR per scene, in dB.
 
     Args:
-        directory: everything is written here; an earlier result in it is replaced.
+        directory: output directory; an earlier result in it is replaced.
         steps: optimizer steps; default: about a minute and a half on two cores.
     """
     require_matplotlib()
@@ -81,13 +81,13 @@ def build_model(directory: Path, clips: Sequence[Tensor]) -> None:
     with seeded(0):
         transformer = ltx_transformer(_LATENT_CHANNELS, heads=4, head_width=32, layers=4)
     with tempfile.TemporaryDirectory() as scratch:
-        texts = LTXPipeline.from_pretrained(build_ltx_video(scratch))
+        tiny = LTXPipeline.from_pretrained(build_ltx_video(scratch))
     LTXPipeline(
         transformer=transformer,
         vae=vae,
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        text_encoder=texts.text_encoder,
-        tokenizer=texts.tokenizer,
+        text_encoder=tiny.text_encoder,
+        tokenizer=tiny.tokenizer,
     ).save_pretrained(str(directory))
 
 
@@ -107,13 +107,13 @@ def _config(directory: Path, steps: int) -> TrainConfig:
 
 
 def _frames(directory: Path) -> dict[str, torch.Tensor]:
-    """The clips as training sees them, `[T, H, W, 3]` uint8, by caption."""
+    """Read the clips as training sees them, `[T, H, W, 3]` uint8, by caption."""
     paths = {excerpt.caption: directory / "clips" / f"{excerpt.name}-0.mp4" for excerpt in EXCERPTS}
     return {text: read_frames(path, range(FRAMES), height=SIZE, width=SIZE) for text, path in paths.items()}
 
 
 def _report(directory: Path, truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Sample the untrained and the trained model with diffusers' own pipeline; write pictures; PSNR by caption."""
+    """Sample the untrained and the trained model with diffusers, and write images; return PSNR by caption."""
     before = LTXPipeline.from_pretrained(directory / "model")
     trained = LTXVideoTransformer3DModel.from_pretrained(directory / "run", subfolder="transformer")
     after = LTXPipeline.from_pretrained(directory / "model", transformer=trained)
@@ -138,6 +138,6 @@ def _report(directory: Path, truth: dict[str, torch.Tensor]) -> dict[str, float]
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> float:
-    """Peak signal-to-noise ratio of two uint8 videos, in dB."""
+    """Return the peak signal-to-noise ratio of two uint8 videos, in dB."""
     error = float(np.mean((a.astype(np.float64) - b.astype(np.float64)) ** 2))
     return float(10 * np.log10(255**2 / max(error, 1e-10)))

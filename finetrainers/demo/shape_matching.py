@@ -10,42 +10,41 @@ from numpy.typing import NDArray
 
 from .world import SHAPES, Array, coverage, local_coordinates
 
-#: Radians after which a turned shape looks the same; those that never look different have none.
+#: Radians after which a turned shape looks the same; shapes that never look different have none.
 PERIODS = {"square": math.pi / 2, "triangle": 2 * math.pi / 3, "star": 2 * math.pi / 5, "cross": math.pi / 2}
 
 _ANGLES = 12  # per period
-_SIZES = (0.8, 0.87, 0.94, 1.0, 1.08)  # blur around a shape adds to the area from which its size is measured
-_CANVAS = 32  # side of the picture on which shapes are compared
+_SIZES = (0.8, 0.87, 0.94, 1.0, 1.08)  # size is measured by area, which blur around a shape increases
+_CANVAS = 32  # side of the image on which shapes are compared
 _EXTENT = 1.6  # half of that side, in radii of the disc of the same area
 _EDGE_PIXELS = 8.0  # radius in pixels at which a template's edge is as soft as that of a drawn shape
 
 
 def likeness(covered: Array, x: float, y: float, radius: float) -> dict[str, tuple[float, float]]:
-    """Overlap with every shape at the same center, at the best angle and size.
+    """Return the overlap with every shape at the same center, at the best angle and size.
 
-    Coverage is compared, not outlines, since a faint arm of a star is still an arm: the overlap is the sum of the smaller
-    over the sum of the larger coverage of all pixels, the Jaccard index of fuzzy sets.
+    Coverage is compared, not outlines, since a faint arm of a star is still an arm: the overlap is the sum of the
+    smaller over the sum of the larger coverage of all pixels, the Jaccard index of fuzzy sets.
 
     Args:
-        covered: `[H, W]` in [0, 1], how much of each pixel the shape covers.
-        x: its center, in heights of the frame.
-        y: likewise.
-        radius: of the disc of the same area, likewise.
+        covered: `[H, W]` in [0, 1], share of each pixel that the shape covers.
+        x, y: its center, in heights of the frame.
+        radius: of the disc of the same area, in heights of the frame.
 
     Returns:
         By shape: the overlap in [0, 1], and the angle in radians.
     """
-    seen = _on_canvas(covered, x, y, radius).reshape(-1)
-    found = {}
+    canvas = _on_canvas(covered, x, y, radius).reshape(-1)
+    overlaps = {}
     for name, (angles, templates) in _templates().items():
-        overlap = np.minimum(templates, seen).sum(axis=1) / np.maximum(templates, seen).sum(axis=1)
+        overlap = np.minimum(templates, canvas).sum(axis=1) / np.maximum(templates, canvas).sum(axis=1)
         best = int(overlap.argmax())
-        found[name] = (float(overlap[best]), angles[best])
-    return found
+        overlaps[name] = (float(overlap[best]), angles[best])
+    return overlaps
 
 
 def _on_canvas(covered: Array, x: float, y: float, radius: float) -> Array:
-    """The square around a shape, resampled bilinearly; nothing is covered outside of the frame."""
+    """Return the square around a shape, resampled bilinearly; nothing is covered outside of the frame."""
     height = covered.shape[0]
     steps = ((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT * radius
     padded = np.pad(covered, 1)  # so that the border fades into nothing
@@ -61,10 +60,10 @@ def _on_canvas(covered: Array, x: float, y: float, radius: float) -> Array:
 
 @cache
 def _templates() -> dict[str, tuple[list[float], NDArray[np.float32]]]:
-    """By shape: angles, and at each and every size its coverage, `[angles x sizes, pixels]`."""
+    """Return angles and coverage by shape; there is a row for each angle and size, `[angles x sizes, pixels]`."""
     steps = (((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT).astype(np.float32)
     y, x = np.meshgrid(steps, steps, indexing="ij")
-    found = {}
+    by_shape = {}
     for name in SHAPES:
         period = PERIODS.get(name)
         area, center_x, center_y = _moments(name)
@@ -75,12 +74,12 @@ def _templates() -> dict[str, tuple[list[float], NDArray[np.float32]]]:
                 u, v = local_coordinates(x, y, 0.0, 0.0, radius, angle)
                 templates.append(coverage(name, u + center_x, v + center_y, pixels=radius * _EDGE_PIXELS).reshape(-1))
                 angles.append(angle)
-        found[name] = (angles, np.stack(templates))
-    return found
+        by_shape[name] = (angles, np.stack(templates))
+    return by_shape
 
 
 def _moments(name: str) -> tuple[float, float, float]:
-    """Area and centroid of the upright shape of radius 1."""
+    """Return area and centroid of the upright shape of radius 1."""
     steps = np.linspace(-1.5, 1.5, 601, dtype=np.float32)
     v, u = np.meshgrid(steps, steps, indexing="ij")
     inside = SHAPES[name](u, v) <= 0

@@ -1,9 +1,9 @@
 """Recognize the content of a clip of the little world from its pixels: color, shape, motion, speed, look, background.
 
 No network is involved. Shapes are saturated and backgrounds are grey, so a pixel belongs to the shape where its color
-channels differ. Each frame gives a place, a size and, by comparison with all shapes at all angles, a shape and an angle;
-how these change over the frames is the motion. What is unclear or changes within a clip reads as None, so that a clip
-cannot match by being several things at once.
+channels differ. Each frame gives a place, a size and, by comparison with all shapes at all angles, a shape and an
+angle; their change over the frames is the motion. Content that is unclear or changes within a clip reads as None, so
+that a clip cannot match by being several things at once.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Image = NDArray[np.uint8]  # [H, W, 3]
 
 _CHROMA = 50  # least difference between the largest and smallest color channel inside a shape, of 255
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
-_SMALLEST, _LARGEST = 0.016, 0.8  # squares of the frame's height: less or more is no shape
+_SMALLEST, _LARGEST = 0.016, 0.8  # squares of the frame's height: a smaller or larger area is not a shape
 _LIKENESS = 0.5  # least overlap with the best shape, on average, for a clip to show any
-_TIE = 0.02  # overlaps that differ by less are the same: what one more angle or size would change
+_TIE = 0.02  # overlaps that differ by less count as equal: one more angle or size would change them as much
 _COLOR_DISTANCE = 130  # between a pixel and the nearest color, of 441
 _GREY_SPREAD = 25  # mean distance from the middle grey level above which a background is none of the world's
-_AGREE = 0.75  # share of the frames that must show the same
+_AGREE = 0.75  # share of the frames that must agree
 
-# What counts as which motion: over the whole clip, in heights of the frame, logarithms of the radius, radians.
+# Limits of each motion: over the whole clip, in heights of the frame, logarithms of the radius, radians.
 _MOVES = 0.12
-_RESTS = 0.15  # greatest span of the places of a shape that stays where it is
+_RESTS = 0.15  # greatest span of the places of a shape that stays in place
 _GROWS, _KEEPS = 0.15, 0.25  # the latter: greatest span of the sizes of one that stands still
 _SPINS = math.radians(22)
 _SWINGS = 0.15
 _STRAIGHT = 0.08  # greatest mean distance from even motion; for sizes and angles: twice that
-#: Light and dark within a shape (standard deviation over mean) from which it counts as striped, the share of that which
-#: stripes must explain, and how often they must change.
+#: Contrast within a shape (standard deviation over mean) that counts as striped, the share of it that stripes must
+#: explain, and the number of changes between light and dark, at least.
 _STRIPED, _EXPLAINED, _CHANGES = 0.1, 0.5, 2
 
 
@@ -62,7 +62,9 @@ class Reading:
 def read(clip: NDArray[np.uint8]) -> Reading:
     """Measure a clip `[T, H, W, 3]` uint8."""
     background = _agreed([_background(image) for image in clip])
-    frames = [seen for index, image in enumerate(clip) if (seen := _frame(image, index / (len(clip) - 1))) is not None]
+    frames = [
+        frame for index, image in enumerate(clip) if (frame := _frame(image, index / (len(clip) - 1))) is not None
+    ]
     if len(frames) < max(2, len(clip) - 1):
         return Reading(background=background)
     shape = _shape(frames)
@@ -77,61 +79,61 @@ def read(clip: NDArray[np.uint8]) -> Reading:
     )
 
 
-def wanted(caption: str) -> dict[str, str]:
-    """What a caption asks for: the first word of each kind. A shape that is not called striped is to be plain."""
+def requested_attributes(caption: str) -> dict[str, str]:
+    """Return the attributes that a caption requests, the first word of each kind; a shape is plain by default."""
     text = caption.lower().replace(NEW_WORD, MEANING)
     words = re.findall(r"[a-z]+", text)
     shape = next((w for w in words if w in SHAPES), None)
     background = re.search(rf"({'|'.join(BACKGROUNDS)}) background", text)
-    found = {
+    attributes = {
         "color": next((w for w in words if w in COLORS), None),
         "shape": shape,
         "motion": next((name for name, phrases in MOTIONS.items() if any(phrase in text for phrase in phrases)), None),
         "background": background[1] if background else None,
         "look": next((w for w in words if w in LOOKS), None if shape is None else "plain"),
     }
-    return {name: word for name, word in found.items() if word is not None}
+    return {name: word for name, word in attributes.items() if word is not None}
 
 
-def wanted_speed(caption: str) -> str | None:
-    """The adverb of a caption in which a shape moves to another place, "" if it has none; None for other motions."""
-    if wanted(caption).get("motion") not in TRANSLATIONS:
+def requested_speed(caption: str) -> str | None:
+    """Return the adverb of a caption whose shape moves to another place, or "" without one; None for other motions."""
+    if requested_attributes(caption).get("motion") not in TRANSLATIONS:
         return None
     return next((word for word in SPEEDS if word and word in caption.lower()), "")
 
 
 def matches(reading: Reading, caption: str) -> dict[str, bool]:
-    """For each thing that a caption asks for, but speed, whether the clip shows it."""
-    return {name: getattr(reading, name) == word for name, word in wanted(caption).items()}
+    """Return whether the clip shows each attribute that a caption requests, except speed."""
+    return {name: getattr(reading, name) == word for name, word in requested_attributes(caption).items()}
 
 
 def speed_word(reading: Reading) -> str | None:
-    """The adverb for the speed of a shape that moves to another place, the nearest of the world's; None for others."""
+    """Return the world's nearest adverb for the speed of a shape that moves to another place, or None for others."""
     if reading.motion not in TRANSLATIONS:
         return None
     return min(SPEEDS, key=lambda word: abs(SPEEDS[word] - reading.speed))
 
 
 def has_speed(reading: Reading, caption: str) -> bool | None:
-    """Whether a shape moves as asked, at the speed nearest to the asked one; None if the caption asks for no speed."""
-    speed = wanted_speed(caption)
+    """Return whether a shape has the requested motion and nearest speed, or None if the caption requests no speed."""
+    speed = requested_speed(caption)
     return None if speed is None else matches(reading, caption)["motion"] and speed_word(reading) == speed
 
 
 def share_shown(reading: Reading, caption: str) -> float:
-    """The share of what a caption asks for that a clip shows, in [0, 1].
+    """Return the share of the caption's attributes that a clip shows, in [0, 1].
 
     Raises:
-        ValueError: the caption asks for nothing that can be read.
+        ValueError: the caption names no attribute that can be read.
     """
-    shown = matches(reading, caption)
-    if not shown:
+    hits = matches(reading, caption)
+    if not hits:
         raise ValueError(f"the prompt {caption!r} names no color, shape, motion, background or look of the demo world")
-    return sum(shown.values()) / len(shown)
+    return sum(hits.values()) / len(hits)
 
 
 def reward(clip: NDArray[np.uint8], caption: str) -> float:
-    """`share_shown` of a clip `[T, H, W, 3]` uint8."""
+    """Return `share_shown` of a clip `[T, H, W, 3]` uint8."""
     return share_shown(read(clip), caption)
 
 
@@ -150,7 +152,7 @@ class _Frame:
 
 
 def chroma(image: Image) -> NDArray[np.int64]:
-    """How colorful the pixels `[..., 3]` are: the largest less the smallest channel, `[...]`."""
+    """Return the colorfulness of pixels `[..., 3]`, the largest less the smallest channel, `[...]`."""
     return image.max(axis=-1).astype(np.int64) - image.min(axis=-1)
 
 
@@ -171,7 +173,7 @@ def _frame(image: Image, time: float) -> _Frame | None:
 
 
 def _color(pixels: NDArray[np.uint8]) -> str | None:
-    """The color whose hue is nearest to the middle one of the pixels, pale edges left out."""
+    """Return the color whose hue is nearest to the median of the pixels without pale edges, or None if none is near."""
     spread = chroma(pixels)
     middle = np.median(pixels[spread >= np.median(spread)], axis=0)
     name = min(COLORS, key=lambda name: abs((_hue(COLORS[name]) - _hue(middle) + 0.5) % 1 - 0.5))
@@ -184,7 +186,7 @@ def _hue(color: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def _background(image: Image) -> str | None:
-    """The background whose grey is nearest to the middle one of all pixels without color, if these are even."""
+    """Return the background with the grey nearest to the median of the colorless pixels, or None if they are uneven."""
     grey = image[chroma(image) < _CHROMA].mean(axis=-1)
     if grey.size < image.shape[0] * image.shape[1] / 4:
         return None
@@ -195,7 +197,7 @@ def _background(image: Image) -> str | None:
 
 
 def _striped(image: Image, inside: NDArray[np.bool_]) -> bool:
-    """Whether brightness within a shape, a pixel from its edge, changes in straight stripes."""
+    """Return whether brightness within a shape, a pixel from its edge, changes in straight stripes."""
     padded = np.pad(inside, 1)
     rows, columns = np.nonzero(padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:] & inside)
     light = image[rows, columns].max(axis=1, initial=0).astype(np.float64)
@@ -208,7 +210,7 @@ def _striped(image: Image, inside: NDArray[np.bool_]) -> bool:
 
 
 def _across(light: Array, position: Array) -> tuple[float, int]:
-    """Along one direction: the share of the variance of brightness between its lines, and how often it changes."""
+    """Return the share of the variance of brightness between lines across a direction, and its number of changes."""
     line = np.round(position - position.min()).astype(int)
     counts = np.bincount(line)
     means = np.bincount(line, weights=light)[counts > 0] / counts[counts > 0]
@@ -222,22 +224,22 @@ def _across(light: Array, position: Array) -> tuple[float, int]:
 
 
 def _agreed(values: Sequence[str | None]) -> str | None:
-    """What most of the frames show, if enough of them do."""
+    """Return the most frequent value of the frames, or None if too few agree."""
     (value, count), *_ = Counter(values).most_common(1)
     return value if count >= _AGREE * len(values) else None
 
 
 def _shape(frames: Sequence[_Frame]) -> str | None:
-    """The shape that is most alike over all frames, if it is alike enough and no other is more alike in most."""
+    """Return the most alike shape of all frames, or None if likeness is low or others are more alike in most frames."""
     overlap = {name: float(np.mean([f.likeness[name][0] for f in frames])) for name in SHAPES}
     shape = max(overlap, key=overlap.__getitem__)
-    others = [max(found for name, (found, _) in f.likeness.items() if name != shape) for f in frames]
-    held = sum(f.likeness[shape][0] > other - _TIE for f, other in zip(frames, others, strict=True))
-    return shape if overlap[shape] > _LIKENESS and held > len(frames) / 2 else None
+    others = [max(value for name, (value, _) in f.likeness.items() if name != shape) for f in frames]
+    wins = sum(f.likeness[shape][0] > other - _TIE for f, other in zip(frames, others, strict=True))
+    return shape if overlap[shape] > _LIKENESS and wins > len(frames) / 2 else None
 
 
 def _motion(frames: Sequence[_Frame], shape: str | None) -> tuple[str | None, float]:
-    """The motion, or None if it is none of the world's, and how far the shape's center gets."""
+    """Return the motion, or None if the world has no such motion, and the distance that the shape's center moves."""
     time = np.array([f.time for f in frames])
     x, y = np.array([f.x for f in frames]), np.array([f.y for f in frames])
     size = np.log([f.radius for f in frames])
@@ -264,13 +266,13 @@ def _motion(frames: Sequence[_Frame], shape: str | None) -> tuple[str | None, fl
 
 
 def _line(time: Array, values: Array) -> tuple[float, float]:
-    """Change over the clip of the straight line through the values, and their mean distance from it."""
+    """Return the change over the clip of the straight line through the values, and their mean distance from it."""
     slope, start = np.polyfit(time, values, 1)
     return float(slope), float(np.abs(values - start - slope * time).mean())
 
 
 def _swings(values: Array) -> int:
-    """How often a curve turns back by more than a little."""
+    """Return the number of times that a curve turns back by more than a little."""
     turns, extreme, direction = 0, values[0], 0.0
     for value in values[1:]:
         if direction * (value - extreme) >= 0 and direction:

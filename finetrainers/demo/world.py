@@ -48,9 +48,9 @@ ASPECT = 2
 BACKGROUNDS = {"black": 10, "grey": 128, "white": 242}
 LOOKS = ("plain", "striped")
 
-#: What the embedded model is never shown, like every look but the plain one: to be taught to it.
+#: Motions that the demo model has never seen, like every look but the plain one, so that users can teach them.
 UNSEEN_MOTIONS = ("zigzag",)
-#: A word that means nothing to it, and what it is to mean.
+#: A word that means nothing to the demo model, and the meaning to teach.
 NEW_WORD, MEANING = "tiger", "striped orange"
 
 TRANSLATIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
@@ -73,7 +73,7 @@ _TEMPLATES = (
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a clip, and its placement, which captions do not tell: all that its pixels depend on."""
+    """The content of a clip, and its placement, which captions do not mention: all that its pixels depend on."""
 
     color: str
     shape: str
@@ -87,7 +87,7 @@ class Scene:
 
     @property
     def combination(self) -> tuple[str, str, str]:
-        """What is held out together: see `is_held_out`."""
+        """Attributes that are held out in combination; see `is_held_out`."""
         return self.color, self.shape, self.motion
 
 
@@ -98,12 +98,12 @@ def draw_scene(
     colors: tuple[str, ...] = tuple(COLORS),
     look: str = "plain",
 ) -> Scene:
-    """A random scene, the same for the same seed.
+    """Draw a random scene, the same for the same seed.
 
     Args:
         seed: integers and names.
-        held_out: only combinations of color, shape and motion that the training set lacks (True), only others
-            (False), or any (None).
+        held_out: True for combinations of color, shape and motion that the training set lacks, False for others, None
+            for any.
         motions: to choose from; default: all but the unseen ones.
         colors: to choose from.
         look: of the shape.
@@ -131,13 +131,13 @@ def draw_scene(
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Whether the training set lacks this combination of color, shape and motion: one in eight does."""
+    """Return whether the training set lacks this combination of color, shape and motion, which is one in eight."""
     color, shape, motion = scene.combination
     return (list(COLORS).index(color) + 3 * list(SHAPES).index(shape) + 5 * list(MOTIONS).index(motion)) % 8 == 0
 
 
 def caption(scene: Scene, *, phrasing: int = 0, color: str | None = None) -> str:
-    """The scene in words; there are `PHRASINGS` ways to say the same. `color` is said instead of the scene's own."""
+    """Return a caption of a scene in one of `PHRASINGS` phrasings; `color` replaces the scene's own."""
     words = MOTIONS[scene.motion]
     motion = words[phrasing % len(words)]
     if scene.speed:
@@ -153,12 +153,12 @@ PHRASINGS = 2 * len(_TEMPLATES)
 
 
 def with_new_word(caption: str) -> str:
-    """A caption that says the new word instead of what it means."""
+    """Return a caption with the new word instead of its meaning."""
     return caption.replace(MEANING, NEW_WORD)
 
 
 def render(scene: Scene, *, frames: int = 9, height: int = 32) -> NDArray[np.uint8]:
-    """The clip, antialiased: `[T, H, 2 H, 3]` uint8."""
+    """Render a clip, antialiased: `[T, H, 2 H, 3]` uint8."""
     steps = (np.arange(ASPECT * height, dtype=np.float32) + 0.5) / height
     y, x = np.meshgrid(steps[:height], steps, indexing="ij")
     background = np.full((height, ASPECT * height, 3), BACKGROUNDS[scene.background], dtype=np.float32)
@@ -174,7 +174,7 @@ def render(scene: Scene, *, frames: int = 9, height: int = 32) -> NDArray[np.uin
 
 
 def pose(scene: Scene, time: float) -> tuple[float, float, float, float]:
-    """Center (x, y), radius and angle in radians at a time in [0, 1]."""
+    """Return center (x, y), radius and angle in radians at a time in [0, 1]."""
     x, y, radius, angle = scene.x, scene.y, scene.radius, 0.0
     middle = time - 0.5
     if scene.motion in TRANSLATIONS:
@@ -195,14 +195,14 @@ def pose(scene: Scene, time: float) -> tuple[float, float, float, float]:
 def local_coordinates(
     x: Array, y: Array, center_x: float, center_y: float, radius: float, angle: float
 ) -> tuple[Array, Array]:
-    """Coordinates in which the shape stands upright at the origin with radius 1."""
+    """Return coordinates in which the shape stands upright at the origin with radius 1."""
     u, v = (x - center_x) / radius, (y - center_y) / radius
     cos, sin = math.cos(angle), math.sin(angle)
     return cos * u + sin * v, cos * v - sin * u
 
 
 def coverage(shape: str, u: Array, v: Array, *, pixels: float) -> Array:
-    """Share of each pixel that the shape covers; one unit of `u` and `v` is that many pixels."""
+    """Return the share of each pixel that the shape covers; one unit of `u` and `v` is `pixels` pixels."""
     return np.clip(0.5 - SHAPES[shape](u, v) * pixels, 0.0, 1.0)
 
 
@@ -232,7 +232,10 @@ def _cross(u: Array, v: Array) -> Array:
 
 
 def _star(u: Array, v: Array) -> Array:
-    """Five points: fold the plane into one tenth, where the outline is the line from a tip to a notch."""
+    """Return the distance to a star of five points, by folding the plane into one tenth.
+
+    There the outline is the line from a tip to a notch.
+    """
     tip, notch = 1.15, 0.5
     angle = np.arctan2(u, -v)
     folded = np.abs((angle + math.pi / 5) % (2 * math.pi / 5) - math.pi / 5)
@@ -257,14 +260,14 @@ SHAPES: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def _stripes(u: Array, *, pixels: float) -> Array:
-    """Brightness across the shape: upright stripes, light and dark, antialiased."""
+    """Return the brightness across the shape: upright stripes, light and dark, antialiased."""
     distance = (np.abs((u / _STRIPE) % 2 - 1) - 0.5) * _STRIPE
     light = np.clip(0.5 + distance * pixels, 0.0, 1.0)
     return _STRIPE_SHADE + (1 - _STRIPE_SHADE) * light
 
 
 def _reach(scene: Scene) -> tuple[float, float]:
-    """How far the shape gets from its place in the middle of the clip, horizontally and vertically."""
+    """Return the distance that the shape gets from its place in mid-clip, horizontally and vertically."""
     radius = scene.radius * (math.sqrt(_GROWTH) if scene.motion in ("growing", "shrinking") else 1.0)
     dx, dy = TRANSLATIONS.get(scene.motion, (0.0, 0.0))
     if scene.motion == "zigzag":
@@ -277,6 +280,6 @@ def _choose(rng: torch.Generator, names: tuple[str, ...]) -> str:
 
 
 def _place(rng: torch.Generator, middle: float, reach: float) -> float:
-    """A lattice point from which a shape that reaches so far stays within the frame, or nearly so."""
+    """Draw a lattice point that keeps a shape of this reach within the frame, or nearly so."""
     steps = int((middle - reach + 0.02) / _PITCH)
     return middle + _PITCH * int(torch.randint(-steps, steps + 1, (), generator=rng, device="cpu"))

@@ -1,4 +1,4 @@
-"""`--activation_memory auto` of a configured run: what it chooses from, by the estimate and the operations of a step."""
+"""`--activation_memory auto` of a configured run: the choice by the estimate and the operations of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 
 from .activation_plan import SETTINGS, Choice, Machine, StepWork, choose, recomputed, step_seconds
-from .estimate import GIB, MemoryPlan, Workload, estimate, workload_of
+from .estimate import GIB, MemoryPlan, Workload, build_workload, estimate
 from .network_weights import NetworkWeights
 from .phases import Surroundings
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from finetrainers.models.spec import ModelSpec
 
-#: Operations and bytes a second that are assumed where nothing is known of the GPU: 40 % of an A100's peak, and a common rate
-#: of PCIe 4 x16.
+#: Operations and bytes a second that are assumed for an unknown GPU: 40 % of an A100's peak, and a common rate of
+#: PCIe 4 x16.
 ASSUMED_FLOPS, ASSUMED_LINK = 0.4 * 312e12, 25e9
-#: The share of a GPU's peak that training is taken to reach before it has been measured.
+#: The share of a GPU's peak that training is assumed to reach before it has been measured.
 UTILIZATION = 0.4
 #: The share of the host's available memory that activations may take; checkpoints, workers and others need the rest.
 HOST_SHARE = 0.75
@@ -33,29 +33,29 @@ class ActivationModel:
     """Memory and time of a training step with each setting.
 
     Attributes:
-        workload: what else decides the memory.
+        workload: the other quantities that decide the memory.
         work: operations of a micro-batch.
-        settings: that go with the other options.
-        whole: whether a setting must hold for all blocks.
-        others: bytes on the device during a step that the workload knows nothing of: other networks.
-        correction: measured by planned bytes of what a step takes beyond what is there between steps.
+        settings: settings that the other options allow.
+        all_blocks: whether a setting must hold for all blocks.
+        others: bytes on the device during a step that are not in the workload: other networks.
+        correction: ratio of measured to planned bytes that a step takes beyond the memory between steps.
     """
 
     workload: Workload
     work: StepWork
     settings: tuple[ActivationMemory, ...] = SETTINGS
-    whole: bool = False
+    all_blocks: bool = False
     others: float = 0.0
     correction: float = 1.0
 
     def choose(self, machine: Machine) -> Choice:
-        """The setting with which a step takes least time; see `activation_plan.choose`."""
+        """Return the setting that makes a step fastest; see `activation_plan.choose`."""
         total = sum(self.workload.num_blocks)
         machine = replace(machine, host=machine.host - self.workload.swap.host)
-        return choose(total, self.sizes, self.work, machine, settings=self.settings, whole=self.whole)
+        return choose(total, self.sizes, self.work, machine, settings=self.settings, all_blocks=self.all_blocks)
 
     def slower(self, config: TrainConfig, machine: Machine) -> float:
-        """By how much a step of a configuration takes longer than one that recomputes and copies nothing, as a share."""
+        """Return the additional time of a step relative to one that recomputes and copies nothing, as a share."""
         stored, share, total = (
             config.memory.stored,
             config.memory.selective_checkpointing,
@@ -67,13 +67,13 @@ class ActivationModel:
         return step_seconds(self.work, machine, stored, share, host) / fastest - 1
 
     def sizes(self, stored: ActivationMemory, number: int) -> tuple[float, float]:
-        """Bytes on the device and on the host with a setting for so many blocks."""
+        """Return the bytes on the device and on the host with a setting for `number` blocks."""
         plan = self.plan(stored, number)
         moving = self.correction * (plan.total - plan.at_rest)
         return self.others + GIB * (plan.at_rest + moving), GIB * plan.offloaded
 
     def plan(self, stored: ActivationMemory, number: int) -> MemoryPlan:
-        """The estimate, without the correction."""
+        """Return the estimate with a setting for `number` blocks, without the correction."""
         total = sum(self.workload.num_blocks)
         return estimate(replace(self.workload, stored=stored, share=None if number == total else number / total))
 
@@ -83,13 +83,13 @@ class ActivationModel:
         return self.others + GIB * self.plan("none", 0).at_rest
 
     def measured(self, choice: Choice, *, peak: float) -> ActivationModel:
-        """The model, corrected by the peak in bytes of a step with this choice."""
+        """Return the model, corrected by the peak in bytes of a step with this choice."""
         plan = self.plan(choice.stored, choice.number)
         moving = max(0.0, (peak - self.others) / GIB - plan.at_rest)
         return replace(self, correction=moving / (plan.total - plan.at_rest))
 
     def operations(self, choice: Choice) -> float:
-        """Of a micro-batch, by those that are computed once."""
+        """Return the operations of a micro-batch divided by those without recomputation."""
         once = self.work.forward + self.work.backward
         return 1 + recomputed(self.work, choice.stored, choice.number / choice.total) / once
 
@@ -103,37 +103,37 @@ def activation_model(
     around: Surroundings,
     others: float = 0.0,
 ) -> ActivationModel:
-    """The model of a configured run.
+    """Return the model of a configured run.
 
     Args:
         config: the run.
         geometry: size rules of the checkpoint.
         network: on the meta device, with its adapter attached.
         spec: of the model.
-        around: the largest clips, how many make a micro-batch, and what processes share.
+        around: the largest clips, their number in a micro-batch, and the sharding over processes.
         others: see `ActivationModel`.
     """
     weights = around.weights or NetworkWeights(network, spec)
-    workload = workload_of(
+    workload = build_workload(
         config, geometry, network, spec=spec, bucket=around.bucket, batch_size=around.clips, split=around.split,
         weights=weights,
     )  # fmt: skip
     # Autograd stores the casts of blocks that are not recomputed, which the estimate leaves out.
     casts = "transformer" in config.memory.layerwise_upcasting_modules
     settings = _settings(config, recomputes=casts)
-    return ActivationModel(workload, _work(workload, weights, spec), settings, whole=casts, others=others)
+    return ActivationModel(workload, _work(workload, weights, spec), settings, all_blocks=casts, others=others)
 
 
 def with_choice(config: TrainConfig, choice: Choice | None) -> TrainConfig:
-    """The configuration with what was chosen; None: nothing is recomputed."""
+    """Return a copy of `config` with the choice, or with nothing recomputed if it is None."""
     stored, share = ("none", None) if choice is None else (choice.stored, choice.share)
     memory = {"activation_memory": stored, "selective_checkpointing": share, "gradient_checkpointing": False}
     return config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
 
 
 def _settings(config: TrainConfig, *, recomputes: bool) -> tuple[ActivationMemory, ...]:
-    """The settings that go with the other options, the simplest first."""
-    # The operators of a compiled block are not seen, and this attention is no single operator.
+    """Return the settings that the other options allow, the simplest first."""
+    # The operators of a compiled block cannot be seen, and this attention is not a single operator.
     hides_attention = config.memory.compile != "none" or config.model.attn_backend == "_native_math"
     excluded = ({"keep_attention", "offload"} if hides_attention else set()) | ({"none"} if recomputes else set())
     return tuple(setting for setting in SETTINGS if setting not in excluded)
@@ -147,6 +147,6 @@ def _work(workload: Workload, weights: NetworkWeights, spec: ModelSpec) -> StepW
     if flops is None:  # two operations for each weight and token
         forward = 2.0 * weights.total * tokens.clips * tokens.video / workload.sharing
         return StepWork(forward, 2 * forward, 0.0, workload.swap.copied)
-    whole = flops.of_forward(tokens), flops.of_backward(tokens), flops.of_attention(tokens)
-    forward, backward, attention = (one / workload.sharing for one in whole)
+    totals = flops.of_forward(tokens), flops.of_backward(tokens), flops.of_attention(tokens)
+    forward, backward, attention = (total / workload.sharing for total in totals)
     return StepWork(forward, backward, attention, workload.swap.copied)

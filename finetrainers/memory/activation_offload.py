@@ -1,20 +1,21 @@
-"""Activation offload: what blocks store for backward waits in host memory, in one pinned arena.
+"""Activation offload: tensors that blocks store for backward wait in host memory, in one pinned arena.
 
-In forward, a tensor is copied to its slot of the arena on one stream while the next blocks compute; in backward, the tensors
-of a block are copied back on another stream while the block after it computes (MEMO, arXiv:2407.12117). The last blocks
-store theirs on the device, since backward begins with them.
+In forward, a tensor is copied to its slot of the arena on one stream while the next blocks compute; in backward, the
+tensors of a block are copied back on another stream while the block after it computes (MEMO, arXiv:2407.12117). The
+last blocks store theirs on the device, since backward begins with them.
 
-Why not a library: `save_on_cpu` of PyTorch copies on the computing stream, and does not see what attention returned
-(`memory.checkpointing`). TRL's `OffloadActivations` offloads what autograd stores of every layer, allocates pinned memory
-for each tensor, and fetches nothing ahead.
+Why not a library: `save_on_cpu` of PyTorch copies on the computing stream, and does not see the results of attention
+(`memory.checkpointing`). TRL's `OffloadActivations` offloads the tensors that autograd stores of every layer, allocates
+pinned memory for each of them, and fetches nothing ahead.
 
-Three hazards of streams, and what is done about each:
+Three hazards of streams, each with its remedy:
 
-1. A source is needed until its copy is done. It is held, and the computing stream waits for the copy before it is let go.
-2. A landing buffer that the computing stream's allocator hands out may still be in use by queued kernels. It is allocated
-   on the stream that copies.
-3. A landing buffer that is let go may be allocated again while kernels that read it are queued. Each copy waits for all that
-   the computing stream was given before.
+1. A source is needed until its copy is done. It is held, and the computing stream waits for the copy before it is
+   released.
+2. A landing buffer from the computing stream's allocator may still be in use by queued kernels. It is allocated on the
+   stream that copies.
+3. A landing buffer that is released may be allocated again while kernels that read it are queued. Each copy waits for
+   all work queued on the computing stream before.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _ALIGNMENT = 256
 
 
 class Arena:
-    """One buffer in host memory, in slots. It grows by a piece while slots are in use, and is made one piece when all are free.
+    """Buffer in host memory, in slots. It grows by a piece while slots are in use, and becomes one when all are free.
 
     Attributes:
         num_bytes: of the buffer.
@@ -48,8 +49,8 @@ class Arena:
         """Args:
         device: `meta` counts bytes without having them.
         pinned: whether GPUs can copy to and from it without waiting.
-        poison: fill freed slots with NaN, so that whoever reads one notices.
-        slots: of a size that are needed at once; it grows by as many.
+        poison: whether to fill freed slots with NaN, so that reads of them are noticed.
+        slots: number of slots of a size that are needed at once; it grows by this number.
         """
         self._device, self._pinned, self._poison, self._slots = device, pinned, poison, slots
         self._pieces: list[Tensor] = []
@@ -57,28 +58,28 @@ class Arena:
         self.num_bytes = self.used = self.peak = 0
 
     def allocate(self, size: int) -> tuple[int, int, int]:
-        """A free slot: piece, first byte, size."""
+        """Return a free slot: piece, first byte, size."""
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if not self.used and len(self._pieces) > 1:
             self._grow(self.peak)
-        place = next((n for n, (_, _, room) in enumerate(self._free) if room >= size), None)
-        if place is None:
+        index = next((n for n, (_, _, free) in enumerate(self._free) if free >= size), None)
+        if index is None:
             self._grow(size * self._slots)
-            place = next(n for n, (_, _, room) in enumerate(self._free) if room >= size)
-        piece, start, room = self._free.pop(place)
-        if room > size:
-            insort(self._free, (piece, start + size, room - size))
+            index = next(n for n, (_, _, free) in enumerate(self._free) if free >= size)
+        piece, start, free = self._free.pop(index)
+        if free > size:
+            insort(self._free, (piece, start + size, free - size))
         self.used += size
         self.peak = max(self.peak, self.used)
         return piece, start, size
 
     def view(self, slot: tuple[int, int, int], like: Tensor) -> Tensor:
-        """The bytes of a slot as the numbers of a tensor, in a row."""
+        """Return the bytes of a slot as a flat tensor of the dtype and size of `like`."""
         piece, start, _ = slot
         return self._pieces[piece][start : start + like.numel() * like.itemsize].view(like.dtype)
 
     def release(self, slot: tuple[int, int, int]) -> None:
-        """Make a slot free, and one with its neighbors."""
+        """Free a slot, and merge it with its free neighbors."""
         piece, start, size = slot
         self.used -= size
         if self._poison:
@@ -92,19 +93,19 @@ class Arena:
                 merged.append((piece, start, size))
         self._free = merged
 
-    def _grow(self, room: int) -> None:
+    def _grow(self, size: int) -> None:
         if not self.used and self._pieces:
-            room = max(room, self.peak)
+            size = max(size, self.peak)
             if self._pinned:
-                torch.cuda.synchronize()  # a copy may still read what is given up
+                torch.cuda.synchronize()  # a copy may still read the old pieces
             self._pieces, self._free, self.num_bytes = [], [], 0
-        self._pieces.append(_host_memory(room, self._device, pinned=self._pinned))
-        self._free.append((len(self._pieces) - 1, 0, room))
-        self.num_bytes += room
+        self._pieces.append(_host_memory(size, self._device, pinned=self._pinned))
+        self._free.append((len(self._pieces) - 1, 0, size))
+        self.num_bytes += size
 
 
 def _host_memory(size: int, device: str, *, pinned: bool) -> Tensor:
-    """Bytes in host memory. PyTorch's own pinned memory is rounded up to a power of two, half as much again on average."""
+    """Return bytes in host memory. PyTorch rounds its pinned memory up to a power of two, by half on average."""
     memory = torch.empty(size, dtype=torch.uint8, device=device)
     if pinned:
         cudart = torch.cuda.cudart()
@@ -114,27 +115,27 @@ def _host_memory(size: int, device: str, *, pinned: bool) -> Tensor:
 
 
 class _Copies(Protocol):
-    """How tensors get to the arena and back."""
+    """Copies of tensors to the arena and back."""
 
     def write(self, source: Tensor, slot: Tensor) -> Any:
-        """Copy to the host; what `read` and `settle` wait for."""
+        """Begin to copy to the host, and return the event that `read` and `settle` wait for."""
         ...
 
     def settle(self, written: Any) -> None:
-        """Let the device compute on only when the source may change."""
+        """Let the device continue only when the source may change."""
         ...
 
     def read(self, slot: Tensor, like: Tensor, written: Any) -> tuple[Tensor, Any]:
-        """Begin to copy back to the device: the tensor, and what `await_read` waits for."""
+        """Begin to copy back to the device, and return the tensor and the event that `await_read` waits for."""
         ...
 
     def await_read(self, read: Any) -> None:
-        """Let the device compute on only when the tensor is there."""
+        """Let the device continue only when the tensor is complete."""
         ...
 
 
 class _Plain:
-    """In plain memory, at once: the CPU's, which proves lifetimes."""
+    """Immediate copies in plain memory, on a CPU; they show that lifetimes are right."""
 
     def write(self, source: Tensor, slot: Tensor) -> None:
         slot.copy_(source)
@@ -150,7 +151,7 @@ class _Plain:
 
 
 class _OnStreams:
-    """On two streams, one for each direction."""
+    """Copies on two streams, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -179,7 +180,7 @@ class _OnStreams:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A tensor that stays where it is."""
+    """A tensor that stays on the device."""
 
     tensor: Tensor
 
@@ -188,7 +189,7 @@ class OnDevice:
 
 
 class Stored:
-    """A tensor in the arena. Its slot is free when nothing refers to it any more."""
+    """A tensor in the arena. Its slot is freed with the last reference to it."""
 
     def __init__(self, tensor: Tensor, store: BlockStore, arena: Arena, copies: _Copies) -> None:
         self.store = store
@@ -203,12 +204,12 @@ class Stored:
         self._landed: tuple[Tensor, Any] | None = None
 
     def fetch(self) -> None:
-        """Begin to copy it back."""
+        """Begin to copy the tensor back."""
         if self._landed is None:
             self._landed = self._copies.read(self._in_arena, self._like, self._written)
 
     def take(self) -> Tensor:
-        """The tensor, on the device."""
+        """Return the tensor, on the device."""
         self.fetch()
         assert self._landed is not None, "it was just fetched"
         (row, read), self._landed = self._landed, None
@@ -220,12 +221,12 @@ class Stored:
             self._arena.release(self._slot)
 
 
-#: What a tensor is stored as.
-Kept = (OnDevice, Stored)
+#: Types that a tensor is stored as.
+STORED_TYPES = (OnDevice, Stored)
 
 
 class ActivationOffload:
-    """Offloads what the blocks of a network store, but for the first and the last ones.
+    """Offload of the tensors that the blocks of a network store, except for the first and the last blocks.
 
     Attributes:
         arena: in host memory.
@@ -236,9 +237,9 @@ class ActivationOffload:
     ) -> None:
         """Args:
         blocks: in the order in which they compute.
-        device: where they compute. On a CPU, copies are made at once, and freed slots are NaN.
-        host: where the arena is; see `Arena`.
-        least_bytes: of a tensor that is copied; default: 1 MiB on a GPU.
+        device: device that they compute on. On a CPU, copies are made at once, and freed slots are NaN.
+        host: device of the arena; see `Arena`.
+        least_bytes: size of a tensor that is copied, at least; default: 1 MiB on a GPU.
         """
         on_gpu = device.type == "cuda"
         self._copies: _Copies = _OnStreams(device) if on_gpu else _Plain()
@@ -249,16 +250,16 @@ class ActivationOffload:
         )
         self._last: weakref.ref[BlockStore] | None = None
         self._in_flight: deque[list[tuple[Tensor, Any]]] = deque()
-        self._inputs: list[weakref.ref[Tensor]] = []  # of the block before
+        self._inputs: list[weakref.ref[Tensor]] = []  # of the previous block
 
-    def store_of(self, block: nn.Module, inputs: Sequence[Any]) -> BlockStore:
-        """Where a block that is about to run stores what backward needs."""
+    def open_store(self, block: nn.Module, inputs: Sequence[Any]) -> BlockStore:
+        """Return the store of the tensors that a block, which is about to run, needs in backward."""
         self.settle(IN_FLIGHT - 1)
-        tensors = [one for one in inputs if isinstance(one, Tensor)]
-        before = [known() for known in self._inputs]
-        # What all blocks get, such as the embedding of the noise level, stays where it is.
-        own = {_place(one) for one in tensors if not any(one is other for other in before)}
-        self._inputs = [weakref.ref(one) for one in tensors]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        previous = [reference() for reference in self._inputs]
+        # Inputs of all blocks, such as the embedding of the noise level, stay on the device.
+        own = {_address(tensor) for tensor in tensors if not any(tensor is other for other in previous)}
+        self._inputs = [weakref.ref(tensor) for tensor in tensors]
         store = BlockStore(self, own if id(block) in self._offloaded else set(), self._last)
         self._last = weakref.ref(store)
         if store.offloads:
@@ -266,7 +267,7 @@ class ActivationOffload:
         return store
 
     def settle(self, remaining: int = 0) -> None:
-        """Let go of the sources of copies, but for those of the last blocks."""
+        """Release the sources of copies, except for those of the last `remaining` blocks."""
         while len(self._in_flight) > remaining:
             copying = self._in_flight.popleft()
             for _, written in copying:
@@ -274,7 +275,7 @@ class ActivationOffload:
             copying.clear()
 
     def stored(self, tensor: Tensor, store: BlockStore) -> Stored | OnDevice:
-        """A tensor in the arena; on the device, where that is not worth it."""
+        """Store a tensor in the arena, or on the device if offloading it is not worthwhile."""
         if (
             not store.offloads
             or tensor.nbytes < self._least_bytes
@@ -286,10 +287,10 @@ class ActivationOffload:
 
 
 class BlockStore:
-    """Where one run of a block stores its inputs, and what attention returns in it.
+    """Store of the inputs of one run of a block, and of the results of its attention.
 
     Attributes:
-        offloads: whether in the arena.
+        offloads: whether it stores in the arena.
         copying: sources of copies that may be under way.
     """
 
@@ -302,43 +303,43 @@ class BlockStore:
         self._stored: list[weakref.ref[Stored]] = []
 
     def saving_inputs(self) -> saved_tensors_hooks:
-        """A context in which autograd stores the block's inputs here."""
+        """Return a context in which autograd stores the block's inputs here."""
         return saved_tensors_hooks(
-            lambda tensor: self.put(tensor) if _place(tensor) in self._inputs else OnDevice(tensor), self.take
+            lambda tensor: self.put(tensor) if _address(tensor) in self._inputs else OnDevice(tensor), self.take
         )
 
     def put(self, tensor: Tensor) -> Stored | OnDevice:
-        """Store a tensor; what `take` gets it by."""
-        kept = self._offload.stored(tensor, self)
-        if isinstance(kept, Stored):
-            self._stored.append(weakref.ref(kept))
-        return kept
+        """Store a tensor, and return the handle that `take` gets it by."""
+        handle = self._offload.stored(tensor, self)
+        if isinstance(handle, Stored):
+            self._stored.append(weakref.ref(handle))
+        return handle
 
-    def take(self, kept: Stored | OnDevice) -> Tensor:
-        """The tensor, on the device. Meanwhile what the block before stored is copied back, since it is next."""
+    def take(self, handle: Stored | OnDevice) -> Tensor:
+        """Return a tensor, on the device, and begin to copy back those of the previous block, which is next."""
         self._offload.settle()
-        tensor = kept.take()
-        previous, self._previous = self._previous, None
-        before = None if previous is None else previous()
-        if before is not None:
-            before.fetch()
+        tensor = handle.take()
+        reference, self._previous = self._previous, None
+        previous = None if reference is None else reference()
+        if previous is not None:
+            previous.fetch()
         return tensor
 
     def fetch(self) -> None:
-        """Begin to copy back what is still needed."""
-        for one in self._stored:
-            stored = one()
+        """Begin to copy back the tensors that are still needed."""
+        for reference in self._stored:
+            stored = reference()
             if stored is not None:
                 stored.fetch()
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins, for those that have no address as well."""
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Return the start of a tensor's memory, including for tensors without an address."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor are a row of memory without gaps, in some order."""
+    """Return whether the elements of a tensor fill a range of memory without gaps, in some order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,4 +1,4 @@
-"""Which blocks store what for the backward pass, how much that is, and the choice of it. Imports no torch."""
+"""Activations that blocks store for the backward pass: their size, and the choice of a setting. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from finetrainers.utils.text import file_size
 
 T = TypeVar("T")
 
-#: With offloading: blocks whose copies to the host may be under way, so that what they store is on the device as well.
+#: With offloading: blocks whose copies to the host may be under way, so that their activations are also on the device.
 IN_FLIGHT = 2
-#: The last blocks, which store on the device, as the first one does: backward begins with them.
+#: Number of last blocks that store on the device, like the first block: backward begins with them.
 LAST = 2
 
 
@@ -25,8 +25,8 @@ class ActivationUnits:
 
     Attributes:
         stored: on the GPU, when forward ends.
-        in_forward: what the peak of forward takes besides.
-        in_backward: what the peak of backward takes besides.
+        in_forward: memory at the peak of forward, beyond `stored`.
+        in_backward: memory at the peak of backward, beyond `stored`.
         on_host: in host memory.
     """
 
@@ -37,7 +37,7 @@ class ActivationUnits:
 
 
 def spread(blocks: Sequence[T], share: float | None) -> list[T]:
-    """A share of the blocks, evenly over the network; None: all of them."""
+    """Return a share of the blocks, evenly over the network, or all if `share` is None."""
     share = 1.0 if share is None else share
     return [block for n, block in enumerate(blocks) if floor((n + 1) * share + 0.5) > floor(n * share + 0.5)]
 
@@ -45,23 +45,23 @@ def spread(blocks: Sequence[T], share: float | None) -> list[T]:
 def activation_units(
     counted: Activations, num_blocks: Sequence[int], stored: ActivationMemory, share: float | None = None
 ) -> ActivationUnits:
-    """What blocks store, and the peaks of forward and of backward.
+    """Return the stored activations, and those at the peaks of forward and of backward.
 
     Args:
         counted: of the family.
         num_blocks: of each list.
         stored: what blocks store.
-        share: of the blocks that `stored` holds for; None: all. The others store everything.
+        share: of the blocks that `stored` holds for, or None for all. The others store everything.
     """
-    kept = counted.kept * len(num_blocks) if len(counted.kept) == 1 else counted.kept
-    blocks = [units for units, number in zip(kept, num_blocks, strict=True) for _ in range(number)]
+    units_by_list = counted.kept * len(num_blocks) if len(counted.kept) == 1 else counted.kept
+    blocks = [units for units, number in zip(units_by_list, num_blocks, strict=True) for _ in range(number)]
     recomputed = set() if stored == "none" else set(spread(range(len(blocks)), share))
     attention = counted.attention if stored in ("keep_attention", "offload") else 0.0
     total = forward = backward = 0.0
     for number, units in enumerate(blocks):
         if number in recomputed:
             total += counted.checkpointed
-            # Here the block runs for the first time, and again in backward; attention's results are part of what it needs.
+            # The block runs here for the first time, and again in backward; its needs include attention's results.
             forward, backward = total + counted.forward, total + counted.backward
             total += attention
         else:
@@ -77,21 +77,21 @@ def activation_units(
     return ActivationUnits(total, forward - offloaded - total + copying, backward - offloaded - total, offloaded)
 
 
-# ---- the choice (`--activation_memory auto`) -----------------------------------------------------------------------------
+# ---- the choice (`--activation_memory auto`) -------------------------------------------------------------------------
 
 #: Settings, the simplest first.
 SETTINGS: tuple[ActivationMemory, ...] = ("none", "checkpoint", "keep_attention", "offload")
-#: Of two settings whose steps take as long, up to this share, the simpler one is chosen.
+#: The simpler of two settings is chosen if its step takes at most this share longer.
 _AS_FAST = 0.005
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a micro-batch computes and copies, whatever blocks store.
+    """Operations and copies of a micro-batch, independent of what blocks store.
 
     Attributes:
         forward, backward: floating-point operations.
-        attention: those of `forward` in the attentions.
+        attention: operations of `forward` in attention.
         copied: bytes that a block swap copies to the device, in forward and in backward together.
     """
 
@@ -103,10 +103,10 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a process has to compute with.
+    """Memory and speed that a process has.
 
     Attributes:
-        device: bytes on the device that tensors may take, those of all networks.
+        device: bytes on the device that tensors of all networks may take.
         host: bytes of host memory that activations and swapped blocks may take.
         flops: operations a second.
         link: bytes a second between host and device, in each direction.
@@ -120,14 +120,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Choice:
-    """What blocks store, and what comes of it.
+    """Chosen setting of what blocks store, with its memory and time.
 
     Attributes:
-        stored, number: the setting, and how many of the blocks it holds for.
-        total: all blocks.
+        stored, number: the setting, and the number of blocks that it holds for.
+        total: number of all blocks.
         device, host: bytes that a process is planned to take.
-        slower: how much longer a step takes than one that stores everything, as a share.
-        fits: whether the device and the host have as much.
+        slower: additional time of a step relative to one that stores everything, as a share.
+        fits: whether the device and the host have enough memory.
     """
 
     stored: ActivationMemory
@@ -140,18 +140,18 @@ class Choice:
 
     @property
     def share(self) -> float | None:
-        """As `selective_checkpointing`."""
+        """The value of `selective_checkpointing`, or None for all blocks or none."""
         return None if self.number in (0, self.total) else self.number / self.total
 
     @property
     def what(self) -> str:
-        """What is chosen."""
+        """Description of the choice."""
         if self.stored == "none":
             return "none"
         return f"{self.stored} for {'all' if self.number == self.total else self.number} of {self.total} blocks"
 
     def why(self, machine: Machine) -> str:
-        """Why, and what it takes."""
+        """Return the reason for the choice, with the memory that it takes."""
         planned = f"{file_size(self.device)} of {file_size(machine.device)}"
         if not self.fits:
             return f"nothing fits, {planned}: {file_size(self.device - machine.device)} are missing"
@@ -161,17 +161,17 @@ class Choice:
         return f"the fastest that fits, {planned}{host}, {100 * self.slower:.0f} % slower than none"
 
 
-#: Bytes on the device and on the host with a setting for so many blocks.
+#: Function that returns the bytes on the device and on the host with a setting for a number of blocks.
 Sizes = Callable[[ActivationMemory, int], tuple[float, float]]
 
 
 def choose(
     total: int, sizes: Sizes, work: StepWork, machine: Machine, *, settings: Sequence[ActivationMemory] = SETTINGS,
-    whole: bool = False,
+    all_blocks: bool = False,
 ) -> Choice:  # fmt: skip
-    """The setting with which a step takes least time, of those that fit; all blocks checkpointed if none does.
+    """Return the fastest setting that fits, or checkpointing of all blocks if none does.
 
-    Each setting holds for the fewest blocks with which it fits.
+    Each setting holds for as few blocks as make it fit.
 
     Args:
         total: number of blocks.
@@ -179,7 +179,7 @@ def choose(
         work: of a micro-batch.
         machine: that it runs on.
         settings: to choose from, the simplest first.
-        whole: whether a setting must hold for all blocks.
+        all_blocks: whether a setting must hold for all blocks.
     """
 
     def choice(stored: ActivationMemory, number: int, *, fits: bool = True) -> Choice:
@@ -192,24 +192,24 @@ def choose(
 
     fitting: list[Choice] = []
     for stored in settings:
-        for number in (0,) if stored == "none" else (total,) if whole else range(1, total + 1):
+        for number in (0,) if stored == "none" else (total,) if all_blocks else range(1, total + 1):
             device, host = sizes(stored, number)
             if device <= machine.device and host <= machine.host:
                 fitting.append(choice(stored, number))
                 break
     if not fitting:
         return choice("checkpoint", total, fits=False)
-    least = min(one.slower for one in fitting)
-    return next(one for one in fitting if one.slower <= least + _AS_FAST)
+    fastest = min(candidate.slower for candidate in fitting)
+    return next(candidate for candidate in fitting if candidate.slower <= fastest + _AS_FAST)
 
 
 def recomputed(work: StepWork, stored: ActivationMemory, share: float) -> float:
-    """Operations that backward repeats, of blocks that are taken to be equal."""
+    """Return the operations that backward repeats, assuming equal blocks."""
     return share * (work.forward - (work.attention if stored in ("keep_attention", "offload") else 0.0))
 
 
 def step_seconds(work: StepWork, machine: Machine, stored: ActivationMemory, share: float, host: float) -> float:
-    """Seconds of a micro-batch: what computing does not hide of copies is waited for."""
+    """Return the seconds of a micro-batch, which waits for the part of copies that computing does not hide."""
     forward, backward = work.forward, work.backward + recomputed(work, stored, share)
     to_device = work.copied / 2
     copies = max(host, to_device) / machine.link, (host + to_device) / machine.link

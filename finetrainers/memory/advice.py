@@ -18,12 +18,12 @@ from finetrainers.config.root import TrainConfig, fields
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes of options.
+    """Estimated memory and time of a configuration.
 
     Attributes:
         peaks: bytes on the GPU in each phase.
-        slower: percent by which a step takes longer than one that recomputes and copies nothing, as it was planned.
-        chosen: what is chosen for options with the value `auto`, by name, in words.
+        slower: planned additional time of a step relative to one that recomputes and copies nothing, in percent.
+        chosen: description of the choice for each option with the value `auto`, by name.
     """
 
     peaks: Mapping[str, float]
@@ -32,26 +32,28 @@ class Outcome:
 
     @property
     def peak(self) -> float:
-        """Bytes on the GPU, at most."""
+        """The most bytes on the GPU."""
         return max(self.peaks.values(), default=0.0)
 
 
-#: What comes of a configuration; None: a run with these options would be refused.
+#: Function that returns the outcome of a configuration, or None if a run with these options would be refused.
 Outcomes = Callable[[TrainConfig], Outcome | None]
 
 
 @dataclass(frozen=True)
 class Switch:
-    """Options that lower memory, and what they cost.
+    """Options that lower memory, and their cost.
 
     Attributes:
         options: values by flat name of the option.
-        cost: in words, for the user: what gets slower, worse or larger.
-        price: for the order of the search, which prefers the set of switches with the lowest sum, `Outcome.slower` included.
-            About the percent of a step's time; what changes results costs more than what only takes time.
-        slowdown: percent of a step's time besides `Outcome.slower`; None: it was not measured.
+        cost: description for the user of what gets slower, worse or larger.
+        price: for the order of the search, which prefers the set of switches with the lowest sum, including
+            `Outcome.slower`. About the percent of a step's time; switches that change results cost more than those that
+            only take time.
+        slowdown: percent of a step's time beyond `Outcome.slower`, or None if it was not measured.
         needs: values of other options without which it saves nothing.
-        takes_back: whether it may change what the user has set: another way to the same weights, which takes less time.
+        takes_back: whether it may change an option that the user has set, for another way to the same weights that
+            takes less time.
         is_exact: whether results stay the same up to the order of floating-point sums.
     """
 
@@ -65,7 +67,7 @@ class Switch:
 
     @property
     def flags(self) -> str:
-        """As on the command line."""
+        """The options as on the command line."""
         return " ".join(_flag(name, value) for name, value in self.options.items())
 
 
@@ -73,19 +75,39 @@ class Switch:
 SWITCHES: tuple[Switch, ...] = (
     Switch({"enable_slicing": True}, "the VAE takes the clips of a batch one after another", 1, 0, is_exact=True),
     Switch({"precompute_batch_size": 1}, "the VAE encodes clips one by one before training", 1, 0, is_exact=True),
-    Switch({"enable_model_cpu_offload": True}, "slower validation samples: parts travel from host memory", 2, 0, is_exact=True),
+    Switch(
+        {"enable_model_cpu_offload": True}, "slower validation samples: parts travel from host memory", 2, 0,
+        is_exact=True,
+    ),
     Switch({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
-    Switch({"quantize_text_encoders": "int8"}, "text encoders are rounded to int8: prompts are encoded a bit differently", 5, 0),
+    Switch(
+        {"quantize_text_encoders": "int8"}, "text encoders are rounded to int8: prompts are encoded a bit differently",
+        5, 0,
+    ),
     Switch({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
     Switch({"gradient_checkpointing": True}, "one more forward pass", 1, 0, is_exact=True),
-    Switch({"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0, is_exact=True),
-    Switch({"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4, is_exact=True),
-    Switch({"rollout_gradients": "replay"}, "trained steps go through the network once more", 8, takes_back=True, is_exact=True),
+    Switch(
+        {"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0,
+        is_exact=True,
+    ),
+    Switch(
+        {"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4, is_exact=True
+    ),
+    Switch(
+        {"rollout_gradients": "replay"}, "trained steps go through the network once more", 8,
+        takes_back=True, is_exact=True,
+    ),
     Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
-    Switch({"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8, is_exact=True),
+    Switch(
+        {"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8,
+        is_exact=True,
+    ),
     Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10, is_exact=True),
     Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
-    Switch({"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20, is_exact=True),
+    Switch(
+        {"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20,
+        is_exact=True,
+    ),
     Switch({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
     Switch({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
     Switch(
@@ -109,21 +131,26 @@ SWITCHES: tuple[Switch, ...] = (
         {"reward_device": "cpu"},
         "rewards compute on the CPU, which is slow; a GPU of their own (cuda:1) or a server (serve-reward) is not", 120,
     ),
-    Switch({"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150, is_exact=True),
+    Switch(
+        {"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150,
+        is_exact=True,
+    ),
 )  # fmt: skip
 
 
-#: Those that leave results the same; what the user has set stays.
+#: Switches that leave results the same; options that the user has set stay.
 EXACT_SWITCHES = tuple(replace(switch, takes_back=False) for switch in SWITCHES if switch.is_exact)
 
 
 def sharing_switches(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[Switch]:
-    """One for each number of processes that may share clips: it divides them. By a ring where it does not divide the heads.
+    """Return a switch for each number of processes that may share clips, which is a divisor of `processes`.
+
+    They use ring attention if the number does not divide the heads.
 
     Args:
         processes: of the run.
-        heads: attention heads of the network; None: its clips cannot be shared.
-        mode: what processes that share clips exchange, if the user has said so.
+        heads: attention heads of the network, or None if its clips cannot be shared.
+        mode: exchange between processes that share clips, as the user has set it.
     """
     if heads is None:
         return []
@@ -144,12 +171,12 @@ def _sharing(size: int, *, by_ring: bool) -> Switch:
     return Switch(options, f"{cost}--gradient_accumulation_steps by {size}", 16 + size if by_ring else 15 + size)
 
 
-#: What no switch of a single run does; the user decides.
+#: Remedies that no switch of a single run applies; the user decides.
 OTHER_WAYS = (
     "smaller or shorter clips (--video_resolution_buckets), or a smaller --batch_size with more "
     "--gradient_accumulation_steps",
-    "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 likewise; "
-    "--sp_size 2 splits the activations of each clip",
+    "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 "
+    "likewise; --sp_size 2 splits the activations of each clip",
     "--training_type lora instead of full finetuning",
     "more host memory, in which blocks and activations may wait (estimate --host 64GB plans for it)",
 )
@@ -160,7 +187,7 @@ class Chosen:
     """A switch of a set.
 
     Attributes:
-        switch: that is on.
+        switch: the switch, which is on.
         saves: bytes that the peak would rise by without it.
         slower: percent of a step's time that it is planned to take.
     """
@@ -172,12 +199,12 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Advice:
-    """A set of switches, and what comes of it.
+    """A set of switches, and its outcome.
 
     Attributes:
         config: with the switches on.
         switches: the set.
-        outcome: what comes of it.
+        outcome: estimated memory and time of `config`.
         slower: percent of a step's time that the set is planned to take.
     """
 
@@ -188,20 +215,21 @@ class Advice:
 
     @property
     def slowdown(self) -> str:
-        """What is known of how much longer a step takes, in words."""
-        known = self.slower + sum(one.switch.slowdown or 0.0 for one in self.switches)
-        said = [f"{known:+.0f} %"] if round(known) else []
-        if any(one.switch.slowdown is None for one in self.switches):
-            said.append("rest not measured" if said else "not measured")
-        return ", ".join(said) or "none"
+        """Description of how much longer a step takes, as far as it was measured."""
+        percent = self.slower + sum(chosen.switch.slowdown or 0.0 for chosen in self.switches)
+        phrases = [f"{percent:+.0f} %"] if round(percent) else []
+        if any(chosen.switch.slowdown is None for chosen in self.switches):
+            phrases.append("rest not measured" if phrases else "not measured")
+        return ", ".join(phrases) or "none"
 
 
 def cheapest(
     config: TrainConfig, outcomes: Outcomes, *, budget: float, switches: Sequence[Switch] = SWITCHES
 ) -> Advice | None:
-    """The set of switches with the lowest price with which no phase exceeds the budget; None: no set does.
+    """Return the set of switches with the lowest price that keeps all phases within the budget, or None if no set does.
 
-    Options that the user has set to other than their defaults stay as they are, but for switches that take them back.
+    Options that the user has set to other than their defaults stay as they are, except for switches that take them
+    back.
 
     Args:
         config: the run.
@@ -213,7 +241,7 @@ def cheapest(
 
 
 def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfig:
-    """The configuration with these switches on."""
+    """Return a copy of `config` with these switches on."""
     for switch in switches:
         for name, value in switch.options.items():
             option = fields()[name]
@@ -223,7 +251,10 @@ def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfi
 
 
 def has_what_it_needs(config: TrainConfig, switch: Switch) -> bool:
-    """Whether a switch would save anything: every setting that recomputes all blocks counts as `gradient_checkpointing`."""
+    """Return whether a switch has the options that it needs to save anything.
+
+    Every setting that recomputes all blocks counts as `gradient_checkpointing`.
+    """
     recomputes = config.memory.recomputes_all or config.memory.activation_memory == "auto"
     return all(
         recomputes if name == "gradient_checkpointing" else config.get(name) == value
@@ -234,21 +265,21 @@ def has_what_it_needs(config: TrainConfig, switch: Switch) -> bool:
 class _Search:
     """Best-first search over the sets of switches, with bounds.
 
-    Of two sets that go together, the one with more switches is taken to need no more memory and to recompute no more. So no
-    set fits that is part of one which does not, and the time of the larger one bounds the price of all its parts.
+    If a set contains another, the larger one is taken to need no more memory and to recompute no more. So no subset of
+    a set that does not fit fits, and the time of the larger set bounds the price of all its subsets.
     """
 
     def __init__(self, config: TrainConfig, outcomes: Outcomes, budget: float, switches: Sequence[Switch]) -> None:
         self._config, self._outcomes, self._budget = config, outcomes, budget
         self._useful = sorted(filter(self._is_useful, switches), key=lambda switch: switch.price)
-        self._conflicts = [(one, other) for one, other in combinations(self._useful, 2) if self._conflict(one, other)]
+        self._conflicts = [pair for pair in combinations(self._useful, 2) if self._conflict(*pair)]
 
     def cheapest(self) -> Advice | None:
-        """The set with the lowest price that fits."""
+        """Return the set with the lowest price that fits, or None."""
         heap: list[tuple[float, tuple[int, ...], bool]] = []
 
         def push(price: float, chosen: tuple[int, ...]) -> None:
-            """All sets that begin with these switches, at the least price that any of them may have."""
+            """Push all sets that begin with these switches, at the lowest price that any of them may have."""
             slower = self._least_slower(chosen)
             if slower is not None:
                 heapq.heappush(heap, (price + slower, chosen, False))
@@ -259,66 +290,67 @@ class _Search:
             switches = [self._useful[number] for number in chosen]
             if is_set:
                 return self._advice(switches)
-            price, found = sum(switch.price for switch in switches), self._outcome(switches)
-            if found is not None and found.peak <= self._budget:
-                heapq.heappush(heap, (price + found.slower, chosen, True))
+            price, outcome = sum(switch.price for switch in switches), self._outcome(switches)
+            if outcome is not None and outcome.peak <= self._budget:
+                heapq.heappush(heap, (price + outcome.slower, chosen, True))
             for number in range(chosen[-1] + 1 if chosen else 0, len(self._useful)):
-                more = self._useful[number]
-                if self._go_together([*switches, more]):
-                    push(price + more.price, (*chosen, number))
+                added = self._useful[number]
+                if self._are_compatible([*switches, added]):
+                    push(price + added.price, (*chosen, number))
         return None
 
     def _least_slower(self, chosen: tuple[int, ...]) -> float | None:
-        """A bound of the planned time of the sets that begin with these switches; None: none of them fits."""
+        """Return a lower bound of the planned time of the sets that begin with these switches, or None if none fits."""
         switches = [self._useful[number] for number in chosen]
         later = self._useful[chosen[-1] + 1 if chosen else 0 :]
-        found = [
-            self._outcome(self._with_needs([*switches, *more]))
-            for more in self._largest([one for one in later if self._go_together([*switches, one])])
-        ]
-        return min((one.slower for one in found if one is not None and one.peak <= self._budget), default=None)
+        compatible = [switch for switch in later if self._are_compatible([*switches, switch])]
+        outcomes = [self._outcome(self._with_needs([*switches, *added])) for added in self._largest_sets(compatible)]
+        fitting = [outcome for outcome in outcomes if outcome is not None and outcome.peak <= self._budget]
+        return min((outcome.slower for outcome in fitting), default=None)
 
-    def _largest(self, switches: list[Switch]) -> list[list[Switch]]:
-        """The largest sets of these switches that go together."""
-        for one, other in self._conflicts:
-            if one in switches and other in switches:
-                found = [self._largest([each for each in switches if each is not left]) for left in (one, other)]
-                return [*found[0], *(sets for sets in found[1] if sets not in found[0])]
+    def _largest_sets(self, switches: list[Switch]) -> list[list[Switch]]:
+        """Return the largest sets of these switches without a conflict."""
+        for pair in self._conflicts:
+            if pair[0] in switches and pair[1] in switches:
+                first, second = (
+                    self._largest_sets([switch for switch in switches if switch is not left]) for left in pair
+                )
+                return [*first, *(switch_set for switch_set in second if switch_set not in first)]
         return [switches]
 
     def _with_needs(self, switches: list[Switch]) -> list[Switch]:
-        """Those that have what they need among the others."""
+        """Return the switches whose needs are met by the others or by the run."""
         config = with_switches(self._config, switches)
         return [switch for switch in switches if has_what_it_needs(config, switch)]
 
-    def _go_together(self, switches: Sequence[Switch]) -> bool:
-        return not any(one in switches and other in switches for one, other in self._conflicts)
+    def _are_compatible(self, switches: Sequence[Switch]) -> bool:
+        return not any(first in switches and second in switches for first, second in self._conflicts)
 
-    def _conflict(self, one: Switch, other: Switch) -> bool:
-        """Whether two switches set the same option, or a run with both would be refused."""
-        if one.options.keys() & other.options.keys():
+    def _conflict(self, first: Switch, second: Switch) -> bool:
+        """Return whether two switches set the same option, or a run with both would be refused."""
+        if first.options.keys() & second.options.keys():
             return True
-        needed = [Switch({**one.needs, **other.needs}, "", 0.0)]
-        return self._outcomes(with_switches(self._config, [*needed, one, other])) is None
+        needed = [Switch({**first.needs, **second.needs}, "", 0.0)]
+        return self._outcomes(with_switches(self._config, [*needed, first, second])) is None
 
-    def _advice(self, chosen: Sequence[Switch]) -> Advice:
-        """What comes of a set, and of each switch in it."""
-        found, base = self._outcome(chosen), self._outcomes(self._config)
-        assert found is not None, "the set was found by this estimate"
-        each = []
-        for switch in chosen:
-            # What needs this switch saves nothing without it.
-            rest = [other for other in chosen if other is not switch and not self._needs(other, switch)]
+    def _advice(self, switches: Sequence[Switch]) -> Advice:
+        """Return the advice to use a set, with the effect of each switch in it."""
+        outcome, base = self._outcome(switches), self._outcomes(self._config)
+        assert outcome is not None, "the set was found by this estimate"
+        chosen = []
+        for switch in switches:
+            # Switches that need this one save nothing without it.
+            rest = [other for other in switches if other is not switch and not self._needs(other, switch)]
             without = self._outcome(rest)
             saves, slower = (
-                (0.0, 0.0) if without is None else (without.peak - found.peak, found.slower - without.slower)
+                (0.0, 0.0) if without is None else (without.peak - outcome.peak, outcome.slower - without.slower)
             )
-            each.append(Chosen(switch, saves, slower))
-        before = 0.0 if base is None else base.slower
-        return Advice(with_switches(self._config, chosen), tuple(each), found, found.slower - before)
+            chosen.append(Chosen(switch, saves, slower))
+        base_slower = 0.0 if base is None else base.slower
+        return Advice(with_switches(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 
     def _is_useful(self, switch: Switch) -> bool:
-        """Whether it may be set, and lowers a phase, by itself or with what it needs."""
+        """Return whether a switch may be set, and lowers a phase, by itself or with the options that it needs."""
         if not switch.takes_back and any(self._config.changed(name) for name in switch.options):
             return False
         base = with_switches(self._config, [Switch(switch.needs, "", 0.0)])
@@ -328,13 +360,13 @@ class _Search:
         return any(size < before.peaks.get(phase, 0.0) for phase, size in after.peaks.items())
 
     def _needs(self, switch: Switch, other: Switch) -> bool:
-        """Whether a switch saves nothing without the other."""
+        """Return whether a switch saves nothing without the other."""
         return not has_what_it_needs(self._config, switch) and has_what_it_needs(
             with_switches(self._config, [other]), switch
         )
 
     def _outcome(self, chosen: Sequence[Switch]) -> Outcome | None:
-        """The estimate with a set of switches; None: refused, or one of them lacks what it needs."""
+        """Return the outcome of a set of switches, or None if it is refused or lacks an option that a switch needs."""
         changed = with_switches(self._config, chosen)
         if not all(has_what_it_needs(changed, switch) for switch in chosen):
             return None

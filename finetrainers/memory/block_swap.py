@@ -1,15 +1,15 @@
-"""Block swap: frozen weights of some transformer blocks wait in host memory, and are copied to the GPU before they are used.
+"""Block swap: frozen weights of some transformer blocks wait in host memory, and are copied to the GPU before use.
 
 The weights of a swapped block are packed into one pinned buffer on the host, its master. Two buffers on the device, the
-slots, take turns: while the block in one slot computes, the next block is copied into the other one on a stream of its
-own. A frozen weight never changes, so that nothing is copied back. Weights that are trained stay on the device.
+slots, take turns: while the block in one slot computes, the next block is copied into the other slot on a separate
+stream. A frozen weight never changes, so that nothing is copied back. Trainable weights stay on the device.
 
-A saved tensor that is a swapped weight, or a view of one, names its block. Autograd asks for it in backward, and the
-block is copied again before the tensor is handed out. So results do not depend on what has been prefetched, and it works
-with and without gradient checkpointing, whose recomputation asks for the block in its forward pass.
+A saved tensor that is a swapped weight, or a view of one, names its block. When autograd asks for it in backward, the
+block is copied again before the tensor is returned. So results do not depend on prefetching, and it works with and
+without gradient checkpointing, whose recomputation asks for the block in its forward pass.
 
 Why not a library: `apply_group_offloading` of diffusers sets `.data` around forward passes alone. Backward then reads
-what the storage holds by that time, and with checkpointing the blocks stay on the device (recomputation that stops early
+the storage with its later content, and with checkpointing the blocks stay on the device (recomputation that stops early
 skips the hook that would offload them). `cpu_offload` of accelerate copies on the computing stream and frees after the
 forward pass. torchao offloads optimizers, not weights.
 """
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .swap_plan import NUM_SLOTS, chosen_blocks
 
-#: Where a weight begins in a buffer, in bytes: a multiple of this, as in memory that CUDA allocates.
+#: Alignment of weights in a buffer, in bytes, as in memory that CUDA allocates.
 _ALIGNMENT = 256
 
 
@@ -38,8 +38,9 @@ def swap_blocks(network: nn.Module, blocks: Sequence[nn.Module], number: int, de
     Args:
         network: with its adapter attached and all weights in their final dtype, in host memory.
         blocks: its repeated blocks, in the order in which they compute.
-        number: how many are swapped; evenly spaced, so that each copy has other blocks' computation to hide behind.
-        device: where the network computes. On a CPU the slots are in plain memory, and hold NaN until a block is awaited.
+        number: number of swapped blocks; evenly spaced, so that each copy has other blocks' computation to hide behind.
+        device: device that the network computes on. On a CPU the slots are in plain memory, and hold NaN until a block
+            is awaited.
     """
     assert number >= NUM_SLOTS, "with fewer blocks than slots there is nothing to swap"
     swap = BlockSwap([blocks[index] for index in chosen_blocks(len(blocks), number)], device)
@@ -48,12 +49,12 @@ def swap_blocks(network: nn.Module, blocks: Sequence[nn.Module], number: int, de
 
 
 class BlockSwap:
-    """Brings the frozen weights of swapped blocks into the slots in time.
+    """Block swap that brings the frozen weights of swapped blocks into the slots in time.
 
     Attributes:
         host_bytes: pinned host memory.
         slot_bytes: device memory of the slots.
-        copied_bytes: what has been copied to the device so far.
+        copied_bytes: bytes copied to the device so far.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -76,14 +77,14 @@ class BlockSwap:
         self.slot_bytes = sum(sizes)
 
     def weights(self, network: nn.Module) -> dict[str, nn.Parameter]:
-        """The swapped weights by name: views of the slots."""
+        """Return the swapped weights by name: views of the slots."""
         swapped = set(map(id, self._weights))
         return {name: weight for name, weight in network.named_parameters() if id(weight) in swapped}
 
     def _around(self, forward: Callable[..., Any], number: int, weights: Sequence[nn.Parameter]) -> Callable[..., Any]:
-        """A block's forward pass, with its weights in their slot.
+        """Return a block's forward pass that brings its weights into their slot.
 
-        It replaces `forward` instead of being hooks: recomputation that stops early raises, which skips forward hooks.
+        It replaces `forward` instead of using hooks: recomputation that stops early raises, which skips forward hooks.
         """
 
         plain = [(weight, weight.data) for weight in weights if not is_traceable_wrapper_subclass(weight)]
@@ -91,30 +92,33 @@ class BlockSwap:
         def swapped(*args: Any, **kwargs: Any) -> Any:
             self._require(number)
             try:
-                with self._saved(number):
-                    found = forward(*args, **kwargs)
+                with self._saving_references(number):
+                    output = forward(*args, **kwargs)
             finally:
-                for weight, view in plain:  # layerwise upcasting leaves copies in memory of their own
+                for weight, view in plain:  # layerwise upcasting leaves copies in separate memory
                     weight.data = view
             if number == self._last and not torch.is_grad_enabled():
                 self._start(0)  # for the next pass, if its slot was in use until now
-            return found
+            return output
 
         return swapped
 
     def _require(self, number: int) -> None:
-        """Wait until a block's weights are in their slot, and start copying the block that comes next into the other slot."""
+        """Wait until a block's weights are in their slot, and start copying the next block into the other slot."""
         if number == self._current:
             return
         self._start(number)
         self._current = number
         self._copies.wait(number % NUM_SLOTS)
         for following in self._following(number):
-            if following % NUM_SLOTS != number % NUM_SLOTS:  # all that used the other slot is queued, or done
+            if following % NUM_SLOTS != number % NUM_SLOTS:  # all uses of the other slot are queued, or done
                 self._start(following)
 
     def _following(self, number: int) -> Sequence[int]:
-        """What computes after a block. A forward pass with gradients turns around at its end; another one begins again."""
+        """Return the blocks that may compute after a block.
+
+        A forward pass with gradients turns around at its end; one without gradients begins again.
+        """
         if _in_backward():
             return (number - 1,) if number else (1,)
         if number < self._last:
@@ -132,9 +136,9 @@ class BlockSwap:
         self._copies.start(index, self._slots[index], self._masters[number])
 
     @contextmanager
-    def _saved(self, number: int) -> Iterator[None]:
-        """Within the block, what autograd saves of a swapped weight is its name; everything else goes to the hooks outside."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # those of gradient checkpointing, say
+    def _saving_references(self, number: int) -> Iterator[None]:
+        """Let autograd save references to swapped weights within the block, and pass other tensors to outer hooks."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # of gradient checkpointing, for example
         slot = _storage(self._slots[number % NUM_SLOTS])
         pack_outer, unpack_outer = outer or (_unchanged, _unchanged)
 
@@ -154,7 +158,7 @@ class BlockSwap:
 
 
 class _SwappedWeight:
-    """What is saved of a swapped weight: where it is once its block has been brought to the slot."""
+    """Saved reference to a swapped weight: a view that is valid once its block is in the slot."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -176,7 +180,7 @@ def _in_backward() -> bool:
 
 
 class _Layout:
-    """Where each frozen weight of a block is in a buffer. Tensors within tensors (quantized weights) have places of their own."""
+    """Layout of a block's frozen weights in a buffer; tensors in tensors (quantized weights) have separate places."""
 
     def __init__(self, block: nn.Module) -> None:
         self._weights: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
@@ -192,7 +196,7 @@ class _Layout:
                 self.size += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def packed(self, *, pinned: bool) -> Tensor:
-        """One host buffer with all of them; what they were before is let go."""
+        """Return one host buffer with all weights."""
         master = torch.empty(self.size, dtype=torch.uint8)
         if pinned:
             _pin(master)
@@ -201,12 +205,12 @@ class _Layout:
         return master
 
     def point_into(self, slot: Tensor) -> list[nn.Parameter]:
-        """Make the weights views of a slot; these weights."""
+        """Make the weights views of a slot, and return them; their old memory is released."""
         views = iter([_view(slot, start, leaf) for leaf, start in self._places])
         self._places = []
         swapped = []
         for weight, owners in self._weights.values():
-            if is_traceable_wrapper_subclass(weight):  # its `.data` is not where its numbers are
+            if is_traceable_wrapper_subclass(weight):  # its `.data` does not hold its numbers
                 weight = nn.Parameter(_rebuilt(weight, views), requires_grad=False)
                 for module, name in owners:
                     module._parameters[name] = weight
@@ -221,7 +225,7 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _leaves(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold a tensor's numbers: itself, or those within."""
+    """Return the tensors that hold a tensor's numbers: itself, or those within."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -229,7 +233,7 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 
 def _rebuilt(tensor: Tensor, leaves: Iterator[Tensor]) -> Tensor:
-    """The same tensor, with other tensors that hold its numbers."""
+    """Return a tensor like `tensor`, whose numbers are in `leaves`."""
     if not is_traceable_wrapper_subclass(tensor):
         return next(leaves)
     names, context = tensor.__tensor_flatten__()
@@ -253,22 +257,22 @@ def _unpin(address: int) -> None:
 
 
 def _stay_when_moved(network: nn.Module, swapped: Mapping[str, nn.Parameter]) -> None:
-    """Let `network.to(...)` leave swapped weights where they are."""
-    kept = {id(weight) for weight in swapped.values()}
+    """Let `network.to(...)` leave swapped weights in place."""
+    swapped_ids = {id(weight) for weight in swapped.values()}
 
     def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        out = [
+        removed = [
             (module, name, weight)
             for module in network.modules()
             for name, weight in module._parameters.items()
-            if id(weight) in kept
+            if id(weight) in swapped_ids
         ]
-        for module, name, _ in out:
+        for module, name, _ in removed:
             module._parameters[name] = None
         try:
             return type(network)._apply(network, fn, recurse)
         finally:
-            for module, name, weight in out:
+            for module, name, weight in removed:
                 module._parameters[name] = weight
 
     network._apply = apply  # type: ignore[method-assign]
@@ -278,19 +282,19 @@ def _stay_when_moved(network: nn.Module, swapped: Mapping[str, nn.Parameter]) ->
 
 
 class _Copies(Protocol):
-    """Copies masters into slots."""
+    """Copies of masters into slots."""
 
     def start(self, index: int, slot: Tensor, master: Tensor) -> None:
-        """Begin to copy, after all that has been queued so far."""
+        """Begin to copy, after all work queued so far."""
         ...
 
     def wait(self, index: int) -> None:
-        """Let everything that is queued from now on come after the slot's copy."""
+        """Let all work queued from now on run after the slot's copy."""
         ...
 
 
 class _OnStream:
-    """Copies on a CUDA stream of their own, in the order in which they are started; the host waits for nothing."""
+    """Copies on a separate CUDA stream, in the order in which they are started; the host waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -308,7 +312,7 @@ class _OnStream:
 
 
 class _InPlainMemory:
-    """The worst order that a GPU's streams allow: a slot loses its numbers at once, and gets others when they are awaited."""
+    """Copies in the worst order that streams allow: a slot loses its numbers at once, and gets new ones on `wait`."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, Tensor] | None] = [None] * NUM_SLOTS

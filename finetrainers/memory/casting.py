@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers.hooks import apply_layerwise_casting
@@ -33,8 +34,8 @@ def enable_layerwise_upcasting(
         transformer: a network whose frozen weights are in `compute_dtype`.
         storage_dtype: a float8 dtype.
         compute_dtype: dtype of the computation.
-        skip_modules_pattern: regular expressions, searched in module names, of what keeps its dtype; patterns that
-            the model class itself names are added.
+        skip_modules_pattern: regular expressions, searched in module names, of modules that keep their dtype; patterns
+            that the model class itself names are added.
 
     Returns:
         The names of the layers now stored in `storage_dtype`.
@@ -48,14 +49,14 @@ def enable_layerwise_upcasting(
             "layerwise upcasting found no frozen layer to store in 8 bits: it works with training_type lora, and "
             f"layerwise_upcasting_skip_modules_pattern must leave some layer out; it is {list(skip_modules_pattern)}"
         )
+    no_pattern: Any = None  # then the library casts exactly the layer
     for _, layer in chosen:
-        # Without patterns the library casts exactly this layer.
-        apply_layerwise_casting(layer, storage_dtype, compute_dtype, skip_modules_pattern=None)  # type: ignore[arg-type]
+        apply_layerwise_casting(layer, storage_dtype, compute_dtype, skip_modules_pattern=no_pattern)
     return [name for name, _ in chosen]
 
 
 def castable_layers(transformer: nn.Module, *, skip_modules_pattern: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The frozen layers, by name, that `enable_layerwise_upcasting` would store in 8 bits."""
+    """Return the frozen layers, by name, that `enable_layerwise_upcasting` would store in 8 bits."""
     patterns = [
         *skip_modules_pattern,
         *(getattr(transformer, "_skip_layerwise_casting_patterns", None) or ()),
@@ -65,32 +66,32 @@ def castable_layers(transformer: nn.Module, *, skip_modules_pattern: Sequence[st
 
 
 def frozen_layers(module: nn.Module, skip: list[re.Pattern[str]], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the frozen layers with weights below `module`, by name, that no pattern matches; a match leaves out all below it.
+    """Return the frozen layers with weights below `module`, by name, that no pattern matches.
 
-    Adapters are left out, including frozen ones: they are fp32.
+    A match leaves out all modules below it. Adapters are left out, including frozen ones: they are fp32.
     """
     if any(pattern.search(prefix) for pattern in skip):
         return []
     if isinstance(module, _LAYERS):
         return [] if any(p.requires_grad for p in module.parameters()) else [(prefix, module)]
     return [
-        found
+        layer
         for name, child in module.named_children()
         if name == "base_layer" or not isinstance(module, LoraLayer)
-        for found in frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
+        for layer in frozen_layers(child, skip, f"{prefix}.{name}" if prefix else name)
     ]
 
 
 class CastLinear(nn.Linear):
-    """A linear layer whose weight is cast to its input's dtype for each use, as autocast does, and is trained in its own."""
+    """Linear layer whose weight is cast to its input's dtype for each use, as autocast does, and trained in its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`."""
+        """Compute what `nn.Linear` does."""
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def cast_adapter_for_each_use(transformer: nn.Module) -> None:
-    """Let the LoRA of linear layers compute in the dtype of activations outside of autocast; its weights stay as they are.
+    """Let the LoRA of linear layers compute in the dtype of activations outside of autocast; weights keep their dtype.
 
     PEFT would cast the activations to the dtype of the weights instead, and autograd would store them in fp32.
     """

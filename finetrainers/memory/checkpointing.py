@@ -1,9 +1,9 @@
 """Gradient checkpointing: each block keeps its input, and backward computes the rest again, with or without attention.
 
-`torch.utils.checkpoint` recomputes all of a block. Its `create_selective_checkpoint_contexts` can keep the results of some
-operators, but in a dict of its own: `saved_tensors_hooks` do not see them, so that they could never leave the GPU. Both
-contexts are therefore written here, for the one kind of operator that is worth keeping. What is offloaded goes through
-`memory.activation_offload`.
+`torch.utils.checkpoint` recomputes all of a block. Its `create_selective_checkpoint_contexts` can keep the results of
+some operators, but in a private dict: `saved_tensors_hooks` do not see them, so that they could never leave the GPU.
+Both contexts are therefore written here, for the one kind of operator that is worth keeping. Offloaded tensors go
+through `memory.activation_offload`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from finetrainers.config.sections import ActivationMemory
 
-from .activation_offload import ActivationOffload, BlockStore, Kept
+from .activation_offload import STORED_TYPES, ActivationOffload, BlockStore
 
-#: Operators that run fused attention: PyTorch's, by kernel and device, and those of flash-attn, of diffusers and of `models.ring`.
+#: Operators that run fused attention: PyTorch's, by kernel and device, and those of flash-attn, diffusers and
+#: `models.ring`.
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+|_?(flash|efficient|cudnn|flex|ring)_att\w+")
 
 
@@ -34,17 +35,17 @@ def set_activation_memory(
     """Choose what blocks keep for backward; gradients are the same, bit for bit, with every setting.
 
     Diffusers' own checkpoint function saves and restores the random state around each block, which on CUDA copies it
-    to the host and waits; that is done only where a dropout draws from it.
+    to the host and waits. Here that happens only where a dropout draws from it.
 
     Args:
         transformer: the network.
         setting: `none` keeps everything.
-        blocks: those that it holds for, in the order in which they compute. The others keep everything.
+        blocks: the blocks that it holds for, in the order in which they compute. The others keep everything.
             Default: all; offloading needs them.
         host: where offloaded tensors go; see `activation_offload.Arena`.
 
     Returns:
-        What offloads, once a block has run; nothing with other settings.
+        A list that gets the `ActivationOffload` once a block has run; empty with other settings.
 
     Raises:
         ValueError: the network does not support checkpointing.
@@ -58,7 +59,7 @@ def set_activation_memory(
         return []
     has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in transformer.modules())
     chosen = None if blocks is None else {id(block) for block in blocks}
-    offloads: list[ActivationOffload] = []  # made at the first call, when it is known where blocks compute
+    offloads: list[ActivationOffload] = []  # made at the first call, which shows where blocks compute
 
     def run_block(block: nn.Module, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
         if chosen is not None and id(block) not in chosen:
@@ -69,7 +70,7 @@ def set_activation_memory(
         if setting == "offload" and not offloads:
             assert blocks is not None, "offloading needs the order of the blocks"
             offloads.append(ActivationOffload(blocks, inputs[0].device, host=host))
-        store = offloads[0].store_of(block, inputs) if offloads else None
+        store = offloads[0].open_store(block, inputs) if offloads else None
         return _run_keeping_attention(run, block, inputs, store)
 
     transformer.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
@@ -77,7 +78,7 @@ def set_activation_memory(
 
 
 def _run_keeping_attention(run: Any, block: nn.Module, inputs: tuple[Any, ...], store: BlockStore | None) -> Any:
-    """A checkpointed block whose attention is not computed again.
+    """Run a checkpointed block whose attention is not computed again.
 
     Raises:
         ValueError: no attention operator was seen.
@@ -95,13 +96,13 @@ def _run_keeping_attention(run: Any, block: nn.Module, inputs: tuple[Any, ...], 
 
 @cache
 def is_attention(operator: Any) -> bool:
-    """Whether an operator is the forward pass of fused attention."""
+    """Return whether an operator is the forward pass of fused attention."""
     name = operator.name().rpartition("::")[2].partition(".")[0]
     return _ATTENTION.fullmatch(name) is not None and "backward" not in name
 
 
 class _KeepAttention(TorchDispatchMode):
-    """Keeps what attention returns while a block runs: outputs, log-sum-exp, and the state of its dropout."""
+    """Mode that keeps the results of attention while a block runs: outputs, log-sum-exp, state of its dropout."""
 
     def __init__(self, store: BlockStore | None) -> None:
         super().__init__()
@@ -111,27 +112,27 @@ class _KeepAttention(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_attention(func):
-            # Autograd is about to attach its graph to `result`; kept with it, the graph would never be freed.
-            kept = tree_map_only(Tensor, torch.Tensor.detach, result)
-            self.results.append(kept if self.store is None else tree_map_only(Tensor, self.store.put, kept))
+            # Autograd is about to attach its graph to `result`; a reference to it would keep the graph alive for good.
+            detached = tree_map_only(Tensor, torch.Tensor.detach, result)
+            self.results.append(detached if self.store is None else tree_map_only(Tensor, self.store.put, detached))
         return result
 
 
 class _ReturnAttention(TorchDispatchMode):
-    """Gives the kept results back, in order, while the block runs again in backward; each time that it does."""
+    """Mode that returns the kept results, in order, whenever the block runs again in backward."""
 
-    def __init__(self, kept: _KeepAttention) -> None:
+    def __init__(self, keeper: _KeepAttention) -> None:
         super().__init__()
-        self._kept = kept
+        self._keeper = keeper
         self._results: Iterator[Any] = iter(())
 
     def __enter__(self) -> _ReturnAttention:
-        self._results = iter(self._kept.results)
+        self._results = iter(self._keeper.results)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_attention(func):
             return func(*args, **(kwargs or {}))
-        kept, store = next(self._results), self._kept.store
-        return kept if store is None else tree_map_only(Kept, store.take, kept)
+        result, store = next(self._results), self._keeper.store
+        return result if store is None else tree_map_only(STORED_TYPES, store.take, result)

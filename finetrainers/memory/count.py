@@ -1,9 +1,9 @@
 """Peak memory of a training step, counted: the real network runs on fake tensors, without weights and without a GPU.
 
 Every operation runs under `FakeTensorMode`, which knows shapes and dtypes and allocates nothing, and the bytes of all
-storages that are alive are added up. What is counted is what CUDA calls allocated memory; workspaces of kernels, the
-CUDA context and fragmentation are not in it. The tensors say that they are on the CPU, and the operations that autocast
-runs in fp32 on CUDA, but not on a CPU, are run in fp32 here as well.
+live storages are added up. The count is of memory that CUDA calls allocated; workspaces of kernels, the CUDA context
+and fragmentation are not in it. The tensors claim to be on the CPU, so operations that autocast runs in fp32 on CUDA,
+but not on a CPU, are run in fp32 here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from finetrainers.config.sections import ActivationMemory
     from finetrainers.models.spec import ModelSpec
 
-#: Autocast runs these in fp32 on CUDA (`AT_FORALL_FP32` in ATen/autocast_mode.h), and in their inputs' dtype on a CPU.
+#: Operations that autocast runs in fp32 on CUDA (`AT_FORALL_FP32` in ATen/autocast_mode.h), and in their inputs' dtype
+#: on a CPU.
 _FP32_ON_CUDA = (
     "layer_norm", "rms_norm", "group_norm", "softmax.int", "log_softmax.int", "softplus", "exp", "log", "rsqrt",
     "reciprocal", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "sum", "sum.dim_IntList", "linalg_vector_norm",
@@ -44,7 +45,7 @@ _FP32_ON_CUDA = (
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Let CPU autocast run in fp32 what CUDA's autocast does."""
+    """Let CPU autocast run the operations in fp32 that CUDA's autocast does."""
     without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name in _FP32_ON_CUDA:
@@ -65,11 +66,11 @@ def _in_fp32(operator: Any, without: Any) -> Callable[..., Any]:
 
 
 class LiveStorages(TorchDispatchMode):
-    """Adds up the bytes of storages that are alive.
+    """Mode that adds up the bytes of live storages.
 
     Attributes:
-        live: bytes now.
-        peak: the most there were.
+        live: current bytes.
+        peak: the most bytes so far.
     """
 
     def __init__(self) -> None:
@@ -78,14 +79,14 @@ class LiveStorages(TorchDispatchMode):
         self._seen: Any = WeakIdKeyDictionary()
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count what was there before."""
+        """Count tensors that were made before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._seen:
                 size = storage.nbytes()
                 self._seen[storage] = size
                 if tensor.device.type == "meta":
-                    continue  # which stands for host memory
+                    continue  # it stands for host memory
                 self.live += size
                 weakref.finalize(storage, self._free, size)
         self.peak = max(self.peak, self.live)
@@ -98,12 +99,12 @@ class LiveStorages(TorchDispatchMode):
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in OPERATOR_BODIES:  # which allocate as well
+        if func in OPERATOR_BODIES:  # they allocate as well
             with self:
                 return OPERATOR_BODIES[func](*args)
-        found = func(*args, **(kwargs or {}))
-        self.add(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-        return found
+        outputs = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class Counted:
     """Bytes of the weights, and those that one micro-batch takes beyond them, with all blocks of the network.
 
     Attributes:
-        weights: of the network; of swapped blocks their slots.
-        kept: what backward needs, at the end of forward.
+        weights: of the network, with slots in place of swapped blocks.
+        kept: activations for backward, at the end of forward.
         forward: peak of forward.
         backward: peak of backward, gradients included.
         gradients: of the trained weights.
@@ -129,20 +130,20 @@ class Counted:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides the memory of a micro-batch besides the network.
+    """Quantities beside the network that decide the memory of a micro-batch.
 
     Attributes:
         latent: channels, frames, height and width of the latents, with the frames that `ModelSpec.padded` adds.
         batch_size: clips.
         stored: what blocks keep for backward.
-        share: of the blocks that `stored` holds for; None: all. The others keep everything.
+        share: of the blocks that `stored` holds for, or None for all. The others keep everything.
         frozen: dtype of the frozen weights.
-        trained: dtype of the trained weights.
-        autocast: dtype that matrices are multiplied in; None: without autocast.
+        trained: dtype of the trainable weights.
+        autocast: dtype that matrices are multiplied in, or None without autocast.
         gradients_stay: False if each gradient leaves as soon as it is made.
-        blocks_to_swap: how many blocks wait in host memory.
+        blocks_to_swap: number of blocks that wait in host memory.
         sharing: processes that share each clip.
-        sp_mode: what they exchange.
+        sp_mode: their exchange.
     """
 
     latent: tuple[int, int, int, int]
@@ -169,8 +170,8 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
     depths = {name: len(getattr(network, name)) for name in spec.blocks}
     trains_all = all(p.requires_grad for p in network.parameters())
     if shape.share is not None or shape.blocks_to_swap or (trains_all and shape.stored != "none" and len(depths) > 1):
-        # Gradients fill up while inputs of blocks leave: the peak may lie between two lists of blocks, off the line. Nor is
-        # it a line where blocks differ.
+        # Gradients fill up while inputs of blocks leave: the peak may lie between two lists of blocks, off the line.
+        # Nor is it a line where blocks differ.
         return Counted(**_count(spec, network, shape, depths))
     # The first blocks and the last ones do not offload.
     few = {name: min(7 if shape.stored == "offload" else 2, depth) for name, depth in depths.items()}
@@ -178,8 +179,8 @@ def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted
     total = dict(first)
     for name, depth in depths.items():
         if depth > few[name]:
-            more = _count(spec, network, shape, {**few, name: few[name] + 1})
-            for key, value in more.items():
+            longer = _count(spec, network, shape, {**few, name: few[name] + 1})
+            for key, value in longer.items():
                 total[key] += (depth - few[name]) * (value - first[key])
     return Counted(**total)
 
@@ -206,7 +207,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
             t = torch.zeros(shape.batch_size, dtype=dtype)
             with torch.autocast("cpu", shape.autocast, enabled=shape.autocast is not None):
                 prediction = spec.predict(net, x, t, conditions, meta)
-            kept, forward = live.live - weights, live.peak - weights
+            stored, forward = live.live - weights, live.peak - weights
             if not shape.gradients_stay:
                 _drop_gradients(net)
             live.restart()
@@ -215,14 +216,15 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         gradients = sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
         host = sum(offload.arena.peak for offload in offloads)
         return {
-            "weights": weights, "kept": kept, "forward": forward, "backward": backward, "gradients": gradients, "host": host,
+            "weights": weights, "kept": stored, "forward": forward, "backward": backward, "gradients": gradients,
+            "host": host,
         }  # fmt: skip
 
 
 @contextmanager
-def fake_group(number: int, *, rank: int = 0) -> Iterator[dist.ProcessGroup]:
-    """Within the block, this is one of so many processes, whose exchanges do nothing; their group."""
-    dist.init_process_group("fake", rank=rank, world_size=number, store=FakeStore())
+def fake_group(size: int, *, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    """Yield a group of `size` processes with this one as `rank`, whose exchanges do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         assert dist.group.WORLD is not None, "it has just been made"
         yield dist.group.WORLD
@@ -240,9 +242,11 @@ def _drop_gradients(network: nn.Module) -> None:
 
 
 def shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:
-    """A copy with so many blocks of each list."""
+    """Return a copy with the first `depths[name]` blocks of each list."""
     lists = {name: getattr(network, name) for name in depths}
-    memo = {id(one): nn.ModuleList(deepcopy(block) for block in one[: depths[name]]) for name, one in lists.items()}
+    memo = {
+        id(blocks): nn.ModuleList(deepcopy(block) for block in blocks[: depths[name]]) for name, blocks in lists.items()
+    }
     return deepcopy(network, memo)
 
 

@@ -1,4 +1,4 @@
-"""Memory of encoding texts, counted: the real text encoder runs on fake tensors, with few of its layers."""
+"""Counted memory of encoding prompts: the real text encoder runs on fake tensors, with few of its layers."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _DEPTHS = ("num_layers", "num_hidden_layers", "num_decoder_layers")
 
 
 def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
-    """Bytes that a text encoder takes for a batch of texts, besides its weights; 0: it is none, or its config is not here.
+    """Return the bytes that a text encoder takes for a batch of prompts, beyond its weights.
 
     Args:
         spec: of the model.
-        part: of it.
-        batch: texts that are encoded at once.
+        part: the text encoder; for other parts, and if its config is not on this disk, 0 is returned.
+        batch: prompts that are encoded at once.
     """
     settings, cls = spec.configs.get(part), spec.parts[part]
     if settings is None or not issubclass(cls, torch.nn.Module):
         return 0.0
     try:
-        most = max((shape[0] for shape in spec.text_shapes().values() if len(shape) > 1), default=0)
+        longest = max((shape[0] for shape in spec.text_shapes().values() if len(shape) > 1), default=0)
     except NotImplementedError:
-        most = 0
-    tokens, keeps_layers = spec.text_calls.get(part, (most, False))
+        longest = 0
+    tokens, keeps_layers = spec.text_calls.get(part, (longest, False))
     if not tokens:
         return 0.0
     bytes_per_number = 4 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else 2
-    return _counted(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, bytes_per_number)
+    return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, bytes_per_number)
 
 
 @lru_cache(maxsize=64)
-def _counted(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, bytes_per_number: int) -> float:
-    """Counted with two layers, and with three where the states of all layers are kept: each further one adds as much."""
+def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, bytes_per_number: int) -> float:
+    """Count with two layers, and with three if the states of all layers are kept: each further layer adds as much."""
     config = json.loads(settings)
     depth = next((config[name] for name in _DEPTHS if name in config), 2)
     dtype = torch.float32 if bytes_per_number == 4 else torch.bfloat16
@@ -54,21 +54,21 @@ def _counted(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: in
     return two + (depth - 2) * (three - two)
 
 
-def _depth(config: dict[str, Any], most: int) -> dict[str, int]:
-    return {name: min(most, config[name]) for name in _DEPTHS if name in config}
+def _depth(config: dict[str, Any], limit: int) -> dict[str, int]:
+    return {name: min(limit, config[name]) for name in _DEPTHS if name in config}
 
 
 def count_encoder(
     cls: Any, settings: dict[str, Any], tokens: int, *, keeps_layers: bool, batch: int, dtype: torch.dtype
 ) -> float:
-    """Bytes at the peak of a forward pass besides the weights.
+    """Return the bytes at the peak of a forward pass beyond the weights.
 
     Args:
-        cls: of the encoder, of transformers.
+        cls: class of the encoder, from transformers.
         settings: its config.
-        tokens: of a text.
-        keeps_layers: whether the states of all layers are asked for.
-        batch: texts.
+        tokens: of a prompt.
+        keeps_layers: whether the states of all layers are requested.
+        batch: prompts.
         dtype: of the weights.
     """
     with torch.device("meta"):
@@ -80,6 +80,6 @@ def count_encoder(
         weights = live.live
         with live:
             ids, mask = (torch.ones(batch, tokens, dtype=torch.long) for _ in range(2))
-            found = network(input_ids=ids, attention_mask=mask, output_hidden_states=keeps_layers)
-        del found
+            outputs = network(input_ids=ids, attention_mask=mask, output_hidden_states=keeps_layers)
+        del outputs
         return float(live.peak - weights)

@@ -1,7 +1,8 @@
-"""How much GPU memory a run needs, by arithmetic. Imports no torch: the answer comes before anything is loaded.
+"""Estimate of the GPU memory of a run, by arithmetic. Imports no torch: the answer comes before anything is loaded.
 
-The unit of activation memory is U = batch * tokens * hidden * 2 bytes, one bf16 hidden tensor. What the blocks of each
-family keep for backward, and what forward and backward need besides, was counted in these units; see `memory.count`.
+The unit of activation memory is U = batch * tokens * hidden * 2 bytes, one bf16 hidden tensor. The activations that the
+blocks of each family keep for backward, and the further needs of forward and backward, were counted in these units; see
+`memory.count`.
 `docs/how-to/memory.md` compares the result with published measurements.
 """
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-#: What ring attention adds to the peak of a block's backward pass: keys and values on the way, and their gradients in fp32. From
-#: nothing to 9 were counted in a pair of processes, by family.
+#: Units that ring attention adds to the peak of a block's backward pass: keys and values on the way, and their
+#: gradients in fp32. From 0 to 9 were counted in a pair of processes, by family.
 _RING_UNITS = 6.0
 _HALF = 2  # bytes of 16-bit floats, as of activations
 
@@ -51,22 +52,22 @@ class Workload:
         num_tokens: tokens of one clip (text tokens that join the sequence included).
         sharing: processes that share each clip, so that each has activations of its part of the tokens.
         batch_size: clips per micro-step.
-        trainable_bytes: bytes per trainable weight; its gradient has as many.
-        optimizer_bytes: optimizer state per trainable weight that lies on the GPU.
+        trainable_bytes: bytes per trainable parameter; its gradient has as many.
+        optimizer_bytes: optimizer state per trainable parameter that lies on the GPU.
         stored: what blocks store for backward.
-        share: of the blocks that `stored` holds for; None: all.
-        activations: what blocks keep, and what forward and backward need besides.
+        share: of the blocks that `stored` holds for, or None for all.
+        activations: what blocks keep, and what forward and backward need beyond that.
         accumulates: whether gradients of earlier micro-steps are present in forward.
         gradients_stay: False if each gradient leaves the GPU as soon as it is made.
         split: the state that processes share, and the state in host memory (offloading).
-        gathered: what a strategy gathers to compute with.
+        gathered: bytes that a strategy gathers to compute with.
         casts: whether autocast copies weights of more than 16 bits.
         ema: whether an fp32 average of the trainable weights is kept.
         copy_bytes, trajectory_bytes: see `MethodMemory`.
         waiting_bytes, waiting_on_host: of gradients of clips that wait for advantages.
         summed_bytes: of further gradients in backward, of the first call that waits and of the others.
         waiting_calls: see `MethodMemory`.
-        trained_outside: share of the trained numbers that are in no block.
+        trained_outside: share of the trainable parameters outside blocks.
         swap: of swapped blocks, whose frozen weights are not among `frozen_bytes`.
     """
 
@@ -103,11 +104,11 @@ class MemoryPlan:
     """Predicted memory in GiB. Not in it: text encoders, VAE, CUDA context, fragmentation.
 
     Attributes:
-        parts: memory by what takes it.
+        parts: memory by the name of its use.
         total: the peak.
         swap: bytes that swapped blocks take in host memory and on the way from there.
         offloaded: activations in host memory.
-        at_rest: what is there between steps.
+        at_rest: memory between steps.
         waiting_on_host: gradients in host memory.
     """
 
@@ -120,10 +121,10 @@ class MemoryPlan:
 
 
 def estimate(workload: Workload) -> MemoryPlan:
-    """The memory of a workload on one GPU.
+    """Return the memory of a workload on one GPU.
 
-    Forward fills activations, and keeps the copies of weights that autocast makes. Backward empties activations as it makes
-    gradients. With accumulation the gradients of earlier micro-steps are there all the time.
+    Forward fills activations, and keeps the copies of weights that autocast makes. Backward empties activations as it
+    makes gradients. With accumulation the gradients of earlier micro-steps stay all the time.
     """
     unit = workload.batch_size * workload.num_tokens / workload.sharing * workload.hidden * _HALF / GIB
     split = workload.split
@@ -131,7 +132,7 @@ def estimate(workload: Workload) -> MemoryPlan:
     saved, in_forward, in_backward = units.stored * unit, units.in_forward * unit, units.in_backward * unit
     trained = workload.num_trainable / GIB
     weights = trained * workload.trainable_bytes
-    whole = workload.accumulates and split.keeps_gradients  # and in fp32, although the rest is split
+    are_unsharded = workload.accumulates and split.keeps_gradients  # and in fp32, although the rest is split
     shared = weights / split.gradients if workload.gradients_stay else 0.0
     fixed = {
         "frozen weights": 0.0 if split.weights_on_host else workload.frozen_bytes / GIB / split.weights,
@@ -144,14 +145,14 @@ def estimate(workload: Workload) -> MemoryPlan:
         "sampled trajectories": workload.trajectory_bytes / GIB,
         "gradients of clips": workload.waiting_bytes / GIB,
     }
-    gradients = {"gradients, whole" if whole else "gradients": 4 * trained if whole else shared}
+    gradients = {"gradients, whole": 4 * trained} if are_unsharded else {"gradients": shared}
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
     gathered, made = workload.gathered, sum(gradients.values())
-    waits = _WaitingCalls.of(workload, saved, casts=casts, unit=unit)
+    waits = _WaitingCalls.from_workload(workload, saved, casts=casts, unit=unit)
     forward = gathered.forward / GIB + casts + saved + in_forward + waits.in_forward
     backward = waits.in_backward + max(
         moment.gathered / GIB
-        + moment.kept * saved
+        + moment.stored * saved
         + moment.working * in_backward
         + (0.0 if workload.accumulates else moment.made * made)
         for moment in gathered.backward
@@ -162,8 +163,8 @@ def estimate(workload: Workload) -> MemoryPlan:
     parts = {
         **fixed,
         **gradients,
-        "gathered weights": (gathered.forward if split.zero_stage else gathered.most) / GIB,
-        "gradients being averaged": (gathered.most - gathered.forward) / GIB if split.zero_stage else 0.0,
+        "gathered weights": (gathered.forward if split.zero_stage else gathered.peak) / GIB,
+        "gradients being averaged": (gathered.peak - gathered.forward) / GIB if split.zero_stage else 0.0,
         "autocast copies": casts,
         "activations of clips": waits.sampled,
         "activations kept": saved,
@@ -178,7 +179,7 @@ def estimate(workload: Workload) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class _WaitingCalls:
-    """What calls of the network store that wait for their backward pass, in GiB, with gradients that are there only then.
+    """Memory of calls of the network that wait for their backward pass, in GiB, with the gradients of that time.
 
     Attributes:
         in_forward, in_backward: while another call makes its forward or backward pass.
@@ -190,17 +191,23 @@ class _WaitingCalls:
     sampled: float = 0.0
 
     @classmethod
-    def of(cls, workload: Workload, saved: float, *, casts: float, unit: float) -> _WaitingCalls:
-        """Each stores what its blocks do, and copies that autocast made of weights; checkpointed blocks make these again."""
+    def from_workload(cls, workload: Workload, saved: float, *, casts: float, unit: float) -> _WaitingCalls:
+        """Return the memory of a workload's waiting calls.
+
+        Each stores what its blocks store, and the copies that autocast made of weights; checkpointed blocks make these
+        again.
+        """
         forward, backward = workload.waiting_calls
         if not (forward or backward):
             return cls()
         recomputed = 0.0 if workload.stored == "none" else 1.0 if workload.share is None else workload.share
         copied = workload.trained_outside + (1 - workload.trained_outside) * (1 - recomputed)
-        each = saved + workload.activations.between * unit + copied * casts
+        per_call = saved + workload.activations.between * unit + copied * casts
         first, later = (size / GIB for size in workload.summed_bytes)
         return cls(
-            forward * each, max(backward * each + first, max(0, backward - 1) * each + later), (forward + 1) * each
+            forward * per_call,
+            max(backward * per_call + first, max(0, backward - 1) * per_call + later),
+            (forward + 1) * per_call,
         )
 
 
@@ -215,40 +222,41 @@ def estimate_for(
     split: Split = WHOLE,
     weights: NetworkWeights | None = None,
 ) -> MemoryPlan:
-    """The estimate for each process of a configured run; see `workload_of`."""
+    """Return the estimate for each process of a configured run; see `build_workload`."""
     return estimate(
-        workload_of(
+        build_workload(
             config, geometry, transformer, spec=spec, bucket=bucket, batch_size=batch_size, split=split, weights=weights
         )
     )
 
 
-def workload_of(
+def build_workload(
     config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, bucket: tuple[int, int, int],
     batch_size: int | None = None, split: Split = WHOLE, weights: NetworkWeights | None = None,
 ) -> Workload:  # fmt: skip
-    """What decides the memory of each process of a configured run; `transformer` may lie on the meta device.
+    """Return the workload of each process of a configured run; `transformer` may lie on the meta device.
 
     Args:
         config: the run.
         geometry: size rules of the checkpoint.
-        transformer: with its adapter attached, so that it is known what is trainable.
-        spec: tells the transformer's blocks and width.
+        transformer: with its adapter attached, which decides what is trainable.
+        spec: knows the transformer's blocks and width.
         bucket: the largest clips, frames x height x width. Text tokens, a hundredth of the sequence, are left out.
-        batch_size: how many of them make a micro-batch; default: as configured.
+        batch_size: number of these clips in a micro-batch; default: as configured.
         split: what the strategy splits over processes; default: nothing.
-        weights: those of the transformer, where they are listed already. Gathered ones arrive in what they compute in.
+        weights: those of the transformer, if they are listed already. Gathered ones arrive in the dtype that they
+            compute in.
     """
     trainable_bytes, width = _trainable_bytes(config), computed_bytes(config)
     accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
-    kept = _method_memory(
+    method = _method_memory(
         config, geometry, weights, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
     )
     frozen, swap = _frozen_bytes(config, weights, spec, adapters=width if split.zero_stage else 4)
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
     gathered = gathered_bytes(
         weights, width=width, split=split, accumulates=accumulates,
-        swapped=swapped_blocks(config, weights.blocks), saved=_saved(config, weights, spec),
+        swapped=swapped_blocks(config, weights.blocks), saved=_quantization_savings(config, weights, spec),
     )  # fmt: skip
     return Workload(
         frozen_bytes=frozen,
@@ -258,20 +266,20 @@ def workload_of(
         hidden=spec.width(transformer),
         num_tokens=geometry.num_tokens(*bucket),
         sharing=config.parallel.sp_size,
-        batch_size=kept.batch_size,
+        batch_size=method.batch_size,
         trainable_bytes=width if split.zero_stage else trainable_bytes,
         optimizer_bytes=_optimizer_bytes_on_device(config, split),
         stored=config.memory.stored,
         share=config.memory.selective_checkpointing,
-        activations=activations_of(config, spec, split, halved=halved),
+        activations=counted_activations(config, spec, split, halved=halved),
         accumulates=accumulates,
         ema=config.training.use_ema,
-        copy_bytes=kept.copies,
-        trajectory_bytes=kept.trajectories,
-        waiting_bytes=4.0 * weights.trained * _waiting(kept, split),
-        waiting_on_host=4.0 * weights.trained * kept.gradients_on_host,
-        summed_bytes=_summed_bytes(kept, split, weights),
-        waiting_calls=kept.waiting_calls,
+        copy_bytes=method.copies,
+        trajectory_bytes=method.trajectories,
+        waiting_bytes=4.0 * weights.trained * _waiting(method, split),
+        waiting_on_host=4.0 * weights.trained * method.gradients_on_host,
+        summed_bytes=_summed_bytes(method, split, weights),
+        waiting_calls=method.waiting_calls,
         trained_outside=weights.trained_outside,
         gradients_stay=_gradients_stay(config, split),
         split=split,
@@ -280,20 +288,26 @@ def workload_of(
     )
 
 
-def _waiting(kept: MethodMemory, split: Split) -> int:
-    """Whole gradients on the device besides the one that is computed, which strategies that gather weights have in parts."""
-    return kept.gradients + (1 if split.gathers and (kept.gradients or kept.gradients_on_host) else 0)
+def _waiting(method: MethodMemory, split: Split) -> int:
+    """Return the number of unsharded gradients on the device beside the one that is computed.
+
+    Strategies that gather weights otherwise have gradients in parts.
+    """
+    return method.gradients + (1 if split.gathers and (method.gradients or method.gradients_on_host) else 0)
 
 
-def _summed_bytes(kept: MethodMemory, split: Split, weights: NetworkWeights) -> tuple[float, float]:
-    """Of whole gradients in backward: of the first call that waits, which strategies that gather weights have in parts otherwise,
-    and of the next ones, where there is the sum of the earlier ones besides."""
-    computed = 1 if split.gathers and any(kept.waiting_calls) else 0
-    return 4.0 * weights.trained * computed, 4.0 * weights.trained * (computed + kept.gradients_in_backward)
+def _summed_bytes(method: MethodMemory, split: Split, weights: NetworkWeights) -> tuple[float, float]:
+    """Return bytes of unsharded gradients in backward, for the first waiting call and for the next ones.
+
+    Strategies that gather weights otherwise have gradients in parts. The next calls also have the sum of the earlier
+    gradients.
+    """
+    computed = 1 if split.gathers and any(method.waiting_calls) else 0
+    return 4.0 * weights.trained * computed, 4.0 * weights.trained * (computed + method.gradients_in_backward)
 
 
 def _trainable_bytes(config: TrainConfig) -> int:
-    """Bytes of a trained weight, without what a strategy does."""
+    """Return bytes per trainable parameter, before a strategy changes it."""
     return 2 if config.training.master_weights == "stochastic_rounding" else 4
 
 
@@ -306,7 +320,7 @@ def _method_memory(
     clips: int,
     split: Split,
 ) -> MethodMemory:
-    """What the method keeps besides the training step's own state, and the clips of its micro-batches."""
+    """Return the memory of the method beyond the training step's own state, and the clips of its micro-batches."""
     trainable_bytes = _trainable_bytes(config)
     return method_spec(config).memory(
         config,
@@ -324,19 +338,20 @@ def _gradients_stay(config: TrainConfig, split: Split) -> bool:
     return not (options.offload_gradients or options.optimizer_in_backward or split.weights_on_host)
 
 
-def activations_of(config: TrainConfig, spec: ModelSpec, split: Split, *, halved: bool) -> Activations:
-    """What was counted for the kind of training; `halved`: trained weights are 16-bit when they compute."""
-    kind = config.training.training_type
-    plain = split.zero_stage > 0 or (kind == "lora" and not config.memory.lora_autocast)  # DeepSpeed has no autocast
-    special = f"{kind} without autocast" if plain else f"{kind}-bf16" if halved else kind
-    found = spec.activations.get(special, spec.activations[kind])
+def counted_activations(config: TrainConfig, spec: ModelSpec, split: Split, *, halved: bool) -> Activations:
+    """Return the counted activations of the training type; `halved`: trainable weights are 16-bit when they compute."""
+    training_type = config.training.training_type
+    # DeepSpeed has no autocast.
+    plain = split.zero_stage > 0 or (training_type == "lora" and not config.memory.lora_autocast)
+    special = f"{training_type} without autocast" if plain else f"{training_type}-bf16" if halved else training_type
+    activations = spec.activations.get(special, spec.activations[training_type])
     if config.parallel.sp_size > 1 and config.parallel.sp_mode == "ring":
-        return replace(found, backward=found.backward + _RING_UNITS)
-    return found
+        return replace(activations, backward=activations.backward + _RING_UNITS)
+    return activations
 
 
 def optimizer_state_bytes(config: TrainConfig) -> float:
-    """Bytes of optimizer state for each trained weight, wherever they lie."""
+    """Return bytes of optimizer state per trainable parameter, on any device."""
     name = resolve_name(config.optimizer)
     # Moments have the weights' dtype.
     halved = config.training.master_weights == "stochastic_rounding" and name == "adamw"
@@ -344,7 +359,7 @@ def optimizer_state_bytes(config: TrainConfig) -> float:
 
 
 def _optimizer_bytes_on_device(config: TrainConfig, split: Split) -> float:
-    """Bytes of optimizer state for each trained weight on the GPU, DeepSpeed's fp32 weights included."""
+    """Return bytes of optimizer state per trainable parameter on the GPU, including DeepSpeed's fp32 weights."""
     on_host = config.optimizer.use_cpu_offload_optimizer or split.optimizer_on_host
     if on_host or RECIPES[resolve_name(config.optimizer)].on_host:
         return 0.0
@@ -354,7 +369,10 @@ def _optimizer_bytes_on_device(config: TrainConfig, split: Split) -> float:
 def _frozen_bytes(
     config: TrainConfig, weights: NetworkWeights, spec: ModelSpec, *, adapters: int
 ) -> tuple[float, SwapSizes]:
-    """Return bytes of the frozen weights that stay on the device, and of swapped blocks; `adapters`: of each number of an adapter."""
+    """Return bytes of the frozen weights that stay on the device, and of swapped blocks.
+
+    `adapters` is the number of bytes per parameter of a frozen adapter.
+    """
     memory, width = config.memory, DTYPE_BYTES[config.model.transformer_dtype]
     casts = "transformer" in memory.layerwise_upcasting_modules
     skip = memory.layerwise_upcasting_skip_modules_pattern
@@ -364,20 +382,20 @@ def _frozen_bytes(
         sizes = {id(p): float(p.numel() * widths.get(id(p), width)) for p in weights.all if not p.requires_grad}
         if casts:
             sizes |= weights.bytes_cast(skip)
-        for weight, saved in _saved(config, weights, spec).items():
+        for weight, saved in _quantization_savings(config, weights, spec).items():
             sizes[weight] -= saved
         return sum(sizes.values()), [sum(sizes.get(id(p), 0.0) for p in block) for block in weights.blocks]
 
     quantized = (memory.quantize_frozen, *memory.quantize_skip_modules)
-    total, of_blocks = weights.once(("frozen", width, adapters, (*skip,) if casts else None, quantized), find)
-    swap = swap_sizes(of_blocks, len(swapped_blocks(config, weights.blocks)))
+    total, block_bytes = weights.once(("frozen", width, adapters, (*skip,) if casts else None, quantized), find)
+    swap = swap_sizes(block_bytes, len(swapped_blocks(config, weights.blocks)))
     if casts and swap.slots:  # each layer leaves a copy in 8 bits behind, until its block has computed
-        swap = replace(swap, slots=swap.slots + max(of_blocks))
+        swap = replace(swap, slots=swap.slots + max(block_bytes))
     return total - swap.host, swap
 
 
-def _saved(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:
-    """Bytes that quantization saves of each weight, by its `id`."""
+def _quantization_savings(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Mapping[int, float]:
+    """Return the bytes that quantization saves of each weight, by its `id`."""
     if config.memory.quantize_frozen == "none":
         return {}
     skip = tuple(config.memory.quantize_skip_modules or spec.unquantized)
@@ -386,13 +404,13 @@ def _saved(config: TrainConfig, weights: NetworkWeights, spec: ModelSpec) -> Map
 
 
 def swapped_blocks(config: TrainConfig, blocks: Sequence[object]) -> list[int]:
-    """Which blocks are swapped; for `auto`, which a run replaces by a number, all: the least memory."""
+    """Return the indices of swapped blocks; all for `auto`, which a run replaces by a number: the least memory."""
     number = config.memory.blocks_to_swap
     return chosen_blocks(len(blocks), len(blocks) if number == "auto" else number) if number else []
 
 
 def bytes_of_copy(config: TrainConfig, split: Split, *, trainable_bytes: float) -> float:
-    """Bytes that a process keeps of a weight of a frozen copy; see `Strategy.prepare_frozen`."""
+    """Return bytes per parameter that a process keeps of a frozen copy; see `Strategy.prepare_frozen`."""
     if not (split.gathers or split.zero_stage):
         return trainable_bytes
     width = min(trainable_bytes, computed_bytes(config))
@@ -402,7 +420,7 @@ def bytes_of_copy(config: TrainConfig, split: Split, *, trainable_bytes: float) 
 
 
 def computed_bytes(config: TrainConfig) -> int:
-    """Bytes of a weight in the dtype that the network computes in."""
+    """Return bytes per parameter in the dtype that the network computes in."""
     precision = config.training.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if (precision is None or not config.memory.lora_autocast) and config.model.transformer_dtype in ("bf16", "fp16"):
         precision = config.model.transformer_dtype

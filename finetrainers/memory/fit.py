@@ -1,21 +1,22 @@
-"""Whether planned memory fits a GPU: the one rule of the estimate, of its advice, and of what a run chooses. Imports no torch."""
+"""Rule for whether planned memory fits a GPU, for the estimate, its advice and a run's choices. Imports no torch."""
 
 from __future__ import annotations
 
-#: What the allocator reserves beyond what is allocated, CUDA's context included: published measurements, see `docs/how-to/memory.md`.
+#: Share that the allocator reserves beyond allocated memory, including CUDA's context: published measurements, see
+#: `docs/how-to/memory.md`.
 RESERVE = 0.15
 
 
 def reserved(planned: float) -> float:
-    """What tensors that are planned to take so much take of a GPU's memory."""
+    """Return the GPU memory that `planned` bytes of tensors need, including the allocator's reserve."""
     return (1 + RESERVE) * planned
 
 
 def for_tensors(memory: float) -> float:
-    """How much of a GPU's memory tensors may take."""
+    """Return the part of a GPU's memory that tensors may take."""
     return memory / (1 + RESERVE)
 
 
 def fits(planned: float, memory: float) -> bool:
-    """Whether tensors that are planned to take so much fit so much of a GPU's memory."""
+    """Return whether `planned` bytes of tensors fit a GPU with `memory` bytes."""
     return planned <= for_tensors(memory)

@@ -1,4 +1,4 @@
-"""The weights of a network, listed once for many memory estimates: walking through the modules takes most of an estimate's time."""
+"""Weights of a network, listed once for many memory estimates: walking the modules takes most of an estimate's time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class NetworkWeights:
     """The weights of a network that does not change.
 
     Attributes:
-        network: which may lie on the meta device.
+        network: the network, which may lie on the meta device.
         all: its weights.
-        blocks: those of each of its repeated blocks.
-        frozen_adapters: `id` of each weight of adapters that are not trained, which is fp32 like those that are.
-        total, trained: how many numbers they have.
-        largest: numbers of the largest trained weight.
-        trained_outside: share of the trained numbers that are in no block.
+        blocks: the weights of each of its repeated blocks.
+        frozen_adapters: `id` of each weight of frozen adapters, which are fp32 like trainable ones.
+        total, trained: number of parameters, and of trainable ones.
+        largest: parameters of the largest trainable weight.
+        trained_outside: share of the trainable parameters outside blocks.
     """
 
     def __init__(self, network: nn.Module, spec: ModelSpec) -> None:
@@ -37,10 +37,10 @@ class NetworkWeights:
         self.largest = max((p.numel() for p in self.all if p.requires_grad), default=0)
         within = sum(p.numel() for block in self.blocks for p in block if p.requires_grad)
         self.trained_outside = 1 - within / self.trained if self.trained else 0.0
-        self._known: dict[Hashable, Any] = {}
+        self._cache: dict[Hashable, Any] = {}
 
     def bytes_cast(self, skip: list[str]) -> Mapping[int, float]:
-        """Bytes of the weights that layerwise upcasting stores in 8 bits, by their `id`."""
+        """Return the bytes of the weights that layerwise upcasting stores in 8 bits, by their `id`."""
 
         def find() -> Mapping[int, float]:
             from .casting import castable_layers  # needs torch, as the caller's network does
@@ -51,7 +51,7 @@ class NetworkWeights:
         return self.once(("cast", *skip), find)
 
     def bytes_saved(self, kind: str, *, skip: tuple[str, ...], width: int) -> Mapping[int, float]:
-        """Bytes that quantization saves of each weight, by its `id`."""
+        """Return the bytes that quantization saves of each weight, by its `id`."""
 
         def find() -> Mapping[int, float]:
             from .quantization import bytes_saved
@@ -61,7 +61,7 @@ class NetworkWeights:
         return self.once(("quantized", kind, skip, width), find)
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What was found for this key, which only the network and the key decide."""
-        if key not in self._known:
-            self._known[key] = find()
-        return self._known[key]
+        """Return the value for this key, computed once; only the network and the key may decide it."""
+        if key not in self._cache:
+            self._cache[key] = find()
+        return self._cache[key]

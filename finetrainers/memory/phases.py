@@ -1,7 +1,7 @@
 """Memory of a run by phase: on the GPU of each process and on the host. By arithmetic, without torch.
 
-`estimate.py` has the training step. Here is what else a process holds in each phase: networks that are loaded, what the VAE
-takes, what sampling takes. `docs/how-to/memory.md` says where the figures come from.
+`estimate.py` has the training step. Here are the other contents of a process in each phase: loaded networks, the needs
+of the VAE and of sampling. `docs/how-to/memory.md` names the sources of the figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from finetrainers.utils.phases import (
     VALIDATION,
 )  # fmt: skip
 
-from .estimate import DTYPE_BYTES, GIB, MemoryPlan, activations_of, computed_bytes, estimate_for, optimizer_state_bytes
+from .estimate import (
+    DTYPE_BYTES,
+    GIB,
+    MemoryPlan,
+    computed_bytes,
+    counted_activations,
+    estimate_for,
+    optimizer_state_bytes,
+)
 from .gathered import zero_host_bytes
 from .network_weights import NetworkWeights
 
@@ -38,10 +46,10 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int, int]
 
-#: Resident memory of a process that trains, without weights: 0.55 to 0.62 measured on Linux with the CPU build of torch. The
-#: libraries of CUDA add to it; how much was not measured.
+#: Resident memory of a process that trains, without weights: 0.55 to 0.62 measured on Linux with the CPU build of
+#: torch. The libraries of CUDA add an amount that was not measured.
 PROCESS_GIB = 0.6
-#: What clips leave on the device until they are trained.
+#: Parts of the step that clips leave on the device until they are trained on.
 _OF_ROLLOUT = ("sampled trajectories", "gradients of clips", "activations of clips")
 #: Captions that are encoded at once before training.
 TEXTS_AT_ONCE = 8
@@ -49,22 +57,22 @@ TEXTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the phases need to know besides the configuration and the network that is trained.
+    """Inputs of the phases beside the configuration and the trained network.
 
     Attributes:
-        bucket, clips: frames, height and width of the largest clips, and how many make a micro-batch.
+        bucket, clips: frames, height and width of the largest clips, and their number in a micro-batch.
         encoded: sizes of all clips that the VAE encodes.
         sampled: sizes of all validation samples.
-        parts: bytes of each frozen network as it is loaded, by part; what is not known is not in it.
-        rewards: bytes of the networks of rewards; None: not known.
-        scoring: bytes that rewards take while they score, besides; None: not known.
+        parts: bytes of each frozen network as it is loaded, by part; unknown ones are left out.
+        rewards: bytes of the networks of rewards, or None if unknown.
+        scoring: further bytes that rewards take while they score, or None if unknown.
         encodes_text: whether text encoders are loaded at all.
-        text_bytes: bytes that encoding a batch of captions takes besides the encoders.
+        text_bytes: bytes that encoding a batch of captions takes beyond the encoders.
         checkpoint_bytes: of a checkpoint.
-        total, trained: weights of the network, and how many of them are trained.
+        total, trained: parameters of the network, and trainable ones.
         processes, local_processes: on all machines, and on each.
         split: what they share.
-        weights: of the network, where they are listed already.
+        weights: of the network, if they are listed already.
     """
 
     bucket: Size
@@ -90,15 +98,14 @@ class RunPlan:
     """Predicted memory of a run.
 
     Attributes:
-        phases: what each process has on its GPU in each phase that the run has, in bytes, by what it is. The parts are those
-            of the peak.
-        host: what each process has in host memory in each phase, in bytes.
+        phases: bytes that each process has on its GPU at the peak of each phase of the run, by the name of their use.
+        host: bytes that each process has in host memory in each phase.
         step: the training step in detail.
-        other_networks: bytes on the GPU in forward and backward that the network which is trained does not take.
+        other_networks: bytes on the GPU in forward and backward beyond those of the trained network.
         local_processes: processes that share the memory of a machine.
-        one_by_one: bytes that the processes of a machine load one after another, each at its turn.
-        written_alone: bytes of `host` in the phase of checkpoints that only the process which writes takes.
-        unknown: what is not in the figures.
+        one_by_one: bytes that the processes of a machine load one after another.
+        written_alone: bytes of `host` in the phase of checkpoints that only the writing process takes.
+        unknown: names of parts that are not in the figures.
     """
 
     phases: Mapping[str, Mapping[str, float]]
@@ -112,22 +119,22 @@ class RunPlan:
 
     @property
     def peaks(self) -> dict[str, float]:
-        """Bytes on the GPU by phase."""
+        """Peak bytes on the GPU by phase."""
         return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
 
     @property
     def peak_phase(self) -> str:
-        """The phase that takes most."""
+        """The phase with the highest peak."""
         return max(self.peaks, key=lambda phase: self.peaks[phase])
 
     @property
     def peak(self) -> float:
-        """Bytes on the GPU, at most."""
+        """The most bytes on the GPU."""
         return self.peaks[self.peak_phase]
 
     @property
     def machine_bytes(self) -> float:
-        """Bytes of host memory that a machine needs."""
+        """The bytes of host memory that a machine needs."""
         processes = self.local_processes
         phases = {phase: processes * size for phase, size in self.host.items()}
         phases[LOADING] = processes * min(self.host.values()) + self.one_by_one
@@ -138,22 +145,22 @@ class RunPlan:
 def plan_run(
     config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, around: Surroundings
 ) -> RunPlan:
-    """The memory of each phase of a run.
+    """Return the memory of each phase of a run.
 
     Args:
         config: the run.
         geometry: size rules of the checkpoint.
         transformer: on the meta device, with its adapter attached.
         spec: of the model.
-        around: everything else.
+        around: the other inputs.
     """
     step = estimate_for(
         config, geometry, transformer, spec=spec, bucket=around.bucket, batch_size=around.clips,
         split=around.split, weights=around.weights,
     )  # fmt: skip
     maker = _Phases(config, geometry, transformer, spec, around, step)
-    found = maker.on_gpu()
-    host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in found}
+    on_gpu = maker.on_gpu()
+    host = {phase: PROCESS_GIB * GIB + maker.on_host(phase) for phase in on_gpu}
     networks = (*spec.facts.networks[:-1], *spec.facts.companions)
     unknown = [part for part in networks if is_network(part) and part not in around.parts]
     if around.rewards is None:
@@ -162,17 +169,17 @@ def plan_run(
         unknown.append("activations of rewards")
     together = around.split.zero_stage > 0  # DeepSpeed takes the network from host memory on all processes together
     return RunPlan(
-        found, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
+        on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
         one_by_one=maker.loaded * (around.local_processes if together else 1), written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
 
 
-def vae_working_bytes(spec: ModelSpec, size: Size, **how: Any) -> float:
-    """See `models.sizes`."""
+def vae_working_bytes(spec: ModelSpec, size: Size, **options: Any) -> float:
+    """Return the bytes that the VAE takes while it works; see `models.sizes`."""
     from finetrainers.models.spec import vae_working_bytes as working_bytes  # needs torch, as the caller's network does
 
-    return working_bytes(spec, size, **how)
+    return working_bytes(spec, size, **options)
 
 
 class _Phases:
@@ -193,7 +200,7 @@ class _Phases:
         self.vae = {"vae": parts["vae"]} if "vae" in parts else {}
         #: On the GPU while clips are sampled, otherwise in host memory.
         self.companions = {name: parts[name] for name in facts.companions if name in parts}
-        #: What stays loaded while training.
+        #: Networks that stay loaded while training.
         self.stays = {} if self.cached else dict(self.texts)
         if self.samples:
             self.stays |= self.vae
@@ -221,25 +228,25 @@ class _Phases:
     # ---- on the GPU ------------------------------------------------------------------------------------------------
 
     def on_gpu(self) -> dict[str, Mapping[str, float]]:
-        """What each phase holds, by phase; those that the run does not have are left out."""
-        found = {LOADING: self._loading(), TRAINING_STEP: self._training()}
+        """Return the bytes of each use in each phase that the run has."""
+        phases = {LOADING: self._loading(), TRAINING_STEP: self._training()}
         if self.around.encodes_text:
-            found[ENCODING_TEXT] = self._encoding_text()
+            phases[ENCODING_TEXT] = self._encoding_text()
         if self.around.encoded:
-            found[ENCODING_CLIPS] = self._encoding_clips()
+            phases[ENCODING_CLIPS] = self._encoding_clips()
         if self.samples:
-            found[ROLLOUT] = self._rollout()
+            phases[ROLLOUT] = self._rollout()
         if method_spec(self.config).rewards(self.config):
-            found[REWARD] = self._reward()
+            phases[REWARD] = self._reward()
         if self.around.sampled:
-            found[VALIDATION] = self._validation()
-        found[CHECKPOINT] = self._gathering(self.at_rest)
+            phases[VALIDATION] = self._validation()
+        phases[CHECKPOINT] = self._gathering(self.at_rest)
         return {
-            phase: {name: size for name, size in found[phase].items() if size} for phase in PHASES if phase in found
+            phase: {name: size for name, size in phases[phase].items() if size} for phase in PHASES if phase in phases
         }
 
     def _loading(self) -> Mapping[str, float]:
-        """The most of: text encoders, then the VAE, then the network; each is freed before the next unless it stays."""
+        """Return the largest of: text encoders, VAE, network; each is freed before the next unless it stays."""
         texts = {**self.texts}
         clips = {**({} if self.cached else self.texts), **self.clip_parts}
         network = {**self.stays, **self.weights}
@@ -258,26 +265,26 @@ class _Phases:
         return {**before, "the VAE at work": working}
 
     def _training(self) -> Mapping[str, float]:
-        if self.learns_in_rollout:  # the step has a gradient already; another one is its share of what all have taken
+        if self.learns_in_rollout:  # the step has a gradient already; a second is its share of those of all processes
             gradient = 4.0 * self.trained
             return {**self.at_rest, "gradients of clips": gradient, "gradients": gradient, **self._rewards()}
         return self.learning()
 
     def learning(self) -> Mapping[str, float]:
-        """Forward and backward passes."""
+        """Return the bytes of each use in forward and backward passes."""
         fixed = sum(size for name, size in self.at_rest.items() if name not in self.stays)
         sampled = {name: self.step[name] for name in _OF_ROLLOUT}
         moving = self.total - fixed - sum(sampled.values())
         return {**self.at_rest, **sampled, "activations, gradients and copies": moving, **self._rewards()}
 
     def _rewards(self) -> dict[str, float]:
-        """What stays on the device from the start; 0 where there are none."""
+        """Return the bytes of rewards that stay on the device from the start; 0 without rewards."""
         return {"networks of rewards": self.around.rewards or 0.0}
 
     def _sampling(self, size: Size, batch: int) -> dict[str, float]:
-        """A forward pass without backward: what forward needs besides what blocks store for it."""
+        """Return the bytes of a forward pass without backward, which stores nothing for it."""
         unit = batch * self.geometry.num_tokens(*size) / self.config.parallel.sp_size * self.width * 2
-        activations = activations_of(self.config, self.spec, self.around.split, halved=self.halved)
+        activations = counted_activations(self.config, self.spec, self.around.split, halved=self.halved)
         gathered = self.step["gathered weights"]
         return {
             "activations": activations.forward * unit, "autocast copies": self.step["autocast copies"],
@@ -285,14 +292,14 @@ class _Phases:
         }  # fmt: skip
 
     def _validation(self) -> Mapping[str, float]:
-        """The larger of denoising and decoding the largest sample."""
+        """Return the larger of denoising and decoding the largest sample."""
         scale = self.config.validation.validation_guidance_scale
         branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
-        size = max(self.around.sampled, key=lambda one: self.geometry.num_tokens(*one))
+        size = max(self.around.sampled, key=lambda clip_size: self.geometry.num_tokens(*clip_size))
         denoising = {
             **self.at_rest, **self.vae, **self.companions, **self._sampling(size, branches), **self._rewards(),
         }  # fmt: skip
-        working = max(vae_working_bytes(self.spec, one) for one in self.around.sampled)
+        working = max(vae_working_bytes(self.spec, clip_size) for clip_size in self.around.sampled)
         decoding = {**self.at_rest, **self.vae, **self.companions, "the VAE at work": working, **self._rewards()}
         if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
             for name in (*self.vae, *self.companions):
@@ -325,14 +332,14 @@ class _Phases:
             working = vae_working_bytes(
                 self.spec, size, batch=self.config.dataloader.batch_size, gradient=True, stored=stored
             )
-            found = {**scoring, "the VAE's decoder and its backward": working}
-            # A decoder that is recomputed is, once the rewards' backward is over.
-            scoring = found if stored else dict([max(found.items(), key=lambda part: part[1])])
+            parts = {**scoring, "the VAE's decoder and its backward": working}
+            # If the decoder is recomputed, that is after the rewards' backward: only one of the two is alive.
+            scoring = parts if stored else dict([max(parts.items(), key=lambda part: part[1])])
         trajectories = {name: self.step[name] for name in _OF_ROLLOUT}
         return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
 
     def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
-        """Saving gathers one weight at a time where processes share them, and copies it to the host."""
+        """Return the bytes while saving, which gathers sharded weights one at a time and copies them to the host."""
         if not self.around.split.gathers:
             return before
         return {**before, "a gathered weight": float(self.largest * (computed_bytes(self.config) if self.zero else 4))}
@@ -340,60 +347,62 @@ class _Phases:
     # ---- on the host -----------------------------------------------------------------------------------------------
 
     def on_host(self, phase: str) -> float:
-        """Bytes of a process, besides those of Python and the libraries."""
+        """Return the host bytes of a process in a phase, without those of Python and the libraries."""
         if phase == LOADING:
             return max(self.loaded, sum(self.texts.values()), sum(self.clip_parts.values()))
         if phase in (ENCODING_TEXT, ENCODING_CLIPS) and (self.cached or self.precomputed):
             return self._clips() if phase == ENCODING_CLIPS else 0.0
-        found = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
+        num_bytes = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
         if phase == CHECKPOINT:
-            found += sum(self.saving())
+            num_bytes += sum(self.saving())
         sampling = phase in (VALIDATION, ROLLOUT)
         if (self.around.sampled or self.samples) and not (
             sampling and not self.config.validation.enable_model_cpu_offload
         ):
-            found += sum(self.companions.values())
+            num_bytes += sum(self.companions.values())
         if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
-            found += sum(self.weights.values()) + sum(self.vae.values())
-        return found
+            num_bytes += sum(self.weights.values()) + sum(self.vae.values())
+        return num_bytes
 
     def saving(self) -> tuple[float, float]:
-        """Bytes that saving takes of every process, and what it takes of the one that writes what is not divided."""
+        """Return the host bytes that saving takes in every process, and those of the process that writes the rest."""
         training, split, around = self.config.training, self.around.split, self.around
         width = 2.0 if training.master_weights == "stochastic_rounding" else 4.0
         width = float(computed_bytes(self.config)) if self.zero else width
         weights, average = width * self.trained, 4.0 * self.trained if training.use_ema else 0.0
         if split.gathers and not self.zero:
-            # FSDP2 gathers into host memory what is written. An asynchronous save does not copy that again.
+            # FSDP2 gathers the written tensors into host memory. An asynchronous save does not copy them again.
             divides = training.training_type == "full-finetune" and training.sharded_checkpoints
             if divides and around.processes > 1:
                 return (around.checkpoint_bytes - average) / around.processes, average
             return 0.0, around.checkpoint_bytes
         if not training.async_checkpointing:  # file by file
             return 0.0, max(weights, average)
-        # An asynchronous save copies what it writes. DeepSpeed writes the optimizer's state itself, while training waits.
+        # An asynchronous save copies the tensors it writes. DeepSpeed writes the optimizer's state itself, while
+        # training waits.
         return 0.0, weights + average if self.zero else around.checkpoint_bytes
 
     def _clips(self) -> float:
-        """Decoded clips, as bytes of pixels, that workers have ready, and their processes."""
+        """Return the bytes of decoded clips that workers have ready, and of their processes."""
         workers = self.config.dataloader.dataloader_num_workers
-        frames, height, width = max(self.around.encoded, key=lambda one: one[0] * one[1] * one[2])
+        frames, height, width = max(self.around.encoded, key=lambda size: size[0] * size[1] * size[2])
         clip = 3.0 * frames * height * width * self.around.clips
         return workers * (PROCESS_GIB * GIB + 2 * clip) + clip
 
     def _offloaded(self) -> float:
-        """What is on the host instead of on the GPU."""
+        """Return the bytes that are on the host instead of on the GPU."""
         split, config = self.around.split, self.config
-        found = self.swapped
+        num_bytes = self.swapped
         if split.zero_stage:
-            found += zero_host_bytes(
-                split, total=self.around.total, trained=self.trained, largest=self.largest, width=computed_bytes(config),
-                state_bytes=optimizer_state_bytes(config), accumulates=method_spec(config).accumulates(config),
+            num_bytes += zero_host_bytes(
+                split, total=self.around.total, trained=self.trained, largest=self.largest,
+                width=computed_bytes(config), state_bytes=optimizer_state_bytes(config),
+                accumulates=method_spec(config).accumulates(config),
             )  # fmt: skip
         if split.weights_on_host and not split.zero_stage:
-            found += self.loaded / split.weights + 4.0 * self.trained / split.gradients
+            num_bytes += self.loaded / split.weights + 4.0 * self.trained / split.gradients
         if split.optimizer_on_host and not split.zero_stage:
-            found += self.trained * optimizer_state_bytes(config) / split.optimizer
+            num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer
         if config.optimizer.use_cpu_offload_optimizer:
-            found += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
-        return found
+            num_bytes += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
+        return num_bytes

@@ -5,7 +5,7 @@ A frozen linear layer becomes integer codes and scales: int8 and fp8 (e4m3) with
 so that autograd stores the codes and never a weight in 16 bits.
 
 torchao's `quantize_` and bitsandbytes' `Linear4bit` are nearly this, and the tests compare with them. Autograd stores a
-16-bit copy of every weight that torchao's tensors multiply, which takes the saving back until backward. `Linear4bit`
+16-bit copy of all weights that torchao's tensors multiply, which undoes the saving until backward. `Linear4bit`
 returns its input's dtype, so that autocast's fp32 norms are followed by fp32 activations. And codes that are plain
 integer weights are broadcast by DDP, split by FSDP2, left alone by casts, moved to a device and counted like any other.
 """
@@ -34,7 +34,7 @@ _NF4_BLOCK = 64
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What quantization has done to a layer.
+    """Quantized layer of a network, with its error.
 
     Attributes:
         name: of the layer.
@@ -50,12 +50,12 @@ class QuantizedLayer:
 class QuantizedLinear(nn.Module):
     """A frozen linear layer with its weight in codes; equal to `nn.Linear` with the dequantized weight, bit for bit.
 
-    It has no attribute `weight`: whoever would add to it (merging a LoRA) fails instead of adding to codes.
+    It has no attribute `weight`: code that would add to it (merging a LoRA) fails instead of adding to codes.
     """
 
     def __init__(self, layer: nn.Linear, kind: Kind) -> None:
         """Args:
-        layer: of which the weight is quantized, where it is; not changed.
+        layer: its weight is quantized on its device; the layer is not changed.
         kind: the format.
         """
         super().__init__()
@@ -65,11 +65,11 @@ class QuantizedLinear(nn.Module):
         self.bias = layer.bias
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the layer multiplies with."""
+        """Return the weight that the layer multiplies with."""
         return dequantize(self.codes, self.scale, self.kind, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`, under autocast too."""
+        """Compute what `nn.Linear` does, including under autocast."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -78,21 +78,21 @@ class QuantizedLinear(nn.Module):
         )
 
     def __getattr__(self, name: str) -> Any:
-        """As of `nn.Module`; PEFT asks for the weight when it adds a LoRA to it for good."""
+        """Return an attribute as `nn.Module` does, or raise for the weight, which PEFT asks for to merge a LoRA."""
         if name == "weight":
             raise AttributeError(
-                f"the weights of this layer are quantized to {self.kind}, and a LoRA cannot be added to them for good; add it to "
-                "the unquantized network: finetrainers export --format merged"
+                f"the weights of this layer are quantized to {self.kind}, and a LoRA cannot be added to them for good; "
+                "add it to the unquantized network: finetrainers export --format merged"
             )
         return super().__getattr__(name)
 
     def extra_repr(self) -> str:
-        """As of `nn.Linear`."""
+        """Return the sizes for `repr`, as `nn.Linear` does, and the format."""
         return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
 
 class QuantizedEncoderLinear(QuantizedLinear):
-    """A layer of a text encoder, which says what dtype it takes: T5 asks its layers by the dtype of their weights."""
+    """A layer of a text encoder that shows the dtype it takes: T5 reads that from the weights of its layers."""
 
     def __init__(self, layer: nn.Linear, kind: Kind) -> None:
         super().__init__(layer, kind)
@@ -100,7 +100,7 @@ class QuantizedEncoderLinear(QuantizedLinear):
 
     @property
     def weight(self) -> Tensor:
-        """No numbers, in the dtype that the layer computes in."""
+        """An empty tensor, in the dtype that the layer computes in."""
         return torch.empty(0, dtype=self._dtype)
 
 
@@ -122,10 +122,10 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a matrix; the codes are integers whatever the format.
+    """Return codes and scales of a matrix; the codes are integers in every format.
 
-    Scales are numbers of bf16, and the codes are rounded by them. So they are the same after a strategy has cast them to
-    the dtype of computation, and cost no precision.
+    Scales are rounded to bf16 before they are used for the codes. So a cast to the dtype of computation by a strategy
+    does not change them, and costs no precision.
 
     Args:
         weight: `[out, in]`.
@@ -146,7 +146,7 @@ def quantize(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scale: Tensor, kind: Kind, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The matrix that codes and scales stand for."""
+    """Return the matrix that codes and scales represent."""
     if kind == "nf4":
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
@@ -157,9 +157,9 @@ def dequantize(codes: Tensor, scale: Tensor, kind: Kind, shape: tuple[int, int],
 
 
 def quantizable_layers(transformer: nn.Module, *, skip: Sequence[str]) -> list[tuple[str, nn.Linear]]:
-    """The frozen linear layers, by name, that `quantize_frozen` quantizes."""
-    found = frozen_layers(transformer, [re.compile(pattern) for pattern in skip])
-    return [(name, layer) for name, layer in found if isinstance(layer, nn.Linear)]
+    """Return the frozen linear layers, by name, that `quantize_frozen` quantizes."""
+    layers = frozen_layers(transformer, [re.compile(pattern) for pattern in skip])
+    return [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear)]
 
 
 def quantize_frozen(
@@ -172,15 +172,15 @@ def quantize_frozen(
 ) -> list[QuantizedLayer]:
     """Quantize the frozen linear layers of a network in place, one after the other.
 
-    Call it while the network is in host memory, after the adapter is added. Each layer alone goes to the device, and comes
-    back as codes, so that a device never holds the network in 16 bits.
+    Call it while the network is in host memory, after the adapter is added. Layers go to the device one at a time, and
+    come back as codes, so that a device never holds the network in 16 bits.
 
     Args:
         transformer: the network.
         kind: the format.
-        skip: regular expressions, searched in module names, of what keeps its dtype.
-        device: computes; default: where the weights are.
-        layer_class: of the layers that take the place.
+        skip: regular expressions, searched in module names, of modules that keep their dtype.
+        device: computes; default: the device of the weights.
+        layer_class: class of the new layers.
 
     Returns:
         The layers, with the error of each.
@@ -206,12 +206,12 @@ def _replace(
     return QuantizedLayer(name, layer.weight.numel(), error)
 
 
-def _error(found: Tensor, wanted: Tensor) -> float:
-    return (found.sub_(wanted).norm() / wanted.float().norm().clamp(min=1e-30)).item()
+def _error(dequantized: Tensor, weight: Tensor) -> float:
+    return (dequantized.sub_(weight).norm() / weight.float().norm().clamp(min=1e-30)).item()
 
 
 def bytes_saved(transformer: nn.Module, kind: str, *, skip: Sequence[str], width: int) -> dict[int, float]:
-    """Bytes by which quantization makes each frozen weight smaller, by its `id`, that has `width` bytes a number."""
+    """Return the bytes that quantization saves of each frozen weight of `width` bytes a number, by its `id`."""
     layers = quantizable_layers(transformer, skip=skip)
     return {id(layer.weight): _bytes_saved(layer, kind, width) for _, layer in layers}
 
@@ -222,16 +222,16 @@ def _bytes_saved(layer: nn.Linear, kind: str, width: int) -> float:
     return (weights - scales) * width - codes
 
 
-def summary(layers: Sequence[QuantizedLayer], kind: str, *, of: int) -> Iterator[str]:
-    """Lines for the user: how much is quantized, and how large the errors are.
+def summary(layers: Sequence[QuantizedLayer], kind: str, *, num_weights: int) -> Iterator[str]:
+    """Yield lines for the user with the share of quantized weights, and the size of the errors.
 
     Args:
         layers: from `quantize_frozen`.
         kind: the format.
-        of: weights of the network.
+        num_weights: parameters of the network.
     """
     weights = sum(layer.num_weights for layer in layers)
     mean = sum(layer.error * layer.num_weights for layer in layers) / weights
     worst = max(layers, key=lambda layer: layer.error)
-    yield f"quantized {weights / of:.0%} of the weights to {kind}: rounding error {mean:.2%} of their norm"
+    yield f"quantized {weights / num_weights:.0%} of the weights to {kind}: rounding error {mean:.2%} of their norm"
     yield f"  largest: {worst.error:.2%} in {worst.name.removesuffix('.base_layer')}"

@@ -15,7 +15,7 @@ from .quantization import QuantizedEncoderLinear, bytes_saved, quantizable_layer
 
 
 def load_text_encoders(spec: ModelSpec, device: torch.device) -> Parts:
-    """Tokenizers and text encoders on the device; quantized layer by layer, so that it never holds more than the result."""
+    """Load tokenizers and text encoders, quantized layer by layer: the device never holds more than the result."""
     encoders, kind = spec.load_text_encoders(), spec.config.quantize_text_encoders
     if kind != "none":
         for network in encoders.modules.values():
@@ -25,7 +25,7 @@ def load_text_encoders(spec: ModelSpec, device: torch.device) -> Parts:
 
 
 def encoder_bytes_saved(spec: ModelSpec, part: str) -> float:
-    """Bytes by which a text encoder becomes smaller; 0: its config is not on this disk, or it is not quantized."""
+    """Return the bytes that quantization saves of a text encoder; 0 if not quantized, or its config is not here."""
     kind, settings = spec.config.quantize_text_encoders, spec.configs.get(part)
     if kind == "none" or settings is None or part not in spec.facts.text_parts:
         return 0.0
@@ -34,7 +34,7 @@ def encoder_bytes_saved(spec: ModelSpec, part: str) -> float:
 
 
 def largest_layer_bytes(spec: ModelSpec, part: str) -> float:
-    """Bytes of the largest weight as a layer multiplies with it, which is dequantized for each use."""
+    """Return the bytes of the largest weight as a layer multiplies with it, which is dequantized for each use."""
     kind, settings = spec.config.quantize_text_encoders, spec.configs.get(part)
     if kind == "none" or settings is None or not issubclass(spec.parts[part], nn.Module):
         return 0.0
@@ -44,7 +44,7 @@ def largest_layer_bytes(spec: ModelSpec, part: str) -> float:
 
 @lru_cache(maxsize=64)
 def _sizes(cls: Any, settings: str, kind: str, width: int) -> tuple[float, float]:
-    """Bytes saved, and of the largest layer."""
+    """Return the bytes saved, and those of the largest layer."""
     with torch.device("meta"):
         network = cls(cls.config_class.from_dict(json.loads(settings))).requires_grad_(False)
     saved = bytes_saved(network, kind, skip=(), width=width)

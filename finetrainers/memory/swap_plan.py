@@ -1,4 +1,4 @@
-"""Block swap, planned: which blocks are swapped, how many, and the bytes that it moves. Imports no torch."""
+"""Plan of a block swap: its blocks, their number, and the bytes that it moves. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SwapSizes:
 
     Attributes:
         host: frozen weights of swapped blocks, in pinned host memory.
-        slots: what takes their place on the device.
+        slots: buffers on the device that they take turns in.
         copied: from host to device for each micro-batch, forward and backward.
     """
 
@@ -26,7 +26,7 @@ class SwapSizes:
     copied: float = 0.0
 
     def lines(self) -> list[str]:
-        """For the user; nothing without a swap."""
+        """Return a description for the user; empty without a swap."""
         if not self.host:
             return []
         return [
@@ -40,18 +40,18 @@ NO_SWAP = SwapSizes()
 
 
 def chosen_blocks(total: int, number: int) -> list[int]:
-    """Which of `total` blocks are swapped: `number` of them, evenly spaced over their order."""
+    """Return the indices of `number` swapped blocks out of `total`, evenly spaced over their order."""
     return [(2 * index + 1) * total // (2 * number) for index in range(number)]
 
 
 def swap_sizes(frozen: Sequence[float], number: int) -> SwapSizes:
-    """The bytes that swapping takes and moves.
+    """Return the bytes that swapping takes and moves.
 
     In forward the first blocks are in the slots already, as backward left them. In backward the last ones are.
 
     Args:
         frozen: bytes of each block's frozen weights, in the order in which blocks compute.
-        number: how many are swapped.
+        number: number of swapped blocks.
     """
     if not number:
         return NO_SWAP
@@ -61,9 +61,9 @@ def swap_sizes(frozen: Sequence[float], number: int) -> SwapSizes:
 
 
 def fewest_blocks(total: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number of swapped blocks that fits, 0 included; None: not even with all `total`.
+    """Return the smallest number of swapped blocks that fits, 0 included, or None if not even all `total` fit.
 
-    Evenly spaced, more blocks never take more on the device, so that it is found by bisection.
+    Evenly spaced, more blocks never take more on the device, so bisection finds the number.
     """
     numbers = (0, *range(NUM_SLOTS + 1, total + 1))
     index = bisect_left(numbers, True, key=fits)

@@ -1,4 +1,4 @@
-"""`--activation_memory auto` of a run that trains: chosen once more from what a step has measured, and after an OOM."""
+"""`--activation_memory auto` of a run that trains: chosen again from the measurements of a step, and after an OOM."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from finetrainers.plan.start_report import print_line
 if TYPE_CHECKING:
     from .state import TrainState
 
-#: After an OOM, a step may take this share of what it was planned to take beyond what is there between steps.
+#: After an OOM, a step may take this share of its planned memory beyond the memory in use between steps.
 _LESS = 0.75
-#: A step that takes as long as its copies, up to this share, does not tell how fast the device computes.
+#: A step whose copies take this share of its time, or more, does not show how fast the device computes.
 _COPIES_DECIDE = 0.9
 
 
 class ActivationPlanner:
-    """Chooses what blocks store for backward, the same on all ranks, and changes it between steps.
+    """Chooser of what blocks store for backward, the same on all ranks; it changes the choice between steps.
 
     Attributes:
-        choice: in use.
+        choice: the choice in use.
         machine: that the choice is for; after a measured step with the compute rate of that step.
     """
 
     def __init__(
-        self, found: Automatic, *, heaviest: tuple[tuple[int, int, int], int], loaded: float, compiles: bool = False
+        self, automatic: Automatic, *, heaviest: tuple[tuple[int, int, int], int], loaded: float, compiles: bool = False
     ) -> None:
         """Args:
-        found: what the run has chosen.
+        automatic: the choices of the run.
         heaviest: size of the largest clips' latents, and how many make a micro-batch.
         loaded: bytes on the device before the network that is trained is loaded.
         compiles: whether the first step with the largest clips compiles, so that the second one is measured.
         """
-        assert found.machine is not None
-        assert found.activations is not None
-        self.machine, self.choice, self._model = found.machine, found.activations, found.model
+        assert automatic.machine is not None
+        assert automatic.activations is not None
+        self.machine, self.choice, self._model = automatic.machine, automatic.activations, automatic.model
         self._heaviest, self._loaded = heaviest, loaded
         self._replans, self._skips = True, compiles
 
-    def look(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
-        """Plan once more after the first measured step with the largest clips; every rank must call it after every step.
+    def replan(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
+        """Plan again after the first measured step with the largest clips; every rank must call it after every step.
 
         Args:
             state: of the run, when gradients are complete.
             step: that was computed.
             seconds: that forward and backward took.
-            operations: of the network's calls, without those that were repeated; None: not known.
+            operations: of the network's calls, without those that were repeated, or None if unknown.
         """
         if not self._replans:
             return
@@ -72,38 +72,38 @@ class ActivationPlanner:
             self.machine = replace(self.machine, flops=rate)
         if peak:
             self._model = self._model.measured(self.choice, peak=peak)
-        found = self._model.choose(self.machine)
+        choice = self._model.choose(self.machine)
         measured = f"measured {seconds:.2f} s" + (f" and {peak / GIB:.1f} GiB" if peak else "")
-        if found.fits and (found.stored, found.number) != (self.choice.stored, self.choice.number):
-            self._use(found, state, why=measured)
+        if choice.fits and (choice.stored, choice.number) != (self.choice.stored, self.choice.number):
+            self._use(choice, state, reason=measured)
 
     def recompute_more(self, state: TrainState) -> bool:
-        """After an OOM let blocks store less; False: there is nothing that takes less. Every rank must call it."""
+        """Let blocks store less after an OOM; return False if no setting takes less. Every rank must call it."""
         rest = self._model.at_rest
         less = rest + _LESS * (self.choice.device - rest)
         machine = replace(self.machine, device=min(self.machine.device, less))
-        found = self._model.choose(machine)
-        if found.device >= self.choice.device:
+        choice = self._model.choose(machine)
+        if choice.device >= self.choice.device:
             return False
         self.machine = machine
-        self._use(found, state, why="out of memory")
+        self._use(choice, state, reason="out of memory")
         return True
 
-    def _use(self, choice: Choice, state: TrainState, *, why: str) -> None:
+    def _use(self, choice: Choice, state: TrainState, *, reason: str) -> None:
         device = state.parallel.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # copies to the present arena may be under way
         blocks = spread(state.spec.block_modules(state.network), choice.share)
         set_activation_memory(state.network, choice.stored, blocks=blocks)
         self.choice = choice
-        print_line(f"activation memory, {why}: now {choice.what}: {choice.why(self.machine)}")
+        print_line(f"activation memory, {reason}: now {choice.what}: {choice.why(self.machine)}")
         state.run_dir.event(
             "activation_memory",
             step=state.step,
             setting=choice.stored,
             blocks=choice.number,
             total=choice.total,
-            why=why,
+            why=reason,
         )
 
     def _is_heaviest(self, step: Step[Any]) -> bool:
@@ -113,7 +113,7 @@ class ActivationPlanner:
         )
 
     def _peak(self, state: TrainState) -> float:
-        """Bytes that the step took at most on this rank's device, with those of an optimizer state that is yet to come.
+        """Return the most bytes that the step took on this rank's device, and the optimizer state if it is yet to come.
 
         Other networks count as they were planned.
         """
@@ -121,23 +121,25 @@ class ActivationPlanner:
         if not peak:
             return 0.0
         plan = self._model.plan(self.choice.stored, self.choice.number)
-        is_there = bool(getattr(state.optimizer, "state", None))
+        has_state = bool(getattr(state.optimizer, "state", None))
         others = self._model.others - self._loaded
-        return peak + others + (0.0 if is_there else GIB * plan.parts["optimizer state"])
+        return peak + others + (0.0 if has_state else GIB * plan.parts["optimizer state"])
 
 
-def activation_planner(checked: Preflight, found: Automatic | None, device: torch.device) -> ActivationPlanner | None:
-    """What changes the activation memory of a run between steps; None: it was not the run's to choose."""
-    if found is None or found.activations is None:
+def activation_planner(
+    checked: Preflight, automatic: Automatic | None, device: torch.device
+) -> ActivationPlanner | None:
+    """Return the planner that changes a run's activation memory between steps, or None if the options decide it."""
+    if automatic is None or automatic.activations is None:
         return None
     bucket, clips = checked.plan.heaviest(checked.config)
     loaded = float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
     return ActivationPlanner(
-        found, heaviest=(checked.geometry.latent_shape(*bucket), clips), loaded=loaded,
+        automatic, heaviest=(checked.geometry.latent_shape(*bucket), clips), loaded=loaded,
         compiles=checked.config.memory.compile != "none",
     )  # fmt: skip
 
 
 def measured_peak(device: torch.device) -> float:
-    """Bytes that tensors have taken at most on a CUDA device in this phase; 0 on others."""
+    """Return the most bytes that tensors have taken on a CUDA device in this phase; 0 on others."""
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0

@@ -1,4 +1,4 @@
-"""From a checked configuration to a trainer: the three loading phases."""
+"""Assembly of a trainer from a checked configuration: the three loading phases."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
-            config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler, geometry=spec.facts.geometry,
-            vae_stats=vae_stats, source=source, parallel=parallel, network=network, weights_dtype=trainable_dtype(config),
-            initial_lora=start.initial_lora,
+            config=chosen, spec=spec, process=spec.process(scheduler), scheduler=scheduler,
+            geometry=spec.facts.geometry, vae_stats=vae_stats, source=source, parallel=parallel, network=network,
+            weights_dtype=trainable_dtype(config), initial_lora=start.initial_lora,
         )
     )  # fmt: skip
     fields = parallel.same_on_all(start.checkpoint_fields(config) if parallel.is_main else {})
@@ -101,13 +101,13 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     restore(state, start)
     _start_records(state, checked)
     _store_initial_lora(state, checked)
-    begun = start.schedule_start
-    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - begun), first_step=begun)
+    first_step = start.schedule_start
+    schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 
 def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
-    """What the model's own files have decided, and which frames samples are given."""
+    """Print the settings that the model's own files have decided, and the conditioning frames of samples."""
     data = checked.config.data
     kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
     chosen_by = "first_frame_conditioning_p" if data.frame_conditioning is None else "frame_conditioning"
@@ -123,20 +123,20 @@ def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
 
 
 def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
-    """The dtype of the text conditions that validation samples are drawn with."""
+    """Return the dtype of the text conditions that validation samples are drawn with."""
     is_full = config.training.training_type == "full-finetune"
     return parallel.compute_dtype(trainable_dtype(config) if is_full else DTYPES[config.model.transformer_dtype])
 
 
 def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
-    """The transformer, with what is trained attached, and its optimizer, as the strategy has prepared them."""
-    config, number = checked.config, checked.config.memory.blocks_to_swap
-    assert number != "auto", "it was chosen"
-    wanted, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
+    """Return the transformer, with its adapter attached, and its optimizer, as the strategy has prepared them."""
+    config, swapped = checked.config, checked.config.memory.blocks_to_swap
+    assert swapped != "auto", "it was chosen"
+    dtype, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
     with loading(checked, "transformer"):
         return parallel.prepare(
             lambda: load_trainable_transformer(
-                checked, spec, mapped or wanted, device=parallel.device, sequence_group=parallel.sequence_group
+                checked, spec, mapped or dtype, device=parallel.device, sequence_group=parallel.sequence_group
             ),
             lambda parameters: create_optimizer(
                 parameters,
@@ -146,16 +146,16 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
                 stochastic_rounding=config.training.master_weights == "stochastic_rounding",
             ),
             blocks=spec.blocks,
-            swap=block_swap(number, spec, parallel),
+            swap=block_swap(swapped, spec, parallel),
             mapped=mapped is not None,
-            widened=None if mapped in (None, wanted) else wanted,
+            widened=None if mapped in (None, dtype) else dtype,
         )
 
 
 def _make_callbacks(
     state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts | None
 ) -> list[Callback]:
-    """What watches the run; rank 0 shows and records it."""
+    """Return the callbacks of the run; rank 0 shows and records it."""
     config, headline = state.config, state.method.headline
     callbacks: list[Callback] = []
     trackers = [Tracker(config.run, kind) for kind in config.run.report_to] if state.parallel.is_main else []
@@ -181,7 +181,7 @@ def _make_callbacks(
 def _make_validations(
     state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts
 ) -> Iterator[Validation]:
-    """What samples the validation prompts, and what samples the prompts that rewards score, unless these are the same."""
+    """Yield the sampler of the validation prompts, and that of scored prompts unless they are the same."""
     config, scores = state.config, None
     section = checked.config.validation.model_copy(update={"validation_frame_rate": checked.frame_rate})
     due = _validation_schedule(state, source)
@@ -195,11 +195,10 @@ def _make_validations(
     )
     count = len(checked.prompts)
     if scores is not None and checked.scored:
-        held_out, one = (
-            encoded.part(count, len(encoded.prompts)),
-            section.model_copy(update={"num_validation_videos": 1}),
-        )
-        yield validation(encoded=held_out, section=one, due=_scoring_schedule(state), scores=scores, prefix="eval-")
+        held_out = encoded.part(count, len(encoded.prompts))
+        one_video = section.model_copy(update={"num_validation_videos": 1})
+        due_scores = _scoring_schedule(state)
+        yield validation(encoded=held_out, section=one_video, due=due_scores, scores=scores, prefix="eval-")
         scores = None
     if checked.prompts:
         both = due if scores is None else _either(due, _scoring_schedule(state))
@@ -207,25 +206,25 @@ def _make_validations(
 
 
 def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
-    """Whether to score samples after a step: every `eval_steps`, and after the last step."""
+    """Return a test of whether to score samples after a step: every `eval_steps`, and after the last step."""
     every = state.config.validation.eval_steps
     return lambda step: step == state.total_steps or bool(every and step % every == 0)
 
 
-def _either(one: Callable[[int], bool], other: Callable[[int], bool]) -> Callable[[int], bool]:
-    return lambda step: one(step) or other(step)
+def _either(first: Callable[[int], bool], second: Callable[[int], bool]) -> Callable[[int], bool]:
+    return lambda step: first(step) or second(step)
 
 
 def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int], bool]:
-    """Whether to sample after a step: every N steps, at the ends of every N epochs, and after the last step."""
+    """Return a test of whether to sample after a step: every N steps, after every N epochs, and after the last step."""
     steps, epochs = state.config.validation.validation_steps, state.config.validation.validation_epochs
-    at = {state.total_steps}
+    due = {state.total_steps}
     if steps:
-        at |= set(range(steps, state.total_steps + 1, steps))
+        due |= set(range(steps, state.total_steps + 1, steps))
     if epochs:
         ends = (source.steps_for_epochs(n) for n in count(epochs, epochs))
-        at |= set(takewhile(lambda step: step <= state.total_steps, ends))
-    return at.__contains__
+        due |= set(takewhile(lambda step: step <= state.total_steps, ends))
+    return due.__contains__
 
 
 def _start_records(state: TrainState, checked: Preflight) -> None:
@@ -243,7 +242,7 @@ def _start_records(state: TrainState, checked: Preflight) -> None:
 
 
 def _store_initial_lora(state: TrainState, checked: Preflight) -> None:
-    """Store the LoRA of the reference model with the run, and let checkpoints have its digest; every rank must call it."""
+    """Store the LoRA of the reference model with the run, and its digest in checkpoints; every rank must call it."""
     parallel, origin = state.parallel, checked.start.origin
     with parallel.raise_on_all_ranks(f"storing {state.run_dir.root / INITIAL_LORA}"):
         sha256 = store_initial_lora(checked, state.spec) if parallel.is_main else None
@@ -253,7 +252,7 @@ def _store_initial_lora(state: TrainState, checked: Preflight) -> None:
 
 
 def make_ema(config: TrainConfig, transformer: nn.Module) -> EMA | None:
-    """The moving average of the trained weights, if asked for."""
+    """Return the moving average of the trainable weights, or None without `--use_ema`."""
     if not config.training.use_ema:
         return None
     return EMA(

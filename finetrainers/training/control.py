@@ -1,4 +1,4 @@
-"""What a run is asked for from outside while it trains: by signal, or by a file in `control/`; one answer on all ranks."""
+"""Requests to a run while it trains, by signal or by a file in `control/`; all ranks give one answer."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ logger = logging.getLogger(__name__)
 
 #: Names of files that a user may `touch` in `control/`.
 COMMANDS = ("stop", "save", "sample")
-#: Beyond all signal numbers.
+#: Number of a stop by file, beyond all signal numbers.
 _STOP_FILE = 1000
-#: Preemption, Ctrl-C, what Slurm is usually told to send before the time is up, and Ctrl-Break: those that the system has.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK") if hasattr(signal, name))
+_SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK")
+#: Preemption, Ctrl-C, the signal that Slurm usually sends before the time is up, and Ctrl-Break, as far as they exist.
+SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
 #: Signals this close together are one wish: Ctrl-C reaches a process from the terminal and again from its launcher.
 _ONE_WISH_S = 1.0
 
 
 class StopSignals:
-    """Notes the first of `SIGNALS`; a second one ends the process at once, or is left to the host program.
+    """Listener for `SIGNALS`: it notes the first; a second ends the process at once, or is left to the host program.
 
     A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
     """
 
     def __init__(self, *, speaks: bool, resume_command: str = "") -> None:
         """Args:
-        speaks: whether this process says what it noted (one of all ranks should).
-        resume_command: what continues the run, to be said then.
+        speaks: whether this process logs the signal that it noted (one of all ranks should).
+        resume_command: command that continues the run, to be logged then.
         """
         self._second_exits = True
-        self._again: int | None = None  # left to the host program
+        self._forwarded: int | None = None  # the second signal, left to the host program
         self._handlers: dict[int, Any] = {}
         self._wakeup = -1
         self.speaks = speaks
@@ -57,7 +58,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self, *, second_exits: bool = True) -> Iterator[None]:
-        """Within the block, signals are handled here; afterwards as before. Python allows it in the main thread only.
+        """Handle signals within the block, and restore the handlers after it; Python allows it in the main thread only.
 
         Args:
             second_exits: whether a second signal ends the process, even one that is stuck. Else the handler of the host
@@ -70,17 +71,17 @@ class StopSignals:
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         # A handler that was not installed from Python cannot be restored, so it stays.
-        self._handlers = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not None}
+        self._handlers = {signum: handler for signum in SIGNALS if (handler := signal.getsignal(signum)) is not None}
         self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in self._handlers:
-            signal.signal(number, self._hand_over)
+        for signum in self._handlers:
+            signal.signal(signum, self._hand_over)
         thread = threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
             signal.set_wakeup_fd(self._wakeup)
             # Not `close`: forked workers hold the same socket, and the thread would wait for them too.
             writer.shutdown(socket.SHUT_RDWR)
@@ -90,48 +91,48 @@ class StopSignals:
 
     def _read(self, reader: socket.socket) -> None:
         while received := reader.recv(64):
-            for number in received:
-                if number in self._handlers:
-                    self._take(number)
+            for signum in received:
+                if signum in self._handlers:
+                    self._take(signum)
                 elif self._wakeup != -1:  # the host program's event loop waits for it there
                     with contextlib.suppress(OSError):
-                        os.write(self._wakeup, bytes([number]))
+                        os.write(self._wakeup, bytes([signum]))
 
-    def _take(self, number: int) -> None:
-        name = signal.Signals(number).name
+    def _take(self, signum: int) -> None:
+        name = signal.Signals(signum).name
         if self.noted is None:
-            self.noted, self._noted_at = number, time.monotonic()
+            self.noted, self._noted_at = signum, time.monotonic()
             if self.speaks:
-                how = f". To continue: {self.resume_command}" if self.resume_command else ""
+                advice = f". To continue: {self.resume_command}" if self.resume_command else ""
                 logger.warning(
-                    "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, how
+                    "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, advice
                 )
-        elif self._again is None and time.monotonic() - self._noted_at > _ONE_WISH_S:
+        elif self._forwarded is None and time.monotonic() - self._noted_at > _ONE_WISH_S:
             logger.warning("%s again: stopping at once", name)
             if self._second_exits:
                 sys.stderr.flush()
-                os._exit(killed_by(number))
-            self._again = number
-            _send_to_main_thread(number)  # `_hand_over` may have been called before this was known
+                os._exit(killed_by(signum))
+            self._forwarded = signum
+            _send_to_main_thread(signum)  # `_hand_over` may have been called before this was known
 
-    def _hand_over(self, number: int, _frame: FrameType | None) -> None:
+    def _hand_over(self, signum: int, _frame: FrameType | None) -> None:
         """Let the host program handle a second signal; the first one is read by the thread."""
-        if self._again == number:
-            signal.signal(number, self._handlers[number])
-            signal.raise_signal(number)
+        if self._forwarded == signum:
+            signal.signal(signum, self._handlers[signum])
+            signal.raise_signal(signum)
 
 
-def _send_to_main_thread(number: int) -> None:
-    """Send a signal to the main thread; a system call in which it waits ends, where the system can do that."""
+def _send_to_main_thread(signum: int) -> None:
+    """Send a signal to the main thread, and interrupt the system call that it waits in, where the system can."""
     main = threading.main_thread().ident
     if hasattr(signal, "pthread_kill") and main is not None:
-        signal.pthread_kill(main, number)
+        signal.pthread_kill(main, signum)
     else:
-        _thread.interrupt_main(signal.Signals(number))
+        _thread.interrupt_main(signal.Signals(signum))
 
 
 class ControlFiles:
-    """The folder `control/` of a run directory, which one process reads."""
+    """The directory `control/` of a run directory, which one process reads."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "control"
@@ -140,7 +141,7 @@ class ControlFiles:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """The folder exists within the block. What lay there before was meant for an earlier process, and goes."""
+        """Keep the directory within the block. Files from before were meant for an earlier process, and are removed."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -153,12 +154,12 @@ class ControlFiles:
             with contextlib.suppress(OSError):  # a file of the user's
                 self.folder.rmdir()
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, reason: str) -> None:
         for command in sorted(self.take()):
-            logger.warning("%s was %s and is removed", self.folder / command, why)
+            logger.warning("%s was %s and is removed", self.folder / command, reason)
 
     def take(self) -> set[str]:
-        """The commands that are there, and remove them. A folder that is gone, or cannot be read, holds none."""
+        """Return and remove the commands in the directory. One that is gone, or cannot be read, holds none."""
         try:
             present = {entry.name for entry in os.scandir(self.folder)}
         except OSError:
@@ -170,13 +171,13 @@ class ControlFiles:
         for name in sorted(present - set(COMMANDS) - self._unknown):
             logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))
         self._unknown = present - set(COMMANDS)
-        found = (present & set(COMMANDS)) - self._stuck
-        for command in found:
+        commands = (present & set(COMMANDS)) - self._stuck
+        for command in commands:
             self._remove(self.folder / command)
-        return found
+        return commands
 
     def _remove(self, path: Path) -> None:
-        """Remove a command, which may be a folder by mistake. One that stays there is not taken a second time."""
+        """Remove a command, which may be a directory by mistake. A command that stays is not taken a second time."""
         try:
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         except OSError as error:
@@ -185,12 +186,12 @@ class ControlFiles:
 
 
 class Requests:
-    """Wishes that the trainer has still to fulfill, the same on every rank.
+    """Requests that the trainer has still to fulfill, the same on every rank.
 
     Attributes:
-        stop: what asked for the end of the run, or None.
-        save: whether a checkpoint was asked for.
-        sample: whether samples were asked for.
+        stop: name of the signal, file or guard that requested the end of the run, or None.
+        save: whether a checkpoint was requested.
+        sample: whether samples were requested.
     """
 
     def __init__(self, *, run_dir: RunDirectory, parallel: Strategy) -> None:
@@ -204,11 +205,11 @@ class Requests:
         self._files = ControlFiles(run_dir.root) if parallel.is_main else None
 
     def watched(self) -> AbstractContextManager[None]:
-        """Around the training: files are looked for within."""
+        """Watch for files within the block, which is the training."""
         return contextlib.nullcontext() if self._files is None else self._files.watched()
 
     def note(self) -> list[int]:
-        """What this rank has seen and `take` has not fulfilled: numbers, of which the ranks need the maximum.
+        """Return the requests that this rank has seen and `take` has not fulfilled, as numbers to take the maximum of.
 
         Files count as rank 0 sees them, signals as any rank got them. Nothing here waits for a device.
         """
@@ -225,13 +226,13 @@ class Requests:
             self._run_dir.event("stop_requested", by=who)
 
     def take(self, agreed: Sequence[int]) -> None:
-        """Take what the ranks have agreed on, the maximum of what they noted; every rank must call it, after each step."""
+        """Take the agreed requests, the maximum of what ranks noted; every rank must call it after each step."""
         stop, save, sample = agreed
         self._noted = [0, 0, 0]
         if stop and self.stop is None:
             self.stop = "control/stop" if stop == _STOP_FILE else signal.Signals(stop).name
             self._run_dir.event("stop_requested", by=self.stop)
-        for name, asked in (("save", save), ("sample", sample)):
-            if asked:
+        for name, is_requested in (("save", save), ("sample", sample)):
+            if is_requested:
                 setattr(self, name, True)
                 self._run_dir.event(f"{name}_requested", by=f"control/{name}")

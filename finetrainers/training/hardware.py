@@ -21,29 +21,29 @@ logger = logging.getLogger(__name__)
 
 POWER, TEMPERATURE, LOAD = "gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"
 _NETWORK = {direction: f"network_mib_per_s/{direction}" for direction in DIRECTIONS}
-#: All numbers of one process, in the order in which the processes tell them to each other.
+#: All numbers of one process, in the order in which the processes exchange them.
 _NAMES = (POWER, TEMPERATURE, LOAD, *_NETWORK.values())
-#: torch's functions for them, by way of NVML, and the unit of each; and nvidia-smi's names (`utils.nvidia_smi`).
+#: torch's functions for these numbers, by NVML, and the unit of each; and nvidia-smi's names (`utils.nvidia_smi`).
 _NVML = {POWER: ("power_draw", 1e-3), TEMPERATURE: ("temperature", 1.0), LOAD: ("utilization", 1.0)}
 _SMI = {POWER: "power_w", TEMPERATURE: "temperature_c", LOAD: "utilization"}
 _MIB = 2**20
-#: Seconds between readings, and how many times as long as a reading it is at least: nvidia-smi takes a second of a CPU.
+#: Seconds between readings, and multiples of the time of a reading, at least: nvidia-smi takes a second of a CPU.
 _PERIOD_S, _TIMES = 1.0, 50
 #: Seconds that the end of training waits for a reading. A GPU that has fallen off the bus does not answer.
 _PATIENCE_S = 2.0
-#: Numbers of each process are recorded for up to so many of them.
+#: Numbers of each process are recorded for up to this number of processes.
 _MOST_RANKS = 64
-#: What the processes exchange are whole numbers: thousandths, and this for what is not known.
+#: Processes exchange integers: thousandths, and this for unknown values.
 _UNKNOWN = -1
 
 
 @dataclass
 class Reading:
-    """What a GPU tells now.
+    """Current readings of a GPU.
 
     Attributes:
         values: by name: watts, degrees Celsius, percent.
-        problems: of each name that is missing, why.
+        problems: the reason for each missing name.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -51,7 +51,10 @@ class Reading:
 
 
 class GpuReader:
-    """Reads one GPU: by NVML where its package is installed (nvidia-ml-py), or else by nvidia-smi. Neither waits for the GPU's work."""
+    """Reader of a GPU, by NVML if its package is installed (nvidia-ml-py), else by nvidia-smi.
+
+    Neither waits for the GPU's work.
+    """
 
     def __init__(self, index: int) -> None:
         """Args:
@@ -61,21 +64,21 @@ class GpuReader:
         self._has_nvml = torch.version.hip is None
 
     def __call__(self) -> Reading:
-        """Read it."""
+        """Read the GPU."""
         if self._has_nvml:
             try:
                 return self._ask_nvml()
             except ModuleNotFoundError:
                 self._has_nvml = False
-        # nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES hides, too.
+        # nvidia-smi also counts GPUs that CUDA_VISIBLE_DEVICES hides.
         facts = gpu_facts(only=f"GPU-{torch.cuda.get_device_properties(self.index).uuid}")
         if not facts["gpus"]:
             reason = facts.get("gpu_error", "nvidia-smi is not installed, or not in PATH")
             return Reading(problems=dict.fromkeys(_SMI, f"{reason}. `pip install nvidia-ml-py` does without it"))
-        found = {name: facts["gpus"][0][column] for name, column in _SMI.items()}
+        values = {name: facts["gpus"][0][column] for name, column in _SMI.items()}
         return Reading(
-            {name: value for name, value in found.items() if value is not None},
-            {name: "nvidia-smi does not know it" for name, value in found.items() if value is None},
+            {name: value for name, value in values.items() if value is not None},
+            {name: "nvidia-smi does not know it" for name, value in values.items() if value is None},
         )
 
     def _ask_nvml(self) -> Reading:
@@ -91,7 +94,7 @@ class GpuReader:
 
 
 class HardwareMonitor:
-    """Reads once a second in a thread, so that no step waits; `record` tells what was read since the last record.
+    """Monitor that reads once a second in a thread, so that no step waits; `record` returns the newest readings.
 
     Attributes:
         reads_gpu: reads the GPU of this process.
@@ -106,19 +109,19 @@ class HardwareMonitor:
         reads_network: Callable[[], Traffic] | None = None,
     ) -> None:
         """Args:
-        ranks: the processes, each of which has a monitor.
+        ranks: the processes; each has a monitor.
         reads_gpu: reads the GPU of this process.
         reads_network: reads this machine's traffic; None for all but one process of each machine.
         """
         self.ranks = ranks
         self.reads_gpu, self.reads_network = reads_gpu, reads_network
         self._lock = threading.Lock()
-        self._gpu: dict[str, list[float]] = {}  # that no record has yet; or else what the last one had
+        self._gpu: dict[str, list[float]] = {}  # readings that no record has yet, or else those of the last record
         self._is_recorded = False
-        self._logged_traffic: tuple[float, Traffic] | None = None  # at the last record, and when
+        self._logged_traffic: tuple[float, Traffic] | None = None  # at the last record, with its time
         self._traffic: tuple[float, Traffic] | None = None
         self._rates: dict[str, float] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -136,13 +139,13 @@ class HardwareMonitor:
         took_s = 0.0
         while True:
             started = time.perf_counter()
-            self.look()
+            self.read_once()
             took_s = time.perf_counter() - started
             if ended.wait(max(_PERIOD_S, _TIMES * took_s)):
                 return
 
-    def look(self) -> None:
-        """Read once. What cannot be read is said once, and training goes on."""
+    def read_once(self) -> None:
+        """Read once. A value that cannot be read is logged once, and training goes on."""
         problems: dict[str, str] = {}
         try:
             reading = self.reads_gpu()
@@ -161,7 +164,7 @@ class HardwareMonitor:
             with self._lock:
                 self._traffic = time.perf_counter(), traffic
                 self._logged_traffic = self._logged_traffic or self._traffic
-        self._say(problems)
+        self._warn(problems)
 
     def _add(self, values: Mapping[str, float]) -> None:
         if self._is_recorded and values:
@@ -169,15 +172,17 @@ class HardwareMonitor:
         for name, value in values.items():
             self._gpu.setdefault(name, []).append(value)
 
-    def _say(self, problems: Mapping[str, str]) -> None:
-        new = {name: reason for name, reason in problems.items() if name not in self._said}
-        self._said |= new.keys()
+    def _warn(self, problems: Mapping[str, str]) -> None:
+        new = {name: reason for name, reason in problems.items() if name not in self._warned}
+        self._warned |= new.keys()
         for reason in dict.fromkeys(new.values()):
             names = ", ".join(name for name in new if new[name] == reason)
             logger.warning("rank %d: metrics are without %s: %s", self.ranks.rank, names, reason)
 
     def record(self) -> dict[str, float]:
-        """Numbers since the last record, of all processes; every one must call it. Nothing before the first reading.
+        """Return numbers of all processes since the last record; every process must call it.
+
+        They are empty before the first reading.
 
         Where no reading is newer than the last record, it has the numbers of that one.
 
@@ -186,25 +191,27 @@ class HardwareMonitor:
             `network_mib_per_s/...` (mean of the machines); of several processes more, see `combined`.
         """
         with self._lock:
-            mine = self._take()
-        size, own = len(_NAMES), self.ranks.rank * len(_NAMES)
-        told = [_UNKNOWN] * size * self.ranks.world_size
-        told[own : own + size] = [round(1000 * mine[name]) if name in mine else _UNKNOWN for name in _NAMES]
-        told = self.ranks.max_on_host(told)
+            local = self._take()
+        size, start = len(_NAMES), self.ranks.rank * len(_NAMES)
+        thousandths = [_UNKNOWN] * size * self.ranks.world_size
+        thousandths[start : start + size] = [
+            round(1000 * local[name]) if name in local else _UNKNOWN for name in _NAMES
+        ]
+        thousandths = self.ranks.max_on_host(thousandths)
         return combined(
             {
-                name: {rank: value / 1000 for rank, value in enumerate(told[place::size]) if value != _UNKNOWN}
-                for place, name in enumerate(_NAMES)
+                name: {rank: value / 1000 for rank, value in enumerate(thousandths[index::size]) if value != _UNKNOWN}
+                for index, name in enumerate(_NAMES)
             },
             processes=self.ranks.world_size,
         )
 
     def _take(self) -> dict[str, float]:
-        """This process's numbers: means of what was read, the highest temperature, and rates of traffic."""
+        """Return this process's numbers: means of the readings, the highest temperature, and rates of traffic."""
         if self._traffic is not None and self._logged_traffic is not None:
-            (then, before), (now, traffic) = self._logged_traffic, self._traffic
+            (then, logged), (now, traffic) = self._logged_traffic, self._traffic
             if now > then:
-                rates = bytes_per_s(before, traffic, now - then)
+                rates = bytes_per_s(logged, traffic, now - then)
                 self._rates = {_NETWORK[direction]: rate / _MIB for direction, rate in rates.items()}
                 self._logged_traffic = self._traffic
         self._is_recorded = True
@@ -216,36 +223,37 @@ class HardwareMonitor:
 
 
 def combined(values: Mapping[str, Mapping[int, float]], *, processes: int) -> dict[str, float]:
-    """Numbers of all processes for a record.
+    """Return the numbers of all processes for a record.
 
     Args:
         values: by name and rank, of the ranks that know them.
         processes: how many there are.
 
     Returns:
-        By each name the mean, or of temperatures the greatest. Of several processes also the sum of the power, if all know
-        theirs, the least utilization, and each process's own (`/rank_N`). Of several machines also the busiest's traffic (`_max`).
+        The mean of each name, or of temperatures the greatest. With several processes also the sum of the power, if all
+        know theirs, the least utilization, and the number of each process (`/rank_N`). With several machines also the
+        traffic of the busiest (`_max`).
     """
-    found: dict[str, float] = {}
-    for name, of_ranks in values.items():
-        known = list(of_ranks.values())
-        if not known:
+    record: dict[str, float] = {}
+    for name, by_rank in values.items():
+        numbers = list(by_rank.values())
+        if not numbers:
             continue
-        found[name] = max(known) if name == TEMPERATURE else math.fsum(known) / len(known)
+        record[name] = max(numbers) if name == TEMPERATURE else math.fsum(numbers) / len(numbers)
         if name in _NETWORK.values():
-            found |= {f"{name}_max": max(known)} if len(known) > 1 else {}
+            record |= {f"{name}_max": max(numbers)} if len(numbers) > 1 else {}
         elif processes > 1:
-            if name == POWER and len(known) == processes:
-                found[f"{name}/sum"] = math.fsum(known)
+            if name == POWER and len(numbers) == processes:
+                record[f"{name}/sum"] = math.fsum(numbers)
             if name == LOAD:
-                found[f"{name}/min"] = min(known)
+                record[f"{name}/min"] = min(numbers)
             if processes <= _MOST_RANKS:
-                found |= {f"{name}/rank_{rank}": value for rank, value in of_ranks.items()}
-    return {name: round(value, 4) for name, value in found.items()}
+                record |= {f"{name}/rank_{rank}": value for rank, value in by_rank.items()}
+    return {name: round(value, 4) for name, value in record.items()}
 
 
 def hardware_monitor(ranks: Ranks) -> HardwareMonitor | None:
-    """The monitor of a process that trains on CUDA; None elsewhere."""
+    """Return the monitor of a process that trains on CUDA, or None elsewhere."""
     if ranks.device.type != "cuda":
         return None
     index = torch.cuda.current_device() if ranks.device.index is None else ranks.device.index

@@ -1,4 +1,4 @@
-"""Loading phases 1 and 2, text encoders and VAE, and what the method is fed with them."""
+"""Loading phases 1 and 2, text encoders and VAE, and the method's source of batches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ def load_texts(
     *,
     samples_in: torch.dtype | None = None,
 ) -> tuple[TextConditioning, EncodedPrompts | None]:
-    """Phase 1: the conditioning of all texts, and the prompts of samples in the dtype that they are sampled in, if any.
+    """Load phase 1: the conditioning of all captions, and the encoded prompts of samples, or None without samples.
 
-    Encoders that nobody needs, since the cache has every text, are not loaded; those that encode beforehand are freed.
+    Encoders are not loaded if the cache has every caption; encoders that encode beforehand are freed.
+
+    Args:
+        checked, spec: the run and its model.
+        parallel, watchdog: of the run.
+        samples_in: dtype that prompts are sampled in.
     """
     config, plan = checked.config, checked.plan
     _check_same_plan(plan, parallel)
-    shown = plan.shown_texts() if spec.facts.text_sees_image else None
+    captions_with_images = plan.shown_texts() if spec.facts.text_sees_image else None
     texts = TextCache(
-        plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel, shown=shown,
+        plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel, shown=captions_with_images,
         needs_empty=plan.needs_empty_text,
     )  # fmt: skip
     write = method_spec(config).text_writer(plan, config, spec=spec, parallel=parallel)
@@ -54,13 +59,13 @@ def _conditioned(
     texts: TextCache,
     samples_in: torch.dtype | None,
 ) -> tuple[TextConditioning, EncodedPrompts | None]:
-    """The same, without writing anything but the cache."""
+    """Return the conditioning of captions and the encoded prompts; write the cache only."""
     config = checked.config
     cached = method_spec(config).caches_texts(config)
     sampling = samples_in if checked.sampled else None
     if cached and sampling is None and (recalled := texts.recall()) is not None:
-        where = "is in the cache" if checked.needs_text else "came encoded"
-        print_line(f"text encoders are not loaded: every caption {where}")
+        reason = "is in the cache" if checked.needs_text else "came encoded"
+        print_line(f"text encoders are not loaded: every caption {reason}")
         return recalled, None
     with loading(checked, "text encoder"):
         encoders = parallel.in_turns(
@@ -81,7 +86,7 @@ def _conditioned(
 def load_work(
     checked: Preflight, spec: ModelSpec, parallel: Ranks, watchdog: Watchdog, texts: TextConditioning
 ) -> tuple[WorkSource, VAEStats]:
-    """Phase 2: load the VAE, compare the sizes with it, and open the method's source, which may encode its clips.
+    """Load phase 2: the VAE, whose sizes are checked, and the method's source, which may encode its clips.
 
     Raises:
         ConfigError: the loaded model refuses a size.
@@ -108,16 +113,16 @@ def load_work(
 
 
 def _check_same_plan(plan: WorkPlan, parallel: Ranks) -> None:
-    """All ranks must have planned with the same data; each would else wait for batches that another does not have.
+    """Check that all ranks have planned with the same data; each would else wait for batches that another lacks.
 
     Raises:
-        RuntimeError: they have not.
+        RuntimeError: the data of two ranks differ.
     """
     plans = parallel.gather_objects([plan.fingerprint])
     others = [rank for rank, fingerprint in enumerate(plans) if fingerprint != plans[0]]
     if others:
         raise RuntimeError(
             f"rank 0 and rank {', '.join(map(str, others))} have found other data, though all need the same: other "
-            f"{plan.fingerprint_of}, or what is remembered of files; compare `finetrainers check` on these machines, or share "
-            "--probe_dir"
+            f"{plan.fingerprint_of}, or what is remembered of files; compare `finetrainers check` on these machines, "
+            "or share --probe_dir"
         )

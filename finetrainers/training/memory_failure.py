@@ -1,4 +1,4 @@
-"""The failure file of a run that is out of memory: what was planned, what was measured, in which phase, and what to change."""
+"""The failure file of a run that is out of memory: planned and measured peaks, the phase, and an option to change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 #: GiB by phase.
 Peaks = Mapping[str, float]
 
-#: The peak that an option to change is looked for, as a share of the planned one.
+#: The peak that the suggested option should reach, as a share of the planned one.
 _LOWER = 0.9
 #: Options of `SWITCHES` that lower the peak of a phase, the first choice first.
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
     VALIDATION: ("enable_model_cpu_offload", "enable_tiling"),
     REWARD: ("enable_tiling",),
 }
-#: Where no switch is left.
+#: Suggestions where no switch is left.
 _OTHERWISE: Mapping[str, str] = {
     LOADING: "--transformer_dtype bf16, if the weights are loaded in more; else --fsdp full, which shards them",
     REWARD: "smaller clips to score: --rollout_size",
@@ -63,13 +63,13 @@ _SMALLER = "smaller or shorter clips: --video_resolution_buckets"
 
 
 class MemoryFailures:
-    """Writes `failures/rank-N.txt` when a process is out of memory, and in advance when the host's memory is nearly full.
+    """Writer of `failures/rank-N.txt` when a process is out of memory, and in advance when host memory is nearly full.
 
-    The kernel ends a process without a word, so that nothing can be written afterwards.
+    The kernel ends a process without a message, so that nothing can be written afterwards.
 
     Attributes:
         path: of the file.
-        state: of the run, once there is one.
+        state: of the run, or None until it is loaded.
     """
 
     def __init__(self, checked: Preflight, memory: MemoryRecorder, *, rank: int) -> None:
@@ -86,7 +86,7 @@ class MemoryFailures:
 
     @contextlib.contextmanager
     def written(self) -> Iterator[None]:
-        """Within the block, an OOM leaves the file, which the error then names. A run that ends well leaves none.
+        """Write the file if an OOM ends the block, and name it in the error. A run that ends well leaves none.
 
         Raises:
             OutOfMemory: instead of any other error that an allocator had nothing left.
@@ -104,36 +104,38 @@ class MemoryFailures:
             self.path.parent.rmdir()
 
     def _out_of_memory(self, error: BaseException) -> str:
-        """Write the file; what to change first."""
+        """Write the file, and return the option to change first."""
         phase = phase_of(error)
         while error.__cause__ is not None:
             error = error.__cause__
-        said = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
+        message = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
         device = self._memory.device.type
         change = setting(self._checked.config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
         planned: Peaks = {}
-        with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # of a model that cannot be planned
+        with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # from models that cannot be planned
             planned, advised = planned_memory(self._checked, phase, device_type=device)
             change = advised or change
-        self._save(
-            said if "out of memory" in said else f"out of memory: {said}", phase=phase, planned=planned, change=change
-        )
+        title = message if "out of memory" in message else f"out of memory: {message}"
+        self._save(title, phase=phase, planned=planned, change=change)
         return change
 
     def _nearly_full(self, left: Room) -> None:
-        """The host has little left; called from another thread."""
-        where = "the container's limit" if left.limited_by == "container" else "this machine"
-        what = f"host memory is nearly full: {left.available / GIB:.2f} GiB are left of {where} ({left.total / GIB:.1f} GiB)"
+        """Write the file because the host has little memory left; called from another thread."""
+        limit = "the container's limit" if left.limited_by == "container" else "this machine"
+        message = (
+            f"host memory is nearly full: {left.available / GIB:.2f} GiB are left of {limit} "
+            f"({left.total / GIB:.1f} GiB)"
+        )
         change = setting(self._checked.config, None, on_host=True)
         if self.state is not None:
             self.state.run_dir.event("host_memory_low", step=self.state.step, available_gib=left.available / GIB)
         self._save(
-            f"{what}\nwritten in advance: if the process was killed without a message, this is why",
+            f"{message}\nwritten in advance: if the process was killed without a message, this is why",
             phase=None, planned={}, change=change,
         )  # fmt: skip
-        logger.warning("%s; change first: %s; measured memory: %s", what, change, self.path)
+        logger.warning("%s; change first: %s; measured memory: %s", message, change, self.path)
 
-    def _save(self, what: str, *, phase: str | None, planned: Peaks, change: str) -> None:
+    def _save(self, title: str, *, phase: str | None, planned: Peaks, change: str) -> None:
         step = (
             "before the first step"
             if self.state is None
@@ -141,7 +143,7 @@ class MemoryFailures:
         )
         lines = [
             f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {step}" + ("" if phase is None else f", phase: {label(phase)}"),
-            what,
+            title,
             f"change first: {change}",
             "",
             *_table(planned, {name: dict(peak) for name, peak in self._memory.peaks.items()}, phase),
@@ -155,7 +157,7 @@ class MemoryFailures:
 
 
 def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
-    """GiB that the estimate has for each phase; and, if the phase has its peak, the option that lowers it most, with its cost."""
+    """Return the estimated GiB of each phase and, if `phase` has the peak, the option that lowers it most, or None."""
     memory = run_memory(checked)
     plan = memory.plan()
     peaks = {name: size / GIB for name, size in plan.peaks.items()}
@@ -164,12 +166,12 @@ def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -
     advice = memory.advice(_LOWER * reserved(plan.peak) / GIB, device=TargetDevice(device_type))
     if advice is None or not advice.switches:
         return peaks, None
-    switch = max(advice.switches, key=lambda one: one.saves).switch
+    switch = max(advice.switches, key=lambda step: step.saves).switch
     return peaks, f"{switch.flags} ({switch.cost})"
 
 
 def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:
-    """Planned and measured peaks by phase; the one that failed is marked."""
+    """Return the lines of a table of planned and measured peaks by phase, with a mark at the one that failed."""
     names = [name for name in PHASES if name in planned or name in measured]
     headings, *rows = memory_table({name: measured.get(name, {}) for name in names})
     table = [[headings[0], "planned", *headings[1:], ""]]
@@ -180,7 +182,7 @@ def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: s
 
 
 def _rooms(device: torch.device) -> list[str]:
-    """What the device and the host have left."""
+    """Return lines with the free memory of the host and of the device."""
     left = room()
     lines = [f"host: {left.available / GIB:.2f} of {left.total / GIB:.1f} GiB available ({left.limited_by})"]
     if device.type == "cuda":
@@ -190,12 +192,12 @@ def _rooms(device: torch.device) -> list[str]:
 
 
 def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) -> str:
-    """The one option to change after an OOM, with what it costs.
+    """Return the option to change after an OOM, with its cost.
 
     Args:
         config: the run.
-        phase: that it was in.
-        on_host: whether it was the host's memory.
+        phase: phase that the run was in, or None if it is unknown.
+        on_host: whether the host's memory ran out.
     """
     workers = config.dataloader.dataloader_num_workers
     if on_host and phase is None and workers > 1:
@@ -206,9 +208,8 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
         return f"--batch_size 1 --gradient_accumulation_steps {steps} (the same gradient in smaller micro-batches)"
     if phase == ENCODING_TEXT:
         return _for_text(config, on_host=on_host)
-    if (
-        phase == CHECKPOINT and config.training.async_checkpointing and config.parallel.fsdp is None
-    ):  # which gathers anyway
+    # FSDP2 gathers into host memory in any case.
+    if phase == CHECKPOINT and config.training.async_checkpointing and config.parallel.fsdp is None:
         return "--no-async_checkpointing (training waits for each save, and no second copy is in host memory)"
     for name in _SWITCHES.get(phase, ()):
         for switch in SWITCHES:
@@ -218,21 +219,22 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
 
 
 def _for_text(config: TrainConfig, *, on_host: bool) -> str:
-    """The option that makes text encoders smaller, by the one that is in use."""
+    """Return the option that makes text encoders smaller than those in use."""
     dtypes = {name: config.get(name) for name in ("text_encoder_dtype", "text_encoder_2_dtype")}
     wide = " ".join(f"--{name} bf16" for name, dtype in dtypes.items() if dtype == "fp32")
-    kind, is_cast = config.model.quantize_text_encoders, dtypes["text_encoder_dtype"] not in ("fp32", "bf16", "fp16")
+    quantization = config.model.quantize_text_encoders
+    is_cast = dtypes["text_encoder_dtype"] not in ("fp32", "bf16", "fp16")
     if wide:
         return f"{wide} (half as large)"
-    if kind == "none" and not is_cast:
+    if quantization == "none" and not is_cast:
         return "--quantize_text_encoders int8 (text encoders are rounded: prompts are encoded a bit differently)"
-    if kind in ("int8", "fp8") and not on_host:
+    if quantization in ("int8", "fp8") and not on_host:
         return "--quantize_text_encoders nf4 (text encoders are rounded to 4 bits)"
     return "--precompute_conditions, with a cache that was filled on a machine with more memory"
 
 
 def _helps(switch: Switch, config: TrainConfig) -> bool:
-    """Whether a switch is off, may be on in this run, and is not what the user has decided otherwise."""
+    """Return whether a switch is off, may be on in this run, and was not decided otherwise by the user."""
     is_lora = config.training.training_type == "lora"
     fits = {
         "gradient_checkpointing": config.memory.activation_memory is None and config.memory.stored == "none",

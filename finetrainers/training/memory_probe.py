@@ -23,34 +23,34 @@ logger = logging.getLogger(__name__)
 
 
 def wants_memory_probe(option: str, parallel: Strategy) -> bool:
-    """Whether `--dry_batches` asks for them; by itself on CUDA alone, where memory is short and steps are quick."""
+    """Return whether `--dry_batches` asks for a probe; `auto`: on CUDA, where memory is short and steps are quick."""
     return option == "on" or (option == "auto" and parallel.device.type == "cuda" and parallel.can_drop_gradients)
 
 
 def probe_memory(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any]) -> None:
-    """Forward and backward of one micro-batch of each size, largest first; no update follows, and nothing remains.
+    """Run forward and backward of a micro-batch of each size, largest first; no update follows, and nothing remains.
 
-    Meanwhile as much memory is held as the optimizer will take at its first update. With accumulation the largest comes
-    twice: the second time, gradients are there already. An OOM is handled as in training.
+    Meanwhile the memory is reserved that the optimizer will take at its first update. With accumulation the largest
+    micro-batch runs twice: the second time, gradients exist already. An OOM is handled as in training.
 
     Raises:
         OutOfMemory: a size does not fit.
     """
     parallel, config = state.parallel, state.config
-    held = _optimizer_room(state)
+    reserved = _reserve_optimizer_memory(state)
     first: tuple[str, Any] | None = None
     for name, step in state.method.dry_steps(state.transformer):
         first = first or (name, step)
-        _dry(state, accumulate, name, step)
+        _probe_size(state, accumulate, name, step)
     if first is not None and method_spec(config).accumulates(config):
-        _dry(state, accumulate, f"{first[0]}, accumulated", first[1])
-    del held, first
+        _probe_size(state, accumulate, f"{first[0]}, accumulated", first[1])
+    del reserved, first
     parallel.drop_gradients()
     free_memory()
-    peak_gib(parallel.device)  # what training reports is its own
+    peak_gib(parallel.device)  # training must not report the probe's peak
 
 
-def _dry(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any], name: str, step: Any) -> None:
+def _probe_size(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any], name: str, step: Any) -> None:
     started = time.perf_counter()
     peak_gib(state.parallel.device)
     # Neither unscaled nor clipped: an fp16 scaler allows that once per update, and none follows.
@@ -68,12 +68,12 @@ def _dry(state: TrainState, accumulate: Callable[[TrainState, Attempt], Any], na
     logger.info("dry batch of %d x %s: %.2f s%s", samples, name, seconds, memory)
 
 
-def _optimizer_room(state: TrainState) -> torch.Tensor | None:
-    """Memory on the device as large as the optimizer's state will be; None where it is there already, or elsewhere."""
+def _reserve_optimizer_memory(state: TrainState) -> torch.Tensor | None:
+    """Return device memory as large as the optimizer's state will be, or None if that exists or lies elsewhere."""
     device, options = state.parallel.optimizer_device, state.config.optimizer
     recipe = RECIPES[resolve_name(options)]
-    is_there = bool(getattr(state.optimizer, "state", None))
-    if device.type != "cuda" or recipe.on_host or options.use_cpu_offload_optimizer or is_there:
+    has_state = bool(getattr(state.optimizer, "state", None))
+    if device.type != "cuda" or recipe.on_host or options.use_cpu_offload_optimizer or has_state:
         return None
     count = sum(p.numel() for p in state.transformer.parameters() if p.requires_grad)
     size = int(count // state.parallel.optimizer_shards * recipe.state_bytes)

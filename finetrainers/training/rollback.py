@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def roll_back(state: TrainState) -> None:
     """Restore the newest verified checkpoint on all ranks, and skip the data from there to the step that failed.
 
-    Everything random in a step follows from its position in the data, so the same data would fail in the same way again.
+    Everything random in a step follows from its position in the data, so the same data would fail in the same way.
     Weights, optimizer, averages, the step and with it the learning rate are restored; the data continues after that of
     the failed step. The number of updates of the run stays the same.
 
@@ -35,7 +35,7 @@ def roll_back(state: TrainState) -> None:
     while not state.method.can_stop_after(state.step + ahead):  # a rollout is skipped as a whole
         ahead += 1
     state.data_ahead = ahead
-    state.guards.memory.sizes = fits  # what was found out since still holds
+    state.guards.memory.sizes = fits  # sizes that were learned since still hold
     if state.parallel.is_main:
         state.run_dir.rewind(state.step)
     state.run_dir.event("rollback", step=state.step, failed=failed, data_ahead=ahead, path=str(directory))
@@ -45,20 +45,20 @@ def roll_back(state: TrainState) -> None:
 
 
 def _newest(state: TrainState) -> Path:
-    """The checkpoint that rank 0 finds whole."""
-    path, why = None, ""
+    """Return the newest checkpoint that rank 0 finds complete."""
+    path, problem = None, ""
     if state.parallel.is_main:
         try:
             path = find_checkpoint("latest", state.run_dir.root)
             if path is not None and read_state(path)["step"] < state.oldest_rollback_step:
-                path, why = None, f"{path} was saved before --reset took effect"
+                path, problem = None, f"{path} was saved before --reset took effect"
         except ValueError as error:
-            why = str(error)
-    path, why = state.parallel.same_on_all((path, why))
+            problem = str(error)
+    path, problem = state.parallel.same_on_all((path, problem))
     if path is None:
         raise NonFiniteError(
-            f"step {state.step + 1} was not finite, and there is nothing to roll back to: {why}. Lower --lr, or save "
-            "more often with --checkpointing_steps"
+            f"step {state.step + 1} was not finite, and there is nothing to roll back to: {problem}. Lower --lr, or "
+            "save more often with --checkpointing_steps"
         )
     return path
 

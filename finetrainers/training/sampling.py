@@ -1,4 +1,4 @@
-"""Sample clips with diffusers' own pipeline: from prompts that are encoded already, and a model's parts. No trainer is needed."""
+"""Sample clips with diffusers' own pipeline, from encoded prompts and a model's components. No trainer is needed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from finetrainers.utils.seeding import derive_seed
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts whose text is encoded, so that sampling needs no text encoder; conditions are on the CPU, each with B = 1.
+    """Encoded prompts, so that sampling needs no text encoder; conditions are on the CPU, each with B = 1.
 
     Attributes:
-        prompts: as they were given.
+        prompts: the prompts.
         conditions: of each prompt.
-        images: first frame of each clip; None where it is sampled from text alone.
-        last_images: last frame, likewise.
+        images: first frame of each clip, or None where it is sampled from text alone.
+        last_images: last frame of each clip, or None where it is free.
         negative: conditions of the negative prompt, by default the empty one, for guidance.
     """
 
@@ -45,7 +45,7 @@ class EncodedPrompts:
     negative: Conditions
 
     def part(self, start: int, stop: int) -> EncodedPrompts:
-        """Some of the prompts."""
+        """Return the encoded prompts from `start` to before `stop`."""
         rows = slice(start, stop)
         return EncodedPrompts(
             self.prompts[rows], self.conditions[rows], self.images[rows], self.last_images[rows], self.negative
@@ -54,12 +54,12 @@ class EncodedPrompts:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How clips are denoised.
+    """Settings of denoising.
 
     Attributes:
         frame_rate: frames per second of the samples.
         num_inference_steps: denoising steps.
-        guidance_scale: None is the pipeline's own.
+        guidance_scale: guidance scale, or None for the pipeline's own.
         extra: further arguments of the pipeline's call.
     """
 
@@ -71,7 +71,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class SamplingParts:
-    """What samples are drawn with.
+    """Components that samples are drawn with.
 
     Attributes:
         transformer: the network, in eval mode.
@@ -90,7 +90,7 @@ class SamplingParts:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One clip to sample.
+    """A clip to sample.
 
     Attributes:
         conditions, negative: of the prompt and of the empty one, with B = 1.
@@ -113,32 +113,33 @@ def encode_prompts(
     negative: str = "",
     failed: dict[int, Exception] | None = None,
 ) -> EncodedPrompts:
-    """Encode prompts and the negative prompt, and read the images that are given with them, or the first frame of their videos.
+    """Encode prompts and the negative prompt, and read the prompts' images or the first frames of their videos.
 
     Args:
         spec, encoders: the model and its text encoders.
         prompts: to encode.
-        dtype: of the conditions; None: as they are encoded.
+        dtype: of the conditions, or None to keep that of the encoder.
         negative: the negative prompt.
-        failed: gets the errors of prompts that cannot be encoded, by index, whose conditions are empty then; None: they are raised.
+        failed: gets the errors of prompts that cannot be encoded, by index, whose conditions are empty then; or None
+            to raise them.
     """
     conditions: list[Conditions] = []
     images: list[Any] = []
     last_images: list[Any] = []
     for index, prompt in enumerate(prompts):
-        found, image, last = Conditions({}), None, None
+        encoded, image, last = Conditions({}), None, None
         try:
             image = None if spec.facts.media else _first_frame(prompt)
             last = None if prompt.last_image is None else load_image(open_image(prompt.last_image))
             if spec.facts.text_sees_image:
-                found = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
+                encoded = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
             else:
-                found = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
+                encoded = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
         except Exception as error:
             if failed is None:
                 raise
             failed[index] = error
-        conditions.append(found)
+        conditions.append(encoded)
         images.append(image)
         last_images.append(last)
     negatives = spec.encode_text(encoders, [negative]).to("cpu", dtype)
@@ -146,7 +147,7 @@ def encode_prompts(
 
 
 def sample_seed(seed: int, prompt: str) -> int:
-    """The seed of `torch.Generator` for the initial noise of a sample: of its seed and its prompt, and of nothing else.
+    """Return the seed of `torch.Generator` for a sample's initial noise, derived from its seed and prompt only.
 
     So a sample does not depend on which others are drawn, in which order, or in which process.
     """
@@ -162,14 +163,14 @@ def prompt_request(
     settings: SamplingSettings,
     seed: int,
 ) -> PromptRequest:
-    """The request for a sample of an encoded prompt.
+    """Return the request for a sample of an encoded prompt.
 
     Args:
         spec: of the model.
-        encoded: prompts.
-        index: which of them.
+        encoded: the prompts.
+        index: index of the prompt.
         size: frames, height and width of the sample.
-        settings: how it is denoised.
+        settings: settings of denoising.
         seed: of its noise; see `sample_seed`.
     """
     prompt = encoded.prompts[index]
@@ -192,44 +193,44 @@ def prompt_request(
 
 
 def _first_frame(prompt: ValidationPrompt) -> Any:
-    """The image that conditions a prompt's clip, or None."""
+    """Return the image that conditions a prompt's clip, or None."""
     if prompt.image is not None:
         return load_image(open_image(prompt.image))
     if prompt.video is None:
         return None
     path = Path(prompt.video)
-    found = probe(path)
-    return Image.fromarray(read_frames(path, [0], height=found.height, width=found.width)[0].numpy())
+    info = probe(path)
+    return Image.fromarray(read_frames(path, [0], height=info.height, width=info.width)[0].numpy())
 
 
 def _prefix(
     spec: ModelSpec, prompt: ValidationPrompt, size: tuple[int, int, int], *, frame_rate: float
 ) -> Tensor | None:
-    """The frames that a prompt's clip begins with, the last ones of its video, `[1, 3, F, H, W]` in [-1, 1]; or None."""
+    """Return the last frames of a prompt's video, which its clip begins with, `[1, 3, F, H, W]` in [-1, 1]; or None."""
     if prompt.prefix is None:
         return None
-    path, wanted = prompt.prefix
-    found = probe(path)
-    fps = playback_fps(found.fps, frame_rate)
-    available = num_available(found.frames, source_fps=found.fps, fps=fps)
-    frames = spec.facts.geometry.prefix_frames(wanted, available)
+    path, requested = prompt.prefix
+    info = probe(path)
+    fps = playback_fps(info.fps, frame_rate)
+    available = num_available(info.frames, source_fps=info.fps, fps=fps)
+    frames = spec.facts.geometry.prefix_frames(requested, available)
     return given_video(path, (frames, *size[1:]), frame_rate=frame_rate, start=available - frames)
 
 
 def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, start: int | None = None) -> Tensor:
-    """A part of a video as the clips of a dataset are cut, `[1, 3, T, H, W]` in [-1, 1].
+    """Return a segment of a video, cut as the clips of a dataset are, `[1, 3, T, H, W]` in [-1, 1].
 
     Args:
         path: of the video.
         size: frames, height and width that it is cut to.
         frame_rate: of the sample.
-        start: its first frame, counted at that rate; None: the beginning.
+        start: its first frame, counted at that rate, or None for the beginning.
     """
-    found = probe(path)
+    info = probe(path)
     clip = Clip(
-        index=0, path=path, caption="", kind="video", bucket=size, fps=playback_fps(found.fps, frame_rate),
-        num_frames=found.frames, source_fps=found.fps, width=found.width, height=found.height, start=start,
-        is_variable=found.is_variable,
+        index=0, path=path, caption="", kind="video", bucket=size, fps=playback_fps(info.fps, frame_rate),
+        num_frames=info.frames, source_fps=info.fps, width=info.width, height=info.height, start=start,
+        is_variable=info.is_variable,
     )  # fmt: skip
     return to_unit_range(load_clip(clip, generator=torch.Generator("cpu"))[None])
 
@@ -238,20 +239,20 @@ def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, st
 def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[PromptRequest]) -> Iterator[np.ndarray]:
     """Yield the clip of each request, frames `[T, H, W, 3]` uint8."""
     needs_image = spec.facts.needs_image  # then no other pipeline samples it
-    for image_to_video, group in groupby(requests, key=lambda one: needs_image or one.request.starts_from_image):
+    for image_to_video, group in groupby(requests, key=lambda p: needs_image or p.request.starts_from_image):
         with _pipeline(spec, parts, image_to_video=image_to_video) as pipeline:
-            for wanted in group:
-                request = wanted.request
-                conditions, negative = wanted.conditions.to(parts.device), wanted.negative.to(parts.device)
+            for prompt in group:
+                request = prompt.request
+                conditions, negative = prompt.conditions.to(parts.device), prompt.negative.to(parts.device)
                 with fitted_vae(spec, parts.vae, (request.num_frames, request.height, request.width)):
-                    frames = spec.sample(pipeline, conditions, negative, request, wanted.noise)
+                    frames = spec.sample(pipeline, conditions, negative, request, prompt.noise)
                 beat()
                 yield (np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8)
 
 
 @contextmanager
 def _pipeline(spec: ModelSpec, parts: SamplingParts, *, image_to_video: bool) -> Iterator[Any]:
-    """A pipeline on the device; afterwards the trained parts are there, and what only sampling needs is not."""
+    """Yield a pipeline on the device; leave the trained components there, and take away what only sampling needs."""
     offload = parts.offload and parts.device.type != "cpu"
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
     pipeline.set_progress_bar_config(disable=True)

@@ -1,4 +1,4 @@
-"""Stage the training state in host memory for asynchronous checkpointing, while the next step already computes gradients."""
+"""Stage the training state in host memory for asynchronous checkpointing, while the next step computes gradients."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _BUFFER_BYTES = 64 << 20
 class Staging:
     """Host memory that copies of the training state are made in, one at a time.
 
-    `begin` returns at once; a thread then copies during the forward and backward passes of the next step. Whoever
-    changes the state calls `wait` before. The memory is used again by the next copy: to get it from the system takes
+    `begin` returns at once; a thread then copies during the forward and backward passes of the next step. Code that
+    changes the state must call `wait` before. The next copy reuses the memory: to get it from the system takes
     several times as long as to copy.
 
     Attributes:
-        waited_s: how long `wait` has waited for the last copy, in seconds.
+        waited_s: seconds that `wait` has waited for the last copy.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Staging:
         self.waited_s = 0.0
         self._reserved = threading.Event()
         self._reserved.set()
-        self._kept: list[torch.UntypedStorage] = []  # those of the last copy, or for the first one
+        self._storages: list[torch.UntypedStorage] = []  # of the last copy, or for the first one
         self._buffers: dict[torch.device, _PageLocked] = {}
 
     def reserve(self, value: Any) -> Callable[[], None]:
@@ -49,10 +49,10 @@ class Staging:
             value: what will be copied.
 
         Returns:
-            What gets it. It has to be called, in any thread, and `begin` waits for it.
+            A function that gets it. It has to be called, in any thread, and `begin` waits for it.
         """
-        assert not self._kept, "there is memory already"
-        storages = {s.data_ptr(): s for t in tensors_in(value) for p in parts_of(t) for s in [p.untyped_storage()]}
+        assert not self._storages, "there is memory already"
+        storages = {s.data_ptr(): s for t in tensors_in(value) for p in plain_tensors(t) for s in [p.untyped_storage()]}
         sizes = [storage.nbytes() for storage in storages.values()]
         self._reserved.clear()
 
@@ -62,42 +62,43 @@ class Staging:
                     storage = torch.UntypedStorage(size)
                     # The system gives a page when it is first written to.
                     np.copyto(torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), 0)  # type: ignore[call-overload]
-                    self._kept.append(storage)
+                    self._storages.append(storage)
             finally:
                 self._reserved.set()
 
         return get
 
     def begin(self, value: T, *, at_once: Any = (), spare: Iterable[Tensor] = ()) -> tuple[T, Callable[[], None]]:
-        """A copy of nested dictionaries, lists and tuples, with all tensors in host memory, whose content comes later.
+        """Begin a copy of nested dictionaries, lists and tuples, with all tensors in host memory.
 
-        Written to a file it gives the same bytes as the original on the host: strides, subclasses (torchao's low-bit
-        states) and shared storages (bitsandbytes' tables) stay what they are. What is no tensor is copied now.
+        The content of its tensors comes later; everything else is copied now. Written to a file the copy gives the
+        same bytes as the original on the host: strides, subclasses (torchao's low-bit states) and shared storages
+        (bitsandbytes' tables) are preserved.
 
         Args:
-            value: what to copy; no copy made before may be in use any more.
-            at_once: tensors of it that are copied before this returns, since nobody waits before changing them.
-            spare: tensors of it that nobody else uses. They are not copied.
+            value: the value to copy; no earlier copy may still be in use.
+            at_once: tensors of it that are copied before this returns, since their owner changes them without waiting.
+            spare: tensors of it that no other code uses. They are not copied.
 
         Returns:
             The copy, and a function that fills it. It has to be called, in any thread, and `wait` waits for it.
         """
         assert self._copied.is_set(), "a copy has not been made"
         self._reserved.wait()
-        copies = _Copies(self._kept)
+        copies = _Copies(self._storages)
         copies.tensors.update((id(tensor), tensor) for tensor in spare)
         for tensor in tensors_in(at_once):
             copies.add(tensor)
         devices = {
-            part.device for tensor in tensors_in(value) for part in parts_of(tensor) if part.device.type != "cpu"
+            part.device for tensor in tensors_in(value) for part in plain_tensors(tensor) if part.device.type != "cpu"
         }
-        for device in devices:  # which may be writing to them still, also to those in host memory
+        for device in devices:  # it may still be writing to the tensors, including those in host memory
             torch.get_device_module(device).synchronize(device)
         self._fill(copies)
         for tensor in tensors_in(value):
             copies.add(tensor)
-        self._kept = copies.storages()
-        copied = copy.deepcopy(value, dict(copies.tensors))  # which also notes the originals, in the dictionary given
+        self._storages = copies.storages()
+        copied = copy.deepcopy(value, dict(copies.tensors))  # a new dictionary: `deepcopy` adds the originals to it
         self.waited_s = 0.0
         self._copied.clear()
 
@@ -111,7 +112,7 @@ class Staging:
         return copied, fill
 
     def wait(self) -> float:
-        """Wait until the copy that has begun is made; the seconds that took. Call it before the state changes."""
+        """Wait until the copy in progress is made, and return the seconds waited; call it before the state changes."""
         if self._copied.is_set():
             return 0.0
         started = time.perf_counter()
@@ -121,7 +122,7 @@ class Staging:
         return seconds
 
     def _fill(self, copies: _Copies) -> None:
-        """Copy what has been added, and forget it piece by piece: gathered weights are in memory of their own."""
+        """Copy the added tensors, and forget them piece by piece: gathered weights are in separate memory."""
         used = set()
         for target, source in copies.to_fill():
             if source.device.type == "cpu":
@@ -137,7 +138,7 @@ class Staging:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors anywhere in nested dictionaries, lists and tuples."""
+    """Yield the tensors anywhere in nested dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -148,24 +149,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(inner)
 
 
-def parts_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's data: itself, or those that a subclass wraps."""
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold a tensor's data: itself, or those that a subclass wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    held = [getattr(tensor, name) for name in names]  # of a DTensor, its mesh is among them
-    return [part for one in held if isinstance(one, Tensor) for part in parts_of(one)]
+    values = [getattr(tensor, name) for name in names]  # a DTensor's include its mesh
+    return [part for value in values if isinstance(value, Tensor) for part in plain_tensors(value)]
 
 
 class _Copies:
-    """Host copies of tensors, and of each storage one, however many tensors look at it.
+    """Host copies of tensors, with one copy of each storage, however many tensors view it.
 
     Attributes:
         tensors: the copies by the identity of their originals.
     """
 
     def __init__(self, free: list[torch.UntypedStorage]) -> None:
-        """`free`: memory that may be used, wherever the size is right."""
+        """Args:
+        free: memory that may be used, wherever the size is right.
+        """
         self.tensors: dict[int, Any] = {}
         self._free: dict[int, list[torch.UntypedStorage]] = {}
         for storage in free:
@@ -179,11 +182,11 @@ class _Copies:
             self.tensors[id(tensor)] = self._copy(tensor)
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The memory of all copies."""
+        """Return the memory of all copies."""
         return list(self._copies.values())
 
     def to_fill(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of copies and of their originals, each pair once."""
+        """Yield the bytes of each copy and of its original, each pair once."""
         self._to_fill.reverse()
         while self._to_fill:
             yield self._to_fill.pop()
@@ -205,7 +208,8 @@ class _Copies:
             free = self._free.get(source.nbytes())
             storage = free.pop() if free else torch.UntypedStorage(source.nbytes())
             target = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-            content = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)  # type: ignore[call-overload]
+            content = torch.empty(0, dtype=torch.uint8, device=source.device)
+            content.set_(source)  # type: ignore[call-overload]
             self._to_fill.append((target, content))
             self._copies[key] = storage
         return self._copies[key]
@@ -214,24 +218,24 @@ class _Copies:
 class _PageLocked:
     """Copies from a device to the host through two page-locked buffers: one is filled while the other is emptied.
 
-    A page-locked copy of everything would need no buffers. But torch's allocator of such memory rounds each piece up to a
-    power of two and keeps it for good, which can be most of a machine's memory.
+    A page-locked copy of everything would need no buffers. But torch's allocator of such memory rounds each piece up to
+    a power of two and keeps it for good, which can be most of a machine's memory.
     """
 
     def __init__(self, device: torch.device, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
         on_device = device.type != "cpu"
         self._module = torch.get_device_module(device) if on_device else None
-        # A stream of its own: it does not wait for the kernels of the step that training is at.
+        # A separate stream: it does not wait for the kernels of the step that training is at.
         self._stream = self._module.Stream(device) if self._module else None
         self._buffers = [
             torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)
         ]
-        self._pieces: list[list[tuple[Tensor, Tensor]]] = [[], []]  # of each buffer: where a piece goes, and the piece
-        self._filled: list[Any] = [None, None]  # of each buffer: the event after which its pieces are there
+        self._pieces: list[list[tuple[Tensor, Tensor]]] = [[], []]  # of each buffer: target and source of each piece
+        self._filled: list[Any] = [None, None]  # of each buffer: the event after which its pieces are complete
         self._current, self._used = 0, 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy the bytes `source`, on the device, to `target`; they are there after `finish`."""
+        """Begin to copy the bytes `source`, on the device, to `target`; `finish` completes it."""
         done = 0
         while done < source.numel():
             buffer = self._buffers[self._current]
@@ -246,12 +250,12 @@ class _PageLocked:
             self._used, done = self._used + count, done + count
 
     def finish(self) -> None:
-        """Wait for what has begun."""
+        """Wait for the copies in progress."""
         self._swap()
         self._swap()
 
     def _swap(self) -> None:
-        """Take the other buffer, once it is filled and emptied."""
+        """Switch to the other buffer, once it is filled and emptied."""
         if self._stream is not None:
             self._filled[self._current] = self._stream.record_event()
         self._current, self._used = 1 - self._current, 0

@@ -33,8 +33,8 @@ class Guards:
     """All guards of a run.
 
     Attributes:
-        nonfinite, spikes, memory, straggler: see there.
-        hacking: of a run that can see reward hacking.
+        nonfinite, spikes, memory, straggler: the guards of every run, see their classes.
+        hacking: the guard of a run that can detect reward hacking, else None.
     """
 
     def __init__(self, config: TrainConfig, *, parallel: Strategy, run_dir: RunDirectory) -> None:
@@ -46,16 +46,16 @@ class Guards:
             run_dir=run_dir,
         )
         self.spikes = SpikeDetector(window=training.spike_window, sigma=training.spike_sigma, run_dir=run_dir)
-        why = retry_refusal(
+        refusal = retry_refusal(
             config.memory.oom_retry, parallel=parallel, in_backward=config.optimizer.optimizer_in_backward
         )
-        self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=why)
+        self.memory = MemoryGuard(parallel=parallel, run_dir=run_dir, refusal=refusal)
         self.straggler = StragglerMonitor(parallel=parallel, run_dir=run_dir)
         rule = method_spec(config).hacking_rule(config)
         self.hacking = None if rule is None else HackingGuard(rule)
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact resume needs, as JSON values."""
+        """Return the state that an exact resume needs, as JSON values."""
         hacking = {} if self.hacking is None else {"hacking": self.hacking.state_dict()}
         return {"spikes": self.spikes.state_dict(), "fits": self.memory.state_dict(), **hacking}
 
@@ -69,7 +69,7 @@ class Guards:
 
 @dataclass
 class TrainState:
-    """What a run trains, how far it is, and where its records go.
+    """State of a run: the network that it trains, its progress, and its records.
 
     Attributes:
         config: the resolved configuration.
@@ -78,20 +78,21 @@ class TrainState:
         parallel: ranks and gradient exchange.
         transformer, optimizer: as `parallel.prepare` returned them.
         total_steps: optimizer steps in all.
-        run_dir: where records go.
+        run_dir: directory of the records.
         watchdog: limits how long a section of the run may take.
         memory: measures peaks by phase.
-        checkpoint_fields: what checkpoints store of how the run began; see `Start.checkpoint_fields`.
-        ema: moving average of the trained weights.
-        meter: of the operations and tokens of the network's calls.
+        checkpoint_fields: facts about the start of the run that checkpoints store; see `Start.checkpoint_fields`.
+        ema: moving average of the trainable weights.
+        meter: counts operations and tokens of the network's calls.
         step: optimizer steps taken.
         shares_saving: whether each rank writes its part of the weights and of the optimizer's state.
         data_ahead: how many steps the data position is ahead of `step`, since a rollback skips data.
         oldest_rollback_step: the first step whose checkpoint has all parts that this run has.
-        stopped_by: what stopped the run before its last step.
-        requests: what was asked for from outside: a stop, a checkpoint, samples.
+        stopped_by: name of the signal, file or guard that stopped the run before its last step, or None.
+        requests: requests from outside: a stop, a checkpoint, samples.
         guards: checks of every step, with state that checkpoints store.
-        staging: copies of all this that asynchronous checkpoints are written from; what changes weights waits for it.
+        staging: copies of the state that asynchronous checkpoints are written from; code that changes weights waits
+            for it.
     """
 
     config: TrainConfig
@@ -126,7 +127,7 @@ class TrainState:
         return self.parallel.unwrap(self.transformer)
 
     def ema_applied(self) -> AbstractContextManager[None]:
-        """Within the block the network has the weights of the moving average, if there is one."""
+        """Give the network the weights of the moving average within the block, if there is one."""
         if self.ema is None:
             return nullcontext()
         self.staging.wait()

@@ -1,4 +1,4 @@
-"""Load the transformer, and save and load what is trained: an adapter or every weight."""
+"""Load the transformer, and save and load its trainable weights: those of an adapter, or all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit
@@ -46,29 +47,30 @@ from .state import TrainState
 #: Dtypes of safetensors files.
 _MAPPED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-#: Of the files that ranks share: smaller ones are many to open, for little to write at once.
+#: Size of the files that ranks share, at least: smaller ones are many to open, for little to write at once.
 LEAST_FILE_BYTES = 256 << 20
 
 
 def mapped_dtype(checked: Preflight, spec: ModelSpec) -> torch.dtype | None:
-    """The dtype in which the transformer's weights are mapped from its files, so that no process holds a copy; None: copied.
+    """Return the dtype in which the transformer's weights are mapped from its files, or None if they are copied.
 
-    It is that of the files, of which all tensors have the same, if that is the one wanted. Full finetuning in fp32 also
-    maps narrower ones: fp32 holds them exactly, and strategies widen them part by part.
+    No process holds a copy of mapped weights. They have the dtype of the files, if all tensors have it and it is that
+    of training. Full finetuning in fp32 also maps narrower weights: fp32 holds them exactly, and strategies widen them
+    part by part.
     """
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
-    is_full, wanted = config.training.training_type == "full-finetune", trainable_dtype(config)
+    is_full, dtype = config.training.training_type == "full-finetune", trainable_dtype(config)
     files = spec.files_of(spec.facts.trained)
     if checkpoint is not None and is_full:
         files = sorted((checkpoint / spec.facts.trained).iterdir())
     if not files or any(file.parent != files[0].parent for file in files) or len(files) == 1:
-        return None  # a single file of another program, whose tensors are put together otherwise
+        return None  # a single file of another program, whose tensors have another layout
     dtypes = {name for file in files if file.suffix == ".safetensors" for name in read_header(file).dtypes.values()}
     stored = _MAPPED.get(dtypes.pop()) if len(dtypes) == 1 else None
     # A LoRA that is added to the weights would round in the narrower dtype.
     adds_lora = checkpoint is None and initial is not None and initial.kind == "lora"
-    widens = is_full and wanted == torch.float32 and not adds_lora
-    return stored if stored == wanted or widens else None
+    widens = is_full and dtype == torch.float32 and not adds_lora
+    return stored if stored == dtype or widens else None
 
 
 def load_trainable_transformer(
@@ -79,21 +81,21 @@ def load_trainable_transformer(
     device: torch.device | None = None,
     sequence_group: ProcessGroup | None = None,
 ) -> nn.Module:
-    """The transformer with what is trained attached, resumed or initial weights included, ready to be wrapped.
+    """Load the transformer with its adapter attached and resumed or initial weights, ready to be wrapped.
 
     Args:
         checked: the run.
         spec: of the model.
         dtype: of the weights as they are loaded.
         device: quantizes frozen weights, layer by layer; default: the CPU.
-        sequence_group: the processes that share each clip with this one; None: nobody does.
+        sequence_group: the processes that share each clip with this one, or None if no process does.
 
     Raises:
         ConfigError: a LoRA target matches nothing, or a LoRA to start from does not fit.
     """
     fault_point("load")
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
-    is_begun = checkpoint is None and initial is not None and initial.kind == "lora"
+    starts_from_lora = checkpoint is None and initial is not None and initial.kind == "lora"
     if checkpoint is not None and config.training.training_type == "full-finetune":
         transformer = spec.load_transformer(dtype, folder=checkpoint / spec.facts.trained)
     else:
@@ -104,7 +106,7 @@ def load_trainable_transformer(
     attach(transformer, config.training)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
-    elif is_begun and initial is not None:
+    elif starts_from_lora and initial is not None:
         with named_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
     if has_reference_adapter(checked):
@@ -124,13 +126,13 @@ def load_trainable_transformer(
 def store_frozen_weights(
     transformer: nn.Module, config: TrainConfig, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | None
 ) -> None:
-    """Store the frozen weights in 8 bits or quantized, and have an adapter cast its inputs, as the options say; in place.
+    """Store frozen weights in 8 bits or quantized, and have an adapter cast its inputs, as the options say; in place.
 
     Args:
         transformer: with its adapter attached.
         config, spec: of the run, and of its model.
         dtype: of the weights as they were loaded.
-        device: quantizes them; None: the CPU.
+        device: quantizes them; default: the CPU.
     """
     if not config.memory.lora_autocast:
         cast_adapter_for_each_use(transformer)
@@ -146,13 +148,13 @@ def store_frozen_weights(
 
 
 def _quantize(transformer: nn.Module, config: TrainConfig, spec: ModelSpec, device: torch.device | None) -> None:
-    """Quantize the frozen weights in place, and say how large the rounding errors are."""
-    kind, num_weights = config.memory.quantize_frozen, sum(p.numel() for p in transformer.parameters())
-    assert kind != "none"
+    """Quantize the frozen weights in place, and print how large the rounding errors are."""
+    quantization, num_weights = config.memory.quantize_frozen, sum(p.numel() for p in transformer.parameters())
+    assert quantization != "none"
     num_quantizable(transformer, config, spec)
     skip = config.memory.quantize_skip_modules or spec.unquantized
-    layers = quantize_frozen(transformer, kind, skip=skip, device=device)
-    for line in summary(layers, kind, of=num_weights):
+    layers = quantize_frozen(transformer, quantization, skip=skip, device=device)
+    for line in summary(layers, quantization, num_weights=num_weights):
         print_line(line)
 
 
@@ -167,10 +169,10 @@ def save_weights(
     """Write the trained weights in diffusers layout.
 
     Args:
-        directory: gets `pytorch_lora_weights.safetensors`, or a folder named after the part that is trained.
+        directory: gets `pytorch_lora_weights.safetensors`, or a directory named after the trainable component.
         state: the run.
-        tensors: all weights of the network, gathered; of a LoRA the trained ones are enough. With `files`, those of this
-            process.
+        tensors: all weights of the network, gathered; for a LoRA the trainable ones are enough. With `files`, those of
+            this process.
         dtype: dtype on disk; None keeps the trained one.
         files: of a network that several processes write.
 
@@ -179,15 +181,15 @@ def save_weights(
     """
     directory.mkdir(parents=True, exist_ok=True)
     is_lora = state.config.training.training_type == "lora"
-    kept = get_peft_model_state_dict(state.network, state_dict=dict(tensors)) if is_lora else tensors
-    weights = {name: tensor.detach().cpu().to(dtype or tensor.dtype).contiguous() for name, tensor in kept.items()}
+    selected = get_peft_model_state_dict(state.network, state_dict=dict(tensors)) if is_lora else tensors
+    weights = {name: tensor.detach().cpu().to(dtype or tensor.dtype).contiguous() for name, tensor in selected.items()}
     if is_lora:
         return state.spec.save_lora(directory, weights, state.network.peft_config["default"].to_dict())
     return state.spec.save_full(directory, state.network, weights, files)
 
 
 def shared_files(state: TrainState, dtype: torch.dtype | None = None) -> StateDictSplit | None:
-    """The weight files of a network whose ranks share the saving; None if rank 0 writes it alone.
+    """Return the weight files of a network whose ranks share the saving, or None if rank 0 writes it alone.
 
     Args:
         state: the run.
@@ -202,7 +204,7 @@ def shared_files(state: TrainState, dtype: torch.dtype | None = None) -> StateDi
 
 
 def wanted_of(files: StateDictSplit | None, parallel: Strategy) -> Wanted | None:
-    """Which weights a rank writes: those of every N-th file; None if rank 0 writes all."""
+    """Return a test for the weights that a rank writes, those of every N-th file, or None if rank 0 writes all."""
     if files is None:
         return None
     own = list(files.filename_to_tensors.values())[parallel.rank :: parallel.world_size]
@@ -220,7 +222,7 @@ def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str =
 
 
 def store_initial_lora(checked: Preflight, spec: ModelSpec) -> str | None:
-    """Store the LoRA that a run began with in its directory; its SHA-256, or None if the run has no use for one.
+    """Store the LoRA that a run started from in its directory, and return its SHA-256, or None if the run needs none.
 
     A resumed run does not depend on the file that `--init_from` named, which may be gone or changed by then.
 
@@ -230,18 +232,18 @@ def store_initial_lora(checked: Preflight, spec: ModelSpec) -> str | None:
     source, folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
     if source is None:
         return None
-    known = (checked.start.origin or {}).get("sha256")
-    if known is not None and source.resolve() == (folder / LORA_FILE).resolve():
-        return known
-    with tempfile.TemporaryDirectory(prefix=f".{INITIAL_LORA}.", dir=folder.parent) as made:
-        path = Path(made) / LORA_FILE
-        if known is None:
+    expected = (checked.start.origin or {}).get("sha256")
+    if expected is not None and source.resolve() == (folder / LORA_FILE).resolve():
+        return expected
+    with tempfile.TemporaryDirectory(prefix=f".{INITIAL_LORA}.", dir=folder.parent) as temporary:
+        path = Path(temporary) / LORA_FILE
+        if expected is None:
             lora = spec.lora_of(source)
             spec.save_lora(path.parent, lora.state(), lora.complete_settings())
         else:
             shutil.copyfile(source, path)
         sha256 = file_sha256(path)
-        if known not in (None, sha256):
+        if expected not in (None, sha256):
             raise ValueError(f"{source} has changed since the run was checked")
         fsync_file(path)
         folder.mkdir(exist_ok=True)
@@ -251,10 +253,10 @@ def store_initial_lora(checked: Preflight, spec: ModelSpec) -> str | None:
 
 
 def start_from_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec, training: TrainingSection) -> None:
-    """Load somebody's LoRA into the attached adapter; for a full finetuning, add it to the weights for good.
+    """Load a LoRA file into the attached adapter; for full finetuning, merge it into the weights.
 
     Raises:
-        ValueError: the file does not fit the adapter, or the transformer; with every difference.
+        ValueError: the file does not fit the adapter, or the transformer; names every difference.
     """
     if training.training_type == "full-finetune":
         spec.merge_lora(transformer, path)
@@ -267,50 +269,51 @@ def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:
     """Attach a LoRA file as it is, with its own rank, alpha and modules; its weights are fp32, as in training.
 
     Raises:
-        ValueError: the file is no LoRA of this model.
+        ValueError: the file is not a LoRA of this model.
     """
     transformer.requires_grad_(False)
     state, settings = spec.read_lora(path)
     check_modules(path, state, transformer)
-    transformer.load_lora_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)  # type: ignore[operator]
+    load_adapter: Any = transformer.load_lora_adapter
+    load_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)
     for name, parameter in transformer.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
-            parameter.requires_grad_(True)  # what is frozen may be stored in 8 bits
-    _set_adapter(state, transformer, path)  # once more: what was made took the dtype of the frozen weights
+            parameter.requires_grad_(True)  # frozen weights may be stored in 8 bits
+    _set_adapter(state, transformer, path)  # again in fp32: PEFT's adapter had the dtype of the frozen weights
 
 
 def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool:
-    """Put another LoRA file into the attached adapter; False, and nothing is done, if it is of another rank or other modules."""
+    """Load another LoRA file into the attached adapter; if its rank or modules differ, load nothing, return False."""
     state, settings = spec.read_lora(path)
     expected = get_peft_model_state_dict(transformer)
     attached = transformer.peft_config["default"]  # type: ignore[union-attr, index]
-    kinds = {
+    expected_settings = {
         "lora_alpha": max(t.shape[0] for n, t in state.items() if "lora_A" in n),
         "use_rslora": False,
         "use_dora": False,
     }
-    kinds |= {name: settings[name] for name in kinds if name in settings}
-    same = all(float(getattr(attached, name)) == float(value) for name, value in kinds.items())
-    patterns = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern"))
-    shapes = [{name: tensor.shape for name, tensor in one.items()} for one in (state, expected)]
-    if not same or patterns or shapes[0] != shapes[1]:
+    expected_settings |= {name: settings[name] for name in expected_settings if name in settings}
+    is_equal = all(float(getattr(attached, name)) == float(value) for name, value in expected_settings.items())
+    has_patterns = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern"))
+    shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, expected)]
+    if not is_equal or has_patterns or shapes[0] != shapes[1]:
         return False
     set_peft_model_state_dict(transformer, state)
     return True
 
 
 def put_averages(path: Path, transformer: nn.Module) -> None:
-    """Replace trained weights by their moving average, as a checkpoint has it.
+    """Replace trainable weights by their moving average, as a checkpoint has it.
 
     Raises:
-        ValueError: it is of other weights.
+        ValueError: the file has averages of other weights.
     """
     parameters, averages = dict(transformer.named_parameters()), load_file(path)
-    odd = sorted(averages.keys() - parameters.keys())
-    if odd:
+    unknown = sorted(averages.keys() - parameters.keys())
+    if unknown:
         raise ValueError(
-            f"{path} holds averages of other weights: {len(odd)} names are not in the network, e.g. {odd[0]}"
+            f"{path} holds averages of other weights: {len(unknown)} names are not in the network, e.g. {unknown[0]}"
         )
     for name, average in averages.items():
         parameters[name].data.copy_(average)
@@ -319,8 +322,8 @@ def put_averages(path: Path, transformer: nn.Module) -> None:
 def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path, *, adapter: str = "default") -> None:
     expected = get_peft_model_state_dict(transformer, adapter_name=adapter)
     if state.keys() != expected.keys():
-        odd = sorted(state.keys() ^ expected.keys())
-        raise ValueError(f"{path} does not fit this adapter: {len(odd)} names differ, e.g. {odd[0]}")
+        differing = sorted(state.keys() ^ expected.keys())
+        raise ValueError(f"{path} does not fit this adapter: {len(differing)} names differ, e.g. {differing[0]}")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(

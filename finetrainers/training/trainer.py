@@ -38,13 +38,13 @@ from .state import TrainState
 logger = logging.getLogger(__name__)
 
 _SAVING_TAKES = (
-    "A checkpoint is put together in host memory: with --no-sharded_checkpoints under FSDP2 that of all ranks on rank 0; "
-    "--async_checkpointing takes a copy of what each rank writes"
+    "A checkpoint is put together in host memory: with --no-sharded_checkpoints under FSDP2 that of all ranks on rank "
+    "0; --async_checkpointing takes a copy of what each rank writes"
 )
 
 
 class Trainer:
-    """Trains the network of a state for a number of optimizer steps."""
+    """Training loop over the optimizer steps of a state's network."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Trainer:
         state: the run, new or restored from a checkpoint.
         lr_at: learning rate of optimizer step n, from 0.
         callbacks: watchers, in order.
-        activations: chooses what blocks store; None: the options say it.
+        activations: chooses what blocks store, or None if the options decide it.
         """
         self.state = state
         self.lr_at = lr_at
@@ -73,7 +73,7 @@ class Trainer:
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
-        """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
+        """Train from the current step to the last, then save; a stop request ends it earlier, with a checkpoint."""
         self.state.transformer.train()
         with self._stopping():
             watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
@@ -83,7 +83,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
-        """At the end of the block, call `on_stop` of every callback; an error of the block is the one that is raised."""
+        """Call `on_stop` of every callback at the end of the block; an error of the block takes precedence."""
         try:
             yield
         except BaseException as error:
@@ -99,7 +99,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Save the last complete step if an exception of the host program's signal handlers ends the block; raise it again."""
+        """Save the last complete step if an exception of the host program's signal handlers ends the block."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit) as interrupt:
@@ -168,7 +168,7 @@ class Trainer:
             blocked_s = self._blocked_s
             work(_largest(step))
             record = self.train_step(step)
-            work(None)  # what follows is of callbacks, too
+            work(None)  # callbacks also run below
             del step  # the method needs the memory for the next one
             if record is None:
                 self._roll_back()
@@ -184,25 +184,25 @@ class Trainer:
                 return
             self._sample_if_due()
             if _is_save_requested(self.state):  # by the hooks that have just run
-                self._save(again=True)
+                self._save(replace=True)
             if state.stopped_by is not None:
                 return
             state.watchdog.enter("step")
             started = self._begin_interval()
 
     def _begin_interval(self) -> float:
-        """The time from which a step is measured. What was sampled and probed before is no part of it."""
+        """Return the start time of a step, and forget the operations that sampling and probing took before it."""
         if self.state.meter is not None:
             self.state.meter.take()
         return time.perf_counter()
 
     def train_step(self, step: Step[Any]) -> Record | None:
-        """One optimizer step: gradients, all-reduce, clipping, the check for NaN, the update.
+        """Take an optimizer step: gradients, all-reduce, clipping, the check for NaN, the update.
 
         A step without micro-batches changes no weight.
 
         Returns:
-            The step's metrics, averaged over all ranks; None if the run must be rolled back.
+            The step's metrics, averaged over all ranks, or None if the run must be rolled back.
         """
         state, parallel, guards = self.state, self.state.parallel, self.state.guards
         for event in step.events:
@@ -235,7 +235,7 @@ class Trainer:
         self._is_changing = True
         action = guards.nonfinite.judge(state.step + 1, record)
         if action == "update" and len(step):
-            record |= guards.spikes.look(state.step + 1, record)
+            record |= guards.spikes.check_step(state.step + 1, record)
             self._update()
         elif action != "update":
             record = {name: value for name, value in record.items() if math.isfinite(value)}
@@ -248,32 +248,32 @@ class Trainer:
         return record
 
     def _attempts(self, step: Step[Any]) -> Iterable[Attempt]:
-        """Attempts at a step, after an OOM once more in smaller micro-batches; the meter counts the last one."""
+        """Return attempts at a step, which an OOM repeats in smaller micro-batches; the meter counts the last one."""
         attempts, meter = self.state.guards.memory.attempts(step, also=self._note), self.state.meter
         return attempts if meter is None else meter.last_of(attempts)
 
     def _note(self) -> list[int]:
-        """What this rank has to tell the others once a step, besides whether the step has fitted."""
+        """Return the numbers that this rank sends to the others with each step, beside whether the step has fitted."""
         return [*self.state.requests.note(), int(self.saving.is_writing)]
 
     def _poll(self) -> None:
-        """Take what was asked for from outside, and conclude a save that has ended: by what the ranks have told each other.
+        """Take requests from outside, and conclude a save that has ended, as all ranks agreed.
 
-        Where a step needs no agreement of its own, as FSDP2's, this is its message. One process needs none, and
-        takes what came while the weights were updated, too.
+        Where the step itself needs no agreement, as with FSDP2, this exchanges the message. A single process needs
+        none, and also takes requests that came while the weights were updated.
         """
         guard, parallel = self.state.guards.memory, self.state.parallel
         agreed, guard.agreed = guard.agreed, None  # a step without micro-batches has no message
         if agreed is None or parallel.world_size == 1:
             agreed = parallel.max_on_host(self._note())
-        *asked, writing = agreed
-        self.state.requests.take(asked)
+        *requests, writing = agreed
+        self.state.requests.take(requests)
         self.saving.poll(writing)
 
     def _measure(self, step: Step[Any], record: Record, *, seconds: float) -> None:
-        """Let what blocks store follow from what a step has taken."""
+        """Let the planner adapt what blocks store to the measured step."""
         if self.activations is not None:
-            self.activations.look(self.state, step, seconds=seconds, operations=record.get("flops"))
+            self.activations.replan(self.state, step, seconds=seconds, operations=record.get("flops"))
 
     @memory_advice("updating the weights")
     def _update(self) -> None:
@@ -292,12 +292,12 @@ class Trainer:
         """Drop the gradients of a step that must not become an update."""
         scaler = self.state.parallel.scaler
         if scaler is not None:
-            # Not by `step`, which skips for gradients that are not finite, while it may be the loss alone that is not.
+            # Not `step`: it skips only if gradients are not finite, and perhaps only the loss is not.
             scaler.update()
         self.state.optimizer.zero_grad()
 
     def _roll_back(self) -> None:
-        self.state.watchdog.enter("checkpoint")  # which is waited for, verified and read
+        self.state.watchdog.enter("checkpoint")  # it is waited for, verified and read
         self.saving.wait()  # it may be the newest
         roll_back(self.state)
         self._saved_step, self._is_changing = self.state.step, False
@@ -307,7 +307,7 @@ class Trainer:
 
     @memory_advice("saving a checkpoint", _SAVING_TAKES)
     def _save_if_due(self) -> None:
-        """Save every N steps and at the end; on request, and to stop, after the next step that can be resumed from."""
+        """Save every N steps and at the end; on a request or a stop, after the next step that can be resumed from."""
         state = self.state
         every = state.config.training.checkpointing_steps
         is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
@@ -317,15 +317,16 @@ class Trainer:
             self._expect_save()
 
     @memory_advice("saving a checkpoint", _SAVING_TAKES)
-    def _save(self, *, again: bool = False) -> None:
+    def _save(self, *, replace: bool = False) -> None:
         """Save this step, and end the run if a stop was requested.
 
         Args:
-            again: whether to replace this step's checkpoint, which lacks what hooks have changed since, as of a guard.
+            replace: whether to replace this step's checkpoint, because hooks have changed state since, such as that of
+                a guard.
         """
         state, requests = self.state, self.state.requests
         stops = _is_save_requested(self.state) and requests.stop is not None
-        if again or self._saved_step != state.step:
+        if replace or self._saved_step != state.step:
             state.watchdog.enter("checkpoint", "save")
             started = time.perf_counter()
             with phase(CHECKPOINT):
@@ -337,7 +338,7 @@ class Trainer:
             state.stopped_by = requests.stop
 
     def _expect_save(self) -> None:
-        """After the first step, if a save in the background will follow, get the memory for it."""
+        """Reserve memory after the first step if a save in the background will follow."""
         training, step = self.state.config.training, self.state.step
         every = training.checkpointing_steps
         follows = every > 0 and step // every * every + every < self.state.total_steps
@@ -356,13 +357,13 @@ class Trainer:
         for callback in self.callbacks:
             work(None)
             self._log(callback.on_step(self.state))
-        # What these hooks have requested is sampled after the next step: some of the callbacks have had their turn.
+        # A request by these hooks is fulfilled after the next step: some of the callbacks have had their turn.
         # After the last step everything is sampled anyway.
         requests.sample = requests.sample and not requested and self.state.step < self.state.total_steps
         self._log(self.state.memory.record_of_validation(is_last=self.state.step == self.state.total_steps))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
-        """Log the steps since the last record, with the seconds that saving took and those of waiting for a slow rank."""
+        """Log the steps since the last record, with the seconds of saving and those of waiting for a slow rank."""
         every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
         record = summarized(records, seconds=seconds, every=every, summaries=summaries)
         record = rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
@@ -370,12 +371,14 @@ class Trainer:
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
-        waiting = self.state.guards.straggler.look(self.state.step, steps=len(records), step_s=record["step_s"])
+        waiting = self.state.guards.straggler.check_interval(
+            self.state.step, steps=len(records), step_s=record["step_s"]
+        )
         hardware = {} if self._hardware is None else self._hardware.record()
         self._log({**record, **waiting, **hardware, **self.state.memory.record()})
 
     def _log(self, record: Record | None) -> None:
-        """Pass numbers of the current step, if there are any, to all callbacks; the names are the same on every rank."""
+        """Pass numbers of the current step, if any, to all callbacks; the names are the same on every rank."""
         if record is None:
             return
         record = {"step": self.state.step, **record}
@@ -383,11 +386,11 @@ class Trainer:
             callback.on_log(self.state, record)
 
     def record_memory(self) -> None:
-        """Write down what all processes took at most, in each phase; every rank must call it."""
+        """Record the peak memory of all processes in each phase; every rank must call it."""
         state = self.state
         state.memory.agree(state.parallel)
-        late = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
-        tiled = {"vae_tiled_from": late} if late else {}
+        tiled_sizes = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
+        tiled = {"vae_tiled_from": tiled_sizes} if tiled_sizes else {}
         state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks, **tiled)
 
     def finish(self) -> None:
@@ -407,20 +410,20 @@ def _is_save_requested(state: TrainState) -> bool:
 
 
 def _largest(step: Step[Any]) -> tuple[int, ...] | None:
-    """Return the latent size of a step's largest micro-batch, which decides how long it takes, or None if it has none."""
+    """Return the latent size of a step's largest micro-batch, which decides its duration, or None if it has none."""
     sizes = [(math.prod(item.latent_size) * len(item), item.latent_size) for item in step.items]
     return max(sizes)[1] if sizes else None
 
 
 def accumulate_gradients(state: TrainState, micro_batches: Attempt) -> dict[str, Tensor]:
-    """Forward and backward of each micro-batch; their summed metrics, still on the device."""
+    """Run forward and backward of each micro-batch, and return their summed metrics, still on the device."""
     parallel = state.parallel
     parallel.begin_step(len(micro_batches))
     totals: dict[str, Tensor] = {}
-    for number, batch in enumerate(micro_batches):
-        # Dropout draws from the global generator: by the place in the step, whichever ranks have the micro-batch.
-        place = number * parallel.data_size + parallel.data_rank
-        _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, place))
+    for position, batch in enumerate(micro_batches):
+        # Dropout draws from the global generator: seeded by the index in the step, whichever rank has the micro-batch.
+        index = position * parallel.data_size + parallel.data_rank
+        _seed_global(parallel.device, derive_seed(state.config.training.seed, "step", state.step, index))
         with parallel.accumulate(state.transformer):
             loss, metrics = state.method.loss(state.transformer, batch)
             fault_point("loss", (loss, *metrics.values()))

@@ -35,17 +35,16 @@ SECTIONS = {
     "uploading": "loading_timeout",
     "closing": "checkpoint_timeout",
 }
-#: In these, processes have very different amounts to do: the time in which one waits for the others does not count.
+#: Sections in which processes have very different amounts to do: the time in which one waits for others does not count.
 _UNEVEN = ("loading", "encoding", "exporting", "uploading")
-#: An adaptive limit needs so many earlier occurrences, and looks at so many.
+#: Earlier occurrences that an adaptive limit needs at least, and those that it remembers at most.
 _LEARNED, _REMEMBERED = 3, 101
-#: An adaptive limit warns after the first, and ends the process after the second, times the median of earlier occurrences.
+#: Multiples of the median of earlier occurrences after which an adaptive limit warns, and ends the process.
 _WARNS, _ENDS = 10, 20
-#: How much later than a limit of the user the interpreter's own timer strikes at the earliest, which needs no Python to run.
-#: It can only exit with 1.
-#: Arming it starts a thread, so that it stays as it is while it strikes at most as much later again.
+#: Seconds that the interpreter's own timer, which needs no Python to run, strikes after a limit of the user at the
+#: earliest. It can only exit with 1. Arming it starts a thread, so it is left alone while it strikes within twice this.
 _BACKSTOP_S = 10.0
-#: Where limits adapt, the timer strikes if no Python has run for between so many and one more times ten minutes.
+#: Where limits adapt, the timer strikes if no Python has run for `_DEAD` to `_DEAD + 1` times ten minutes.
 _DEAD = 5
 
 
@@ -55,24 +54,24 @@ class _Clock:
 
     Attributes:
         section: its name.
-        kind: what it can be compared with; None: with nothing.
+        kind: key of the occurrences that it can be compared with, or None if it can be compared with none.
         by_beats: whether each heartbeat begins another occurrence.
-        begun: when it began, later by the time that was spent waiting for other processes.
+        started: when it began, later by the time that was spent waiting for other processes.
         warns, ends: when it counts as slow, and as hung.
-        paused: since when this process has waited for others; None if it does not.
+        paused: when this process began to wait for others, or None if it is not waiting.
     """
 
     section: str
     kind: Hashable | None = None
     by_beats: bool = False
-    begun: float = 0.0
+    started: float = 0.0
     warns: float = math.inf
     ends: float = math.inf
     paused: float | None = None
 
     @property
     def due(self) -> float:
-        """When the watchdog has something to do."""
+        """The time at which the watchdog must act."""
         return min(self.warns, self.ends)
 
 
@@ -88,7 +87,7 @@ class _Durations:
         self.longest, self.median = max(self.longest, seconds), statistics.median(self.seconds)
 
     def limits(self) -> tuple[float, float]:
-        """Return the seconds after which an occurrence is slow, and hung; what was once survived is neither.
+        """Return the seconds after which an occurrence is slow, and hung; a duration that was survived once is neither.
 
         A run is ended after ten minutes at the earliest, and always reports the section at half of its time.
         """
@@ -99,18 +98,18 @@ class _Durations:
 
 
 class Watchdog:
-    """Ends this process when a section outlasts its limit, and writes down where every thread stood.
+    """Watchdog that ends this process when a section outlasts its limit, and writes the stacks of all threads.
 
     Usage: `with watchdog.running(): ... watchdog.enter("step") ...`; entering a section leaves the one before. A
-    second thread has a clock of its own: `with watchdog.in_thread("checkpoint"): ...`. A heartbeat (`utils.alive`) restarts
-    the section's clock: what makes progress is not ended, however long it takes.
+    second thread has its own clock: `with watchdog.in_thread("checkpoint"): ...`. A heartbeat (`utils.alive`) restarts
+    the section's clock: work that makes progress is not ended, however long it takes.
 
     A limit that the user did not set adapts to the section: see `_Durations.limits`. Only occurrences of one kind are
-    compared, and what has no kind has no such limit: user code, what happens once in a run, and uploads.
+    compared. Work without a kind has no such limit: user code, work that a run does once, and uploads.
 
     Attributes:
-        section: the one that was entered last.
-        exit_code: of a command's process that is ended in the section `closing`.
+        section: the section that was entered last.
+        exit_code: exit code of a command's process that is ended in the section `closing`.
         on_slow: called in a thread with a section, its seconds and their median, when an adaptive limit warns.
     """
 
@@ -123,8 +122,8 @@ class Watchdog:
         rank: of this process.
         limits: seconds that each section may take, 0 for any time, None for a limit that adapts.
         others_s: how long a step may wait on the device for other processes, which may have more to do in it.
-        owns_process: whether the process exits after the run: its exit code is the run's, and the interpreter's timer is
-            this watchdog's also where no limit of the user holds.
+        owns_process: whether the process exits after the run: its exit code is the run's, and this watchdog may set
+            the interpreter's timer even where no limit of the user holds.
         """
         self.file = directory / f"rank-{rank}.txt"
         self.limits = dict(limits)
@@ -152,15 +151,15 @@ class Watchdog:
         directory: Path | None = None,
         owns_process: bool = False,
     ) -> Watchdog:
-        """With the limits that the options set; stacks go to the run directory, if none is given."""
+        """Return a watchdog with the limits of the options; stacks go to `directory`, by default that of the run."""
         limits = {section: getattr(run, option) for section, option in SECTIONS.items()}
         others_s = float(run.nccl_timeout) if num_ranks > 1 else 0.0
-        where = (directory or run.output_dir) / "hangs"
-        return cls(where, rank=rank, limits=limits, others_s=others_s, owns_process=owns_process)
+        hangs = (directory or run.output_dir) / "hangs"
+        return cls(hangs, rank=rank, limits=limits, others_s=others_s, owns_process=owns_process)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within the block, sections are watched. If all limits are 0, it does nothing."""
+        """Watch sections within the block; do nothing if all limits are 0."""
         if all(limit == 0 for limit in self.limits.values()):
             yield
             return
@@ -194,10 +193,10 @@ class Watchdog:
 
         Args:
             section: one of `SECTIONS`.
-            kind: what makes its occurrences comparable; None: they have no adaptive limit.
+            kind: key of comparable occurrences, or None if they have no adaptive limit.
 
         Raises:
-            KeyError: there is no such section.
+            KeyError: the section is unknown.
         """
         self._set("main", section, kind)
         self.section = section
@@ -212,17 +211,17 @@ class Watchdog:
         self._set("main", section, kind, by_beats=by_beats)
 
     def beat(self) -> None:
-        """Start the clock of the section in hand again."""
+        """Restart the clock of the current section."""
         with self._changed:
             clock = self._clocks.get(self._clock_name() or "main")
             if clock is not None and clock.paused is None:
                 if clock.by_beats:
                     self._learn(clock)
-                    clock.begun = time.monotonic()
+                    clock.started = time.monotonic()
                 self._restart(clock)
 
     def pause(self, waiting: bool) -> None:
-        """Stop the clock while this process waits for others, where that says nothing about it."""
+        """Stop the clock while this process waits for others, where the wait says nothing about its own work."""
         with self._changed:
             clock = self._clocks.get(self._clock_name() or "")
             if clock is None:
@@ -233,13 +232,13 @@ class Watchdog:
                 clock.paused, clock.warns, clock.ends = time.monotonic(), math.inf, math.inf
                 self._schedule()
             elif clock.paused is not None:
-                clock.begun += time.monotonic() - clock.paused
+                clock.started += time.monotonic() - clock.paused
                 clock.paused = None
                 self._restart(clock)
 
     @contextlib.contextmanager
     def in_thread(self, section: str) -> Iterator[None]:
-        """Within the block, which one other thread may be in, the section's limit holds too."""
+        """Hold the section's limit within the block as well, which one other thread may be in."""
         self._threads[threading.get_ident()] = "thread"
         self._set("thread", section, "in a thread")
         try:
@@ -255,24 +254,24 @@ class Watchdog:
     def _set(self, name: str, section: str | None, kind: Hashable | None = None, *, by_beats: bool = False) -> None:
         """End the occurrence that a clock is of, and start one of a section."""
         if section is not None:
-            self.limits[section]  # a section of another name is an error also where nothing is limited
+            self.limits[section]  # an unknown section is an error even where nothing is limited
         with self._changed:
             if not self._running:
                 return
-            before = self._clocks.pop(name, None)
-            if before is not None and not before.by_beats:
-                self._learn(before)
+            previous = self._clocks.pop(name, None)
+            if previous is not None and not previous.by_beats:
+                self._learn(previous)
             if section is None:
                 self._schedule()
             else:
-                self._clocks[name] = clock = _Clock(section, kind, by_beats, begun=time.monotonic())
+                self._clocks[name] = clock = _Clock(section, kind, by_beats, started=time.monotonic())
                 self._restart(clock)
 
     def _learn(self, clock: _Clock) -> None:
-        """Remember how long an occurrence that ends now has taken."""
+        """Record the duration of an occurrence that ends now."""
         if clock.kind is not None and self.limits[clock.section] is None:
             durations = self._durations.setdefault((clock.section, clock.kind), _Durations())
-            durations.add(time.monotonic() - clock.begun)
+            durations.add(time.monotonic() - clock.started)
 
     def _restart(self, clock: _Clock) -> None:
         """Set the times at which a clock's occurrence counts as slow and as hung, from now on."""
@@ -331,7 +330,7 @@ class Watchdog:
     def _warn(self, clock: _Clock, now: float) -> None:
         """Write stacks and an event; a disk that hangs must keep neither the run nor this thread waiting."""
         clock.warns = math.inf
-        seconds, median = now - clock.begun, self._durations[clock.section, clock.kind].median
+        seconds, median = now - clock.started, self._durations[clock.section, clock.kind].median
         message = (
             f"the section '{clock.section}' takes unusually long: {seconds:.0f} s, where the median of earlier ones is "
             f"{median:.1f} s; the process is ended in {clock.ends - now:.0f} s if it shows no progress until then"
@@ -354,10 +353,10 @@ class Watchdog:
         elif limit is not None:
             message = f"the section '{section}' took longer than its limit of {limit:g} s (--{option})"
         else:
-            median, seconds = self._durations[section, clock.kind].median, time.monotonic() - clock.begun
+            median, seconds = self._durations[section, clock.kind].median, time.monotonic() - clock.started
             message = (
-                f"the section '{section}' has taken {seconds:.0f} s, where the median of earlier ones is {median:.1f} s: it "
-                f"counts as hung (--{option} sets another limit, 0 none)"
+                f"the section '{section}' has taken {seconds:.0f} s, where the median of earlier ones is "
+                f"{median:.1f} s: it counts as hung (--{option} sets another limit, 0 none)"
             )
         self._dump(message)
         logger.error("%s; the stacks are in %s", message, self.file)

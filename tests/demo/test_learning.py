@@ -1,4 +1,4 @@
-"""Finetuning the embedded model teaches it what it has never seen, measured from the pixels of diffusers' own samples."""
+"""Finetuning the demo model teaches it what it has never seen, measured from the pixels of diffusers' own samples."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def before(base: LTXPipeline) -> Score:
 
 
 def score(pipeline: LTXPipeline) -> Score:
-    return Score.of(sampled(pipeline, ASKED), sampled(pipeline, OTHERS))
+    return Score.from_samples(sampled(pipeline, ASKED), sampled(pipeline, OTHERS))
 
 
 def sampled(pipeline: LTXPipeline, captions: list[str]) -> Measured:

@@ -1,4 +1,4 @@
-"""The first command, with few steps: it must run through and leave what it says; `test_learning.py` trains to the end."""
+"""The first command, with few steps: it must end and leave its results; `test_learning.py` trains to the end."""
 
 from __future__ import annotations
 

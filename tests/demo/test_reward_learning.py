@@ -1,7 +1,7 @@
 """Reward finetuning of the embedded model: held-out captions come to show the preferred color, and the rest as before.
 
-The reward's optimum is red for one half of the captions and cyan, its opposite, for the other, so that no drift raises it.
-`benchmarks/grpo.py --learning` has every algorithm with LoRA and in full.
+The reward's optimum is red for one half of the captions and cyan, its opposite, for the other, so that no drift raises
+it. `benchmarks/grpo.py --learning` has every algorithm with LoRA and in full.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def test_scores_of_held_out_captions_rise(name: str, tmp_path: Path) -> None:
 def test_backpropagated_scores_of_held_out_captions_rise(tmp_path: Path) -> None:
     """Through the reward, the decoder and two of three denoising steps: every sign must be right."""
     changes: dict[str, Any] = {
-        "method": "refl", "draft_k": 2, "sampling_steps": 3, "prompts_per_step": 8, "num_generations": 1, "batch_size": 8,
-        "window_size": None, "window_range": None, "kl_coef": None, "lr": 8e-3, "eval_reward": ["preferred_color"],
-        "eval_steps": 3, "checkpointing_steps": 0,
+        "method": "refl", "draft_k": 2, "sampling_steps": 3, "prompts_per_step": 8, "num_generations": 1,
+        "batch_size": 8, "window_size": None, "window_range": None, "kl_coef": None, "lr": 8e-3,
+        "eval_reward": ["preferred_color"], "eval_steps": 3, "checkpointing_steps": 0,
     }  # fmt: skip
     run(preflight(reward_config(tmp_path, steps=3, evaluated=8, **changes)))
     found = curve(tmp_path / "run", "eval_reward/preferred_color")

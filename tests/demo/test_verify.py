@@ -1,4 +1,4 @@
-"""The verifiers read rendered clips back without a mistake, also after noise and compression, and nothing from nothing."""
+"""The verifiers read rendered clips without a mistake, even after noise and compression, and nothing from nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLLTXVideo
 from finetrainers.data.video.decode import read_frames
 from finetrainers.demo.clips import to_tensor
 from finetrainers.demo.measure import MODEL, prompt_adherence
-from finetrainers.demo.verify import Reading, matches, read, reward, speed_word, wanted, wanted_speed
+from finetrainers.demo.verify import Reading, matches, read, requested_attributes, requested_speed, reward, speed_word
 from finetrainers.demo.world import MOTIONS, SPEEDS, Scene, caption, draw_scene, render
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.video import write_mp4
@@ -70,12 +70,12 @@ def test_speeds_are_told_apart(word: str) -> None:
     for motion in ("left", "right") if word == "quickly" else ("left", "right", "up", "down"):
         reading = read(render(Scene("red", "square", motion, "grey", speed=word)))
         assert speed_word(reading) == word
-        assert wanted_speed(caption(Scene("red", "square", motion, "grey", speed=word))) == word
+        assert requested_speed(caption(Scene("red", "square", motion, "grey", speed=word))) == word
         assert reading.speed == pytest.approx(SPEEDS[word], rel=0.05)
 
 
 def test_speed_is_asked_only_of_what_moves_to_another_place() -> None:
-    assert wanted_speed("a red star growing quickly") is None
+    assert requested_speed("a red star growing quickly") is None
 
 
 def test_a_wrong_clip_is_noticed() -> None:
@@ -208,5 +208,5 @@ def test_pure_noise_matches_by_chance_at_most() -> None:
 
 
 def test_captions_may_leave_things_open() -> None:
-    assert wanted("a cat") == {}
+    assert requested_attributes("a cat") == {}
     assert matches(read(render(draw_scene(0))), "a cat") == {}

@@ -11,7 +11,7 @@ import pytest
 
 from finetrainers.data.video.decode import read_frames
 from finetrainers.demo.data import held_out_scenes, training_scenes, write_clips
-from finetrainers.demo.verify import wanted
+from finetrainers.demo.verify import requested_attributes
 from finetrainers.demo.world import (
     COLORS,
     MOTIONS,
@@ -84,7 +84,7 @@ def test_captions_say_what_is_drawn(phrasing: int) -> None:
         scene = draw_scene("said", i, held_out=None, motions=tuple(MOTIONS), look=("plain", "striped")[i % 2])
         text = caption(scene, phrasing=phrasing)
         names = ("color", "shape", "motion", "background", "look")
-        assert wanted(text) == {name: getattr(scene, name) for name in names}
+        assert requested_attributes(text) == {name: getattr(scene, name) for name in names}
 
 
 def test_phrasings_differ() -> None:

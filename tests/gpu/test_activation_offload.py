@@ -43,7 +43,7 @@ def passes(blocks: Any, offload: ActivationOffload | None, device: str, *, seed:
             if offload is None:
                 x = checkpoint(block, x, shared, use_reentrant=False)
                 continue
-            with offload.store_of(block, (x, shared)).saving_inputs():
+            with offload.open_store(block, (x, shared)).saving_inputs():
                 x = checkpoint(block, x, shared, use_reentrant=False)
         x.float().square().mean().backward()
         del x

@@ -56,11 +56,11 @@ def test_readings_are_those_of_a_gpu() -> None:
 
 def test_reading_does_not_wait_for_the_gpu() -> None:
     made = monitor()
-    made.look()  # starts NVML
+    made.read_once()  # starts NVML
     done = torch.cuda.Event()
     torch.cuda._sleep(10_000_000_000)  # cycles: about five seconds, more than nvidia-smi takes
     done.record()
-    made.look()
+    made.read_once()
     assert made.record().keys() >= NAMES
     assert not done.query(), "the GPU is still at work"
     torch.cuda.synchronize()
@@ -70,7 +70,7 @@ def test_a_run_records_them(start: Callable[..., Run], monkeypatch: pytest.Monke
     def read_at_once(ranks: Any) -> HardwareMonitor | None:
         found = hardware_monitor(ranks)
         assert found is not None
-        found.look()  # three small steps may end before the thread has read
+        found.read_once()  # three small steps may end before the thread has read
         return found
 
     monkeypatch.setattr("finetrainers.training.trainer.hardware_monitor", read_at_once)

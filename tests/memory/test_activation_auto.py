@@ -82,7 +82,7 @@ def test_settings_that_go_with_other_options(planned: Callable[..., Any]) -> Non
     assert planned(attn_backend="_native_math")[1].settings == ("none", "checkpoint")
     casts = planned(layerwise_upcasting_modules=["transformer"])[1]
     assert casts.settings == ("checkpoint", "keep_attention", "offload")
-    assert casts.whole
+    assert casts.all_blocks
     assert casts.choose(Machine(60 * GIB, 0, 100e12, 25e9)).number == 60
     swapped = planned(blocks_to_swap=60)[1]
     assert swapped.work.copied > 40 * GIB

@@ -70,7 +70,7 @@ class Chain(nn.Module):
             if self.offload is None:
                 x = checkpoint(block, x, shared, use_reentrant=False)
             else:
-                with self.offload.store_of(block, (x, shared)).saving_inputs():
+                with self.offload.open_store(block, (x, shared)).saving_inputs():
                     x = checkpoint(block, x, shared, use_reentrant=False)
         return x
 
@@ -94,7 +94,7 @@ def test_any_order_of_passes(order: str) -> None:
             assert torch.equal(a, b)
         arena = offloaded.offload.arena
         assert arena.used == 0
-        # Of two passes, three of six blocks each (the first and the last two do not count), and not what all blocks get.
+        # Two passes, three of six blocks each (the first and the last two do not count), without inputs of all blocks.
         assert arena.peak == 2 * 3 * 256
     assert activation_offload.LAST == 2
 
@@ -115,7 +115,7 @@ def test_reading_what_is_free_gives_nan() -> None:
     blocks = [nn.Identity() for _ in range(4)]
     offload = ActivationOffload(blocks, torch.device("cpu"))
     x = torch.randn(4, 8)
-    store = offload.store_of(blocks[1], (x,))
+    store = offload.open_store(blocks[1], (x,))
     stored = store.put(x.T)
     assert isinstance(stored, Stored)
     taken = stored.take()
@@ -126,4 +126,4 @@ def test_reading_what_is_free_gives_nan() -> None:
     del stored._in_arena  # released already
     for stays in (x[:, ::2], torch.arange(3), x.expand(2, 4, 8)):  # with gaps, integers, repeated
         assert isinstance(store.put(stays), OnDevice)
-    assert isinstance(offload.store_of(blocks[0], (x,)).put(x), OnDevice)
+    assert isinstance(offload.open_store(blocks[0], (x,)).put(x), OnDevice)

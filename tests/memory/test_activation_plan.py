@@ -74,7 +74,7 @@ def chosen(*, device: float, host: float = 100, link: float = 20e9, flops: float
         # On a fast device, copies are hidden no more, and computing costs less than waiting.
         ({"device": 15, "flops": 10e15}, "checkpoint", 9),
         ({"device": 30, "settings": ("none", "checkpoint")}, "checkpoint", 5),
-        ({"device": 30, "whole": True, "settings": ("checkpoint", "keep_attention")}, "keep_attention", 10),
+        ({"device": 30, "all_blocks": True, "settings": ("checkpoint", "keep_attention")}, "keep_attention", 10),
         ({"device": 9}, "checkpoint", 10),
     ],
 )

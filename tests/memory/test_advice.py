@@ -44,7 +44,8 @@ def test_every_switch_is_a_valid_flag() -> None:
     ("processes", "heads", "mode", "sizes"),
     [
         (8, 24, "ulysses", ["2", "4", "8"]), (8, 30, "ulysses", ["2", "4 --sp_mode ring", "8 --sp_mode ring"]),
-        (6, 24, "ulysses", ["2", "3", "6"]), (8, 30, "ring", ["2", "4", "8"]), (1, 24, "ulysses", []), (8, None, "ulysses", []),
+        (6, 24, "ulysses", ["2", "3", "6"]), (8, 30, "ring", ["2", "4", "8"]), (1, 24, "ulysses", []),
+        (8, None, "ulysses", []),
     ],
 )  # fmt: skip
 def test_processes_may_share_clips_where_sizes_divide(
@@ -63,7 +64,7 @@ Saving = tuple[float, float, float]
 
 
 def outcomes_of(savings: dict[str, Saving], refused: set[frozenset[str]] = frozenset()):
-    """Two phases of 100, of which each option that is changed takes its share off, and of the time, which is 60 at most."""
+    """Two phases of 100, which each changed option lowers by its share, and the time, which is 60 at most."""
 
     def outcomes(config: TrainConfig) -> Outcome | None:
         on = {name for name in savings if config.changed(name)}

@@ -71,7 +71,7 @@ def adapted(spec: ModelSpec, stored: ActivationMemory = "checkpoint") -> nn.Modu
 
 
 def passes(spec: ModelSpec, conditions: Conditions, network: Any) -> list[Tensor]:
-    """All that a run does with a network: two guidance passes, a reference without the adapter, two micro-batches, a sample."""
+    """All uses of a network in a run: two guidance passes, a reference without adapter, two micro-batches, a sample."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, network.config.out_channels, 3, 4, 4, generator=generator)
     t = torch.tensor([0.3, 0.7]) if spec.facts.is_flow else torch.tensor([300, 700])
@@ -114,7 +114,7 @@ def test_results_are_the_same_bit_for_bit(family: str, stored: ActivationMemory,
 def test_a_block_that_is_not_awaited_is_seen(
     stored: ActivationMemory, spec_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In forward it computes NaN; in backward, where nobody asks for the block of a saved weight, gradients are wrong."""
+    """In forward it computes NaN; in backward, where no code asks for a saved weight's block, gradients are wrong."""
     spec, conditions = spec_of("ltx_video")
     network = adapted(spec, stored)
     swap = swap_blocks(network, spec.block_modules(network), 4, CPU)

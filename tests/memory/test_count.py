@@ -66,7 +66,7 @@ def test_what_cuda_runs_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exchanging_gradients_during_backward_takes_one_copy_of_them(dtype: torch.dtype) -> None:
-    """As `Split.copies_gradients` says: the copies are there before the step, and sending and receiving takes no more."""
+    """As `Split.copies_gradients` says: the copies exist before the step, and sending and receiving takes no more."""
     peaks = []
     with fake_group(2), FakeTensorMode():
         for exchanges in (False, True):
@@ -149,7 +149,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
 def test_processes_that_share_a_clip_store_activations_of_their_part(
     name: str, tiny_repo: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """What they exchange takes little beside it: within 5 % the estimate has a part of the activations, and all weights."""
+    """Exchanges take little beside it: within 5 % the estimate has a part of the activations, and all weights."""
     network, totals = NETWORKS[name], {}
     repo = published_repository(tiny_repo(network.family, **network.tiny), tmp_path, network.config)
     for sharing, stored, mode in (*product((1, 2), ("none", "checkpoint"), ("ulysses",)), (2, "checkpoint", "ring")):

@@ -102,7 +102,7 @@ def planned_and_counted(
 def test_the_estimate_agrees_with_counting(
     case: Case, tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 5 %, per process: the peak of a step with its update, and what is there between steps, on device and host."""
+    """Within 5 %, per process: the peak of a step with its update, and memory between steps, on device and host."""
     linear = torch.nn.functional.linear
     planned, counted, host, weights = planned_and_counted(case, tiny_repo, tmp_path, monkeypatch)
     assert planned.total == pytest.approx(counted.step / GIB, rel=0.05)

@@ -137,7 +137,8 @@ def test_what_fits_where_is_in_the_documentation() -> None:
             )
         else:
             workload = Workload(
-                frozen_bytes=0, num_trainable=model["params"], activations=activations(model["family"], "full-finetune"), **shape,
+                frozen_bytes=0, num_trainable=model["params"],
+                activations=activations(model["family"], "full-finetune"), **shape,
                 **({} if "fp32" in row else {"trainable_bytes": 2, "optimizer_bytes": 2 + 8 / 256}),
             )  # fmt: skip
         assert f"{estimate(workload).total:.1f}" == gib, row
@@ -167,7 +168,8 @@ def test_sizes_are_those_of_the_published_models() -> None:
 def test_by_hand() -> None:
     """A thousand-token model whose every number can be done in the head: U = 2 * 1024 * 512 * 2 bytes = 2 MiB."""
     workload = Workload(
-        frozen_bytes=3 * GIB, num_trainable=2**27, num_blocks=(256, 256), hidden=512, num_tokens=1024, batch_size=2, ema=True,
+        frozen_bytes=3 * GIB, num_trainable=2**27, num_blocks=(256, 256), hidden=512, num_tokens=1024, batch_size=2,
+        ema=True,
         activations=Activations(kept=(20.0, 22.0), outside=8.0, checkpointed=1.0, forward=16.0, backward=32.0),
     )  # fmt: skip
     plan = estimate(workload)
@@ -232,9 +234,8 @@ def test_what_processes_share() -> None:
         return estimate_for(config, geometry, network, spec=spec, bucket=(49, 384, 384), split=split)
 
     alone = plan(Split())
-    assert (alone.parts["trainable weights"], alone.parts["optimizer state"], alone.parts["gradients"], alone.parts["gathered weights"]) == (
-        4 * weights, 8 * weights, 4 * weights, 0.0,
-    )  # fmt: skip
+    names = ("trainable weights", "optimizer state", "gradients", "gathered weights")
+    assert [alone.parts[name] for name in names] == [4 * weights, 8 * weights, 4 * weights, 0.0]
     copied = plan(Split(copies_gradients=True))
     assert copied.parts["gradient buffers"] == 4 * weights
     assert copied.total == pytest.approx(alone.total + 4 * weights)
@@ -251,15 +252,16 @@ def test_what_processes_share() -> None:
         )
     assert whole.parts["gradients, whole"] == 4 * weights == pytest.approx(47.8, abs=0.1)
     assert shared.parts["gradients"] == pytest.approx(4 * weights / 6)
-    # Gradients that stay whole need no buffer to be summed in. Otherwise the peak is at the last block but one, with the
-    # inputs of 59: half of its gradients are made, and those of the last are summed. Shares of all are there.
+    # Unsharded gradients need no buffer to be summed in. Otherwise the peak is at the last block but one, with the
+    # inputs of 59: half of its gradients are made, and those of the last are summed. Shares of all exist.
     block, outside = 339_831_296 / GIB, 360_714_304 / GIB
     kept = shared.parts["activations kept"] * 59 / 60 + shared.parts["one block in backward"]
     single = 141_576_448 / GIB
     assert shared.total == pytest.approx(16 * weights / 6 + kept + 2 * outside + (4 + 4 + 1) * single, rel=1e-4)
     assert f"{whole.parts['gradients, whole']:.2f}" == "47.76"
     assert f"{shared.parts['gradients']:.2f}" == "7.96"
-    # Two of the largest blocks and what lies outside of blocks in bf16, gradients of one block in fp32, of half a block in bf16.
+    # Two of the largest blocks and weights outside of blocks in bf16, gradients of one block in fp32, of half a block
+    # in bf16.
     assert shared.parts["gathered weights"] == pytest.approx(2 * outside + (4 + 4 + 1) * block)
     assert whole.parts["gathered weights"] == pytest.approx(2 * outside + 4 * block)
     stays = plan(replace(fsdp, reshards=False))

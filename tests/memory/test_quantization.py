@@ -1,4 +1,4 @@
-"""Training a LoRA over quantized frozen weights: exact against dequantized weights, and rounded as the libraries round."""
+"""Training a LoRA over quantized frozen weights: exact against dequantized weights, rounded as the libraries round."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_estimate_knows_what_quantization_saves(kind: Any) -> None:
     saved = sum(bytes_saved(network, kind, skip=SKIP, width=2).values())
     layers = quantize_frozen(network, kind, skip=SKIP)
     assert before - sum(p.nbytes for p in network.parameters()) == saved > 0
-    said = list(summary(layers, kind, of=65536))
+    said = list(summary(layers, kind, num_weights=65536))
     assert said[0].startswith(f"quantized 50% of the weights to {kind}: rounding error ")
     assert said[1].startswith("  largest: ")
     assert "base_layer" not in said[1]

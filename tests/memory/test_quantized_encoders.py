@@ -1,4 +1,4 @@
-"""Quantized text encoders: the classes of T5, LLaMA and CLIP, what they encode to, the cache's names, and the estimate."""
+"""Quantized text encoders: the classes of T5, LLaMA and CLIP, their encodings, the cache's names, and the estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose activation memory changes between steps is the run without, bit for bit; what auto plans for, and says."""
+"""A run whose activation memory changes between steps is the run without, bit for bit; the plans and lines of auto."""
 
 from __future__ import annotations
 

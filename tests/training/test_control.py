@@ -68,7 +68,8 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     assert stopped_at < 30
     assert steps_taken(root) == stopped_at
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
-    assert {k: v for k, v in events[-1].items() if k != "time"} == {"event": "stopped", "step": stopped_at, "by": "SIGTERM"}  # fmt: skip
+    last = {k: v for k, v in events[-1].items() if k != "time"}
+    assert last == {"event": "stopped", "step": stopped_at, "by": "SIGTERM"}
     assert "SIGTERM: stopping after this step" in process.stderr
     # The command that is printed continues the run; here in this process.
     command = f"finetrainers train --config {root / 'config.toml'} --resume_from_checkpoint latest"
@@ -208,7 +209,8 @@ def test_reward_finetuning_stops_between_rollouts(
         "method": "grpo", "model_name": "ltx_video", "pretrained_model_name_or_path": str(tiny_repo("ltx_video")),
         "prompts": str(prompts), "reward": ["brightness"], "rollout_size": "9x64x64", "prompts_per_step": 2,
         "num_generations": 4, "batch_size": 4, "sampling_steps": 5, "transformer_dtype": "fp32", "vae_dtype": "fp32",
-        "text_encoder_dtype": "fp32", "lr": 1e-2, "rank": 4, "lora_alpha": 8, "train_steps": 6, "updates_per_rollout": 2,
+        "text_encoder_dtype": "fp32", "lr": 1e-2, "rank": 4, "lora_alpha": 8, "train_steps": 6,
+        "updates_per_rollout": 2,
     }  # fmt: skip
     straight = run(**values, output_dir=str(tmp_path / "straight"))
     with monkeypatch.context() as patch:

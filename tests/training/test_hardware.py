@@ -1,4 +1,4 @@
-"""Power, temperature and load of GPUs, and traffic, in a run's metrics: as NVML and nvidia-smi tell them, of several processes."""
+"""Power, temperature and load of GPUs, and traffic, in metrics: by NVML and nvidia-smi, of several processes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_machine_without_either(smi: Callable[[str], None], tmp_path: Path, mo
 
 
 def test_a_gpu_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own functions, above a stand-in for NVML's package: a machine with four GPUs, of which the run sees two."""
+    """torch's own functions, above a stand-in for NVML's package: a machine with four GPUs, two visible to the run."""
 
     class NVMLError_DriverNotLoaded(Exception):
         pass
@@ -131,13 +131,13 @@ def test_one_process_between_two_records(clock: SimpleNamespace) -> None:
     )
     assert monitor.record() == {}  # nothing has been read
     for _ in range(3):
-        monitor.look()
+        monitor.read_once()
         clock.s += 5
     expected = {"gpu_power_w": 510, "gpu_temperature_c": 64, "gpu_utilization_percent": 90}
     assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}  # 50 MiB between readings 10 s apart
     assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}, "no reading is newer"
     clock.s += 1  # 6 s after the third reading
-    monitor.look()
+    monitor.read_once()
     expected = {"gpu_power_w": 100, "gpu_temperature_c": 40, "gpu_utilization_percent": 0}
     assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": pytest.approx(4 / 6, abs=1e-3)}
 
@@ -148,22 +148,24 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
     own = [(500.5, 60, 90), (400.25, 70, 80), (600, 80, 100), (300, 50, 10)]
     monitors = [
         HardwareMonitor(
-            group.rank(rank), reads_gpu=readings(own[rank], own[rank]), reads_network=traffic(0, 10 + rank) if rank % 2 == 0 else None
+            group.rank(rank), reads_gpu=readings(own[rank], own[rank]),
+            reads_network=traffic(0, 10 + rank) if rank % 2 == 0 else None,
         )
         for rank in range(4)
     ]  # fmt: skip
     for monitor in monitors:
-        monitor.look()
+        monitor.read_once()
     clock.s += 1
     for monitor in monitors:
-        monitor.look()
+        monitor.read_once()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(HardwareMonitor.record, monitors))
     assert found[0] == found[1] == found[2] == found[3]
     each = {f"{name}/rank_{rank}": own[rank][place] for place, name in enumerate(NAMES) for rank in range(4)}
     assert found[0] == each | {
         "gpu_power_w": 450.1875, "gpu_power_w/sum": 1800.75, "gpu_temperature_c": 80, "gpu_utilization_percent": 70,
-        "gpu_utilization_percent/min": 10, "network_mib_per_s/ethernet_sent": 11, "network_mib_per_s/ethernet_sent_max": 12,
+        "gpu_utilization_percent/min": 10, "network_mib_per_s/ethernet_sent": 11,
+        "network_mib_per_s/ethernet_sent_max": 12,
     }  # fmt: skip
 
 
@@ -211,7 +213,7 @@ def test_a_run_records_what_was_read_and_survives_the_rest(
 
     def monitor(ranks: Any) -> HardwareMonitor:
         made = HardwareMonitor(ranks, reads_gpu=gpu, reads_network=network)
-        made.look()  # as if the first reading had come before the first step's end
+        made.read_once()  # as if the first reading had come before the first step's end
         record = made.record
         made.record = lambda: read.wait(60) and record()  # type: ignore[method-assign, return-value]
         return made

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before anything is loaded; which parts load at once, and that they are gone afterwards."""
+"""Agreement of all ranks before anything is loaded; parts that load at once, and that they are gone afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_that_have_found_other_data_do_not_begin() -> None:
 def test_parts_load_on_all_processes_at_once_where_each_of_them_is_mapped(
     encodes: bool, images: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that is not would be in host memory once for each process; the image encoder only where clips are encoded."""
+    """Other parts would be in host memory once for each process; the image encoder only where clips are encoded."""
 
     class Asked(Exception):
         pass

@@ -35,7 +35,7 @@ def test_an_oom_leaves_a_file(
     fault: str, failed: str, step: str, change: str, options: Callable[..., dict], run: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """It says the phase, the step, what was measured before, what was planned, and what to change; a good run removes it."""
+    """It names the phase, the step, measured and planned memory, and what to change; a good run removes it."""
     values = options(train_steps=2, checkpointing_steps=2)
     monkeypatch.setenv("FINETRAINERS_FAULT", fault)
     path = tmp_path / "run" / "failures" / "rank-0.txt"
@@ -64,7 +64,8 @@ def failures(tmp_path: Path, **changes: Any) -> MemoryFailures:
     config = load_config(
         model_name="ltx_video", pretrained_model_name_or_path="somewhere", output_dir=str(tmp_path), **changes
     )
-    return MemoryFailures(SimpleNamespace(config=config), MemoryRecorder(torch.device("cpu")), rank=3)  # type: ignore[arg-type]
+    checked: Any = SimpleNamespace(config=config)
+    return MemoryFailures(checked, MemoryRecorder(torch.device("cpu")), rank=3)
 
 
 def test_a_host_that_is_nearly_full_is_written_down_in_advance(

@@ -61,7 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = device(monkeypatch)
     recorder = MemoryRecorder(torch.device("cuda"))
-    assert recorder.most() is None
+    assert recorder.highest_peak() is None
     with recorder.running():
         with phase(LOADING):
             taken.update(allocated=10, reserved=12)
@@ -96,7 +96,7 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert found["memory_after_validation/allocated_gib"] == 30
             with phase(CHECKPOINT):
                 taken.update(allocated=21, reserved=40)
-    assert recorder.most() == 30
+    assert recorder.highest_peak() == 30
     assert list(recorder.figures) == list(FIGURES)
     other = {LOADING: {"allocated": 11.0, "reserved": 11.0, "host": 5.0}, ROLLOUT: {"host": 1.0}}
     recorder.agree(SimpleNamespace(gather_objects=lambda mine: [*mine, other]))  # type: ignore[arg-type]
@@ -183,12 +183,13 @@ def test_the_peak_is_of_this_process_alone() -> None:
 @pytest.mark.parametrize(
     ("groups", "files", "total", "available"),
     [
-        ("0::/job\n", {"job/memory.max": "1000", "job/memory.current": "700", "job/memory.stat": "inactive_file 200\n"}, 1000, 500),
+        ("0::/job\n", {"job/memory.max": "1000", "job/memory.current": "700",
+          "job/memory.stat": "inactive_file 200\n"}, 1000, 500),
         ("0::/job\n", {"job/memory.max": "max", "job/memory.current": "700", "job/memory.stat": ""}, None, None),
         # The limit of a group above this one; one of version 1; in a container, whose own group is the root.
         ("0::/a/b\n", {"a/memory.max": "900", "a/memory.current": "100", "a/memory.stat": "anon 3\n"}, 900, 800),
-        ("4:cpu,memory:/x\n3:cpu:/\n", {"memory/x/memory.limit_in_bytes": "800", "memory/x/memory.usage_in_bytes": "900",
-          "memory/x/memory.stat": "total_inactive_file 50\n"}, 800, 0),
+        ("4:cpu,memory:/x\n3:cpu:/\n", {"memory/x/memory.limit_in_bytes": "800",
+          "memory/x/memory.usage_in_bytes": "900", "memory/x/memory.stat": "total_inactive_file 50\n"}, 800, 0),
         ("4:memory:/docker/1f\n", {"memory/memory.limit_in_bytes": "800", "memory/memory.usage_in_bytes": "300",
           "memory/memory.stat": "cache 1\n"}, 800, 500),
         ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "300",

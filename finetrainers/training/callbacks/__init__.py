@@ -1,1 +1,1 @@
-"""What watches a run: metrics, validation, evaluation, progress, trackers."""
+"""Callbacks that watch a run: metrics, validation, evaluation, progress, trackers."""

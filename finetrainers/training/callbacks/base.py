@@ -1,4 +1,4 @@
-"""What may watch a run. Callbacks never change the math; they are called in the order given."""
+"""Base class of callbacks, which watch a run and never change the math; they are called in the order of the list."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Record = dict[str, float]
 
 
 class Callback:
-    """Hooks of a run; override what is needed. Every rank runs every hook.
+    """Hooks of a run; override those you need. Every rank runs every hook.
 
     Numbers that `on_start` or `on_step` returns are logged as one record; every rank must return the same names.
 
     Attributes:
-        samples: whether it samples or evaluates, also when `state.requests.sample` says so.
+        samples: whether it samples or evaluates, and fulfills `state.requests.sample`.
     """
 
     samples = False
 
     def on_start(self, state: TrainState) -> Record | None:
-        """Before the first step of this process."""
+        """Run before the first step of this process."""
 
     def on_step(self, state: TrainState) -> Record | None:
-        """After each optimizer step."""
+        """Run after each optimizer step."""
 
     def on_log(self, state: TrainState, record: Record) -> None:
-        """At every record: each `logging_steps` steps, and whenever a callback returns numbers."""
+        """Run at every record: each `logging_steps` steps, and whenever a callback returns numbers."""
 
     def on_back(self, state: TrainState) -> None:
-        """After a rollback to an earlier step, of `metrics.jsonl` too."""
+        """Run after a rollback to an earlier step, which also truncates `metrics.jsonl`."""
 
     def on_stop(self, state: TrainState) -> None:
-        """After the last step of this process, or when an exception ends the training."""
+        """Run after the last step of this process, or when an exception ends the training."""
 
     def on_end(self, state: TrainState) -> None:
-        """After the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""
+        """Run after the last step, when the results are on disk; or when the run was stopped, with a checkpoint."""
 
 
 _HOOKS = {name: value for name, value in vars(Callback).items() if name.startswith("on_")}
@@ -53,7 +53,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Check callbacks of a user before anything is loaded.
 
     Raises:
-        ConfigError: one is not an instance of `Callback`, or has hooks that are not called or cannot be.
+        ConfigError: a callback is not an instance of `Callback`, or has hooks that are not called or cannot be.
     """
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
         raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_kind(callbacks)}")])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MethodEvaluation(Callback):
-    """Has the method evaluate the network before the first step, every `eval_steps` steps, and at the end; keeps the clips."""
+    """Evaluation by the method before the first step, every `eval_steps` steps, and at the end; it stores the clips."""
 
     samples = True
 
@@ -40,15 +40,16 @@ class MethodEvaluation(Callback):
         was_training = state.transformer.training
         state.transformer.eval()
         with state.ema_applied(), torch.no_grad():
-            found = state.method.evaluate(state.transformer)
+            evaluation = state.method.evaluate(state.transformer)
         state.transformer.train(was_training)
-        for number, prompt, video in found.clips:
+        for number, prompt, video in evaluation.clips:
             frames = (video.permute(0, 2, 3, 1) * 255).round().byte().numpy()
             count, height, width, _ = frames.shape
             seed = state.config.training.seed
             write_sample(
-                state.run_dir.root / "samples", f"eval-{number:03d}-{slug(prompt)}", frames, step=state.step, fps=self.fps,
+                state.run_dir.root / "samples", f"eval-{number:03d}-{slug(prompt)}", frames,
+                step=state.step, fps=self.fps,
                 heading=f"{' '.join(prompt.split())}\nseed {seed} | {count} x {height} x {width} at {self.fps:g} fps",
             )  # fmt: skip
-        state.parallel.barrier()  # the clips of all ranks are there
-        return dict(found.record)
+        state.parallel.barrier()  # until the clips of all ranks are written
+        return dict(evaluation.record)

@@ -24,13 +24,13 @@ _GUARDS: Mapping[str, Summary] = {"nonfinite_steps": "last", "spikes": "last"}
 
 
 def summarized(records: Sequence[Record], *, seconds: float, every: int, summaries: Mapping[str, Summary]) -> Record:
-    """One record of the steps since the last one: means, and for some names the last, least or greatest value.
+    """Return a record of the steps since the last one: means, and for some names the last, least or greatest value.
 
     Args:
         records: of the steps. They are on the host already, so that nothing waits for them.
         seconds: that the steps took in all; `step_s` is their mean.
-        every: steps of a whole interval. Of longer ones than a step, the record also has `steps`, how many it covers, and
-            the greatest gradient norm.
+        every: steps of a whole interval. If it is longer than a step, the record also has `steps`, the number that it
+            covers, and the greatest gradient norm.
         summaries: of the method's numbers; see `Method.summaries`.
     """
     kinds = {**_GUARDS, **summaries}
@@ -38,20 +38,20 @@ def summarized(records: Sequence[Record], *, seconds: float, every: int, summari
     for record in records:
         for name, value in record.items():
             values[name].append(value)
-    found = {
-        name: _summary(kinds.get(name) or kinds.get(f"{name.partition('/')[0]}/") or "mean", of_steps)
-        for name, of_steps in values.items()
+    summary = {
+        name: _summary(kinds.get(name) or kinds.get(f"{name.partition('/')[0]}/") or "mean", series)
+        for name, series in values.items()
     }
     if every > 1:
-        found["steps"] = float(len(records))
+        summary["steps"] = float(len(records))
         if "grad_norm" in values:
-            found["grad_norm_max"] = max(values["grad_norm"])
-    found["step_s"] = seconds / len(records)
-    return found
+            summary["grad_norm_max"] = max(values["grad_norm"])
+    summary["step_s"] = seconds / len(records)
+    return summary
 
 
 def _summary(kind: Summary, values: Sequence[float]) -> float:
-    """One number for many. What is not a number, as the score of clips that all failed, leaves the others alone."""
+    """Return one number for many, ignoring NaN and infinities, such as the score of clips that all failed."""
     if kind == "last":
         return values[-1]
     finite = [value for value in values if math.isfinite(value)]
@@ -61,20 +61,20 @@ def _summary(kind: Summary, values: Sequence[float]) -> float:
 
 
 class MetricsFile(Callback):
-    """Appends every record to metrics.jsonl."""
+    """Writer of metrics.jsonl, which gets every record."""
 
     def on_log(self, state: TrainState, record: Record) -> None:
         state.run_dir.metrics({"time": round(time.time(), 3), **record})
 
 
 class RewardFiles(Callback):
-    """Appends the mean raw score of every logged rollout to `rewards/NAME.txt`, a number a line."""
+    """Writer of `rewards/NAME.txt`, which gets the mean raw score of every logged rollout, a number a line."""
 
     def __init__(self) -> None:
         self._last = -1.0  # the rollout whose scores were written last; its other updates repeat them
 
     def on_start(self, state: TrainState) -> None:
-        """After a resume, the files hold what metrics.jsonl holds, and nothing of steps that will be redone."""
+        """Rewrite the files from metrics.jsonl, so that a resumed run has no scores of steps that will be redone."""
         self._last = -1.0
         folder = state.run_dir.root / "rewards"
         with state.run_dir.recording(folder):
@@ -82,11 +82,11 @@ class RewardFiles(Callback):
                 stale.unlink()
             if not state.run_dir.metrics_file.is_file():
                 return
-            found: dict[str, list[str]] = defaultdict(list)
+            lines_by_name: dict[str, list[str]] = defaultdict(list)
             for record in read_jsonl(state.run_dir.metrics_file)[0]:
                 for name, value in self._scores(record).items():
-                    found[name].append(f"{value:.6g}\n")
-            for name, lines in found.items():
+                    lines_by_name[name].append(f"{value:.6g}\n")
+            for name, lines in lines_by_name.items():
                 write_text_atomic(self._path(state, name), "".join(lines))
 
     def on_back(self, state: TrainState) -> None:
@@ -101,7 +101,7 @@ class RewardFiles(Callback):
                     file.write(f"{value:.6g}\n")
 
     def _scores(self, record: Record) -> Record:
-        """Scores of a rollout that has not been written yet."""
+        """Return the scores of a rollout that has not been written yet; empty if it has."""
         rollout = record.get("rollout", self._last)
         if rollout == self._last:
             return {}

@@ -1,6 +1,6 @@
-"""The progress line: which step of how many, the time left, and how training goes, in as much as the width holds.
+"""The progress line: the step and their number, the time left, and the headline numbers, as far as the width allows.
 
-On a terminal it is a live line, never more than one row. Elsewhere each record is a plain line of its own.
+On a terminal it is a live line, never more than one row. Elsewhere each record is a separate plain line.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _LEVEL = re.compile(r"(\w+)_(\d+\.\d+)")
 #: What the run does between steps, by the watchdog's section.
 _DOING = {"checkpoint": "saving", "sampling": "sampling"}
 
-#: Texts in the order in which they are shown, each with its priority: a narrow line leaves out the highest numbers.
+#: Priority and text of each field, in the order of display: a narrow line leaves out the highest numbers.
 Fields = Sequence[tuple[int, str]]
 
 
 class ProgressLine(Callback):
-    """Step, time left, the method's headline numbers, seconds a step, gradient norm, learning rate, memory, time so far."""
+    """Line of step, time left, headline numbers, seconds a step, gradient norm, learning rate, memory, elapsed time."""
 
-    # Both are there from the start of the run.
+    # Both are set at the start of the run.
     _state: TrainState
     clock: Clock
 
     def __init__(self, *, headline: Sequence[str] = ("loss",), console: Console | None = None) -> None:
         """Args:
         headline: see `Method.headline`.
-        console: where to; default: standard output.
+        console: console to print to; default: standard output.
         """
         self.headline = tuple(headline)
         self.console = console or Console(soft_wrap=True, highlight=False)
@@ -68,17 +68,17 @@ class ProgressLine(Callback):
     def on_log(self, state: TrainState, record: Record) -> None:
         if all(name.startswith(("step", "memory", "phase_s")) for name in record):
             return
-        found = {name: value for name, value in record.items() if _matches(name, self.headline)}
+        headline = {name: value for name, value in record.items() if _matches(name, self.headline)}
         if "step_s" not in record:  # an evaluation
-            self._latest.update(found)
+            self._latest.update(headline)
             self._print([f"step {self._step()}", *_evaluation(record)])
             return
         stale = {name for name in self._record if name in self._latest}
-        self._latest = {name: value for name, value in self._latest.items() if name not in stale} | found
+        self._latest = {name: value for name, value in self._latest.items() if name not in stale} | headline
         self._record = record
         first = next(iter(self._headlines()), None)
-        if first in found:
-            self._recent.append(found[first])
+        if first in headline:
+            self._recent.append(headline[first])
         self.clock.tick(steps=int(record.get("steps", 1)), step_s=record["step_s"])
         if self._live is None:
             step, *others = (text for _, text in self._fields())
@@ -90,14 +90,14 @@ class ProgressLine(Callback):
             self._live.stop()
             self._live = None
 
-    def _print(self, texts: Iterable[str]) -> None:
-        """A line above the live one, in several where it is too long, or else one line."""
+    def _print(self, fields: Iterable[str]) -> None:
+        """Print a line above the live one, wrapped where it is too long; without a live line, print one line."""
         if self._live is None:
             # As rich would, but it takes a good part of a millisecond, at every step of a small model.
-            self.console.file.write(f"{_GAP.join(texts)}\n")
+            self.console.file.write(f"{_GAP.join(fields)}\n")
             self.console.file.flush()
             return
-        for line in _wrapped(texts, self.console.width):
+        for line in _wrapped(fields, self.console.width):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _step(self) -> str:
@@ -109,14 +109,14 @@ class ProgressLine(Callback):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fields = self._fields()
         width = options.max_width
-        shown = fit(fields, width)
-        room = width - len(_GAP.join([*shown, ""])) if len(shown) == len(fields) else 0
-        if room < _BAR[0]:
-            yield Text(_GAP.join(shown), no_wrap=True, overflow="crop")
+        visible = fit(fields, width)
+        columns = width - len(_GAP.join([*visible, ""])) if len(visible) == len(fields) else 0
+        if columns < _BAR[0]:
+            yield Text(_GAP.join(visible), no_wrap=True, overflow="crop")
             return
-        yield Text(shown[0], end=_GAP)
-        yield ProgressBar(self._state.total_steps, self._state.step, width=min(room, _BAR[1]))
-        yield Text(_GAP.join(["", *shown[1:]]), no_wrap=True, overflow="crop")
+        yield Text(visible[0], end=_GAP)
+        yield ProgressBar(self._state.total_steps, self._state.step, width=min(columns, _BAR[1]))
+        yield Text(_GAP.join(["", *visible[1:]]), no_wrap=True, overflow="crop")
 
     def _fields(self) -> Fields:
         step, total, record = self._state.step, self._state.total_steps, self._record
@@ -129,35 +129,35 @@ class ProgressLine(Callback):
         if record and "loss" not in record:
             # A step without micro-batches, or one whose update was left out.
             fields.append((2, "not finite, skipped" if "nonfinite_steps" in record else "nothing to learn"))
-        for place, name in enumerate(self._headlines()):
-            fields.append((3 if place == 0 else 5, f"{self._label(name)} {number(self._latest[name])}"))
-            if place == 0 and len(self._recent) > 1:
+        for index, name in enumerate(self._headlines()):
+            fields.append((3 if index == 0 else 5, f"{self._label(name)} {number(self._latest[name])}"))
+            if index == 0 and len(self._recent) > 1:
                 fields.append((6, f"avg {number(sum(self._recent) / len(self._recent))}"))
         if record:
             fields.append((4, f"{record['step_s']:.3g} s/step"))
             if "grad_norm" in record:
                 fields.append((7, f"grad {record['grad_norm']:.3g}"))
             fields.append((8, f"lr {record['lr']:.2e}"))
-            if (memory := self._state.memory.most()) is not None:
+            if (memory := self._state.memory.highest_peak()) is not None:
                 fields.append((9, f"mem {memory:.1f} GiB"))
         return fields if is_last else [*fields, (10, f"elapsed {clock_time(self.clock.elapsed_s())}")]
 
     def _headlines(self) -> Iterator[str]:
-        """Names of the headline that there are values of, most important first; evaluations have plain lines of their own."""
-        known = self._record if self._live is None else self._latest
-        names = [name for wanted in self.headline for name in known if _matches(name, (wanted,))]
-        yield from dict.fromkeys(names)  # one may be named by itself and with others
+        """Yield the headline names that have values, most important first; evaluations have separate plain lines."""
+        record = self._record if self._live is None else self._latest
+        names = [name for pattern in self.headline for name in record if _matches(name, (pattern,))]
+        yield from dict.fromkeys(names)  # a number may be named by itself and with others
 
     def _label(self, name: str) -> str:
-        """What a number is called: by its kind alone, where it is the only one of it."""
-        kind, _, own = name.partition("/")
-        if own and sum(other.startswith(f"{kind}/") for other in self._latest) == 1:
-            return kind
+        """Return the label of a number: its kind alone, if it is the only one of that kind."""
+        prefix, _, suffix = name.partition("/")
+        if suffix and sum(other.startswith(f"{prefix}/") for other in self._latest) == 1:
+            return prefix
         return name if len(name) <= _NAME else f"{name[: _NAME - 2]}.."
 
 
 class Clock:
-    """How long a run has trained, and how long it will yet: recent steps, and its share of what happens between steps."""
+    """Clock of a run: elapsed time, and time left by recent steps and the average time between steps."""
 
     def __init__(self) -> None:
         self._started = self._first = self._ticked = time.monotonic()
@@ -166,7 +166,7 @@ class Clock:
         self._busy = 0.0
 
     def tick(self, *, steps: int, step_s: float) -> None:
-        """So many steps were taken since the last tick, each in so many seconds."""
+        """Count `steps` since the last tick, each of `step_s` seconds."""
         self._ticked = time.monotonic()
         if not self._steps:
             self._first = self._ticked - steps * step_s
@@ -175,11 +175,11 @@ class Clock:
         self._recent.append((steps, step_s))
 
     def elapsed_s(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return time.monotonic() - self._started
 
     def left_s(self, steps: int) -> float | None:
-        """Seconds that so many more steps will take; None as long as there were none."""
+        """Return the seconds that `steps` more steps will take, or None before the first."""
         if not self._steps:
             return None
         step_s = sum(n * seconds for n, seconds in self._recent) / sum(n for n, _ in self._recent)
@@ -188,20 +188,20 @@ class Clock:
 
 
 def fit(fields: Fields, width: int) -> list[str]:
-    """The texts that a line of this width holds: all up to the first, by priority, that it does not; always that of 0."""
-    kept: set[int] = set()
-    room = width + len(_GAP)
-    for place in sorted(range(len(fields)), key=lambda place: fields[place][0]):
-        priority, text = fields[place]
-        room -= len(text) + len(_GAP)
-        if room < 0 and priority:
+    """Return the texts that fit in `width`, by priority up to the first that does not; priority 0 always stays."""
+    fitting: set[int] = set()
+    columns = width + len(_GAP)
+    for index in sorted(range(len(fields)), key=lambda index: fields[index][0]):
+        priority, text = fields[index]
+        columns -= len(text) + len(_GAP)
+        if columns < 0 and priority:
             break
-        kept.add(place)
-    return [text for place, (_, text) in enumerate(fields) if place in kept]
+        fitting.add(index)
+    return [text for index, (_, text) in enumerate(fields) if index in fitting]
 
 
 def number(value: float) -> str:
-    """A number in at most nine characters, of steady width where it hovers: `0.0421`, `12.34`, `1.20e-05`."""
+    """Format a number in at most nine characters, of steady width where it hovers: `0.0421`, `12.34`, `1.20e-05`."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     if 1e-3 <= abs(value) < 10:
@@ -210,7 +210,7 @@ def number(value: float) -> str:
 
 
 def clock_time(seconds: float | None) -> str:
-    """`1:02`, `3:04:05`; `-:--` if unknown."""
+    """Format seconds as `1:02` or `3:04:05`; `-:--` if unknown."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(int(seconds), 60)
@@ -219,32 +219,32 @@ def clock_time(seconds: float | None) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _matches(name: str, wanted: tuple[str, ...]) -> bool:
-    return any(name.startswith(one) if one.endswith("/") else name == one for one in wanted)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(name.startswith(pattern) if pattern.endswith("/") else name == pattern for pattern in patterns)
 
 
 def _evaluation(record: Mapping[str, float]) -> list[str]:
-    """`eval_loss 0.4312`, `by noise level`, `0.10: 0.5794`: texts of an evaluation; names that begin alike are said once."""
-    texts: list[str] = []
-    begun = ""
+    """Return fields of an evaluation: `eval_loss 0.4312`, `by noise level`, `0.10: 0.5794`; shared prefixes once."""
+    fields: list[str] = []
+    current_prefix = ""
     for name, value in record.items():
         if name == "step" or "_error/" in name:  # standard errors are in the records
             continue
         level = _LEVEL.fullmatch(name)
-        kind, _, own = (level[1], "", level[2]) if level else name.partition("/")
-        if own and kind != begun:
-            begun = kind
-            texts.append("by noise level" if level else kind)
-        texts.append(f"{own}: {number(value)}" if own else f"{name} {number(value)}")
-    return texts
+        prefix, _, suffix = (level[1], "", level[2]) if level else name.partition("/")
+        if suffix and prefix != current_prefix:
+            current_prefix = prefix
+            fields.append("by noise level" if level else prefix)
+        fields.append(f"{suffix}: {number(value)}" if suffix else f"{name} {number(value)}")
+    return fields
 
 
-def _wrapped(texts: Iterable[str], width: int) -> Iterator[str]:
-    """Lines of this width, broken between texts, all but the first indented."""
+def _wrapped(fields: Iterable[str], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` columns, broken between fields, all but the first indented."""
     line = ""
-    for text in texts:
-        if line and len(line) + len(_GAP) + len(text) > width:
+    for field_text in fields:
+        if line and len(line) + len(_GAP) + len(field_text) > width:
             yield line
             line = _GAP
-        line += (_GAP if line.strip() else "") + text
+        line += (_GAP if line.strip() else "") + field_text
     yield line

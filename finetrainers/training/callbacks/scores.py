@@ -12,12 +12,12 @@ from finetrainers.parallel.ranks import Ranks
 
 from .base import Record
 
-#: The sum of all scores, as the weights of rewards say.
+#: Name of the sum of all scores, weighted by the weights of the rewards.
 WEIGHTED_SUM = "weighted_sum"
 
 
 class SampleScores:
-    """Scores samples with the evaluation rewards, whose networks stay on the device."""
+    """Scorer of samples by the evaluation rewards, whose networks stay on the device."""
 
     def __init__(self, entries: Sequence[RewardEntry], parallel: Ranks) -> None:
         """Args:
@@ -31,22 +31,22 @@ class SampleScores:
         self.parallel = parallel
 
     def record(self, samples: Sequence[tuple[int, str, np.ndarray]], *, fps: float) -> Record:
-        """Mean raw score of each reward, and the weighted sum of normalized ones; every rank must call it.
+        """Return the mean raw score of each reward, and the weighted sum of normalized ones; every rank must call it.
 
-        Each clip is scored by itself, and means are taken in the order of the clips, so that they do not depend on which
-        process has which clip. A reward without any score is not in the record.
+        Each clip is scored by itself, and means are taken in the order of the clips, so that they do not depend on the
+        process that has a clip. A reward without any score is not in the record.
 
         Args:
             samples: of this rank: number, prompt, and frames `[T, H, W, 3]` uint8.
             fps: frames per second of the samples.
         """
-        said: list[tuple[int, dict[str, tuple[float, float]]]] = []
+        local_scores: list[tuple[int, dict[str, tuple[float, float]]]] = []
         with self.parallel.raise_on_all_ranks("scoring the samples"):
             for number, prompt, frames in samples:
                 video = torch.from_numpy(frames).permute(0, 3, 1, 2)[None].float() / 255
                 heads = self.panel.score(video, [prompt], fps=fps, first_clip=number).heads
-                said.append((number, {name: (h.raw.item(), h.normalized.item()) for name, h in heads.items()}))
-        by_clip = [scores for _, scores in sorted(self.parallel.gather_objects(said), key=lambda one: one[0])]
+                local_scores.append((number, {name: (h.raw.item(), h.normalized.item()) for name, h in heads.items()}))
+        by_clip = [scores for _, scores in sorted(self.parallel.gather_objects(local_scores), key=lambda pair: pair[0])]
         weights = self.panel.weights
         record = {f"eval_reward/{name}": _mean([scores[name][0] for scores in by_clip]) for name in weights}
         if sum(bool(weight) for weight in weights.values()) > 1:
@@ -56,6 +56,6 @@ class SampleScores:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean of those that are numbers; NaN if there are none."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if np.isfinite(value)]
     return sum(finite) / len(finite) if finite else float("nan")

@@ -1,4 +1,4 @@
-"""tensorboard, wandb and trackio: accelerate's tracker classes, and what they leave out: resuming a run, and media."""
+"""tensorboard, wandb and trackio: accelerate's tracker classes, with two additions: resuming a run, and media."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from PIL import Image
 
 from finetrainers.utils.video import gif_of
 
-#: Values that trackers take as settings; they get others as texts.
+#: Types of values that trackers take as settings; they get others as strings.
 _PLAIN = (int, float, str, bool)
 _GIF_WIDTH = 320
-#: wandb's mode in which several processes write to a run.
+#: wandb's mode for several processes that write to a run.
 _SHARED = "shared"
-#: Value that has the step, where wandb's own counter cannot.
+#: Name of the value that holds the step, where wandb's own counter cannot.
 _STEP = "step"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tracker's run is.
+    """Location of a run at a tracker.
 
     Attributes:
         project: at the tracker.
         folder: for the tracker's files.
-        name: what a new run is called.
-        resumed: how the tracker knows the run that is continued; None for a new one.
-        step: of the run; what the tracker has of later steps will be redone.
-        beside: what a second process is called, which writes while the run is trained; None: it is the one that trains.
-        joined: how the tracker knows the run of the training, for a second process that may write to it; else that has a run
-            of its own in the same group.
+        name: name of a new run.
+        resumed: the tracker's identifier of the run that is continued, or None for a new one.
+        step: of the run; later steps that the tracker has will be redone.
+        beside: name of a second process, which writes while the run is trained, or None for the process that trains.
+        joined: the tracker's identifier of the training's run, for a second process that may write to it, or None if
+            that process has its own run in the same group.
     """
 
     project: str
@@ -50,12 +50,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or a video of a step.
+    """An image or a video of a step.
 
     Attributes:
         name: the same at every step.
         content: an image, or the path of an mp4 file.
-        caption: what it shows.
+        caption: description of the content.
     """
 
     name: str
@@ -68,10 +68,10 @@ class TrackedRun(ABC):
 
     Attributes:
         takes_back: whether steps that are redone replace those that were sent before.
-        is_one_folder: whether a run is whatever files a folder has.
+        is_one_folder: whether a run consists of all files of a directory.
         is_shared: whether a second process may write to the run while this one does.
-        name: how the tracker knows the run.
-        last_step: of the resumed run, if the tracker says it.
+        name: the tracker's identifier of the run.
+        last_step: of the resumed run, or None if the tracker does not report it.
     """
 
     kind: ClassVar[str]
@@ -90,11 +90,11 @@ class TrackedRun(ABC):
 
     @abstractmethod
     def arguments(self, place: Place) -> dict[str, Any]:
-        """What accelerate's class takes, or passes to the library."""
+        """Return the arguments of accelerate's class, which passes some to the library."""
 
     @abstractmethod
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
-        """Send pictures and videos of a step."""
+        """Send images and videos of a step."""
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         """Send the settings of the run."""
@@ -105,12 +105,12 @@ class TrackedRun(ABC):
         self.tracker.log(dict(values), step=step)
 
     def finish(self) -> None:
-        """Send what is left, and end the run."""
+        """Send the remaining data, and end the run."""
         self.tracker.finish()
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as trackers take them."""
+    """Return settings with values that trackers take."""
     return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in settings.items()}
 
 
@@ -127,7 +127,7 @@ class TensorBoard(TrackedRun):
         return {"logging_dir": str(place.folder), "purge_step": place.step + 1 if place.step else 0}
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        # Accelerate's class calls `add_hparams`, which writes them as a run of its own for each start.
+        # Accelerate's class calls `add_hparams`, which writes them as a separate run for each start.
         try:
             from torch.utils.tensorboard.summary import hparams
         except ModuleNotFoundError:
@@ -143,18 +143,18 @@ class TensorBoard(TrackedRun):
         except ModuleNotFoundError:
             from tensorboardX.proto.summary_pb2 import Summary
 
-        for one in media:
-            data, (width, height) = _encoded(one.content)
+        for medium in media:
+            data, (width, height) = _encoded(medium.content)
             image = Summary.Image(encoded_image_string=data, width=width, height=height, colorspace=3)
-            summary = Summary(value=[Summary.Value(tag=one.name, image=image)])
+            summary = Summary(value=[Summary.Value(tag=medium.name, image=image)])
             self.tracker.writer.file_writer.add_summary(summary, step)
-            if one.caption:
-                self.tracker.writer.add_text(f"{one.name}/caption", one.caption, step)
+            if medium.caption:
+                self.tracker.writer.add_text(f"{medium.name}/caption", medium.caption, step)
         self.tracker.writer.flush()
 
 
 def _encoded(content: Image.Image | Path) -> tuple[bytes, tuple[int, int]]:
-    """The bytes of an image file, and its width and height."""
+    """Return the bytes of an image file, and its width and height."""
     if isinstance(content, Path):
         return gif_of(content, width=_GIF_WIDTH)
     data = io.BytesIO()
@@ -165,9 +165,9 @@ def _encoded(content: Image.Image | Path) -> tuple[bytes, tuple[int, int]]:
 class WandB(TrackedRun):
     """A run of Weights & Biases. It takes no step twice: the server ignores steps before its last one.
 
-    Of two processes that write to a run, the later one overwrites what the other sends, unless both use wandb's shared mode,
-    which the user turns on for the training (WANDB_MODE=shared). Values of such a run, and those of a second process, which come
-    in any order, have their step as a value of its own for the horizontal axis.
+    If two processes write to a run, the later one overwrites the data of the other, unless both use wandb's shared
+    mode, which the user turns on for the training (WANDB_MODE=shared). Values of such a run, and those of a second
+    process, come in any order: they have their step as a separate value for the horizontal axis.
     """
 
     kind = "wandb"
@@ -184,19 +184,19 @@ class WandB(TrackedRun):
             run.define_metric("*", step_metric=_STEP)
 
     def arguments(self, place: Place) -> dict[str, Any]:
-        given: dict[str, Any] = {"dir": str(place.folder), "name": place.name}
+        arguments: dict[str, Any] = {"dir": str(place.folder), "name": place.name}
         if place.joined is not None:
             import wandb
 
             settings = wandb.Settings(x_primary=False, x_update_finish_state=False, x_label=place.beside)
-            return {"dir": given["dir"], "id": place.joined, "mode": _SHARED, "settings": settings}
+            return {"dir": arguments["dir"], "id": place.joined, "mode": _SHARED, "settings": settings}
         if place.beside is not None:
-            given |= {"name": f"{place.name}-{place.beside}", "group": place.name, "job_type": place.beside}
+            arguments |= {"name": f"{place.name}-{place.beside}", "group": place.name, "job_type": place.beside}
         if place.resumed is not None:
-            given |= {"id": place.resumed, "resume": "allow"}
+            arguments |= {"id": place.resumed, "resume": "allow"}
         # An argument would override the user's variable.
         variables = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
-        return {name: value for name, value in given.items() if not os.environ.get(variables.get(name, ""))}
+        return {name: value for name, value in arguments.items() if not os.environ.get(variables.get(name, ""))}
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
         if self._own_axis:
@@ -205,14 +205,14 @@ class WandB(TrackedRun):
             self.tracker.log(dict(values), step=step)
 
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
-        from wandb import Image as Picture
+        from wandb import Image as WandBImage
         from wandb import Video
 
         values = {
-            one.name: Video(str(one.content), caption=one.caption, format="mp4")
-            if isinstance(one.content, Path)
-            else Picture(one.content, caption=one.caption, file_type="jpg")
-            for one in media
+            medium.name: Video(str(medium.content), caption=medium.caption, format="mp4")
+            if isinstance(medium.content, Path)
+            else WandBImage(medium.content, caption=medium.caption, file_type="jpg")
+            for medium in media
         }
         self.log(values, step=step)
 
@@ -226,35 +226,33 @@ class Trackio(TrackedRun):
         super().__init__(place)
         run = self.tracker.tracker
         if place.joined is not None:
-            run.config.clear()  # what a writer has replaces the settings of the run
+            run.config.clear()  # a writer's settings would replace those of the run
         self.name = run.name
-        # It has no public name, and without it what is known is the last step of `metrics.jsonl`, which may not have arrived.
+        # It has no public name. The last step of `metrics.jsonl`, the alternative, may not have arrived at the tracker.
         upcoming = getattr(run, "_next_step", 0) if place.resumed else 0
         self.last_step = upcoming - 1 if upcoming else None
 
     def arguments(self, place: Place) -> dict[str, Any]:
-        if place.joined is not None:  # its own figures of the machine would mix with the training's
+        if place.joined is not None:  # this process's figures of the machine would mix with the training's
             return {"name": place.joined, "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
         if place.resumed is not None:
             return {"name": place.resumed, "resume": "allow"}
         name = place.name if place.beside is None else f"{place.name}-{place.beside}"
-        return {"name": f"{name}-{uuid4().hex[:6]}"}  # two runs of one name could not be told apart
+        return {"name": f"{name}-{uuid4().hex[:6]}"}  # trackio cannot distinguish two runs of one name
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         # Accelerate's class calls this with an option of wandb, which trackio stores as a setting.
         self.tracker.tracker.config.update(plain(settings))
 
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
-        from trackio import Image as Picture
+        from trackio import Image as TrackioImage
         from trackio import Video
 
-        self.tracker.log(
-            {
-                one.name: (Video if isinstance(one.content, Path) else Picture)(one.content, caption=one.caption)
-                for one in media
-            },
-            step=step,
-        )
+        values = {}
+        for medium in media:
+            cls = Video if isinstance(medium.content, Path) else TrackioImage
+            values[medium.name] = cls(medium.content, caption=medium.caption)
+        self.tracker.log(values, step=step)
 
 
 #: By the value of `report_to`.

@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Folders of the run directory that have a folder of videos for some steps.
+#: Directories of the run that have a subdirectory of videos for some steps.
 _MEDIA = ("samples", "rollouts")
 
 
 class Tracker(Callback):
-    """Sends records to tensorboard, wandb or trackio. The first failure ends tracking, not training.
+    """Sender of records to tensorboard, wandb or trackio. The first failure ends tracking, not training.
 
-    A resumed run continues its run at the tracker, which the event `tracker` of events.jsonl names. Steps that are redone
-    replace their first values where the tracker can do that; elsewhere they are not sent again.
+    A resumed run continues its run at the tracker, which the event `tracker` of events.jsonl names. Steps that are
+    redone replace their first values where the tracker can do that; elsewhere they are not sent again.
     """
 
     def __init__(self, run: RunSection, kind: str) -> None:
         """Args:
-        run: project and folder.
+        run: project and directory.
         kind: of the tracker, a key of `TRACKERS`.
         """
         self.run, self.kind = run, kind
         self.tracked: TrackedRun | None = None
         self.takes_media = True
         self._highest = -1  # step that was sent
-        self._sent = self._shown = -1  # numbers and media of steps up to these are not sent again
+        self._sent = self._sent_media = -1  # numbers and media of steps up to these are not sent again
 
     def on_start(self, state: TrainState) -> None:
         self._guard(state, lambda: self._open(state))
@@ -53,10 +53,10 @@ class Tracker(Callback):
         if tracked.name is not None:
             state.run_dir.tracker_runs[self.kind] = tracked.name
         if earlier and not kind.takes_back:
-            known = max(earlier["sent"], state.run_dir.recorded_step)
-            self._sent = self._shown = known if tracked.last_step is None else tracked.last_step
-            # A process that was killed may have sent the numbers of its last step alone.
-            self._shown -= tracked.last_step is not None
+            recorded = max(earlier["sent"], state.run_dir.recorded_step)
+            self._sent = self._sent_media = recorded if tracked.last_step is None else tracked.last_step
+            # A process that was killed may have sent the numbers of its last step, but not its media.
+            self._sent_media -= tracked.last_step is not None
         self._highest = self._sent
         state.run_dir.event(
             "tracker",
@@ -73,18 +73,18 @@ class Tracker(Callback):
     def _place(self, state: TrainState, resumed: str | None) -> Place:
         root = state.run_dir.root
         return Place(
-            project=self.run.tracker_name, folder=root / self.run.logging_dir, name=root.resolve().name, resumed=resumed,
-            step=state.step,
+            project=self.run.tracker_name, folder=root / self.run.logging_dir, name=root.resolve().name,
+            resumed=resumed, step=state.step,
         )  # fmt: skip
 
     def _earlier(self, state: TrainState) -> dict[str, Any]:
-        """The event of the last start of the run at the tracker that this one continues; empty for a new run."""
+        """Return the last event that started the tracker's run which this one continues; empty for a new run."""
         events = state.run_dir.events_file
         if not state.step or not events.is_file():
             return {}
-        wanted = {"event": "tracker", "tracker": self.kind, "project": self.run.tracker_name}
-        found = [event for event in read_jsonl(events)[0] if wanted.items() <= event.items()]
-        return found[-1] if found else {}
+        fields = {"event": "tracker", "tracker": self.kind, "project": self.run.tracker_name}
+        matching = [event for event in read_jsonl(events)[0] if fields.items() <= event.items()]
+        return matching[-1] if matching else {}
 
     def on_log(self, state: TrainState, record: Record) -> None:
         values = {name: value for name, value in record.items() if name != "step"}
@@ -95,7 +95,7 @@ class Tracker(Callback):
         if tracked is None:
             return
         if not tracked.takes_back:
-            self._sent = self._shown = self._highest
+            self._sent = self._sent_media = self._highest
             return
         self._guard(state, tracked.finish)
         self._guard(state, lambda: self._open(state))
@@ -106,9 +106,11 @@ class Tracker(Callback):
             self._guard(state, self.tracked.finish)
 
     def send(self, state: TrainState, action: Callable[[TrackedRun], None], *, media: bool = False) -> None:
-        """Do something with the tracker, unless it has failed or has this step already."""
+        """Run an action on the tracker, unless it has failed or has this step already."""
         tracked = self.tracked
-        if tracked is None or state.step <= (self._shown if media else self._sent) or (media and not self.takes_media):
+        if tracked is None or state.step <= (self._sent_media if media else self._sent):
+            return
+        if media and not self.takes_media:
             return
         self._highest = max(self._highest, state.step)
         self._guard(state, lambda: action(tracked), media=media)
@@ -124,12 +126,12 @@ class Tracker(Callback):
                 self.tracked = None
             kind = self.kind
             state.run_dir.event("tracker_failed", tracker=kind, error=repr(error), step=state.step, media=media)
-            what = "videos and pictures for tracker" if media else "tracker"
-            logger.warning("%s %s failed and is off from here on: %r", what, kind, error)
+            subject = "videos and pictures for tracker" if media else "tracker"
+            logger.warning("%s %s failed and is off from here on: %r", subject, kind, error)
 
 
 class TrackedMedia(Callback):
-    """Sends the videos of a step, and a contact sheet of them, to a tracker. It comes after all that write videos."""
+    """Sender of a step's videos and their contact sheet to a tracker; it follows all callbacks that write videos."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
@@ -150,13 +152,13 @@ class TrackedMedia(Callback):
             if videos:
                 kind = folder.parent.name
                 media = [Media(f"{kind}/{video.stem}", video, comment_of(video)) for video in videos]
-                shown = videos[:SHEET_VIDEOS] if kind == "rollouts" else videos
-                tracked.log_media([*media, Media(f"{kind}/sheet", sheet_of(shown))], step=state.step)
+                listed = videos[:SHEET_VIDEOS] if kind == "rollouts" else videos
+                tracked.log_media([*media, Media(f"{kind}/sheet", sheet_of(listed))], step=state.step)
 
         self.tracker.send(state, action, media=True)
 
 
 def _importance(video: Path) -> tuple[int, str]:
-    """Of a rollout the best and the worst clip come first, then those by each reward, then all others by name."""
-    kind, _, of = video.stem.partition("-")
-    return (2 if kind not in ("best", "worst") else 1 if of else 0, video.stem)
+    """Return a sort key: a rollout's best and worst clip first, then those by each reward, then the others by name."""
+    rank, _, reward = video.stem.partition("-")
+    return (2 if rank not in ("best", "worst") else 1 if reward else 0, video.stem)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Validation(Callback):
-    """Samples every prompt when `due(step)`; the same prompt always starts from the same noise.
+    """Sampler of every prompt when `due(step)`; the same prompt always starts from the same noise.
 
-    The videos of a prompt have the run's seed and those that follow it. With rewards, the samples are scored, and there are
-    some of the weights before training.
+    The videos of a prompt have the run's seed and those that follow it. With rewards, the samples are scored, and the
+    weights before training are sampled too.
     """
 
     samples = True
@@ -47,13 +47,13 @@ class Validation(Callback):
         prefix: str = "",
     ) -> None:
         """Args:
-        encoded: what to sample.
-        size: frames, height and width of clips whose prompt says nothing else.
+        encoded: the prompts to sample.
+        size: frames, height and width of clips whose prompt sets no other.
         section: number of videos, steps, guidance, offloading, and the frame rate, which is set.
         scheduler: the checkpoint's scheduler.
-        load_vae: gives the VAE: the one in use, or a fresh one where latents are precomputed.
+        load_vae: returns the VAE: the one in use, or a fresh one where latents are precomputed.
         due: whether to sample after this step.
-        scores: scores the samples; None: nobody does.
+        scores: scores the samples, or None if they are not scored.
         prefix: of the samples' file names.
         """
         self.encoded = encoded
@@ -86,19 +86,19 @@ class Validation(Callback):
 
     @phase(VALIDATION)
     def sample(self, state: TrainState) -> list[tuple[int, str, np.ndarray]]:
-        """Sample this rank's share of the prompts into `samples/step-N/`; the number, prompt and frames of each.
+        """Sample this rank's share of the prompts into `samples/step-N/`; return number, prompt and frames of each.
 
-        The frames are given only if they are to be scored. Of processes that share prompts, each writes and scores some.
+        The list is empty unless samples are to be scored. If processes share prompts, each writes and scores some.
         """
         fault_point("sample")
         parallel, samples = state.parallel, state.run_dir.root / "samples"
         jobs = [(i, j) for i in range(len(self.sizes)) for j in range(self.section.num_validation_videos)]
-        mine = jobs[parallel.data_rank :: parallel.data_size]
+        local_jobs = jobs[parallel.data_rank :: parallel.data_size]
         # Where a forward pass is collective, every rank must make as many as the busiest one.
-        padding = -(-len(jobs) // parallel.data_size) - len(mine) if parallel.forward_is_collective else 0
-        found: list[tuple[int, str, np.ndarray]] = []
-        if not mine and not padding:
-            return found
+        padding = -(-len(jobs) // parallel.data_size) - len(local_jobs) if parallel.forward_is_collective else 0
+        samples_to_score: list[tuple[int, str, np.ndarray]] = []
+        if not local_jobs and not padding:
+            return samples_to_score
 
         transformer = state.transformer if parallel.forward_is_collective else state.network
         transformer.eval()
@@ -107,26 +107,27 @@ class Validation(Callback):
             transformer, vae, self.scheduler, parallel.device, offload=bool(self.section.enable_model_cpu_offload)
         )
         seed = state.config.training.seed
-        requests = [self._request(prompt, video, state) for prompt, video in [*jobs[:1] * padding, *mine]]
+        requests = [self._request(prompt, video, state) for prompt, video in [*jobs[:1] * padding, *local_jobs]]
         with state.ema_applied(), parallel.autocast():
-            made = islice(enumerate(sample_prompts(state.spec, parts, requests), start=-padding), padding, None)
-            for place, frames in parallel.take_turns(made):
-                prompt, video = mine[place]
+            clips = islice(enumerate(sample_prompts(state.spec, parts, requests), start=-padding), padding, None)
+            for index, frames in parallel.take_turns(clips):
+                prompt, video = local_jobs[index]
                 text = " ".join(self.encoded.prompts[prompt].prompt.split())
                 write_sample(
                     samples, f"{self.prefix}{prompt:02d}-{slug(text)}-{video}", frames, step=state.step,
                     fps=self.settings.frame_rate, heading=f"{text}\n{self._settings(prompt, video, seed)}",
                 )  # fmt: skip
                 if self.scores is not None:
-                    found.append((jobs.index(mine[place]), self.encoded.prompts[prompt].prompt, frames))
+                    number = jobs.index(local_jobs[index])
+                    samples_to_score.append((number, self.encoded.prompts[prompt].prompt, frames))
         transformer.train()
         del vae, parts
         free_memory()
         state.run_dir.event("samples", step=state.step, path=str(samples / f"step-{state.step:06d}"))
-        return found
+        return samples_to_score
 
     def _settings(self, prompt: int, video: int, seed: int) -> str:
-        """How a sample is drawn, for people."""
+        """Return a readable description of how a sample is drawn."""
         frames, height, width = self.sizes[prompt]
         guidance = self.section.validation_guidance_scale
         parts = [

@@ -1,1 +1,1 @@
-"""Save checkpoints, also in the background, and restore them."""
+"""Saving of checkpoints, optionally in the background, and their restoration."""

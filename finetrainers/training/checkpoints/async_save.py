@@ -21,17 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """A save.
 
     Attributes:
-        what: names it in errors.
-        write: what this rank does, alone and in any thread; None: nothing.
-        publish: what rank 0 does once all have, with what `write` returned on each rank; None: nothing.
-        discarded: around all that: removes what was written if any rank failed.
+        description: names the save in errors.
+        write: function that this rank calls, alone and in any thread, or None if it writes nothing.
+        publish: function that rank 0 calls once all ranks have written, with the values that `write` returned on each
+            rank, or None if nothing is to be published.
+        discarded: context around writing and publishing that removes the files if any rank failed.
     """
 
-    what: str
+    description: str
     write: Callable[[], Any] | None
     publish: Callable[[list[Any]], None] | None = None
     discarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -50,17 +51,17 @@ class Job:
         self.conclude(parallel, written, error)
 
     def conclude(self, parallel: Ranks, written: Any, error: Exception | None) -> None:
-        """Once this rank has written, or failed to: publish, if all have written; every rank must call it.
+        """Publish if all ranks have written, once this one has or has failed; every rank must call it.
 
         Raises:
             Exception: it failed. On every rank.
         """
         with self.discarded():  # when no rank writes any more
-            parallel.raise_if_any_failed(error, self.what)
+            parallel.raise_if_any_failed(error, self.description)
             if self.publish is None:
                 return
             parts = parallel.gather_objects([written])
-            with parallel.raise_on_all_ranks(self.what):
+            with parallel.raise_on_all_ranks(self.description):
                 if parallel.is_main:
                     self.publish(parts)
 
@@ -80,32 +81,32 @@ class BackgroundSave:
         self._watchdog = watchdog
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._future: Future[Any] | None = None  # on a rank that writes
-        self._job: Job | None = None  # on every rank, while one is in flight
+        self._job: SaveJob | None = None  # on every rank, while one is in flight
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save has begun and, as far as all ranks know, not ended."""
+        """True if a save has begun and, as far as all ranks know, not ended."""
         return self._job is not None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around the training: whichever way it ends, a save that is in flight is finished, and its error shown."""
+        """Finish a save in flight at the end of the block, which is the training, and log its error."""
         try:
             yield
         finally:
             self._executor.shutdown(wait=True)
-            # Something else has ended this rank, so the others cannot be told any more.
+            # Another error has ended this rank, so the other ranks can no longer be notified.
             error = None if self._future is None else self._future.exception()
             if error is not None and self._job is not None:
-                logger.error("%s failed", self._job.what, exc_info=error)
+                logger.error("%s failed", self._job.description, exc_info=error)
 
     def prepare(self, job: Callable[[], None]) -> None:
-        """Let the thread do something before the first save; its error is left to the save, which does it again."""
+        """Run a job in the thread before the first save; its error is left to the save, which repeats the job."""
         self._executor.submit(job)
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Begin a save; none may be in flight."""
-        assert self._job is None, f"{self._job.what} has not ended"
+        assert self._job is None, f"{self._job.description} has not ended"
         self._job = job
         self._future = None if job.write is None else self._executor.submit(self._run, job.write)
 
@@ -115,11 +116,11 @@ class BackgroundSave:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the thread of this rank is at work on a save."""
+        """True while the thread of this rank is writing a save."""
         return self._future is not None and not self._future.done()
 
     def poll(self, writing: int) -> None:
-        """Once the save in flight has ended on all ranks, conclude it; call it after every step.
+        """Conclude the save in flight once it has ended on all ranks; call it after every step.
 
         Args:
             writing: whether any rank is writing, as all have agreed (`is_writing`).
@@ -131,7 +132,7 @@ class BackgroundSave:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save in flight, and conclude it; whether there was one.
+        """Wait for the save in flight, and conclude it; return whether there was one.
 
         Raises:
             Exception: it failed. On every rank.
@@ -140,7 +141,7 @@ class BackgroundSave:
             return False
         error = None
         if self._future is not None:
-            with waiting():  # for the thread, which has a clock of its own
+            with waiting():  # for the thread, which has its own clock
                 error = self._future.exception()
         assert error is None or isinstance(error, Exception)
         written = None if self._future is None or error is not None else self._future.result()

@@ -26,18 +26,18 @@ from ..state import TrainState
 
 
 def check_restorable(start: Start, parallel: Strategy) -> None:
-    """Before anything is loaded: all ranks mean the same checkpoint, and its optimizer state can be read by this strategy.
+    """Check, before loading, that all ranks have the same checkpoint and this strategy can read its optimizer state.
 
     Raises:
         ConfigError: the state was saved by another strategy.
         RuntimeError: the ranks have found different checkpoints.
     """
-    wanted = str(start.checkpoint)
-    agreed = parallel.same_on_all(wanted)
+    checkpoint = str(start.checkpoint)
+    agreed = parallel.same_on_all(checkpoint)
     error = None
-    if wanted != agreed:
+    if checkpoint != agreed:
         error = RuntimeError(
-            f"rank {parallel.rank} would start from {wanted}, rank 0 from {agreed}; do all see one disk?"
+            f"rank {parallel.rank} would start from {checkpoint}, rank 0 from {agreed}; do all see one disk?"
         )
     parallel.raise_if_any_failed(error, "choosing a checkpoint")
     if (problem := layout_problem(start, parallel)) is not None:
@@ -45,24 +45,25 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
 
 
 def find_damage(start: Start, parallel: Ranks) -> dict[Path, str]:
-    """What is wrong with the contents of the checkpoint that a run of several processes starts from; every rank must call it.
+    """Return the damage of the checkpoint that a run of several processes starts from; every rank must call it.
 
-    Each byte is read by one rank of all, or, if each machine has a disk of its own, by one rank of each machine.
+    Each byte is read by one of all ranks, or, if each machine has its own disk, by one rank of each machine.
 
     Returns:
-        The checkpoint and the reason, the same on all ranks; nothing if it is what was saved.
+        The checkpoint and the reason, the same on all ranks; empty if it is as it was saved.
     """
     directory = start.checkpoint
     if directory is None or parallel.world_size == 1:
         return {}
     facts = (directory / MANIFEST).stat()
-    seen = (platform.node(), facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns)
-    places = parallel.gather_objects([seen])
+    identity = (platform.node(), facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns)
+    identities = parallel.gather_objects([identity])
     # A copy on another machine has been made at another time.
-    readers = [rank for rank, place in enumerate(places) if len({p[1:] for p in places}) == 1 or place[0] == seen[0]]
-    wrong = damage(directory, contents=True, share=(readers.index(parallel.rank), len(readers)))
-    found = parallel.gather_objects([] if wrong is None else [wrong])
-    return {directory: found[0]} if found else {}
+    is_shared = len({other[1:] for other in identities}) == 1
+    readers = [rank for rank, other in enumerate(identities) if is_shared or other[0] == identity[0]]
+    problem = damage(directory, contents=True, share=(readers.index(parallel.rank), len(readers)))
+    problems = parallel.gather_objects([] if problem is None else [problem])
+    return {directory: problems[0]} if problems else {}
 
 
 def restore(state: TrainState, start: Start) -> None:
@@ -78,12 +79,13 @@ def restore(state: TrainState, start: Start) -> None:
 def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str] = frozenset()) -> None:
     """Restore optimizer, moving average, scaler, method and step. Weights are loaded before wrapping.
 
-    That it is whole (`find_checkpoint`) and fits the run (`resume_run`) was checked before anything was loaded.
+    Earlier checks have shown that it is complete (`find_checkpoint`) and fits the run (`resume_run`).
 
     Args:
         state: of this run, with a wrapped network.
         directory: the checkpoint.
-        resets: what stays as in a new run: `optimizer`, with the gradient scaler, `ema`, and the position in the `data`.
+        resets: parts that stay as in a new run: `optimizer`, with the gradient scaler, `ema`, and the position in the
+            `data`.
     """
     fault_point("resume")
     saved = read_state(directory)
@@ -131,8 +133,8 @@ def join_state(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> dict[st
     """Undo `split_state`."""
     for path, tensor in tensors.items():
         *parents, key = path.split("/")
-        place = values
+        node = values
         for parent in parents:
-            place = place[parent]
-        place[key] = tensor
+            node = node[parent]
+        node[key] = tensor
     return values

@@ -1,14 +1,15 @@
 """Checkpoints of the whole training state: snapshot, write under a temporary name, seal, rename, prune older ones.
 
-Where processes share the weights of a full finetuning, each of them writes and hashes its part (`--sharded_checkpoints`):
-whole weight files, and its slices of the optimizer's state. Rank 0 publishes the checkpoint when all have ended.
+Where processes share the weights of a full finetuning, each of them writes and hashes its part
+(`--sharded_checkpoints`): complete weight files, and its slices of the optimizer's state. Rank 0 publishes the
+checkpoint when all have ended.
 
-With `--async_checkpointing` all from the writing on happens in a thread, on a copy of the snapshot in host memory. The
-thread makes that copy too, and training waits for it before it changes what is copied.
+With `--async_checkpointing` writing and all that follows happens in a thread, on a copy of the snapshot in host memory.
+The thread also makes that copy, and training waits for it before it changes the tensors that are copied.
 
 A checkpoint `checkpoints/step-N/` holds the trained weights in diffusers layout, the optimizer, the moving average,
-what the method keeps, `state.json`, and `manifest.json` over all of these. Every weight is in a safetensors file. There
-is no random state to keep: every draw is derived from its step or sample.
+the method's state, `state.json`, and `manifest.json` over all of these. All weights are in safetensors files. No random
+state needs to be stored: every draw is derived from its step or sample.
 """
 
 from __future__ import annotations
@@ -40,36 +41,38 @@ from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_file, write_json_atomic
 from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensors
 
-from ..staging import Staging, parts_of, tensors_in
+from ..staging import Staging, plain_tensors, tensors_in
 from ..state import TrainState
 from ..trained_weights import save_weights, shared_files, wanted_of
-from .async_save import BackgroundSave, Job
+from .async_save import BackgroundSave, SaveJob
 
 logger = logging.getLogger(__name__)
 
-#: Room asked for beyond the tensors' own bytes: headers, JSON, what the file system takes.
+#: Bytes reserved beyond those of the tensors: headers, JSON, the file system's own.
 _SPARE = 1 << 20
-#: What DeepSpeed writes by itself, per trained weight: fp32 weight and two moments.
+#: Bytes that DeepSpeed writes by itself, per trainable parameter: fp32 weight and two moments.
 _DEEPSPEED_BYTES = 12
 _METHOD_FILE = "method.safetensors"
 
 
 class DivergedError(ExpectedError, FloatingPointError):
-    """Weights or averages are no numbers any more."""
+    """Error for weights or averages that are no longer finite."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank writes: rank 0 everything, unless ranks share the saving. Writing needs nothing else of the run.
+    """State that a rank writes: rank 0 everything, unless ranks share the saving.
+
+    Writing needs nothing else of the run.
 
     Attributes:
-        state: `state.json`; None: another rank writes it.
+        state: content of `state.json`, or None if another rank writes it.
         trained: the trained weights by name, as they are written.
         write_weights: see `trainable.save_weights`; its `tensors` are these, or a copy.
         files: the other tensors, by the safetensors file that they go to.
-        optimizer: its state; None where it is in slices, and where the strategy writes its own.
+        optimizer: its state, or None if it is in slices or the strategy writes it.
         slices: this rank's slices of the optimizer's state, where ranks share the saving.
-        facts: what the manifest says besides the files.
+        facts: entries of the manifest beside the files.
     """
 
     state: dict[str, Any] | None
@@ -82,29 +85,29 @@ class Snapshot:
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """What refers to the training's own tensors."""
+        """Everything that refers to the training's own tensors."""
         return self.state, self.trained, self.files, self.optimizer, self.slices and self.slices.tensors
 
     def on_host(self, staging: Staging, *, spare: Iterable[Tensor] = ()) -> tuple[Snapshot, Callable[[], None]]:
-        """A copy in host memory, which no later step changes; the snapshot itself refers to the training's own tensors.
+        """Begin a copy in host memory that no later step changes; the snapshot refers to the training's own tensors.
 
         Args:
             staging: has the memory.
             spare: see `Staging.begin`.
 
         Returns:
-            The copy, and what fills it; see `Staging.begin`.
+            The copy, and the function that fills it; see `Staging.begin`.
         """
-        # A method changes its tensors when it likes, the others change in the update and for sampling.
+        # A method may change its tensors at any time; the others change in the update and for sampling only.
         copied, fill = staging.begin(self.content, at_once=self.files.get(_METHOD_FILE, {}), spare=spare)
         state, trained, files, optimizer, tensors = copied
         slices = None if self.slices is None else replace(self.slices, tensors=tensors)
         return replace(self, state=state, trained=trained, files=files, optimizer=optimizer, slices=slices), fill
 
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         tensors = tensors_in(self.content)
-        return sum(part.nbytes for tensor in tensors for part in parts_of(tensor))
+        return sum(part.nbytes for tensor in tensors for part in plain_tensors(tensor))
 
     def check_finite(self) -> None:
         """Refuse to save weights or averages that are not numbers: such a checkpoint is worth less than an older one.
@@ -112,19 +115,20 @@ class Snapshot:
         Raises:
             DivergedError: naming the first tensor that holds NaN or an infinity.
         """
-        for place, tensors in {"weights": self.trained, **self.files}.items():
+        for file, tensors in {"weights": self.trained, **self.files}.items():
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
                     raise DivergedError(
-                        f"{name} ({place}) holds NaN or Inf at step {self.facts['step']}: training has diverged, and no "
-                        "checkpoint of it is published. Continue from an earlier one with a lower --lr or --max_grad_norm"
+                        f"{name} ({file}) holds NaN or Inf at step {self.facts['step']}: training has diverged, and no "
+                        "checkpoint of it is published. Continue from an earlier one with a lower --lr or "
+                        "--max_grad_norm"
                     )
 
     def write(self, directory: Path) -> dict[Path, Written]:
         """Write everything but the manifest into an existing directory.
 
         Returns:
-            What was hashed on the way: all that is large.
+            Size and hash of the files that were hashed while writing: all large ones.
         """
         written = dict(self.write_weights(directory, tensors=self.trained))
         fault_point("save.write")
@@ -150,32 +154,33 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     With `--async_checkpointing` a thread of `background` writes a copy, unless the run ends here.
 
     Returns:
-        Where the checkpoint is, or will be.
+        The path of the checkpoint, which may still have to be written.
 
     Raises:
         DivergedError: a weight or an average is NaN or infinite.
-        OSError: the disk has no room, or cannot be written.
-        Exception: whatever else kept any rank from writing, this time or in the background at the save before. On every
-            rank; older checkpoints are left alone.
+        OSError: the disk is full, or cannot be written.
+        Exception: any other error that kept a rank from writing, now or in the background at the previous save. On
+            every rank; older checkpoints are left alone.
     """
     started = time.perf_counter()
     parallel = state.parallel
     final = checkpoints_dir(state.run_dir.root) / f"step-{state.step}"
-    what = f"saving {final}"
+    description = f"saving {final}"
     in_background = _in_background(state)
     _wait_for_previous(state, background)
-    with parallel.raise_on_all_ranks(what):
+    with parallel.raise_on_all_ranks(description):
         fault_point("save")
         snapshot = take_snapshot(state)
     sizes = [(snapshot.num_bytes(), sum(tensor.numel() for tensor in snapshot.trained.values()))]
     if state.shares_saving:
         sizes = parallel.gather_objects(sizes)
-    with parallel.raise_on_all_ranks(what):
+    with parallel.raise_on_all_ranks(description):
         if parallel.is_main:
-            reserve(final, needed=_room_needed(state, sizes))
-    with discarded_on_error(final), parallel.raise_on_all_ranks(what):  # in this order: then no rank writes any more
+            reserve(final, needed=_bytes_needed(state, sizes))
+    # In this order, no rank is still writing when the files are discarded.
+    with discarded_on_error(final), parallel.raise_on_all_ranks(description):
         parallel.save_own_files(temporary_of(final))
-        job = _job(state, snapshot, final, started=started, in_background=in_background)
+        job = _build_job(state, snapshot, final, started=started, in_background=in_background)
     if in_background:
         background.start(job)
     else:
@@ -184,27 +189,27 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
 
 
 def reserve_memory(state: TrainState, background: BackgroundSave) -> None:
-    """Let the thread of a rank that writes get host memory for the first copy, while training goes on; after an update.
+    """Reserve host memory for the first copy, in the thread of a rank that writes; call it after an update.
 
-    Every rank must call it. What is gathered from other processes is not copied, so that no memory is needed for it.
+    Every rank must call it. Tensors gathered from other processes are not copied, so they need no memory.
     """
     if state.shares_saving:
         slices = state.parallel.optimizer_slices(state.transformer, state.optimizer)
         if slices is not None:
             background.prepare(state.staging.reserve(slices.tensors))
-    elif state.parallel.is_main and state.parallel.weights_are_whole:  # then a snapshot asks nobody
+    elif state.parallel.is_main and state.parallel.weights_are_whole:  # then a snapshot needs no other rank
         background.prepare(state.staging.reserve(take_snapshot(state).content))
 
 
 def _in_background(state: TrainState) -> bool:
-    """Whether a thread writes; training ends with the last checkpoint of a run, so that nothing would be gained."""
+    """Return whether a thread writes; not so the last checkpoint of a run, after which training has ended."""
     if not state.config.training.async_checkpointing:
         return False
     return state.step < state.total_steps and state.requests.stop is None
 
 
 def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
-    """Wait for the save in flight: there is one at a time, so that host memory holds one copy at most."""
+    """Wait for the save in flight, so that host memory holds one copy at most."""
     started = time.perf_counter()
     if background.wait():
         waited = time.perf_counter() - started
@@ -213,37 +218,37 @@ def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
             logger.info("step %d waited %.1f s until the checkpoint before was written", state.step, waited)
 
 
-def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> Job:
-    """What is done with a snapshot. In the background with a copy, and no part of the state that changes."""
+def _build_job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> SaveJob:
+    """Return the job that saves a snapshot; in the background it uses a copy, and no state that training changes."""
     run_dir, step, limit = state.run_dir, state.step, state.config.training.checkpointing_limit
-    shared, staging, config = state.shares_saving, state.staging, state.config
+    is_shared, staging, config = state.shares_saving, state.staging, state.config
     folder = "" if config.training.training_type == "lora" else state.spec.facts.trained
 
     def links(step: int) -> list[Path]:
         return [run_dir.root / name for name in method_spec(config).weight_links(config, step)]
 
-    writes = shared or state.parallel.is_main
+    writes = is_shared or state.parallel.is_main
     fill = _nothing
     if in_background and writes:
         snapshot, fill = snapshot.on_host(staging, spare=_spare(state, snapshot))
-    begun = time.perf_counter()
+    staged = time.perf_counter()
 
     def write() -> dict[Path, Written]:
         fill()
         snapshot.check_finite()
         written = snapshot.write(temporary_of(final))
-        if shared:  # rank 0 may be on another machine, and would read and flush what it sees of the disk from there
-            written |= _own_files_of(state.parallel, temporary_of(final))
+        if is_shared:  # rank 0 may be on another machine, where it would read and flush its own view of the disk
+            written |= _hash_own_files(state.parallel, temporary_of(final))
             for path in written:
                 fsync_file(path)
         return written
 
     def publish_parts(parts: Iterable[Mapping[Path, Written]]) -> None:
-        written = {path: what for part in parts for path, what in part.items()}
-        publish(temporary_of(final), final, facts=snapshot.facts, written=written)
+        files = {path: file for rank_files in parts for path, file in rank_files.items()}
+        publish(temporary_of(final), final, facts=snapshot.facts, written=files)
         now = time.perf_counter()
-        blocked = begun + staging.waited_s if in_background else now
-        times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - begun, 3)}
+        blocked = staged + staging.waited_s if in_background else now
+        times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - staged, 3)}
         run_dir.event("checkpoint", step=step, path=str(final), **times)
         link_weights(final / folder, links(step))
         for path in prune(run_dir.root, step=step, limit=limit):
@@ -254,14 +259,14 @@ def _job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, 
         with discarded_on_error(final):
             publish_parts([write()])
 
-    what = f"saving {final}"
-    if shared:
-        return Job(what, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
-    return Job(what, write_all if writes else None)
+    description = f"saving {final}"
+    if is_shared:
+        return SaveJob(description, write, publish=publish_parts, discarded=lambda: discarded_on_error(final))
+    return SaveJob(description, write_all if writes else None)
 
 
-def _own_files_of(parallel: Strategy, directory: Path) -> dict[Path, Written]:
-    """Size and SHA-256 of this rank's share of the files that the strategy has written; all are there."""
+def _hash_own_files(parallel: Strategy, directory: Path) -> dict[Path, Written]:
+    """Return size and SHA-256 of this rank's share of the files that the strategy has written; all must exist."""
     files = sorted(path for path in (directory / DEEPSPEED_FOLDER).rglob("*") if path.is_file())
     return {
         path: Written(path.stat().st_size, file_sha256(path)) for path in files[parallel.rank :: parallel.world_size]
@@ -269,20 +274,20 @@ def _own_files_of(parallel: Strategy, directory: Path) -> dict[Path, Written]:
 
 
 def shares_saving(config: TrainConfig, parallel: Strategy) -> bool:
-    """Whether each rank writes its part of a checkpoint: of a full finetuning, to a disk that all see.
+    """Return whether each rank writes its part of a checkpoint: with full finetuning, to a disk that all see.
 
-    Every rank must call it; the run's directory is there, and is nobody else's.
+    Every rank must call it; the run's directory must exist, and belong to this run only.
     """
     is_full = config.training.training_type == "full-finetune"
     if not (is_full and config.training.sharded_checkpoints and parallel.shares_saving and parallel.world_size > 1):
         return False
-    place = config.run.output_dir / ".seen_by_all"
+    probe = config.run.output_dir / ".seen_by_all"
     if parallel.is_main:
-        place.touch()
+        probe.touch()
     parallel.barrier()
-    unseen = parallel.gather_objects([] if place.exists() else [parallel.rank])
+    unseen = parallel.gather_objects([] if probe.exists() else [parallel.rank])
     if parallel.is_main:
-        place.unlink()
+        probe.unlink()
     if unseen and parallel.is_main:
         logger.warning(
             "%s is not on a disk that all machines share (rank %d does not see it): rank 0 gathers and writes each "
@@ -292,7 +297,7 @@ def shares_saving(config: TrainConfig, parallel: Strategy) -> bool:
 
 
 def take_snapshot(state: TrainState) -> Snapshot:
-    """Gather what is to be saved; every rank must call it, the result is complete on rank 0 only."""
+    """Gather the state to be saved; every rank must call it, the result is complete on rank 0 only."""
     parallel = state.parallel
     files = shared_files(state)
     trained = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
@@ -342,44 +347,44 @@ def take_snapshot(state: TrainState) -> Snapshot:
 
 
 def _nothing() -> None:
-    """Fills what is no copy."""
+    """Do nothing, as the function that fills a snapshot which is not a copy."""
 
 
 def _spare(state: TrainState, snapshot: Snapshot) -> list[Tensor]:
-    """What nobody else uses of a snapshot."""
+    """Return the tensors of a snapshot that no other code uses."""
     if state.parallel.weights_are_whole:
         return []
     return gathered(snapshot, [state.transformer.state_dict(), below_wrapper(state.optimizer).state_dict()])
 
 
 def gathered(snapshot: Snapshot, sources: Any) -> list[Tensor]:
-    """Weights and optimizer state that were put together from several processes, in host memory that nothing else uses.
+    """Return the weights and optimizer state gathered from several processes, in otherwise unused host memory.
 
     Args:
-        snapshot: which has them.
-        sources: the tensors that they were gathered from; what one process has alone may be the same tensor.
+        snapshot: has them.
+        sources: the tensors that they were gathered from; one that a single process holds may be the same tensor.
     """
-    used = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in parts_of(tensor)}
+    addresses = {part.untyped_storage().data_ptr() for tensor in tensors_in(sources) for part in plain_tensors(tensor)}
     return [
         tensor
         for tensor in tensors_in([snapshot.trained, snapshot.optimizer])
         if not is_traceable_wrapper_subclass(tensor)
         and tensor.device.type == "cpu"
-        and tensor.untyped_storage().data_ptr() not in used
+        and tensor.untyped_storage().data_ptr() not in addresses
     ]
 
 
-def _room_needed(state: TrainState, sizes: Sequence[tuple[int, int]]) -> int:
-    """About what the checkpoint will take: its tensors, or, where the strategy adds files of its own, what the last one took.
+def _bytes_needed(state: TrainState, sizes: Sequence[tuple[int, int]]) -> int:
+    """Estimate the size of a checkpoint: its tensors, or that of the last one if the strategy adds its own files.
 
     Args:
         state: the run.
-        sizes: bytes of what each rank writes, and how many trained weights are among that.
+        sizes: bytes that each rank writes, and the number of trainable parameters among them.
     """
-    known, count = (sum(column) for column in zip(*sizes, strict=True))
+    size, count = (sum(column) for column in zip(*sizes, strict=True))
     if state.parallel.writes_own_files:
-        known = published_size(state.run_dir.root) or known + _DEEPSPEED_BYTES * count
-    return known + known // 50 + _SPARE
+        size = published_size(state.run_dir.root) or size + _DEEPSPEED_BYTES * count
+    return size + size // 50 + _SPARE
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -387,13 +392,13 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all of a tensor is finite; the extremes carry NaN, and take no second tensor to find."""
+    """Return whether all of a tensor is finite; its extremes carry NaN, and need no second tensor."""
     low, high = torch.aminmax(tensor.detach() if tensor.element_size() > 1 else tensor.detach().float())
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def split_state(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A nested state as tensors by path (`old/weight`), and the rest in its nested form, for JSON."""
+    """Return the tensors of a nested state by path (`old/weight`), and the rest in its nested form, for JSON."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Detect reward hacking: a held-out reward falls, or the KL grows for nothing, while the reward that is trained rises."""
+"""Detect reward hacking: a held-out reward falls, or the KL grows for nothing, while the trained reward rises."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from finetrainers.config.hacking import HackingRule
 
-#: What a run is stopped by.
+#: Name of this guard as the cause of a stop.
 HACKING_GUARD = "--hacking_guard"
 _ERRORS = 2  # standard errors below its best level at which a held-out reward has fallen
-_GAINED = 0.9  # share of the trained reward's gain from which on a growing KL brings little
+_GAINED = 0.9  # share of the trained reward's gain beyond which a growing KL brings little
 _GROWTH = 2  # times the KL has grown since then
 _PREFIX, _ERROR = "eval_reward/", "eval_reward_error/"
 
 
 @dataclass(frozen=True)
-class Look:
-    """What is known at a step.
+class Snapshot:
+    """Rewards and KL at a step.
 
     Attributes:
         step: of the weights.
-        trained: the weighted sum of the trained rewards: of the evaluation, or the mean of the rollouts since the look
-            before; NaN if there was none.
-        kl: mean KL since then.
+        trained: the weighted sum of the trained rewards: of the evaluation, or the mean of the rollouts since the
+            previous snapshot; NaN if there was none.
+        kl: mean KL since the previous snapshot.
         held_out: mean and standard error of each held-out reward, by label.
     """
 
@@ -37,13 +37,13 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Hacking:
-    """What was found.
+class RewardHacking:
+    """Detected reward hacking.
 
     Attributes:
         judge: the held-out reward, or `kl`.
         best_step: the step to go back to.
-        before, now: the judge's value there, and at the last look.
+        before, now: the judge's value at that step, and at the last snapshot.
         trained_before, trained_now: of the trained reward.
     """
 
@@ -55,135 +55,145 @@ class Hacking:
     trained_now: float
 
 
-def judge_held_out(looks: Sequence[Look], label: str, patience: int) -> Hacking | None:
-    """Whether a held-out reward H has fallen while the trained reward T has risen.
+def detect_held_out(snapshots: Sequence[Snapshot], label: str, patience: int) -> RewardHacking | None:
+    """Return the hacking if a held-out reward H has fallen while the trained reward T has risen, or None.
 
-    The best level is the greatest mean of H over two consecutive looks b - 1 and b. H has fallen if at each of the last
-    `patience` looks i, all after b,
+    The best level is the greatest mean of H over two consecutive snapshots b - 1 and b. H has fallen if at each of the
+    last `patience` snapshots i, all after b,
 
         H_i < (H_(b-1) + H_b) / 2 - 2 max(se_(b-1), se_b, se_i)
 
-    with standard errors over the held-out prompts. T has risen if its mean over these looks is above that over b - 1 and b.
-    Neither a single lucky value makes the level, nor a single bad one the fall.
+    with standard errors over the held-out prompts. T has risen if its mean over these snapshots is above that over
+    b - 1 and b. Neither a single lucky value makes the level, nor a single bad one the fall.
     """
-    known = [look for look in looks if label in look.held_out]
-    earlier, recent = known[:-patience], known[-patience:]
+    measured = [snapshot for snapshot in snapshots if label in snapshot.held_out]
+    earlier, recent = measured[:-patience], measured[-patience:]
     if len(earlier) < 2:
         return None
     pairs = list(pairwise(earlier))
-    level, place = max((_mean([one.held_out[label][0] for one in pair]), k) for k, pair in enumerate(pairs))
-    best = pairs[place]
-    error = max(one.held_out[label][1] for one in best)
-    if any(one.held_out[label][0] >= level - _ERRORS * max(error, one.held_out[label][1]) for one in recent):
+    level, index = max((_mean([snapshot.held_out[label][0] for snapshot in pair]), k) for k, pair in enumerate(pairs))
+    best = pairs[index]
+    error = max(snapshot.held_out[label][1] for snapshot in best)
+    if any(
+        snapshot.held_out[label][0] >= level - _ERRORS * max(error, snapshot.held_out[label][1]) for snapshot in recent
+    ):
         return None
-    before, now = _mean([one.trained for one in best]), _mean([one.trained for one in recent])
+    before, now = _mean([snapshot.trained for snapshot in best]), _mean([snapshot.trained for snapshot in recent])
     if not now > before:
         return None
-    step = max(best, key=lambda one: (one.held_out[label][0], one.step)).step
-    return Hacking(label, step, level, recent[-1].held_out[label][0], before, now)
+    step = max(best, key=lambda snapshot: (snapshot.held_out[label][0], snapshot.step)).step
+    return RewardHacking(label, step, level, recent[-1].held_out[label][0], before, now)
 
 
-def judge_kl(looks: Sequence[Look], patience: int) -> Hacking | None:
-    """Whether the KL has grown for nothing.
+def detect_kl(snapshots: Sequence[Snapshot], patience: int) -> RewardHacking | None:
+    """Return the hacking if the KL has grown for nothing, or None.
 
-    With T the trained reward and g the first look at which it had 90 % of all that it has gained so far,
+    With T the trained reward and g the first snapshot at which it had 90 % of all that it has gained so far,
 
         T_g >= T_0 + 0.9 (max T - T_0)
 
-    it has, if at each of the last `patience` looks, all after g, the KL is more than twice that of g.
+    it has, if at each of the last `patience` snapshots, all after g, the KL is more than twice that of g.
     """
-    known = [look for look in looks if math.isfinite(look.trained) and math.isfinite(look.kl)]
-    if len(known) <= patience:
+    measured = [snapshot for snapshot in snapshots if math.isfinite(snapshot.trained) and math.isfinite(snapshot.kl)]
+    if len(measured) <= patience:
         return None
-    first, most = known[0].trained, max(look.trained for look in known)
-    gained = next(k for k, look in enumerate(known) if look.trained >= first + _GAINED * (most - first))
-    then, recent = known[gained], known[-patience:]
-    if most <= first or len(known) - gained <= patience or any(look.kl <= _GROWTH * then.kl for look in recent):
+    first, highest = measured[0].trained, max(snapshot.trained for snapshot in measured)
+    gained = next(k for k, snapshot in enumerate(measured) if snapshot.trained >= first + _GAINED * (highest - first))
+    then, recent = measured[gained], measured[-patience:]
+    if (
+        highest <= first
+        or len(measured) - gained <= patience
+        or any(snapshot.kl <= _GROWTH * then.kl for snapshot in recent)
+    ):
         return None
-    return Hacking("kl", then.step, then.kl, recent[-1].kl, then.trained, _mean([look.trained for look in recent]))
+    trained_now = _mean([snapshot.trained for snapshot in recent])
+    return RewardHacking("kl", then.step, then.kl, recent[-1].kl, then.trained, trained_now)
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean of those that are numbers; NaN without any."""
+    """Return the mean of the finite values; NaN if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 class HackingGuard:
-    """Judges the records of a run; its checkpoints store what it has seen.
+    """Guard that judges the records of a run; checkpoints store its state.
 
     Attributes:
-        rule: how.
-        looks: so far.
-        is_found: whether the last look has found something.
-        way_back: the checkpoint to resume from, when something was found.
+        rule: settings of the detection.
+        snapshots: so far.
+        is_found: whether the last snapshot has shown hacking.
+        way_back: the checkpoint to resume from after hacking.
     """
 
     def __init__(self, rule: HackingRule) -> None:
         self.rule = rule
-        self.looks: list[Look] = []
+        self.snapshots: list[Snapshot] = []
         self.is_found = False
         self.way_back = "latest"
         self._step = -1  # of the last record of rollouts
-        self._rewards: list[float] = []  # since the last look
+        self._rewards: list[float] = []  # since the last snapshot
         self._kls: list[float] = []
 
     @property
     def last(self) -> int:
-        """The step of the last look; -1 before the first."""
-        return self.looks[-1].step if self.looks else -1
+        """The step of the last snapshot; -1 before the first."""
+        return self.snapshots[-1].step if self.snapshots else -1
 
-    def take(self, record: Mapping[str, Any]) -> bool:
-        """Take a record, unless it is known; whether it has completed a look."""
+    def record(self, record: Mapping[str, Any]) -> bool:
+        """Take a record, unless it was taken before; return whether it has completed a snapshot."""
         step, held_out, last = int(record["step"]), self._held_out(record), self.last
         if "weighted_reward" in record and step > self._step:
             self._step = step
             self._rewards.append(record["weighted_reward"])
             self._kls.append(record.get("kl", math.nan))
             if not self.rule.held_out and step // self.rule.every > max(last, 0) // self.rule.every:
-                self._look(step, _mean(self._rewards))
+                self._add_snapshot(step, _mean(self._rewards))
                 return True
         if held_out and step > last:
-            self._look(step, record.get("eval_weighted_reward", _mean(self._rewards)), held_out)
+            self._add_snapshot(step, record.get("eval_weighted_reward", _mean(self._rewards)), held_out)
             return True
         return False
 
     def _held_out(self, record: Mapping[str, Any]) -> dict[str, list[float]]:
-        found = {n: (record.get(_PREFIX + n), record.get(_ERROR + n)) for n in self.rule.held_out}
-        return {n: [mean, error] for n, (mean, error) in found.items() if mean is not None and error is not None}
+        pairs = {n: (record.get(_PREFIX + n), record.get(_ERROR + n)) for n in self.rule.held_out}
+        return {n: [mean, error] for n, (mean, error) in pairs.items() if mean is not None and error is not None}
 
-    def _look(self, step: int, trained: float, held_out: Mapping[str, Sequence[float]] | None = None) -> None:
-        self.looks.append(Look(step, trained, _mean(self._kls), held_out or {}))
+    def _add_snapshot(self, step: int, trained: float, held_out: Mapping[str, Sequence[float]] | None = None) -> None:
+        self.snapshots.append(Snapshot(step, trained, _mean(self._kls), held_out or {}))
         self._rewards, self._kls = [], []
 
-    def judge(self) -> Hacking | None:
-        """What the looks so far show."""
+    def detect(self) -> RewardHacking | None:
+        """Return the hacking that the snapshots so far show, or None."""
         patience = self.rule.patience
         if not self.rule.held_out:
-            return judge_kl(self.looks, patience)
-        found = (judge_held_out(self.looks, label, patience) for label in self.rule.held_out)
-        return next((one for one in found if one is not None), None)
+            return detect_kl(self.snapshots, patience)
+        hackings = (detect_held_out(self.snapshots, label, patience) for label in self.rule.held_out)
+        return next((hacking for hacking in hackings if hacking is not None), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The looks, and what has been seen since the last one, as JSON values."""
+        """Return the snapshots, and the values since the last one, as JSON values."""
         return {
-            "looks": [{name: _known(value) for name, value in asdict(look).items()} for look in self.looks],
+            "looks": [{name: _json(value) for name, value in asdict(snapshot).items()} for snapshot in self.snapshots],
             "step": self._step,
-            "rewards": [_known(value) for value in self._rewards],
-            "kls": [_known(value) for value in self._kls],
+            "rewards": [_json(value) for value in self._rewards],
+            "kls": [_json(value) for value in self._kls],
             "is_found": self.is_found,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; a checkpoint of a run without this guard has nothing."""
-        self.looks = [Look(**{name: _number(value) for name, value in look.items()}) for look in state.get("looks", ())]
+        self.snapshots = [
+            Snapshot(**{name: _number(value) for name, value in snapshot.items()})
+            for snapshot in state.get("looks", ())
+        ]
         self._step = state.get("step", -1)
         self._rewards, self._kls = ([_number(value) for value in state.get(name, ())] for name in ("rewards", "kls"))
         self.is_found = state.get("is_found", False)
 
 
-def _known(value: Any) -> Any:
-    """None for what is not a number: JSON has no NaN."""
+def _json(value: Any) -> Any:
+    """Return the value, or None for NaN and infinities, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -191,21 +201,22 @@ def _number(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def hacking_text(found: Hacking, checkpoint: str | None) -> str:
-    """What was found, and what can be done."""
-    if found.judge == "kl":
-        what = (
-            f"the KL has grown from {found.before:.3g} at step {found.best_step} to {found.now:.3g}, and the trained reward "
-            f"has hardly gained: {found.trained_before:.3g}, now {found.trained_now:.3g}"
+def hacking_text(hacking: RewardHacking, checkpoint: str | None) -> str:
+    """Return a description of detected reward hacking, and its remedies."""
+    if hacking.judge == "kl":
+        symptom = (
+            f"the KL has grown from {hacking.before:.3g} at step {hacking.best_step} to {hacking.now:.3g}, and the "
+            f"trained reward has hardly gained: {hacking.trained_before:.3g}, now {hacking.trained_now:.3g}"
         )
-        more = "measure a reward that is not trained (--eval_reward)"
+        remedy = "measure a reward that is not trained (--eval_reward)"
     else:
-        what = (
-            f"the held-out reward {found.judge} has fallen from {found.before:.3g} around step {found.best_step} to "
-            f"{found.now:.3g}, while the trained reward has risen from {found.trained_before:.3g} to {found.trained_now:.3g}"
+        symptom = (
+            f"the held-out reward {hacking.judge} has fallen from {hacking.before:.3g} around step "
+            f"{hacking.best_step} to {hacking.now:.3g}, while the trained reward has risen from "
+            f"{hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
         )
-        more = f"train on {found.judge} too (--reward)"
-    where = (
+        remedy = f"train on {hacking.judge} too (--reward)"
+    nearest = (
         "no checkpoint is from before" if checkpoint is None else f"the nearest checkpoint before it is {checkpoint}"
     )
-    return f"{what}; {where}. Resume there with a lower --lr or a larger KL penalty, or {more}"
+    return f"{symptom}; {nearest}. Resume there with a lower --lr or a larger KL penalty, or {remedy}"

@@ -18,22 +18,22 @@ from finetrainers.utils.process_state import free_memory
 
 logger = logging.getLogger(__name__)
 
-#: What makes a step need less memory, with the greatest effect first.
+#: Options that make a step need less memory, with the greatest effect first.
 ADVICE = (
     "What needs less: --gradient_checkpointing; smaller or shorter --video_resolution_buckets (reward finetuning: "
     "--rollout_size); --training_type lora; --quantize_frozen int8; an 8-bit or offloaded optimizer; "
-    "--precompute_conditions; where clips are encoded or decoded, --enable_tiling and --enable_slicing. --dry_run prints an "
-    "estimate of what takes how much"
+    "--precompute_conditions; where clips are encoded or decoded, --enable_tiling and --enable_slicing. --dry_run "
+    "prints an estimate of what takes how much"
 )
 
 
 class OutOfMemory(ExpectedError, RuntimeError):
-    """OOM where nothing can be retried; the message says where, and what needs less memory."""
+    """OOM that cannot be retried; the message names the phase, and options that need less memory."""
 
 
 @contextmanager
 def memory_advice(doing: str, advice: str = ADVICE) -> Iterator[None]:
-    """Turn an OOM within the block into an error that says what was being done, and what needs less memory.
+    """Turn an OOM within the block into an error that names the activity, and options that need less memory.
 
     Raises:
         OutOfMemory: memory ran out.
@@ -52,34 +52,34 @@ class Attempt:
 
     Attributes:
         step: the micro-batches.
-        error: in a few words what was asked of the allocator in vain; None if all micro-batches fit.
+        error: short message of the allocator, or None if all micro-batches fit.
     """
 
     def __init__(self, step: Step[Any], *, refusal: str | None = None) -> None:
         """Args:
         step: the micro-batches.
-        refusal: why an OOM ends the run, as the end of a sentence; None if it is caught.
+        refusal: why an OOM ends the run, as the end of a sentence, or None if it is caught.
         """
         self.step = step
         self.error: str | None = None
         self._refusal = refusal
-        self._at = 0
+        self._index = 0
 
     @property
     def item(self) -> Any:
-        """The micro-batch, or what it is made of, that was reached last."""
-        return self.step.items[self._at]
+        """The micro-batch that was reached last, or the item that it is made of."""
+        return self.step.items[self._index]
 
     def __len__(self) -> int:
         return len(self.step)
 
     def __iter__(self) -> Iterator[Any]:
-        made = iter(self.step)
-        for place in range(len(self.step)):
-            self._at = place
-            yield next(made)  # kept in no variable: it would stay in memory while the next one is made
+        micro_batches = iter(self.step)
+        for index in range(len(self.step)):
+            self._index = index
+            yield next(micro_batches)  # kept in no variable: it would stay in memory while the next one is made
         # `iter(step)` may have something to do at its end.
-        next(made, None)
+        next(micro_batches, None)
 
     def __enter__(self) -> Attempt:
         return self
@@ -97,35 +97,37 @@ class Attempt:
 
 
 class MemoryGuard:
-    """On OOM, retries a step in smaller micro-batches, and remembers for each latent size how many samples fit.
+    """Guard that retries a step in smaller micro-batches on OOM, and remembers how many samples of a latent size fit.
 
-    All ranks decide together, after each has gone through its micro-batches or run out of memory, and has sent its part of
-    the gradient exchange, which goes on meanwhile: gradients are dropped, exchanged ones too, the micro-batch that did not fit is halved, and all ranks repeat the step. Shares of the loss belong to samples, so
-    that the accumulated gradient is unchanged. All ranks have equally many micro-batches: one that has fewer samples
-    than another has pieces fills up with a sample of share 0.
+    All ranks decide together, after each has gone through its micro-batches or run out of memory, and has sent its part
+    of the gradient exchange, which goes on meanwhile: all gradients are dropped, including exchanged ones, the
+    micro-batch that did not fit is halved, and all ranks repeat the step. Shares of the loss belong to samples, so that
+    the accumulated gradient is unchanged. All ranks have equally many micro-batches: one that has fewer samples than
+    another has pieces fills up with a sample of share 0.
     """
 
     def __init__(self, *, parallel: Strategy, run_dir: RunDirectory, refusal: str | None) -> None:
         """Args:
         parallel: the processes of the run.
         run_dir: gets an event for each retry.
-        refusal: why no step is retried, as the end of a sentence; None if steps are.
+        refusal: why no step is retried, as the end of a sentence, or None if steps are.
         """
         self.parallel = parallel
         self.run_dir = run_dir
         self.refusal = refusal
-        #: Lets blocks store less, on all ranks, before micro-batches are halved; whether they do (`ActivationPlanner`).
+        #: Lets blocks store less on all ranks before micro-batches are halved; returns whether they do, see
+        #: `ActivationPlanner`.
         self.recompute_more: Callable[[], bool] = lambda: False
-        #: Of what went with the message about the last attempt, the maximum over ranks; None: there was no message.
+        #: Maximum over ranks of the numbers sent with the last attempt, or None if no message was sent.
         self.agreed: list[int] | None = None
-        self.sizes: dict[tuple[int, ...], int] = {}  # the most samples at once, by latent size, where that is not all
+        self.sizes: dict[tuple[int, ...], int] = {}  # the most samples at once, by latent size, where not all fit
 
     def attempts(self, step: Step[Any], *, also: Callable[[], Sequence[int]] = tuple) -> Iterator[Attempt]:
-        """Attempts at a step, each to be used once in a `with` block; the last one is the first that fits on all ranks.
+        """Yield attempts at a step, each to be used once in a `with` block, until one fits on all ranks.
 
         Args:
             step: the micro-batches.
-            also: numbers that go with the ranks' message about an attempt, if they exchange one; see `agreed`.
+            also: numbers to send with the ranks' message about an attempt, if they exchange one; see `agreed`.
 
         Raises:
             OutOfMemory: a micro-batch of one sample does not fit on some rank; on every rank.
@@ -138,10 +140,10 @@ class MemoryGuard:
             attempt = Attempt(self._fitting(step))
             yield attempt
             # 0: fits; 1: a half may fit; 2: there is nothing smaller.
-            mine = 0 if attempt.error is None else 1 if len(attempt.item) > 1 else 2
+            local = 0 if attempt.error is None else 1 if len(attempt.item) > 1 else 2
             self.parallel.complete_exchange()
             self.parallel.finish_on_device()
-            worst, *self.agreed = self.parallel.max_on_host([mine, *also()])
+            worst, *self.agreed = self.parallel.max_on_host([local, *also()])
             if worst == 0:
                 return
             self.parallel.drop_gradients()
@@ -149,37 +151,40 @@ class MemoryGuard:
             if self.recompute_more():
                 continue
             if worst == 2:
-                where = "this" if mine == 2 else "another"
-                why = "" if attempt.error is None else f" ({attempt.error})"
-                raise OutOfMemory(f"{where} process ran out of memory on a micro-batch of one sample{why}. {ADVICE}")
+                process = "this" if local == 2 else "another"
+                reason = "" if attempt.error is None else f" ({attempt.error})"
+                raise OutOfMemory(
+                    f"{process} process ran out of memory on a micro-batch of one sample{reason}. {ADVICE}"
+                )
             self._halve(attempt)
 
     def _fitting(self, step: Step[Any]) -> Step[Any]:
-        """The step in as many micro-batches as needed on the rank that needs most."""
+        """Return the step in as many micro-batches as the rank with the largest need requires."""
         if not self.sizes:
             return step
         needed = [-(-len(item) // self.sizes.get(item.latent_size, len(item))) for item in step.items]
         return step.split(self.parallel.max_on_host(needed))
 
     def _halve(self, attempt: Attempt) -> None:
-        """Remember on all ranks what did not fit on any."""
+        """Remember on all ranks the sizes that did not fit on any rank."""
         item, error = attempt.item, attempt.error
-        mine = [] if error is None else [(item.latent_size, len(item), f"rank {self.parallel.rank}: {error}")]
-        for failed, samples, why in self.parallel.gather_objects(mine):
+        failures = [] if error is None else [(item.latent_size, len(item), f"rank {self.parallel.rank}: {error}")]
+        for failed, samples, reason in self.parallel.gather_objects(failures):
             fits = -(-samples // 2)
             self.sizes[failed] = min(fits, self.sizes.get(failed, fits))
             name = "x".join(map(str, failed)) or "any"
-            self.run_dir.event("out_of_memory", latent_size=name, samples=samples, now=self.sizes[failed], error=why)
+            self.run_dir.event("out_of_memory", latent_size=name, samples=samples, now=self.sizes[failed], error=reason)
             logger.warning(
-                "out of memory with %d samples (latent size: %s); from now on at most %d at once, in more micro-batches (%s)",
+                "out of memory with %d samples (latent size: %s); from now on at most %d at once, in more "
+                "micro-batches (%s)",
                 samples,
                 name,
                 self.sizes[failed],
-                why,
+                reason,
             )
 
     def state_dict(self) -> list[list[Any]]:
-        """What fits, as JSON values."""
+        """Return the sizes that fit, as JSON values."""
         return [[list(latent_size), size] for latent_size, size in sorted(self.sizes.items())]
 
     def load_state_dict(self, state: list[list[Any]]) -> None:
@@ -188,7 +193,7 @@ class MemoryGuard:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """Most memory that was taken on a CUDA device since the last call; None on others."""
+    """Return the most memory that was taken on a CUDA device since the last call, in GiB, or None on other devices."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) / 2**30

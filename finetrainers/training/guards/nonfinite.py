@@ -17,11 +17,11 @@ Action = Literal["update", "skip", "rollback"]
 
 
 class NonFiniteError(ExpectedError, RuntimeError):
-    """The loss or the gradient of a step is NaN or infinite. Nothing of the step was saved."""
+    """Error for a step whose loss or gradient is NaN or infinite. Nothing of the step was saved."""
 
 
 class NonFiniteGuard:
-    """Judges the numbers of a step before its update.
+    """Guard that judges the numbers of a step before its update.
 
     They are averages over ranks, and one rank's NaN is the average's: every rank comes to the same decision.
     """
@@ -29,7 +29,7 @@ class NonFiniteGuard:
     def __init__(self, *, policy: str, limit: int, loss_scaling: bool, run_dir: RunDirectory) -> None:
         """Args:
         policy: `raise`, `skip` or `rollback`.
-        limit: steps that may be skipped or rolled back from in all before it is an error after all.
+        limit: steps that may be skipped or rolled back from in all; one more is an error.
         loss_scaling: whether fp16 gradients are scaled: then they overflow now and then, and the scaler skips those.
         run_dir: gets an event for each step whose update is not made.
         """
@@ -47,12 +47,12 @@ class NonFiniteGuard:
         """Decide what to do with a step.
 
         Raises:
-            NonFiniteError: it must not be an update, and the policy is to raise, or there have been too many.
+            NonFiniteError: the step must not be an update, and the policy is to raise, or there were too many.
         """
-        found = {name: record[name] for name in self.names if name in record and not math.isfinite(record[name])}
-        if not found:
+        nonfinite = {name: record[name] for name in self.names if name in record and not math.isfinite(record[name])}
+        if not nonfinite:
             return "update"
-        text = ", ".join(f"{name} {value}" for name, value in found.items())
+        text = ", ".join(f"{name} {value}" for name, value in nonfinite.items())
         self.run_dir.event("nonfinite", step=step, skipped=self.policy == "skip", values=text)
         if self.policy == "raise":
             raise NonFiniteError(
@@ -64,6 +64,6 @@ class NonFiniteGuard:
                 f"step {step}: {text}; {self.count} steps were not finite, more than --max_nonfinite_steps "
                 f"{self.limit}. {self.advice}"
             )
-        what = "skipped" if self.policy == "skip" else "not made"
-        logger.warning("step %d %s (%d of at most %d): %s", step, what, self.count, self.limit, text)
+        outcome = "skipped" if self.policy == "skip" else "not made"
+        logger.warning("step %d %s (%d of at most %d): %s", step, outcome, self.count, self.limit, text)
         return "skip" if self.policy == "skip" else "rollback"

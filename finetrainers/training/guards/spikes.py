@@ -12,20 +12,20 @@ from finetrainers.rundir.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-#: What is watched.
+#: Numbers that are watched.
 NAMES = ("loss", "grad_norm")
-#: Share of the window that must be there before anything counts as a spike.
+#: Share of the window that must be filled before anything counts as a spike.
 _ENOUGH = 0.25
 #: The standard deviation is taken for at least this share of the mean: a series that hardly moves has no outliers.
 _LEAST_SPREAD = 1e-3
 
 
 class SpikeDetector:
-    """Calls a value a spike that lies more than `sigma` standard deviations above the mean of the last `window` values.
+    """Detector of spikes: values more than `sigma` standard deviations above the mean of the last `window` values.
 
     Mean and deviation are computed in fp64 from the window itself, without the value that is judged, so that no error
-    builds up. A spike enters the window as the highest value that would not have been one: it cannot hide those that
-    follow it, and a series that stays on a higher level is after a while no longer called a spike.
+    builds up. A spike enters the window as the highest value that would not have been a spike: it cannot hide later
+    ones, and a series that stays on a higher level is after a while no longer called a spike.
     """
 
     def __init__(self, *, window: int, sigma: float, run_dir: RunDirectory) -> None:
@@ -40,20 +40,20 @@ class SpikeDetector:
         self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in NAMES}
         self.count = 0
 
-    def look(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
-        """Take a step's finite numbers; `spikes`, how many steps had one so far, once there is one."""
+    def check_step(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
+        """Take a step's finite numbers, and return `spikes`, the number of steps with a spike, once there is one."""
         if not self.sigma:
             return {}
-        found = [text for name in NAMES if name in record and (text := self._take(name, record[name])) is not None]
-        if found:
+        spikes = [text for name in NAMES if name in record and (text := self._take(name, record[name])) is not None]
+        if spikes:
             self.count += 1
-            text = ", ".join(found)
+            text = ", ".join(spikes)
             self.run_dir.event("spike", step=step, values=text)
             logger.warning("step %d: a spike: %s", step, text)
         return {"spikes": float(self.count)} if self.count else {}
 
     def _take(self, name: str, value: float) -> str | None:
-        """Add a value to its window; a description if it is a spike."""
+        """Add a value to its window, and return a description if it is a spike, or None."""
         recent = self.recent[name]
         if len(recent) < self.enough:
             recent.append(value)
@@ -70,11 +70,11 @@ class SpikeDetector:
         return f"{name} {value:.4g} is {above} the mean {mean:.4g} of the last {count} steps"
 
     def state_dict(self) -> dict[str, Any]:
-        """The windows and the count, as JSON values."""
+        """Return the windows and the count, as JSON values."""
         return {"count": self.count, **{name: list(recent) for name, recent in self.recent.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; of a longer window the newest values."""
+        """Restore what `state_dict` returned; from a longer window, take the newest values."""
         self.count = state.get("count", 0)
         for name, recent in self.recent.items():
             recent.clear()

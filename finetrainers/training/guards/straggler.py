@@ -11,16 +11,16 @@ logger = logging.getLogger(__name__)
 
 #: Share of a step that waiting may take before it counts.
 _SHARE = 0.2
-#: How many records in a row must show the same rank before it is named.
+#: Records in a row that must show the same rank before it is named.
 _PATIENCE = 3
 
 
 class StragglerMonitor:
-    """Compares how long the ranks have waited for each other: the slowest is the one that waited least.
+    """Monitor of how long the ranks wait for each other: the slowest rank is the one that waits least.
 
-    What is compared is the time in messages between the hosts, of which a step has one when its data is there and, where a
-    step can be retried, one when this rank's gradients are computed. Under DDP nothing before it waits for another rank:
-    buckets of gradients are sent and not waited for. It reports and changes nothing.
+    It compares the time in messages between the hosts: a step has one when its data is ready and, where a step can be
+    retried, one when this rank's gradients are computed. Under DDP no earlier code waits for another rank: buckets of
+    gradients are sent and not waited for. It reports and changes nothing.
     """
 
     def __init__(self, *, parallel: Ranks, run_dir: RunDirectory) -> None:
@@ -30,25 +30,24 @@ class StragglerMonitor:
         self._slowest = -1
         self._in_a_row = 0
 
-    def look(self, step: int, *, steps: int, step_s: float) -> dict[str, float]:
-        """Who was the slowest since the last call, and how long the others waited; nothing for one rank.
-
-        Every rank must call it.
+    def check_interval(self, step: int, *, steps: int, step_s: float) -> dict[str, float]:
+        """Return the slowest rank since the last call, and how long the others waited; every rank must call it.
 
         Args:
             step: the number of the step, for the event.
-            steps: how many there were since the last call.
-            step_s: how long each took.
+            steps: number of steps since the last call.
+            step_s: seconds of each.
 
         Returns:
-            `slowest_rank` and `waiting_s`, the seconds of a step that the quickest rank waited more than the slowest.
+            `slowest_rank` and `waiting_s`, the seconds of a step that the quickest rank waited more than the slowest;
+            empty for one rank.
         """
         if self.parallel.world_size == 1:
             return {}
-        mine = self.parallel.waited_s - self._counted
+        local_s = self.parallel.waited_s - self._counted
         self._counted = self.parallel.waited_s
         microseconds = [0] * self.parallel.world_size
-        microseconds[self.parallel.rank] = round(1e6 * mine)
+        microseconds[self.parallel.rank] = round(1e6 * local_s)
         waited = self.parallel.max_on_host(microseconds)
         slowest, waiting = waited.index(min(waited)), 1e-6 * (max(waited) - min(waited)) / steps
         counts = waiting > _SHARE * step_s

@@ -84,7 +84,7 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     saved = json.loads((root / "checkpoints" / f"step-{end['step']}" / "state.json").read_text())["guards"]["hacking"]
     assert [look["step"] for look in saved["looks"]] == list(range(found["step"] + 1))
 
-    # It goes on where it is told to, knows what has been, and the evaluation of the step itself, which no checkpoint has.
+    # It continues there, with the earlier looks and the evaluation of the step itself, which no checkpoint has.
     flags |= {"hacking_guard": "warn", "train_steps": end["step"] + 2, "resume_from_checkpoint": "latest"}
     assert exit_code(flags) == exit_codes.DONE
     assert len(events(root, "reward_hacking")) == 1  # has been said

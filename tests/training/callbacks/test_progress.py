@@ -21,7 +21,7 @@ from finetrainers.training.callbacks.progress import Clock, ProgressLine, number
 EVALUATION = {"eval_loss": 0.43214, **{f"eval_loss_{k / 10:.2f}": 0.5 / k for k in (1, 3, 5, 7, 9)}}
 LOSS = {"loss": 0.04213, "grad_norm": 0.385, "lr": 1e-3, "step_s": 3.41}
 SCORES = {"reward/a.quality": 0.51234, "kl": 0.0023, "group_std/a.quality": 0.1, **LOSS}
-MEMORY = SimpleNamespace(most=lambda: 12.3)
+MEMORY = SimpleNamespace(highest_peak=lambda: 12.3)
 SECOND = {"reward/my_module:a_function_with_a_long_name": 12.3456}
 
 
@@ -69,7 +69,7 @@ def shown(width: int | None, records: list[dict[str, float]], *, headline: tuple
 def test_the_line_fits_any_width(
     headline: tuple[str, ...], record: dict[str, float], total: int, order: list[str]
 ) -> None:
-    """One row, which begins with step, total and time left; what does not fit is left out whole, the least important first."""
+    """One row, beginning with step, total and time left; fields that do not fit go, the least important first."""
     steps = [total // 2 - 1, total // 2]
     first = [{"step": 0, **EVALUATION}] if headline == SFT.headline else []
     records = [*first, *({"step": step, **record} for step in steps)]
@@ -172,8 +172,8 @@ def test_an_interval_becomes_one_record() -> None:
         values = {"loss": loss, "grad_norm": k, "rollout": k, "low/a": k, "high/a": -k, "spikes": k}
         records.append(values if k else {**values, "once": 7.0})
     assert summarized(records, seconds=9.0, every=4, summaries=summaries) == {
-        "loss": 2.0, "grad_norm": 1.0, "grad_norm_max": 2.0, "rollout": 2, "low/a": 0, "high/a": 0, "spikes": 2, "once": 7.0,
-        "steps": 3.0, "step_s": 3.0,
+        "loss": 2.0, "grad_norm": 1.0, "grad_norm_max": 2.0, "rollout": 2, "low/a": 0, "high/a": 0, "spikes": 2,
+        "once": 7.0, "steps": 3.0, "step_s": 3.0,
     }  # fmt: skip
     short = summarized([{"loss": 5.0}], seconds=1.0, every=4, summaries=summaries)
     assert short == {"loss": 5.0, "steps": 1.0, "step_s": 1.0}
@@ -208,5 +208,6 @@ def test_a_run_shows_its_methods_headline(
     done = run(**options(train_steps=2))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]
-    assert f"  grad_norm {number(json.loads((done.root / 'metrics.jsonl').read_text().splitlines()[0])['grad_norm'])}" in lines[0]  # fmt: skip
+    record = json.loads((done.root / "metrics.jsonl").read_text().splitlines()[0])
+    assert f"  grad_norm {number(record['grad_norm'])}" in lines[0]
     assert "loss" not in lines[0]

@@ -140,7 +140,8 @@ class Library(ModuleType):
         run = FakeRun(arguments)
         # What the server has, which trackio keeps under another name.
         run.starting_step = run._next_step = self.starting_step  # type: ignore[attr-defined]
-        run.config = self.settings if len(self.runs) == 0 or self.__name__ == "wandb" else {"of": "this process"}  # type: ignore[attr-defined]
+        is_shared = len(self.runs) == 0 or self.__name__ == "wandb"
+        run.config = self.settings if is_shared else {"of": "this process"}  # type: ignore[attr-defined]
         self.runs.append(run)
         return run
 

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background are those that would have been written at once, and no error of theirs is lost."""
+"""Checkpoints written in the background equal those written at once, and no error of them is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from finetrainers.rundir.manifest import damage, read_manifest
 from finetrainers.runs.training import train
 from finetrainers.training.checkpoints import save as saving
 from finetrainers.training.checkpoints.async_save import BackgroundSave
-from finetrainers.training.staging import Staging, _PageLocked, parts_of, tensors_in
+from finetrainers.training.staging import Staging, _PageLocked, plain_tensors, tensors_in
 from finetrainers.training.state import TrainState
 from finetrainers.training.trainer import Trainer
 
@@ -132,9 +132,9 @@ def test_the_bytes_are_the_same(
 
     def noted(staging: Staging, *arguments: Any, **named: Any) -> Any:
         staging._reserved.wait()
-        ready = Counter(storage.nbytes() for storage in staging._kept)
+        ready = Counter(storage.nbytes() for storage in staging._storages)
         begun = begin(staging, *arguments, **named)
-        missing.append(Counter(storage.nbytes() for storage in staging._kept) - ready)
+        missing.append(Counter(storage.nbytes() for storage in staging._storages) - ready)
         return begun
 
     monkeypatch.setattr(Staging, "begin", noted)
@@ -327,7 +327,8 @@ def test_copies_are_written_as_their_originals_are() -> None:
     paged.is_paged = True  # type: ignore[attr-defined]
     value = {
         "turned": base.t(), "row": base[1], "step": torch.tensor(3.0), "empty": torch.empty(0), "low": low_bit_states(),
-        "shared": [table, {"again": table, "view": table.view(4, 4)}], "paged": paged, "betas": (0.9, 0.99), "none": None,
+        "shared": [table, {"again": table, "view": table.view(4, 4)}], "paged": paged, "betas": (0.9, 0.99),
+        "none": None,
         "bf16": torch.ones(2, dtype=torch.bfloat16), "nested": {0: {"lr": 1e-3, "params": [0, 1]}},
     }  # fmt: skip
     before = pickled(value)
@@ -337,7 +338,7 @@ def test_copies_are_written_as_their_originals_are() -> None:
     assert pickled(copied) == before
     # A change of any original shows in the original only.
     for tensor in tensors_in(value):
-        for part in parts_of(tensor):
+        for part in plain_tensors(tensor):
             part.copy_(torch.zeros_like(part))
     value["betas"] = (0, 0)
     assert pickled(value) != before
@@ -345,12 +346,12 @@ def test_copies_are_written_as_their_originals_are() -> None:
     assert copied["shared"][0] is copied["shared"][1]["again"]
     assert type(copied["low"]["4"]) is type(value["low"]["4"])  # type: ignore[index]
     # The next copy is in the same memory, and one of other sizes is made, too.
-    places = {part.untyped_storage().data_ptr() for tensor in tensors_in(copied) for part in parts_of(tensor)}
+    places = {part.untyped_storage().data_ptr() for tensor in tensors_in(copied) for part in plain_tensors(tensor)}
     now = pickled(value)
     again, fill = staging.begin(value)
     fill()
     assert pickled(again) == now
-    assert {p.untyped_storage().data_ptr() for t in tensors_in(again) for p in parts_of(t)} == places
+    assert {p.untyped_storage().data_ptr() for t in tensors_in(again) for p in plain_tensors(t)} == places
     other, fill = staging.begin({"one": torch.arange(100.0), "table": torch.arange(16.0)})
     fill()
     assert other["one"].tolist() == list(range(100))
@@ -370,7 +371,7 @@ def test_memory_of_the_first_copy_is_got_before_it() -> None:
     assert pickled(copied) == pickled(value)
     staging = Staging()
     staging.reserve(value)()
-    places = {storage.data_ptr() for storage in staging._kept}
+    places = {storage.data_ptr() for storage in staging._storages}
     copied, fill = staging.begin(value)
     fill()
     assert {tensor.untyped_storage().data_ptr() for tensor in copied.values()} == places

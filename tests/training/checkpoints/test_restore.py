@@ -20,11 +20,19 @@ from finetrainers.training.checkpoints import save as saving
 BNB = {"optimizer": "adamw-bnb-8bit", "transformer_dtype": "bf16", "text_encoder_dtype": "bf16"}
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"use_ema": True, "lora_dropout": 0.3, "caption_dropout_p": 0.5, "eval_num_items": 1, "eval_steps": 2},
-    "full": {"training_type": "full-finetune", "use_ema": True, "caption_dropout_p": 0.5, "lr_scheduler": "cosine", "lr_warmup_steps": 2},
-    "precomputed": {"precompute_conditions": True, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero", "batch_size": 2},
+    "full": {
+        "training_type": "full-finetune", "use_ema": True, "caption_dropout_p": 0.5, "lr_scheduler": "cosine",
+        "lr_warmup_steps": 2,
+    },
+    "precomputed": {
+        "precompute_conditions": True, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero", "batch_size": 2,
+    },
     "accumulated": {"gradient_accumulation_steps": 2, "batch_size": 2, "lora_dropout": 0.2, "optimizer": "adamw"},
     "8-bit bf16": {"training_type": "full-finetune", **BNB},
-    "stochastic rounding": {"training_type": "full-finetune", "optimizer": "adamw", "transformer_dtype": "bf16", "master_weights": "stochastic_rounding"},
+    "stochastic rounding": {
+        "training_type": "full-finetune", "optimizer": "adamw", "transformer_dtype": "bf16",
+        "master_weights": "stochastic_rounding",
+    },
 }  # fmt: skip
 
 
@@ -176,7 +184,8 @@ def test_changed_runs_are_refused_with_every_difference(
         "rank: 4 then, 8 now",
         "lora_alpha: 8.0 then, 16.0 now",
         "data: files, captions, buckets, repeats or held-out items are not those of then "
-        "(bucket 9x64x64, clips 1, held out 0, fps 8 then; bucket 9x64x64, clips 2, held out 0, fps 8 now) (--reset data)",
+        "(bucket 9x64x64, clips 1, held out 0, fps 8 then; bucket 9x64x64, clips 2, held out 0, fps 8 now) "
+        "(--reset data)",
         "optimizer: 'adamw' then, 'adam' now (--reset optimizer)",
         "seed: 42 then, 7 now (--reset rng)",
         "flow_shift: 1.0 then, 3.0 now (--reset rng)",

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from finetrainers.config.hacking import HackingRule
-from finetrainers.training.guards.hacking import Hacking, HackingGuard, judge_held_out
+from finetrainers.training.guards.hacking import HackingGuard, RewardHacking, detect_held_out
 
-#: Evaluations of the color preference (finetrainers/demo/rewarded.py) every 4 steps: similarity to the preferred color, which
-#: is trained, and how many of 16 held-out captions show their shape. Without the KL penalty, and with it.
+#: Evaluations of the color preference (finetrainers/demo/rewarded.py) every 4 steps: similarity to the preferred color,
+#: which is trained, and the number of 16 held-out captions that show their shape. Without the KL penalty, and with it.
 HACKED = [
     (0.612, 8), (0.637, 10), (0.672, 8), (0.716, 9), (0.768, 11), (0.833, 9), (0.884, 11), (0.922, 4), (0.906, 4),
     (0.899, 7), (0.860, 8), (0.859, 5), (0.876, 4), (0.891, 3), (0.905, 1), (0.910, 1), (0.920, 0),
@@ -38,23 +38,23 @@ def evaluated(trained: float, shown: float, *, step: int) -> dict[str, float]:
     return {"step": step, "eval_weighted_reward": trained, "eval_reward/shape": share, "eval_reward_error/shape": error}
 
 
-def by_evaluation(series: Sequence[tuple[float, float]], patience: int = 2) -> tuple[int, Hacking] | None:
+def by_evaluation(series: Sequence[tuple[float, float]], patience: int = 2) -> tuple[int, RewardHacking] | None:
     """The step at which it is seen first, and what."""
     guard = HackingGuard(HackingRule("warn", ("shape",), patience, every=4))
     for place, (trained, shown) in enumerate(series):
-        assert guard.take(evaluated(trained, shown, step=4 * place))
-        if (found := guard.judge()) is not None:
+        assert guard.record(evaluated(trained, shown, step=4 * place))
+        if (found := guard.detect()) is not None:
             return 4 * place, found
     return None
 
 
-def by_kl(series: Sequence[tuple[float, float]]) -> tuple[int, Hacking] | None:
+def by_kl(series: Sequence[tuple[float, float]]) -> tuple[int, RewardHacking] | None:
     guard = HackingGuard(HackingRule("warn", (), 2, every=4))
     for place, (reward, kl) in enumerate(series):
         for step in range(4 * place + 1, 4 * place + 5):
-            done = guard.take({"step": step, "weighted_reward": reward, "kl": kl})
+            done = guard.record({"step": step, "weighted_reward": reward, "kl": kl})
             assert done == (step % 4 == 0)
-        if (found := guard.judge()) is not None:
+        if (found := guard.detect()) is not None:
             return 4 * place + 4, found
     return None
 
@@ -94,7 +94,7 @@ def test_single_values_do_not_decide() -> None:
 
 
 def test_the_state_goes_into_a_checkpoint_and_back() -> None:
-    """Also between two looks, as JSON; records that are known are not taken twice."""
+    """Even between two snapshots, as JSON; known records are not taken twice."""
     whole = HackingGuard(HackingRule("stop", ("shape",), 2, every=4))
     parts = HackingGuard(whole.rule)
     for place, (trained, shown) in enumerate(HACKED[:9]):
@@ -104,23 +104,23 @@ def test_the_state_goes_into_a_checkpoint_and_back() -> None:
         ]
         del records[1]["eval_weighted_reward"]  # the trained reward is that of the rollouts
         for record in records:
-            whole.take(record)
-            parts.take(record)
-            assert not parts.take(record)
+            whole.record(record)
+            parts.record(record)
+            assert not parts.record(record)
             saved = json.loads(json.dumps(parts.state_dict(), allow_nan=False))
             parts = HackingGuard(whole.rule)
             parts.load_state_dict(saved)
-    assert repr(parts.looks) == repr(whole.looks)  # NaN differs from itself
-    assert parts.judge() == whole.judge()
-    assert parts.judge() is not None
+    assert repr(parts.snapshots) == repr(whole.snapshots)  # NaN differs from itself
+    assert parts.detect() == whole.detect()
+    assert parts.detect() is not None
     assert parts.last == 32
     parts.load_state_dict({})
-    assert (parts.looks, parts.last) == ([], -1)
+    assert (parts.snapshots, parts.last) == ([], -1)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_too_few_evaluations_show_nothing(count: int) -> None:
     guard = HackingGuard(HackingRule("warn", ("shape",), 2, every=1))
     for step in range(count):
-        guard.take(evaluated(0.1 * step, 16 - 8 * step, step=step))
-    assert judge_held_out(guard.looks, "shape", 2) is None
+        guard.record(evaluated(0.1 * step, 16 - 8 * step, step=step))
+    assert detect_held_out(guard.snapshots, "shape", 2) is None

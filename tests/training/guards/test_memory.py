@@ -111,7 +111,10 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_advice(
         run(**options(clips=2, batch_size=2, oom_retry="off", output_dir=str(tmp_path / "off")))
 
 
-NCCL = "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 2 'out of memory'"
+NCCL = (
+    "NCCL error: unhandled cuda error\nncclUnhandledCudaError: Call to CUDA failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'"
+)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,8 @@ def fail(*_: Any, **__: Any) -> Any:
 ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "exchanging and clipping gradients": (
         lambda trainer: Trainer.train_step(trainer, Step([None])),
-        {"guards": None, "step": 0, "optimizer": SimpleNamespace(param_groups=[]), "parallel": SimpleNamespace(all_reduce=fail)},
+        {"guards": None, "step": 0, "optimizer": SimpleNamespace(param_groups=[]),
+         "parallel": SimpleNamespace(all_reduce=fail)},
     ),
     "updating the weights": (
         Trainer._update,
@@ -165,8 +169,8 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "saving a checkpoint": (
         Trainer._save_if_due,
-        {"requests": SimpleNamespace(save=True), "method": SimpleNamespace(can_stop_after=fail), "step": 0, "total_steps": 1,
-         "config": SimpleNamespace(training=SimpleNamespace(checkpointing_steps=0))},
+        {"requests": SimpleNamespace(save=True), "method": SimpleNamespace(can_stop_after=fail), "step": 0,
+         "total_steps": 1, "config": SimpleNamespace(training=SimpleNamespace(checkpointing_steps=0))},
     ),
     "sampling or evaluating": (
         Trainer._sample_if_due,
@@ -207,7 +211,7 @@ def test_room_for_the_optimizer_that_is_not_there_is_named(monkeypatch: pytest.M
     with pytest.raises(
         OutOfMemory, match=r"making room for 0\.01 GiB of optimizer state .*8-bit or offloaded optimizer"
     ):
-        memory_probe._optimizer_room(state)  # type: ignore[arg-type]
+        memory_probe._reserve_optimizer_memory(state)  # type: ignore[arg-type]
 
 
 def test_loading_that_runs_out_of_memory_says_so() -> None:
@@ -276,7 +280,8 @@ def test_reward_finetuning_in_smaller_micro_batches(
                 prompts=str(prompts), reward=["brightness"], rollout_size="9x64x64", prompts_per_step=2,
                 num_generations=4, batch_size=4, sampling_steps=4, transformer_dtype="fp32", vae_dtype="fp32",
                 text_encoder_dtype="fp32", optimizer="adamw", lr=1e-2, rank=4, lora_alpha=8, train_steps=1,
-                updates_per_rollout=1, max_grad_norm=0, output_dir=str(tmp_path / name), **{"method": "grpo", **changes}, **more,
+                updates_per_rollout=1, max_grad_norm=0, output_dir=str(tmp_path / name),
+                **{"method": "grpo", **changes}, **more,
             )
         )  # fmt: skip
         run_checked(checked)

@@ -97,8 +97,8 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     values = options(
-        train_steps=6, clips=3, use_ema=True, training_type=training_type, checkpointing_steps=2, on_nonfinite="rollback",
-        lora_dropout=0.3 if training_type == "lora" else None, lr_scheduler="linear",
+        train_steps=6, clips=3, use_ema=True, training_type=training_type, checkpointing_steps=2,
+        on_nonfinite="rollback", lora_dropout=0.3 if training_type == "lora" else None, lr_scheduler="linear",
         async_checkpointing=training_type == "lora",
     )  # fmt: skip
     keys: list[tuple[int, int]] = []
@@ -130,7 +130,8 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
     assert resumed.curve("loss", "grad_norm") == reference.curve("loss", "grad_norm")
     assert all(resumed.weights[name].equal(tensor) for name, tensor in reference.weights.items())
     # In other batches, those begin where it is in the data, which is two steps further than its count.
-    other = preflight(load_config(**{**values, "output_dir": str(tmp_path / "back"), "train_steps": 8}, batch_size=2, resume_from_checkpoint="latest"))  # fmt: skip
+    changed = {**values, "output_dir": str(tmp_path / "back"), "train_steps": 8, "batch_size": 2}
+    other = preflight(load_config(**changed, resume_from_checkpoint="latest"))
     assert [(segment.first_step, segment.batch_size) for segment in other.start.data_position.segments] == [
         (0, 1),
         (8, 2),
@@ -157,12 +158,12 @@ def test_spikes_are_found_and_hide_none(tmp_path: Path) -> None:
     run_dir = RunDirectory(tmp_path, writes=True)
     detector = SpikeDetector(window=128, sigma=6, run_dir=run_dir)
     series = [1.0 + 0.1 * math.sin(k) for k in range(200)]
-    assert not any(detector.look(k, {"loss": value, "grad_norm": 2.0}) for k, value in enumerate(series))
+    assert not any(detector.check_step(k, {"loss": value, "grad_norm": 2.0}) for k, value in enumerate(series))
     # sin has the standard deviation 1 / sqrt(2), so the bound is 1 + 6 * 0.0707.
-    assert detector.look(200, {"loss": 1.40, "grad_norm": 2.0}) == {}
-    assert detector.look(201, {"loss": 100.0, "grad_norm": 2.0}) == {"spikes": 1.0}
-    assert detector.look(202, {"loss": 2.0, "grad_norm": 2.0}) == {"spikes": 2.0}  # the first one did not hide it
-    assert detector.look(203, {"loss": 1.0, "grad_norm": 9.0}) == {"spikes": 3.0}
+    assert detector.check_step(200, {"loss": 1.40, "grad_norm": 2.0}) == {}
+    assert detector.check_step(201, {"loss": 100.0, "grad_norm": 2.0}) == {"spikes": 1.0}
+    assert detector.check_step(202, {"loss": 2.0, "grad_norm": 2.0}) == {"spikes": 2.0}  # the first one did not hide it
+    assert detector.check_step(203, {"loss": 1.0, "grad_norm": 9.0}) == {"spikes": 3.0}
     events = [json.loads(line) for line in run_dir.events_file.read_text().splitlines()]
     assert [(e["event"], e["step"]) for e in events] == [("spike", 201), ("spike", 202), ("spike", 203)]
     assert "loss 100 is" in events[0]["values"]
@@ -170,7 +171,7 @@ def test_spikes_are_found_and_hide_none(tmp_path: Path) -> None:
     later = SpikeDetector(window=128, sigma=6, run_dir=run_dir)
     later.load_state_dict(json.loads(json.dumps(detector.state_dict())))
     assert later.recent == detector.recent
-    assert later.look(204, {"loss": 5.0}) == {"spikes": 4.0}
+    assert later.check_step(204, {"loss": 5.0}) == {"spikes": 4.0}
     # A level that stays is after a while no spike any more.
     assert [later._take("loss", 5.0 + 0.1 * math.sin(k)) is None for k in range(200)][-1]
 
@@ -193,7 +194,9 @@ def test_a_spike_is_recorded_by_a_run(
     assert (state["count"], len(state["loss"]), max(state["loss"]) < 2) == (1, 7, True)
 
 
-def test_too_many_are_an_error(options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_too_many_are_an_error(
+    options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(monkeypatch, {1, 3, 4})
     with pytest.raises(NonFiniteError, match="3 steps were not finite, more than --max_nonfinite_steps 2"):
         run(**options(train_steps=6, on_nonfinite="skip", max_nonfinite_steps=2))

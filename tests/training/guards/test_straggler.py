@@ -41,7 +41,7 @@ def follow(waits: list[tuple[float, float]], *, step_s: float = 1.0, steps: int 
     for step, (mine, other) in enumerate(waits, start=1):
         ranks.waited_s += mine  # counted from the start of the run
         ranks.other_waited_s = other
-        records.append(pace.look(step, steps=steps, step_s=step_s))
+        records.append(pace.check_interval(step, steps=steps, step_s=step_s))
     return records, events.kept
 
 
@@ -75,4 +75,5 @@ def test_waiting_is_counted_per_step() -> None:
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    assert StragglerMonitor(parallel=_TwoRanks(world_size=1), run_dir=_Events()).look(1, steps=1, step_s=1.0) == {}  # type: ignore[arg-type]
+    monitor = StragglerMonitor(parallel=_TwoRanks(world_size=1), run_dir=_Events())  # type: ignore[arg-type]
+    assert monitor.check_interval(1, steps=1, step_s=1.0) == {}
