@@ -40,12 +40,12 @@ def test_an_epoch_has_every_clip_once_in_batches_of_one_bucket(counts, batch_siz
     clips = make_clips(counts)
     sampler = BatchSampler(clips, Segment(0, batch_size, 1), seed=seed)
     per_epoch = sum(-(-count // batch_size) for count in counts)
-    batches = [sampler.at(epoch * per_epoch + place) for place in range(per_epoch)]
+    batches = [sampler.batch_at(epoch * per_epoch + place) for place in range(per_epoch)]
     assert {batch.epoch for batch in batches} == {epoch}
     assert sorted(i for batch in batches for i in indices(batch.clips)) == list(range(len(clips)))
     assert all(1 <= len(batch.clips) <= batch_size for batch in batches)
     assert all(len({clip.bucket for clip in batch.clips}) == 1 for batch in batches)
-    assert sampler.at(per_epoch * (epoch + 1)).epoch == epoch + 1
+    assert sampler.batch_at(per_epoch * (epoch + 1)).epoch == epoch + 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,8 +172,8 @@ def test_with_one_bucket_the_order_does_not_depend_on_the_batch_size() -> None:
     clips = make_clips([10])
     by_four, by_one = (BatchSampler(clips, Segment(0, size, 1), seed=5) for size in (4, 1))
     for epoch in range(3):
-        joined = [i for k in range(3) for i in indices(by_four.at(epoch * 3 + k).clips)]
-        assert joined == [i for k in range(10) for i in indices(by_one.at(epoch * 10 + k).clips)]
+        joined = [i for k in range(3) for i in indices(by_four.batch_at(epoch * 3 + k).clips)]
+        assert joined == [i for k in range(10) for i in indices(by_one.batch_at(epoch * 10 + k).clips)]
 
 
 def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
@@ -181,7 +181,7 @@ def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
 
     def order(seed: int, epoch: int) -> list[int]:
         sampler = BatchSampler(clips, Segment(0, 12, 1), seed=seed)
-        return indices(sampler.at(epoch).clips)
+        return indices(sampler.batch_at(epoch).clips)
 
     orders = [tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)]
     assert len(set(orders)) == 4
@@ -192,8 +192,10 @@ def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
 
 def test_leftovers_come_last_in_order_of_their_first_clip() -> None:
     sampler = BatchSampler(make_clips([5, 3]), Segment(0, 4, 1), seed=0)
-    order = [i for k in range(8) for i in indices(BatchSampler(sampler.clips, Segment(0, 1, 1), seed=0).at(k).clips)]
-    batches = [indices(sampler.at(k).clips) for k in range(3)]
+    order = [
+        i for k in range(8) for i in indices(BatchSampler(sampler.clips, Segment(0, 1, 1), seed=0).batch_at(k).clips)
+    ]
+    batches = [indices(sampler.batch_at(k).clips) for k in range(3)]
     assert [len(batch) for batch in batches] == [4, *(len(batch) for batch in batches[1:])]
     assert sorted(map(len, batches[1:])) == [1, 3]
     firsts = [order.index(batch[0]) for batch in batches[1:]]

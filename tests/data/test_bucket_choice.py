@@ -16,7 +16,7 @@ from finetrainers.config.sections import DataSection
 from finetrainers.data.buckets.bucket_choice import choose_buckets, named_buckets
 from finetrainers.data.buckets.buckets import (
     area_sizes,
-    chances,
+    bucket_probabilities,
     choose_bucket,
     filled_resolution,
     legal_lengths,
@@ -126,7 +126,9 @@ def test_where_clips_fall_to() -> None:
     assert lower_buckets((49, 768, 512), 1280, 720, buckets) == [(49, 384, 256)]
     assert lower_buckets((49, 512, 768), 720, 1280, buckets, shorter=True) == [(49, 256, 384), (17, 512, 768)]
     keep = {(49, 512, 768): 0.5, (49, 256, 384): 0.4}
-    assert chances([(49, 512, 768), (49, 256, 384), (17, 512, 768)], keep) == pytest.approx([0.5, 0.2, 0.3])
+    assert bucket_probabilities([(49, 512, 768), (49, 256, 384), (17, 512, 768)], keep) == pytest.approx(
+        [0.5, 0.2, 0.3]
+    )
 
 
 def test_a_clip_takes_the_largest_resolution_that_it_fills() -> None:

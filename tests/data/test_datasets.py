@@ -18,7 +18,7 @@ from finetrainers.data.buckets.bucket_choice import choose_buckets
 from finetrainers.data.buckets.windows import frame_limit, with_window_buckets
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import survey_dataset
-from finetrainers.data.reading.datasets import Dataset, read_datasets, repeats_of
+from finetrainers.data.reading.datasets import Dataset, epoch_repeats, read_datasets
 from finetrainers.data.reading.items import read_dataset
 from finetrainers.data.reading.sources.rows import DataError
 
@@ -126,9 +126,9 @@ def test_held_out_items_have_one_caption_and_weights_share_the_rest(place: Path)
     assert [clip.repeats for clip in made.clips] == pytest.approx([1, 1, 1, 1])
     assert all(not clip.captions for clip in plan(place, BOTH, eval_num_items=3).eval_clips)
     lone = [Dataset("x", DataSection(), weight=1.0), Dataset("y", DataSection(), weight=3.0)]
-    assert repeats_of(lone, [10, 10]) == pytest.approx([0.5, 1.5])
-    assert repeats_of(lone, [30, 10]) == pytest.approx([1 / 3, 3])
-    assert repeats_of(lone, [0, 10]) == pytest.approx([0, 1])
+    assert epoch_repeats(lone, [10, 10]) == pytest.approx([0.5, 1.5])
+    assert epoch_repeats(lone, [30, 10]) == pytest.approx([1 / 3, 3])
+    assert epoch_repeats(lone, [0, 10]) == pytest.approx([0, 1])
 
 
 def test_messages_say_which_data_set(place: Path) -> None:

@@ -41,7 +41,7 @@ from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import DataError, Reading, read_dataset
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip
-from finetrainers.data.video.masks import load_mask, weights_of
+from finetrainers.data.video.masks import latent_weights, load_mask
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions
 
@@ -325,7 +325,7 @@ def test_an_image_is_the_mask_of_all_frames_and_of_images(grey: Path) -> None:
     theirs = pooled_by_force(np.broadcast_to(picture, (9, 64, 96)), temporal=4, spatial=8)
     np.testing.assert_allclose(ours[0, 0].double().numpy(), theirs, rtol=0, atol=1e-6)
     floor = replace(clip, mask=clip.mask._replace(lowest=0.25))
-    torch.testing.assert_close(weights_of(floor, ours), 0.25 + 0.75 * ours)
+    torch.testing.assert_close(latent_weights(floor, ours), 0.25 + 0.75 * ours)
     still = replace(clip, kind="image", path=grey / "g.mask.png", bucket=(1, 64, 96), num_frames=1)
     assert torch.equal(load_mask(still, generator=torch.Generator()), ours[:, :, :1])
 

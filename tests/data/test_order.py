@@ -1,4 +1,4 @@
-"""The order of batches under every way of making them: bucket sizes, ends of epochs, repeats, chances to stay."""
+"""The order of batches under every way of making them: bucket sizes, ends of epochs, repeats, bucket_probabilities to stay."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def open_stream(clips: list[Clip], way: Way, *, keep: dict | None = None) -> Bat
     """None where no epoch has a batch, which is refused."""
     try:
         sampler = BatchSampler(clips, way.segment(), seed=5, keep=keep)
-        sampler.at(0)
+        sampler.batch_at(0)
     except ValueError:
         return None
     return sampler
@@ -124,7 +124,7 @@ def test_every_clip_comes_as_often_as_it_should_and_nothing_is_lost_unsaid(group
         return
     epochs = 5
     batches = []
-    while (batch := sampler.at(len(batches))).epoch < epochs:
+    while (batch := sampler.batch_at(len(batches))).epoch < epochs:
         batches.append(batch)
     found = keys_of(batches)
     real = [key for key in found if key[0] >= 0]
@@ -151,7 +151,7 @@ def test_every_clip_comes_as_often_as_it_should_and_nothing_is_lost_unsaid(group
     if way.epoch_end == "wrap":
         # What is missing waits for the next epochs, fewer than a batch in each bucket.
         assert 0 <= total - left_out - len(real) <= sum(size[bucket] - 1 for bucket in BUCKETS)
-        waiting = open_stream(clips, replace(way, accumulation=1, world=1), keep=keep).left_at(len(batches))
+        waiting = open_stream(clips, replace(way, accumulation=1, world=1), keep=keep).rest_at(len(batches))
         assert len(waiting.samples) == total - left_out - len(real) + (
             expected_keys(clips, waiting.epoch + 1)
             - total
@@ -194,7 +194,7 @@ def test_each_epoch_by_a_plain_walk(groups, way) -> None:
         if way.epoch_end != "wrap":
             open_batches = {}
     found = [
-        [key for key in keys_of([sampler.at(position)]) if key[0] >= 0] for position in range(len(expected))
+        [key for key in keys_of([sampler.batch_at(position)]) if key[0] >= 0] for position in range(len(expected))
     ]  # fmt: skip
     assert found == expected
 
@@ -216,8 +216,8 @@ def test_a_step_is_the_same_at_any_world_size_and_from_anywhere(groups, way, ste
     assert [b.sample_keys for b in together] == [b.sample_keys for b in alone]
     assert [b.clips for b in together] == [b.clips for b in alone]
     assert sum(b.weight for b in together) / world == pytest.approx(1.0)
-    last = fresh.at((step + 1) * way.accumulation * world - 1).epoch
-    assert fresh.epoch_of(step) == last
+    last = fresh.batch_at((step + 1) * way.accumulation * world - 1).epoch
+    assert fresh.epoch_at(step) == last
 
 
 def walk(clips: list[Clip], ways: list[Way], *, steps: int, keep: dict | None = None) -> list[list[Key]] | None:
@@ -357,23 +357,23 @@ def test_ends_of_epochs() -> None:
     samplers = {
         end: BatchSampler(clips, Segment(0, 4, 1, epoch_end=end), seed=0) for end in ("keep", "drop", "pad", "wrap")
     }
-    sizes = {end: [len(sampler.at(k).clips) for k in range(6)] for end, sampler in samplers.items()}
+    sizes = {end: [len(sampler.batch_at(k).clips) for k in range(6)] for end, sampler in samplers.items()}
     assert sizes["keep"] == [4, 4, 2, 4, 4, 2]
     assert all(set(sizes[end]) == {4} for end in ("drop", "pad", "wrap"))
-    epochs = {end: [sampler.at(k).epoch for k in range(6)] for end, sampler in samplers.items()}
+    epochs = {end: [sampler.batch_at(k).epoch for k in range(6)] for end, sampler in samplers.items()}
     assert epochs == {
         "keep": [0, 0, 0, 1, 1, 1], "pad": [0, 0, 0, 1, 1, 1], "drop": [0, 0, 1, 1, 2, 2], "wrap": [0, 0, 1, 1, 1, 2],
     }  # fmt: skip
     ends = {end: [s.steps_for_epochs(n) for n in (1, 2, 3)] for end, s in samplers.items()}
     assert ends == {"keep": [3, 6, 9], "pad": [3, 6, 9], "drop": [2, 4, 6], "wrap": [2, 5, 7]}
-    padded = samplers["pad"].at(2)
+    padded = samplers["pad"].batch_at(2)
     assert sum(cycle < 0 for cycle in padded.cycles) == 2
     assert len({clip.index for clip in padded.clips}) == 4
-    assert samplers["pad"].at(5).clips[2:] != padded.clips[2:]  # others the next time
-    left = samplers["pad"].left_at(1).samples  # what has only been filled in is not left
+    assert samplers["pad"].batch_at(5).clips[2:] != padded.clips[2:]  # others the next time
+    left = samplers["pad"].rest_at(1).samples  # what has only been filled in is not left
     assert len(left) == 6
     assert set(left["cycles"].tolist()) == {0}
-    wrapped = samplers["wrap"].at(2)
+    wrapped = samplers["wrap"].batch_at(2)
     assert wrapped.cycles == (0, 0, 1, 1)
 
 
@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused() -> None:
         BatchSampler(clips, Segment(0, 4, 1, epoch_end="drop"), seed=0)
     rare = make_clips([Group((3, 0, 0), 0.5)])
     with pytest.raises(ValueError, match="1000 epochs in a row have no whole batch"):
-        BatchSampler(rare, Segment(0, 4, 1, epoch_end="drop"), seed=0).at(0)
+        BatchSampler(rare, Segment(0, 4, 1, epoch_end="drop"), seed=0).batch_at(0)
     with pytest.raises(ValueError, match="1 epochs have no whole batch"):
         BatchSampler(rare[:1], Segment(0, 1, 1), seed=0).steps_for_epochs(1)
     with pytest.raises(ValueError, match="dataset 0 differ in how often"):
@@ -394,7 +394,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_late_positions_are_found_at_once() -> None:
     sampler = BatchSampler(make_clips([Group((5, 3, 2))]), Segment(0, 2, 4, epoch_end="wrap"), seed=0)
-    assert sampler.at(10**12).epoch == pytest.approx(10**12 / 5, rel=1e-9)
+    assert sampler.batch_at(10**12).epoch == pytest.approx(10**12 / 5, rel=1e-9)
     assert sampler.steps_for_epochs(10**9) == 5 * 10**9 // 4
 
 

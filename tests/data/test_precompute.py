@@ -62,7 +62,7 @@ def keys_in(root: Path, *, first_frame: bool = False, batch_size: int = 1) -> Ca
         EncoderEntry("v", first_frame),
         DataSection(precompute_batch_size=batch_size),
         seed=7,
-        vae_words="a VAE",
+        vae_description="a VAE",
     )
 
 

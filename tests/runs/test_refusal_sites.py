@@ -50,7 +50,7 @@ OTHER_COMMANDS = (
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
 AFTER = {
     "The hub, another process, another machine or the disk decides while the run goes on; a dry run joins nobody and locks nothing.": """
-        data/loading/precompute.py: check_room
+        data/loading/precompute.py: check_free_space
         data/loading/workers.py: Workers._next 3, Workers.batches
         plan/check_upload.py: _permission_problems 2
         rundir/publish.py: reserve

@@ -36,7 +36,7 @@ class Choice:
 
 
 def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, Sequence[Bucket]]) -> Choice:
-    """The buckets: listed ones, those of `resolutions`, or chosen from the clips.
+    """Return the buckets: listed ones, those of `resolutions`, or chosen from the clips.
 
     Args:
         data: the options.
@@ -120,7 +120,7 @@ def _of_clips(
 def named_buckets(
     option: str, entries: Sequence[tuple[Bucket, Value]], buckets: Sequence[Bucket]
 ) -> dict[Bucket, Value]:
-    """The values that an option gives to single buckets.
+    """Return the values that an option gives to single buckets.
 
     Raises:
         DataError: it names some that are not there.

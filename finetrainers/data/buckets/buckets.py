@@ -19,7 +19,7 @@ _DEFAULT_MAX_AREA = 512 * 768
 
 
 def choose_bucket(frames: int, height: int, width: int, buckets: Sequence[Bucket]) -> Bucket | None:
-    """The bucket of a clip with `frames` usable frames; None when it is too short for every bucket.
+    """Return the bucket of a clip with `frames` usable frames; None when it is too short for every bucket.
 
     The longest buckets that the clip fills come first; among them the one of nearest aspect ratio (as a factor, so
     that 2:1 and 1:2 are equally far from 1:1), and among equals the larger one.
@@ -52,7 +52,7 @@ def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequen
 
 
 def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
-    """The largest legal lengths not above the median clip (49 at most) and not above the shortest, longest first.
+    """Return the largest legal lengths not above the median clip (49 at most) and not above the shortest, longest first.
 
     So every clip fits somewhere.
     """
@@ -84,7 +84,7 @@ def legal_lengths(wanted: Sequence[int], geometry: Geometry) -> tuple[list[int],
 def area_sizes(
     resolution: tuple[int, int], geometry: Geometry, *, count: int, min_ar: float, max_ar: float
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """The sizes `(height, width)` of one area, tallest first and all different, and what was rounded down.
+    """Return the sizes `(height, width)` of one area, tallest first and all different, and what was rounded down.
 
     The aspect ratios r = width / height lie evenly spaced in log r, ends included (one alone lies in the middle). For
     an area A, the height is sqrt(A / r) and the width sqrt(A * r), each rounded to the nearest multiple that the model
@@ -127,7 +127,7 @@ def area_sizes(
 
 
 def filled_resolution(height: int, width: int, resolutions: Sequence[Sequence[Bucket]]) -> Sequence[Bucket]:
-    """The buckets of the largest resolution that a clip of this size fills; those of the smallest if it fills none.
+    """Return the buckets of the largest resolution that a clip of this size fills; those of the smallest if it fills none.
 
     Args:
         height, width: of the clip.
@@ -142,7 +142,7 @@ def filled_resolution(height: int, width: int, resolutions: Sequence[Sequence[Bu
 def lower_buckets(
     bucket: Bucket, height: int, width: int, buckets: Sequence[Bucket], *, shorter: bool = False
 ) -> list[Bucket]:
-    """The lower buckets that a clip of this size falls through to, in order.
+    """Return the lower buckets that a clip of this size falls through to, in order.
 
     To the next lower resolution of the same length, there to the nearest aspect ratio, and so on.
 
@@ -169,8 +169,8 @@ def lower_buckets(
     return found
 
 
-def chances(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]) -> list[float]:
-    """The probabilities that a clip ends in each of the buckets that it may fall through, in order.
+def bucket_probabilities(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]) -> list[float]:
+    """Return the probabilities that a clip ends in each of the buckets that it may fall through, in order.
 
     What they lack to 1 is left out.
     """
@@ -184,24 +184,24 @@ def chances(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]) -> list[flo
 
 
 def num_batches(count: float, size: int, epoch_end: EpochEnd) -> int:
-    """The number of batches of a bucket in an epoch; for `wrap`, without clips carried over from the epoch before."""
+    """Return the number of batches of a bucket in an epoch; for `wrap`, without clips carried over from the epoch before."""
     return math.ceil(count / size) if epoch_end in ("keep", "pad") else math.floor(count / size)
 
 
 def nearest_bucket(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """The bucket whose length, height and width differ least, as factors."""
+    """Return the bucket whose length, height and width differ least, as factors."""
     return min(buckets, key=lambda one: (sum(abs(math.log(a / b)) for a, b in zip(one, bucket, strict=True)), one))
 
 
 def cover_size(height: int, width: int, bucket_height: int, bucket_width: int) -> tuple[int, int]:
-    """The smallest `(height, width)` of a clip's own aspect ratio that covers a bucket."""
+    """Return the smallest `(height, width)` of a clip's own aspect ratio that covers a bucket."""
     scale = max(bucket_height / height, bucket_width / width)
     return max(round(height * scale), bucket_height), max(round(width * scale), bucket_width)
 
 
 @lru_cache
 def bucket_text(bucket: Bucket) -> str:
-    """The bucket as `FxHxW`."""
+    """Return the bucket as `FxHxW`."""
     return "x".join(map(str, bucket))
 
 
@@ -210,5 +210,5 @@ def _area(bucket: Bucket) -> int:
 
 
 def legal_length(frames: int, geometry: Geometry) -> int:
-    """The largest length that the model accepts, not above a number of frames."""
+    """Return the largest length that the model accepts, not above a number of frames."""
     return (frames - 1) // geometry.temporal * geometry.temporal + 1

@@ -120,7 +120,7 @@ class Clip:
         return self.captions or (self.caption,)
 
     def caption_for(self, sample_key: tuple[int, ...], *, seed: int) -> str:
-        """The caption of a sample, drawn for every (epoch, item) where there are several."""
+        """Return the caption of a sample, drawn for every (epoch, item) where there are several."""
         if not self.captions:
             return self.caption
         return self.captions[derive_seed(seed, "caption", *sample_key) % len(self.captions)]
@@ -138,7 +138,7 @@ Shown: TypeAlias = Clip | Picture
 
 
 def cut_to(clip: Clip, bucket: Bucket) -> Clip:
-    """A clip in one of its buckets, and in no other."""
+    """Return a clip in one of its buckets, and in no other."""
     if not clip.lower:
         return clip
     rates = dict([(clip.bucket, clip.fps), *clip.lower])
@@ -146,5 +146,5 @@ def cut_to(clip: Clip, bucket: Bucket) -> Clip:
 
 
 def all_cuts(clips: Iterable[Clip]) -> list[Clip]:
-    """Every clip in each of its buckets: all that training may ask for."""
+    """Return every clip in each of its buckets: all that training may ask for."""
     return [cut_to(clip, bucket) for clip in clips for bucket in clip.buckets]

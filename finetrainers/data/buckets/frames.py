@@ -15,7 +15,7 @@ SAME_RATE = 0.02
 
 
 def playback_fps(source_fps: float, target_fps: float) -> float:
-    """The rate at which a clip is sampled: the target, or the clip's own where that is lower or nearly the same.
+    """Return the rate at which a clip is sampled: the target, or the clip's own where that is lower or nearly the same.
 
     A slower clip is not brought to the target, since that would repeat frames.
     """
@@ -23,18 +23,18 @@ def playback_fps(source_fps: float, target_fps: float) -> float:
 
 
 def is_slower(source_fps: float, target_fps: float) -> bool:
-    """Whether a clip's own rate is lower than the target, beyond rounding."""
+    """Return whether a clip's own rate is lower than the target, beyond rounding."""
     return source_fps < target_fps * (1 - SAME_RATE)
 
 
 def sampling_fps(rates: Iterable[float], model_fps: float) -> float:
-    """The rate of samples of a model that was trained on clips of these rates: their median, or the model's own if it is nearly that."""
+    """Return the rate of samples of a model that was trained on clips of these rates: their median, or the model's own if it is nearly that."""
     median = round(median_low([*rates] or [model_fps]), 3)
     return model_fps if abs(median - model_fps) <= SAME_RATE * model_fps else median
 
 
 def num_available(num_frames: int, *, source_fps: float, fps: float) -> int:
-    """How many frames a clip of `num_frames` gives at `fps`: those k with round(k * source_fps / fps) inside it.
+    """Return how many frames a clip of `num_frames` gives at `fps`: those k with round(k * source_fps / fps) inside it.
 
     For frames that are not evenly spaced, `source_fps` must be their mean rate; the clip is then as long as its times
     say, and the number holds for `select_frames` with these times, too.
@@ -94,7 +94,7 @@ def select_frames(
 
 
 def _shown_at(moment: float, *, source_fps: float, times: Sequence[float] | None) -> int:
-    """The frame that is shown at a moment, which is counted in mean periods of the source."""
+    """Return the frame that is shown at a moment, which is counted in mean periods of the source."""
     if times is None:  # rounded half up; `round` rounds half to even, which makes strides uneven
         return math.floor(moment)
     return bisect_right(times, moment / source_fps + 1e-6) - 1  # a microsecond more, for times that were rounded

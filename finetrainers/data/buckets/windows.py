@@ -37,7 +37,7 @@ def window_starts(frames: int, window: int, *, stride: int = 1) -> range:
 
 
 def example_index(item: int, number: int) -> int:
-    """The unique index of the `number`-th window of an item.
+    """Return the unique index of the `number`-th window of an item.
 
     That of the first window is the item's, so an item gets the same random numbers with one window as with none; and
     counted upwards, the windows of different items alternate.
@@ -46,12 +46,12 @@ def example_index(item: int, number: int) -> int:
 
 
 def item_of(index: int) -> int:
-    """The item that an example is of."""
+    """Return the item that an example is of."""
     return index & ((1 << _ITEM_BITS) - 1)
 
 
 def is_first(index: int) -> bool:
-    """Whether an example is the first window of its item, or no window."""
+    """Return whether an example is the first window of its item, or no window."""
     return index >> _ITEM_BITS == 0
 
 
@@ -75,7 +75,7 @@ def windows_by_item(clips: Sequence[Clip]) -> list[list[int]]:
 
 
 def with_window_buckets(data: DataSection) -> DataSection:
-    """The options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
+    """Return the options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
     size = data.sliding_window_size
     if size is None:
         return data
@@ -85,7 +85,7 @@ def with_window_buckets(data: DataSection) -> DataSection:
 
 
 def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
-    """How many frames of a clip windows are cut from, by the bucket that the windows have; None: all of them.
+    """Return how many frames of a clip windows are cut from, by the bucket that the windows have; None: all of them.
 
     The length of a given bucket is an upper bound. Of several with the same height and width the longest counts: all
     windows are equally long, so clips of different lengths need no buckets of their own.
@@ -95,7 +95,7 @@ def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
 
 
 def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geometry) -> list[Clip]:
-    """The windows or chunks of a clip, in order; just the clip if none are asked for, or if it is an image.
+    """Return the windows or chunks of a clip, in order; just the clip if none are asked for, or if it is an image.
 
     Args:
         clip: an item whose bucket has the length of a window or chunk.
@@ -189,7 +189,7 @@ def apart(clips: Iterable[Clip]) -> list[Clip]:
 
 
 def encoded_clip(clip: Clip) -> Clip:
-    """The clip that the VAE encodes: itself, or the segment that its latents are cut from."""
+    """Return the clip that the VAE encodes: itself, or the segment that its latents are cut from."""
     if clip.latents_of is None:
         return clip
     start, frames = clip.latents_of
@@ -198,7 +198,7 @@ def encoded_clip(clip: Clip) -> Clip:
 
 
 def encoded_clips(clips: Iterable[Clip]) -> Iterator[Clip]:
-    """The clips that the VAE encodes; a segment that several windows share comes once."""
+    """Yield the clips that the VAE encodes; a segment that several windows share comes once."""
     seen: set[tuple[int, Bucket]] = set()
     for clip in clips:
         segment = item_of(clip.index), clip.bucket
@@ -208,7 +208,7 @@ def encoded_clips(clips: Iterable[Clip]) -> Iterator[Clip]:
 
 
 def cut_latents(latents: Tensor, clip: Clip) -> Tensor:
-    """A window's latents `[B, C, T, H, W]` from those of its whole segment; any other clip's own as they are.
+    """Return a window's latents `[B, C, T, H, W]` from those of its whole segment; any other clip's own as they are.
 
     With c frames to a latent frame, latent 0 of the segment stands for its frame 0, and latent k for frames
     (k - 1) c + 1 to k c. A window of m c + 1 frames that starts at frame j c gets latents j to j + m: all but the first

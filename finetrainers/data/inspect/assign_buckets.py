@@ -21,7 +21,7 @@ from ..buckets.windows import cut_windows, describe_windows, with_window_buckets
 from ..reading.datasets import Dataset
 from ..reading.items import DataError, Kind, Reading
 from ..reading.media import MAX_FRAME_PIXELS
-from ..reading.sources.rows import shown
+from ..reading.sources.rows import printable_name
 from ..reading.status import Unusable
 from ..video.backends import backend_of, reason_against
 from .file_facts import FileFacts, default_directory
@@ -110,7 +110,7 @@ def assign_buckets(
 
 
 def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[ProbedItem]:
-    """All items with what is known of their files, those of further media too."""
+    """Return all items with what is known of their files, those of further media too."""
     root = data.data_root or (data.dataset_file.parent if data.dataset_file else Path())
     facts = FileFacts.of_dataset(data.probe_dir or default_directory(), root, recall=options.recall)
     probed = probe_items(reading.items, facts=facts, max_pixels=data.max_pixels, options=options)
@@ -164,7 +164,7 @@ def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backen
 
 def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | None:
     """Why a further medium cannot be used with its clip: it must have a frame for each of the clip's."""
-    ours, theirs, what = entry.header, other.header, f"its {name} {shown(other.item.name)}"
+    ours, theirs, what = entry.header, other.header, f"its {name} {printable_name(other.item.name)}"
     if other.unusable is not None:
         status = "missing" if other.unusable.status == "skipped" else other.unusable.status
         return Unusable(status, f"{what}: {other.unusable.reason}")
@@ -184,7 +184,7 @@ def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | Non
 def _clip(
     entry: ProbedItem, number: int, *, data: DataSection, geometry: Geometry, choice: Choice, choose: Choose
 ) -> Clip | Unusable:
-    """The clip with its bucket, or the reason why it has none."""
+    """Return the clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.header
     resolutions = choice.of_kind[item.kind]
     if not resolutions:
@@ -241,7 +241,7 @@ def _too_narrow(found: Probe, bucket: Bucket, data: DataSection) -> Unusable | N
 
 
 def _rate(entry: ProbedItem, bucket: Bucket, data: DataSection) -> float:
-    """The frame rate of the clip that is cut to a bucket."""
+    """Return the frame rate of the clip that is cut to a bucket."""
     found, mode = entry.header, data.frame_selection
     if entry.item.kind == "image" or mode != "uniform":
         return entry.fps
@@ -251,7 +251,7 @@ def _rate(entry: ProbedItem, bucket: Bucket, data: DataSection) -> float:
 def _lower(
     entry: ProbedItem, bucket: Bucket, buckets: Sequence[Bucket], data: DataSection
 ) -> Iterator[tuple[Bucket, float]]:
-    """The lower buckets that a clip may fall through to, each with its rate, until one keeps all of its clips."""
+    """Yield the lower buckets that a clip may fall through to, each with its rate, until one keeps all of its clips."""
     if not data.bucket_keep_prob:
         return
     keep = dict(data.bucket_keep_prob)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.text import plural
 
-from ..buckets.buckets import Bucket, bucket_text, chances, num_batches
+from ..buckets.buckets import Bucket, bucket_probabilities, bucket_text, num_batches
 from ..buckets.clip import Clip
 from ..buckets.windows import windows_by_item
 
@@ -44,7 +44,7 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
     total = fallen = 0.0
     for (buckets, repeats), alike in Counter((clip.buckets, clip.repeats) for clip in clips).items():
         total += alike * repeats
-        shares = chances(buckets, keep)
+        shares = bucket_probabilities(buckets, keep)
         fallen += alike * repeats * (1.0 - sum(shares))
         for bucket, share in zip(buckets, shares, strict=True):
             counts[bucket] += alike * repeats * share

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from ..reading.items import Kind
-from ..reading.media import frames_of, open_container, open_image, reason_of, video_stream
+from ..reading.media import decode_frames, error_reason, open_container, open_image, video_stream
 from ..reading.status import Mark, Unusable
 
 R = TypeVar("R")
@@ -51,13 +51,13 @@ def serve(pipe: Connection, function: Callable[..., Any]) -> None:
 
 
 def answer(function: Callable[..., R], arguments: tuple[Any, ...]) -> R | Lost:
-    """The result of a function for a file, or its failure."""
+    """Return the result of a function for a file, or its failure."""
     try:
         return function(*arguments)
     except MemoryError:
         return Lost(f"asked for more than {MEMORY_BYTES >> 30} GiB")
     except Exception as error:
-        return Lost(f"failed: {reason_of(error)}")
+        return Lost(f"failed: {error_reason(error)}")
 
 
 def _bound_memory() -> None:
@@ -86,7 +86,7 @@ def _decode_image(path: str) -> Unusable | tuple[Mark, ...]:
     except MemoryError:
         raise
     except Exception as error:
-        return _unusable(error, f"the image cannot be decoded: {reason_of(error)}")
+        return _unusable(error, f"the image cannot be decoded: {error_reason(error)}")
     return ("black",) if grey.mean() < _BLACK else ()
 
 
@@ -98,7 +98,7 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
         with open_container(Path(path)) as container:
             stream = video_stream(container)
             stream.thread_type = "NONE"  # as many processes as processors run at once
-            for frame in frames_of(container, stream):
+            for frame in decode_frames(container, stream):
                 count += 1
                 broken += frame.is_corrupt
                 grey = _grey(frame) if black or still else None
@@ -111,7 +111,7 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
     except MemoryError:  # FFmpeg's is one
         raise
     except Exception as error:
-        return _unusable(error, f"decoding fails after frame {count} of {declared}: {reason_of(error)}")
+        return _unusable(error, f"decoding fails after frame {count} of {declared}: {error_reason(error)}")
     if broken:
         return Unusable("damaged", f"{broken} of {count} frames are broken")
     if count < declared:
@@ -122,9 +122,9 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
 
 
 def _unusable(error: Exception, what: str) -> Unusable:
-    """The status of a failed decode; an unreachable disk or network is not damage."""
+    """Return the status of a failed decode; an unreachable disk or network is not damage."""
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, av.FFmpegError):
-        return Unusable("unreadable", f"cannot be read: {reason_of(error)}")
+        return Unusable("unreadable", f"cannot be read: {error_reason(error)}")
     return Unusable("damaged", what)
 
 
@@ -183,11 +183,11 @@ def _picture(path: str) -> Iterator[Image.Image]:
 
 
 def _pictures(path: str) -> Iterator[Image.Image]:
-    """The first frame, and the key frames before the middle and the end where they can be reached, else the last."""
+    """Yield the first frame, and the key frames before the middle and the end where they can be reached, else the last."""
     with open_container(Path(path)) as container:
         stream = video_stream(container)
         stream.thread_type = "NONE"
-        first = next(frames_of(container, stream), None)
+        first = next(decode_frames(container, stream), None)
         if first is None:
             return
         yield _upright(first)
@@ -200,7 +200,7 @@ def _pictures(path: str) -> Iterator[Image.Image]:
                 container.seek(begin + int(duration * share) - 1, stream=stream)
             wanted = begin + duration * share * 0.98
             shown = None
-            for number, frame in enumerate(frames_of(container, stream)):
+            for number, frame in enumerate(decode_frames(container, stream)):
                 shown = frame
                 if number >= _FOLLOWED or (frame.pts is not None and frame.pts >= wanted):
                     break

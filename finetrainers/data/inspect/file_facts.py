@@ -179,7 +179,7 @@ class FileFacts:
                 self._learn(*self._parsed(line))
 
     def _parsed(self, line: str) -> tuple[bytes, Facts]:
-        """The facts of a line.
+        """Return the facts of a line.
 
         Raises:
             ValueError, TypeError, KeyError: it is damaged.
@@ -250,12 +250,12 @@ def default_directory() -> Path:
 
 
 def file_version(path: Path, stat: os.stat_result) -> tuple[str, int, int, int]:
-    """The values that identify one version of a file. Links are not resolved, which takes a system call per folder."""
+    """Return the values that identify one version of a file. Links are not resolved, which takes a system call per folder."""
     return str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _name(path: str, size: int, mtime_ns: int, ctime_ns: int) -> bytes:
-    """A digest of a version's JSON, which is put together by hand: that is three times as quick."""
+    """Return a digest of a version's JSON, which is put together by hand: that is three times as quick."""
     version = f"[{encode_basestring_ascii(path)}, {size}, {mtime_ns}, {ctime_ns}]"
     return hashlib.sha256(version.encode("ascii")).digest()[: _NAME // 2]
 

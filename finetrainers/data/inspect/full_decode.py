@@ -117,7 +117,7 @@ class _Worker(Generic[R]):
         return self.until - time.monotonic()
 
     def take(self, *, is_ready: bool) -> R | Lost:
-        """The result of the task, or how the process was lost; a new one then takes its place."""
+        """Return the result of the task, or how the process was lost; a new one then takes its place."""
         self.place = None
         if is_ready:
             try:

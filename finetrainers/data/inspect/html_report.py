@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from finetrainers.draw.page import render_page
 from finetrainers.utils.progress import StageProgress
 
-from ..reading.items import kind_of
+from ..reading.items import media_kind
 from ..reading.sources.captions import LONG_CAPTION
 from ..reading.status import MEANINGS, STATUSES
 from .decode_worker import GAP, Lost, thumbnail_task
@@ -29,7 +29,7 @@ _ORDER = {"rejected": 0, "skipped": 1}  # items that need attention come first
 
 
 def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgress) -> str:
-    """The page of a report, with the first, middle and last picture of each item that can be decoded, and of its mask.
+    """Return the page of a report, with the first, middle and last picture of each item that can be decoded, and of its mask.
 
     Args:
         report: of `make_report`.
@@ -74,7 +74,7 @@ def _pictures(items: list[dict[str, Any]], *, jobs: int | None, progress: StageP
     wanted = [item for item in items if item["width"] and item["status"] not in _NOT_SHOWN][:MOST_PICTURES]
     height = next(height for most, height in _HEIGHTS if len(wanted) <= most)
     masked = [item for item in wanted if item.get("mask_white") is not None]
-    of_masks = [(item["mask"], kind_of(item["mask"]), (item["height"], item["width"]), height) for item in masked]
+    of_masks = [(item["mask"], media_kind(item["mask"]), (item["height"], item["width"]), height) for item in masked]
     calls = [(item["path"], item["kind"], (item["height"], item["width"]), height) for item in wanted] + of_masks
     made: tuple[Pictures, Pictures] = ({}, {})
     results = isolated(thumbnail_task, calls, limits_s=[_PATIENCE_S] * len(calls), jobs=jobs)
@@ -106,7 +106,7 @@ def shares_of(counts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _lengths(lengths: Sequence[int]) -> dict[str, Any] | None:
-    """A histogram of caption lengths in at most `_MOST_BARS` bars of a round width."""
+    """Return a histogram of caption lengths in at most `_MOST_BARS` bars of a round width."""
     if not lengths:
         return None
     widths = (factor * 10**power for power in range(9) for factor in (1, 2, 5))

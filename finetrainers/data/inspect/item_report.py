@@ -58,7 +58,7 @@ class ItemReport:
     mask_white: float | None
 
     def record(self) -> dict[str, object]:
-        """The report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
+        """Return the report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
         values: dict[str, Any] = dict(zip(_NAMES, _values(self), strict=True))
         values["path"] = str(self.path)
         values["bucket"] = bucket_text(self.bucket) if self.bucket else None
@@ -77,7 +77,7 @@ _values = attrgetter(*_NAMES)
 def report_item(
     entry: ProbedItem, *, dataset: str, target_fps: float, examples: int, held_out: bool, seen: bool
 ) -> ItemReport:
-    """The report on an item.
+    """Return the report on an item.
 
     Args:
         entry: the item, its file, and what is cut from it.
@@ -158,5 +158,5 @@ def _crop_loss(bucket: Bucket, height: int, width: int) -> float:
 
 
 def is_enlarged(clip: Clip) -> bool:
-    """Whether a clip is smaller than its bucket."""
+    """Return whether a clip is smaller than its bucket."""
     return clip.height < clip.bucket[1] or clip.width < clip.bucket[2]

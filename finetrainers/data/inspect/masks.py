@@ -15,8 +15,8 @@ from PIL import ImageOps
 from finetrainers.utils.text import plural
 
 from ..reading.items import Item, Kind
-from ..reading.media import is_lasting, is_out_of_memory, open_image, reason_of
-from ..reading.sources.rows import shown
+from ..reading.media import error_reason, is_lasting, is_out_of_memory, open_image
+from ..reading.sources.rows import printable_name
 from ..reading.status import Unusable, UnusableError
 from ..video.pyav import PyavReader
 from .file_facts import Facts, FileFacts
@@ -72,7 +72,8 @@ def probe_masks(
 def _of(entry: ProbedItem, why: Unusable) -> Unusable:
     assert entry.mask is not None
     return Unusable(
-        "missing" if why.status == "skipped" else why.status, f"its mask {shown(entry.mask.item.name)}: {why.reason}"
+        "missing" if why.status == "skipped" else why.status,
+        f"its mask {printable_name(entry.mask.item.name)}: {why.reason}",
     )
 
 
@@ -108,7 +109,7 @@ def _white(mask: ProbedItem | None, facts: FileFacts) -> float | Unusable:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        found = Unusable("damaged" if is_lasting(error) else "unreadable", f"cannot be decoded: {reason_of(error)}")
+        found = Unusable("damaged" if is_lasting(error) else "unreadable", f"cannot be decoded: {error_reason(error)}")
     assert item.state is not None
     if not isinstance(found, Unusable) or found.status != "unreadable":  # a disk or a network that may be back
         facts.keep(item.path, item.state, Facts(white=found))
@@ -135,7 +136,7 @@ def mask_brightness(path: Path, kind: Kind) -> float:
 
 
 def _pictures(path: Path, kind: Kind) -> Iterator[np.ndarray]:
-    """The pictures of a mask, `[H, W, 3]` uint8."""
+    """Yield the pictures of a mask, `[H, W, 3]` uint8."""
     if kind == "video":
         with closing(PyavReader(path)) as video:
             for _, pixels in video.frames(range(video.num_frames)):
@@ -152,7 +153,7 @@ def _pictures(path: Path, kind: Kind) -> Iterator[np.ndarray]:
 
 
 def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str]:
-    """A note for the user: how many clips have a mask, and how much of their pictures counts."""
+    """Yield a note for the user: how many clips have a mask, and how much of their pictures counts."""
     used = [report for report in reports if report.status == "used"]
     white = [report.mask_white for report in used if report.mask_white is not None]
     if white:

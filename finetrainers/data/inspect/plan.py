@@ -94,7 +94,7 @@ class DatasetPlan:
         return max((clip.bucket for clip in self.clips), key=lambda b: b[0] * b[1] * b[2])
 
     def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
-        """The bucket whose batches have most pixels, and how many clips they have."""
+        """Return the bucket whose batches have most pixels, and how many clips they have."""
         sizes, usual = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
         batches = [
             (bucket, sizes.get(bucket, usual)) for bucket in {one for clip in self.clips for one in clip.buckets}
@@ -133,11 +133,11 @@ class DatasetPlan:
         return fetch
 
     def of_clips(self, clips: Sequence[Clip]) -> DatasetPlan:
-        """The plan of these of its training clips alone, with nothing held out."""
+        """Return the plan of these of its training clips alone, with nothing held out."""
         return replace(self, clips=tuple(clips), eval_clips=())
 
     def encoded_clips(self) -> list[Clip]:
-        """All clips that the VAE may encode: in every bucket, and each segment that windows share once."""
+        """Return all clips that the VAE may encode: in every bucket, and each segment that windows share once."""
         return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))
 
     @property
@@ -146,17 +146,17 @@ class DatasetPlan:
         return True
 
     def all_captions(self) -> list[str]:
-        """All captions that may be encoded, and all prior prompts."""
+        """Return all captions that may be encoded, and all prior prompts."""
         captions = [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
         return captions if self.prior is None else [*captions, *self.prior.texts_for(captions)]
 
     def shown_texts(self) -> list[tuple[str, Shown]]:
-        """Every caption with each clip that it may be encoded with, where text encoders see the first frame."""
+        """Return every caption with each clip that it may be encoded with, where text encoders see the first frame."""
         clips = (*all_cuts(self.clips), *self.eval_clips)
         return [(caption, encoded_clip(clip)) for clip in clips for caption in clip.all_captions]
 
     def bucket_rows(self) -> list[dict[str, Any]]:
-        """A row for each bucket in use, largest first; one that clips may fall through to counts them, too."""
+        """Return a row for each bucket in use, largest first; one that clips may fall through to counts them, too."""
         train: dict[Bucket, list[Clip]] = defaultdict(list)
         held_out: dict[Bucket, list[Clip]] = defaultdict(list)
         for clips, by_bucket in ((all_cuts(self.clips), train), (self.eval_clips, held_out)):

@@ -11,13 +11,13 @@ import av
 from ..reading.items import Kind
 from ..reading.media import (
     MAX_FRAME_PIXELS,
-    frames_of,
+    decode_frames,
+    demux_packets,
+    error_reason,
     is_lasting,
     is_out_of_memory,
     open_container,
     open_image,
-    packets_of,
-    reason_of,
     require_file,
     too_large,
     video_stream,
@@ -72,7 +72,7 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
         if is_out_of_memory(error):
             raise
         raise UnusableError(
-            f"cannot read the {kind}: {reason_of(error)}", "unreadable", lasting=is_lasting(error)
+            f"cannot read the {kind}: {error_reason(error)}", "unreadable", lasting=is_lasting(error)
         ) from error
 
 
@@ -91,7 +91,7 @@ def _probe_video(path: Path, *, size: int) -> Probe:
             raise too_large(stream.width, stream.height)
         times = _declared_times(container, stream, size=size)
         # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
-        first = next(frames_of(container, stream), None)
+        first = next(decode_frames(container, stream), None)
         if first is None:
             raise UnusableError("no frame can be decoded", "damaged")
         width, height = first.width, first.height
@@ -108,7 +108,7 @@ def _probe_video(path: Path, *, size: int) -> Probe:
         else:
             # What the index does not tell, or tells of decoding only: the file is read, though not decoded.
             container.seek(0)
-            packets = [p.pts for p in packets_of(container, stream) if p.size and not p.is_discard]
+            packets = [p.pts for p in demux_packets(container, stream) if p.size and not p.is_discard]
             frames, fps, is_variable = _timing(packets, tick=tick, declared=rate)
     fps = _plausible(fps, "by the times of its frames, it has")
     return Probe(frames=frames, fps=fps, width=width, height=height, duration=frames / fps, is_variable=is_variable)

@@ -127,7 +127,7 @@ def probe_items(items: Sequence[Item], *, facts: FileFacts, max_pixels: int, opt
 def in_threads(
     function: Callable[[ProbedItem], R], entries: Sequence[ProbedItem], stage: str, progress: StageProgress
 ) -> Iterator[tuple[ProbedItem, R]]:
-    """Each entry and its result, in order."""
+    """Yield each entry and its result, in order."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for done, (entry, result) in enumerate(zip(entries, pool.map(function, entries), strict=True), start=1):
             yield entry, result

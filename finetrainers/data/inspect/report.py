@@ -17,7 +17,7 @@ _NAMED = 5  # names that a reason lists
 
 
 def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dict[str, Any]:
-    """The report on a dataset; its keys are described in docs/reference/data-check.md.
+    """Return the report on a dataset; its keys are described in docs/reference/data-check.md.
 
     Args:
         plan: what was found.
@@ -42,7 +42,7 @@ def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dic
 
 
 def counts_of(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many items of a manifest have which use, status and marks."""
+    """Return how many items of a manifest have which use, status and marks."""
     statuses = Counter(item["status"] for item in items)
     marks = Counter(mark for item in items for mark in item["marks"])
     uses = Counter(item["use"] for item in items)

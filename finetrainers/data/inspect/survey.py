@@ -20,10 +20,10 @@ from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import apart, item_of
-from ..reading.datasets import Dataset, media_dir, read_all, read_datasets, repeats_of
+from ..reading.datasets import Dataset, epoch_repeats, media_dir, read_all, read_datasets
 from ..reading.items import TABLES, DataError, Item, Reading
 from ..reading.sources.masks import MASK
-from ..reading.sources.rows import counted, shown
+from ..reading.sources.rows import printable_name, summarize_items
 from .assign_buckets import Part, assign_buckets
 from .batch_counts import count_batches
 from .item_report import ItemReport, report_item
@@ -33,7 +33,7 @@ from .probe_all import ProbeOptions
 
 
 def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
-    """The plan of the configured data, whether it can be trained on or not: all of it is read, probed and bucketed.
+    """Return the plan of the configured data, whether it can be trained on or not: all of it is read, probed and bucketed.
 
     Clips are sampled at `target_fps`, by default the model's own rate, and slower clips at their own. Held-out items
     are chosen by a hash of name and caption, so adding data does not reshuffle them. With sliding windows an item is
@@ -112,7 +112,7 @@ def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
 def _share_out(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Clip], list[Clip], list[float]]:
     """Training clips, evaluation clips, and how often the clips of each dataset come in an epoch."""
     train = [[clip for clip in part.clips if item_of(clip.index) not in held_out] for part in parts]
-    repeats = repeats_of([part.dataset for part in parts], [len(clips) for clips in train])
+    repeats = epoch_repeats([part.dataset for part in parts], [len(clips) for clips in train])
     clips = [
         clip if times == 1.0 else replace(clip, repeats=times)
         for some, times in zip(train, repeats, strict=True)
@@ -131,7 +131,7 @@ def _share_out(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Cl
 def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: bool) -> DataError | None:
     """Why the data cannot be trained on."""
     rejected = [
-        f"{shown(item.name)}: {item.reason}{f' ({item.where})' if item.where else ''}"
+        f"{printable_name(item.name)}: {item.reason}{f' ({item.where})' if item.where else ''}"
         for item in items
         if item.use == "rejected"
     ]
@@ -163,7 +163,7 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
 
 
 def _table_in(data: DataSection) -> Path | None:
-    """A file in the folder of clips that may list them, and is not read because nobody names it."""
+    """Return a file in the folder of clips that may list them, and is not read because nobody names it."""
     if data.dataset_file is not None or data.data_root is None or not data.data_root.is_dir():
         return None
     return next((one for one in sorted(data.data_root.iterdir()) if one.suffix in TABLES and one.is_file()), None)
@@ -189,12 +189,12 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
 
 
 def _masks(part: Part) -> Iterator[str]:
-    """A note on masks."""
+    """Return a note on masks."""
     return describe_masks(part.reports, part.dataset.data.unmasked_weight)
 
 
 def _unused(part: Part) -> Iterator[str]:
-    """A note on listed buckets that no clip is in."""
+    """Yield a note on listed buckets that no clip is in."""
     data = part.dataset.data
     used = {bucket for clip in part.clips for bucket in clip.buckets}
     unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used]
@@ -246,7 +246,9 @@ def _remarks(part: Part) -> Iterator[str]:
     yield from (*part.dataset.warnings, *part.reading.warnings)
     against = [f"{entry.item.name} ({entry.against})" for entry in part.probed if entry.against]
     if against:
-        yield counted(against, f"decoded by PyAV, since {part.dataset.data.video_backend} may show other pixels")
+        yield summarize_items(
+            against, f"decoded by PyAV, since {part.dataset.data.video_backend} may show other pixels"
+        )
 
 
 def _oddities(part: Part) -> Iterator[str]:
@@ -283,4 +285,4 @@ def _oddities(part: Part) -> Iterator[str]:
             [names[0] for names in listed.values() if len(names) > 1],
         ),
     )
-    yield from (counted(names, many, one) for many, one, names in kinds if names)
+    yield from (summarize_items(names, many, one) for many, one, names in kinds if names)

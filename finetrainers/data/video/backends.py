@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..reading.media import decoding, open_container, packets_of, require_file, video_stream
+from ..reading.media import decoding, demux_packets, open_container, require_file, video_stream
 from ..reading.status import UnusableError
 from .pyav import PyavReader
 from .reader import LibraryReader, VideoReader
@@ -57,7 +57,7 @@ _OPTIONAL: dict[str, _Optional] = {
 
 
 def backend_of(option: str) -> str:
-    """The backend that an option's value names."""
+    """Return the backend that an option's value names."""
     return _DEFAULT if option == "auto" else option
 
 
@@ -118,7 +118,7 @@ def _reason_by_header(path: Path, codecs: Container[str]) -> str | None:
         ):
             if is_so:
                 return reason
-        for packet in packets_of(container, stream):
+        for packet in demux_packets(container, stream):
             if packet.is_discard:
                 return "an edit list hides frames"
             is_key = packet.size and packet.is_keyframe and context.name == "h264"
@@ -128,7 +128,7 @@ def _reason_by_header(path: Path, codecs: Container[str]) -> str | None:
 
 
 def _has_idr(packet: bytes, extradata: bytes | None) -> bool:
-    """Whether an H.264 packet has a slice of an IDR picture."""
+    """Return whether an H.264 packet has a slice of an IDR picture."""
     if extradata and extradata[0] == 1:  # "avcC": each unit is preceded by its length
         size = (extradata[4] & 3) + 1
         at = 0

@@ -86,7 +86,7 @@ def read_frames(
 
 
 def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; a thread gets the next one while the caller works on this one.
+    """Yield the same items; a thread gets the next one while the caller works on this one.
 
     FFmpeg decodes without Python's lock. Its own threads would decode further than is wanted, and with them the decoder of
     H.264 does not say which frames are damaged.
@@ -122,7 +122,7 @@ def read_covering(path: Path, *, height: int, width: int) -> Tensor:
 
 
 def _upright(path: Path) -> Tensor:
-    """An image, turned upright, `[H, W, 3]` uint8."""
+    """Return an image, turned upright, `[H, W, 3]` uint8."""
     with decoding(path), open_image(path) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
@@ -151,7 +151,7 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
     Raises:
         UnusableError: the file cannot be decoded.
     """
-    (height, width), box, indices = cut_of(clip, generator)
+    (height, width), box, indices = find_cut(clip, generator)
     if clip.kind == "image":
         media = [crop(read_image(path, height=height, width=width)[0], box)[None] for path in clip.files]
         return torch.cat(media, dim=3).permute(3, 0, 1, 2).contiguous()
@@ -177,7 +177,7 @@ class Cut(NamedTuple):
     indices: Sequence[int]
 
 
-def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
+def find_cut(clip: Clip, generator: torch.Generator) -> Cut:
     """Where a clip is cut; see `load_clip`."""
     length, height, width = clip.bucket
     draw, down, right = torch.randint(2**31, (3,), generator=generator, device="cpu").tolist()
@@ -204,13 +204,13 @@ def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
 
 
 def crop(frame_HWC: Tensor, box: Box) -> Tensor:
-    """A part of a picture."""
+    """Return a part of a picture."""
     top, left, height, width = box
     return frame_HWC[top : top + height, left : left + width]
 
 
 def _times(clip: Clip) -> list[float]:
-    """The second at which each frame of a clip's file is shown.
+    """Return the second at which each frame of a clip's file is shown.
 
     Raises:
         UnusableError: the file does not say, or has other frames than when the run was planned.

@@ -11,7 +11,7 @@ import numpy as np
 from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 
-from ..reading.media import frames_of, open_container, packets_of, video_stream
+from ..reading.media import decode_frames, demux_packets, open_container, video_stream
 from ..reading.status import UnusableError
 from .timeline import Timeline, timeline_from_index, timeline_from_packets
 
@@ -43,7 +43,7 @@ class PyavReader:
     def num_frames(self) -> int:
         """See `VideoReader`; the file is read once."""
         with open_container(self.path) as container:
-            packets = packets_of(container, video_stream(container))
+            packets = demux_packets(container, video_stream(container))
             return sum(1 for packet in packets if packet.size and not packet.is_discard)
 
     def frames(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
@@ -57,7 +57,7 @@ class PyavReader:
         self._container.close()
 
     def _wanted(self, numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
-        """The frames of ascending numbers; again from the first one if they turn out to be others."""
+        """Yield the frames of ascending numbers; again from the first one if they turn out to be others."""
         is_indexed = self._container.format.name.startswith(_INDEXED)
         passed_over = numbers[-1] + 1 - len(numbers) if numbers else 0  # frames that come before the last wanted one
         timeline = timeline_from_index(self.path) if is_indexed and passed_over > _JUMP_OVER else None
@@ -73,12 +73,12 @@ class PyavReader:
             yield from self._along(timeline, numbers, is_complete=True)
         else:
             self._stream.codec_context.skip_frame = "DEFAULT"
-            yield from self._pick(enumerate(frames_of(self._container, self._stream)), numbers)
+            yield from self._pick(enumerate(decode_frames(self._container, self._stream)), numbers)
 
     def _along(
         self, timeline: Timeline, numbers: Sequence[int], *, is_complete: bool
     ) -> Iterator[tuple[int, av.VideoFrame]]:
-        """The frames of ascending numbers, seeking to a key frame wherever one is far enough ahead."""
+        """Yield the frames of ascending numbers, seeking to a key frame wherever one is far enough ahead."""
         wanted_times = {timeline.times[number] for number in numbers if number < len(timeline.times)}
         decoded = self._numbered(timeline, wanted_times, is_complete)
         position = 0  # number of the frame that is decoded next
@@ -110,7 +110,7 @@ class PyavReader:
         """
         context = self._stream.codec_context
         can_skip = context.name in _CAN_SKIP
-        for packet in packets_of(self._container, self._stream):
+        for packet in demux_packets(self._container, self._stream):
             # Frames that no other frame refers to are decoded only if they are wanted.
             skip = can_skip and packet.pts is not None and packet.pts not in wanted
             context.skip_frame = "NONREF" if skip else "DEFAULT"

@@ -66,7 +66,7 @@ Opened = tuple[Any, Callable[[list[int]], np.ndarray]]
 
 
 def _decord(path: str) -> Opened:
-    """A video by decord, whose wheels carry an FFmpeg of their own (4.1): fast on small pictures."""
+    """Return a video by decord, whose wheels carry an FFmpeg of their own (4.1): fast on small pictures."""
     import decord
 
     video = decord.VideoReader(path, num_threads=1)
@@ -74,7 +74,7 @@ def _decord(path: str) -> Opened:
 
 
 def _torchcodec(path: str) -> Opened:
-    """A video by torchcodec, which uses the FFmpeg libraries that the machine has."""
+    """Return a video by torchcodec, which uses the FFmpeg libraries that the machine has."""
     from torchcodec.decoders import VideoDecoder
 
     # "exact" reads the file once, so that numbers are right at variable frame rates too.

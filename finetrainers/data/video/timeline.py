@@ -11,7 +11,7 @@ from pathlib import Path
 
 import av
 
-from ..reading.media import open_container, packets_of, video_stream
+from ..reading.media import demux_packets, open_container, video_stream
 from ..reading.status import UnusableError
 
 #: Frames count as evenly spaced if each is within this share of a period of its place. Clocks of containers are coarse
@@ -34,20 +34,20 @@ class Timeline:
     keys: Sequence[int]
 
     def number(self, time: int | None) -> int | None:
-        """The number of the frame that is shown from a time on; None if there is none."""
+        """Return the number of the frame that is shown from a time on; None if there is none."""
         if time is None:
             return None
         place = bisect_left(self.times, time)
         return place if place < len(self.times) and self.times[place] == time else None
 
     def key_before(self, number: int) -> int:
-        """The last frame, not after a number, that decoding can begin at."""
+        """Return the last frame, not after a number, that decoding can begin at."""
         place = bisect_right(self.keys, number)
         return self.keys[place - 1] if place else 0
 
 
 def timeline_from_index(path: Path) -> Timeline | None:
-    """The timeline of a file whose index (MP4, MOV) says that frames are exactly evenly spaced; None for others.
+    """Return the timeline of a file whose index (MP4, MOV) says that frames are exactly evenly spaced; None for others.
 
     The index has decoding times; with even ones, display times are the same shifted by a constant, which the first
     packets tell. So only the beginning of the file is read, however long it is.
@@ -61,7 +61,7 @@ def timeline_from_index(path: Path) -> Timeline | None:
         if step <= 0 or any(b.timestamp - a.timestamp != step for a, b in pairwise(entries)):
             return None
         opening = []
-        for packet in packets_of(container, stream):
+        for packet in demux_packets(container, stream):
             if packet.pts is not None:
                 opening.append(packet.pts)
             if len(opening) > _MOST_REORDERED:
@@ -74,12 +74,12 @@ def timeline_from_index(path: Path) -> Timeline | None:
 
 
 def timeline_from_packets(path: Path) -> Timeline | None:
-    """The timeline of any file, which is read once; None if the container does not give every frame its own time."""
+    """Return the timeline of any file, which is read once; None if the container does not give every frame its own time."""
     with open_container(path) as container:
         stream = video_stream(container)
         packets = [
             (packet.pts, packet.is_keyframe, packet.is_discard)
-            for packet in packets_of(container, stream)
+            for packet in demux_packets(container, stream)
             if packet.size
         ]
     times = display_times([time for time, _, discarded in packets if not discarded])
@@ -109,7 +109,7 @@ def display_times(times: Sequence[int | None]) -> list[int] | None:
 
 
 def shown_at(path: Path) -> list[float]:
-    """The second at which each frame is shown, counted from the first one; the whole file is read, not decoded.
+    """Return the second at which each frame is shown, counted from the first one; the whole file is read, not decoded.
 
     Raises:
         ValueError: the file does not say.
@@ -124,7 +124,7 @@ def shown_at(path: Path) -> list[float]:
 
 
 def steady_rate(times: Sequence[int], *, tick: Fraction, declared: float) -> float | None:
-    """The rate of frames shown at these times, in ticks of `tick` seconds; None if they are not evenly spaced.
+    """Return the rate of frames shown at these times, in ticks of `tick` seconds; None if they are not evenly spaced.
 
     It is the declared one if the times are those of that rate. Otherwise it is their mean: a header's average may count
     a last frame of another duration.
