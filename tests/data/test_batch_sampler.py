@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.clip import Clip
-from finetrainers.data.buckets.windows import example_index, item_of
+from finetrainers.data.buckets.windows import example_index, item_index
 from finetrainers.data.loading.batch_sampler import BatchSampler, fixed_batches, sampler_for
 from finetrainers.data.loading.position import DataPosition, Segment
 
@@ -206,8 +206,8 @@ def test_a_rank_makes_its_own_batches_alone(monkeypatch: pytest.MonkeyPatch) -> 
     """Of a step on 64 ranks, which spans several epochs: a rank's time does not grow with their number."""
     sampler = BatchSampler(make_clips([11, 9]), Segment(0, 2, 128, epoch_end="keep"), seed=3)
     made: list[int] = []
-    at = sampler.at
-    monkeypatch.setattr(sampler, "at", lambda position: made.append(position) or at(position))
+    batch_at = sampler.batch_at
+    monkeypatch.setattr(sampler, "batch_at", lambda position: made.append(position) or batch_at(position))
     found = [batch for rank in range(64) for batch in sampler.step(5, data_rank=rank, data_size=64)]
     assert len(found) == len(made) == 128
     assert sum(batch.weight for batch in found) == pytest.approx(64)
@@ -276,9 +276,9 @@ def test_windows_of_a_clip_stay_together_when_a_run_resumes_in_other_batches() -
     first = sampler_for(clips, position, by_item=True)
     position = position.resume(load_config(**config, batch_size=1, gradient_accumulation_steps=3), data_size=1, step=2)
     then = sampler_for(clips, DataPosition.from_state(position.state()), by_item=True)
-    done = [{item_of(i) for b in first.step(step) for i in indices(b.clips)} for step in range(2)]
+    done = [{item_index(i) for b in first.step(step) for i in indices(b.clips)} for step in range(2)]
     left = [key for b in then.step(2, data_size=1) for key in b.sample_keys]
-    assert {item_of(index) for _, index in left} == set(range(7)) - set.union(*done)
+    assert {item_index(index) for _, index in left} == set(range(7)) - set.union(*done)
     assert len(left) == 3 * 3
     chunks = [replace(clip, frame_selection="chunk") for clip in clips]  # of another dataset: clips by themselves
     assert len(sampler_for(chunks, position, by_item=True).step(2)) == 3 * 1

@@ -144,27 +144,27 @@ def choose(videos=((60, 720, 1280),), images=(), **options):
 
 def test_buckets_by_area() -> None:
     choice = choose(resolutions=["64", "128"], frame_buckets=[1, 17, 50], num_ar_buckets=3)
-    assert choice.of_kind["video"] == (
+    assert choice.by_kind["video"] == (
         tuple((frames, *size) for frames in (49, 17) for size in [(176, 96), (128, 128), (96, 176)]),
         tuple((frames, *size) for frames in (49, 17) for size in [(96, 48), (64, 64), (48, 96)]),
     )
     # Images come in every area, 1 asked for or not.
-    assert choice.of_kind["image"][1] == ((1, 96, 48), (1, 64, 64), (1, 48, 96))
+    assert choice.by_kind["image"][1] == ((1, 96, 48), (1, 64, 64), (1, 48, 96))
     assert choice.notes == (
         "50 frames is not 8*k+1; cut to 49",
         "sizes of --resolutions: 176x96, 128x128, 96x176; 96x48, 64x64, 48x96",
     )
     # As they are, in one list: the nearest shape decides.
     shapes = choose(resolutions=[[100, 64], [64, 64]], frame_buckets=[17], num_ar_buckets=0)
-    assert shapes.of_kind["video"] == (((17, 96, 64), (17, 64, 64)),)
+    assert shapes.by_kind["video"] == (((17, 96, 64), (17, 64, 64)),)
     assert shapes.notes[0] == "100x64 is not of multiples of 16; cut to 96x64"
     # Lengths from the clips; sizes from the clips.
-    assert {bucket[0] for bucket in choose(resolutions=[64]).of_kind["video"][0]} == {49}
-    assert choose(videos=[(30, 720, 1280), (90, 720, 1280)], frame_buckets=[17]).of_kind["video"] == (
+    assert {bucket[0] for bucket in choose(resolutions=[64]).by_kind["video"][0]} == {49}
+    assert choose(videos=[(30, 720, 1280), (90, 720, 1280)], frame_buckets=[17]).by_kind["video"] == (
         ((17, 464, 832),),
     )
     own = choose(resolutions=[64], frame_buckets=[17], image_resolution_buckets=["128x128"])
-    assert own.of_kind["image"] == (((1, 128, 128),),)
+    assert own.by_kind["image"] == (((1, 128, 128),),)
     with pytest.raises(DataError, match="5 frames: this model takes"):
         choose(resolutions=[64], frame_buckets=[5])
     with pytest.raises(DataError, match="a side is below 16 pixels"):
@@ -174,10 +174,10 @@ def test_buckets_by_area() -> None:
 def test_a_short_video_is_no_image() -> None:
     """Wherever the bucket for images is written."""
     mixed = choose(video_resolution_buckets=["49x128x128", "1x64x64"], image_resolution_buckets=["32x32"])
-    assert mixed.of_kind["video"] == (((49, 128, 128),),)
-    assert mixed.of_kind["image"] == (((1, 64, 64), (1, 32, 32)),)
+    assert mixed.by_kind["video"] == (((49, 128, 128),),)
+    assert mixed.by_kind["image"] == (((1, 64, 64), (1, 32, 32)),)
     pictures = choose(video_resolution_buckets=["1x64x64"])
-    assert pictures.of_kind["video"] == pictures.of_kind["image"] == (((1, 64, 64),),)
+    assert pictures.by_kind["video"] == pictures.by_kind["image"] == (((1, 64, 64),),)
     with pytest.raises(ValidationError, match="max_ar"):
         DataSection(resolutions=[64], max_ar=math.inf)
 

@@ -152,7 +152,7 @@ def test_a_damaged_archive_is_no_shorter_one(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_is_made_to_fill_a_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tars, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(tars, "_MIN_LIMIT_BYTES", 1 << 20)
     bomb = write_tar(tmp_path / "bomb.tgz", [("0.mp4", bytes(100)), ("1.mp4", bytes(5 << 20))], mode="w:gz")
     assert bomb.stat().st_size < 20_000
     for _ in range(2):  # also when a part of it has been unpacked before
@@ -233,7 +233,7 @@ def test_an_archive_that_is_cut_off_or_changed(tmp_path: Path, monkeypatch: pyte
     assert len(read(tmp_path, "a.tar", caption_missing="empty").items) == 2
     write_tar(tmp_path / "a.tar", [("0.mp4", b"new")])
     assert [i.path.read_bytes() for i in read(tmp_path, "a.tar", caption_missing="empty").items] == [b"new"]
-    monkeypatch.setattr(unpacked, "_RESERVE", 1 << 60)
+    monkeypatch.setattr(unpacked, "_MIN_RESERVE", 1 << 60)
     write_tar(tmp_path / "b.tar", [("0.mp4", b"new")])
     with pytest.raises(DataError, match=r"no room to unpack .* give another --precompute_dir"):
         read(tmp_path, "b.tar")

@@ -261,13 +261,13 @@ def test_the_framepack_file_as_it_stands(place: Path) -> None:
     geometry = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24)
     choice = choose_buckets(found.data, geometry, {"video": [(200, 720, 572)], "image": []})
     # Width first there, height first here; 120 frames are not 4*k+1, and 572 is no multiple of 16.
-    assert choice.of_kind["video"] == (((117, 720, 560), (117, 640, 640)),)
-    assert choice.of_kind["image"] == (((1, 720, 560), (1, 640, 640)),)
+    assert choice.by_kind["video"] == (((117, 720, 560), (117, 640, 640)),)
+    assert choice.by_kind["image"] == (((1, 720, 560), (1, 640, 640)),)
     assert any("120" in note and "117" in note for note in choice.notes)
     assert any("720x572" in note and "720x560" in note for note in choice.notes)
     # Windows are cut from 120 frames as they stand.
     windows = with_window_buckets(found.data.model_copy(update={"sliding_window_size": 33}))
-    assert choose_buckets(windows, geometry, {"video": [(200, 720, 572)], "image": []}).of_kind["video"] == (
+    assert choose_buckets(windows, geometry, {"video": [(200, 720, 572)], "image": []}).by_kind["video"] == (
         ((33, 720, 560), (33, 640, 640)),
     )
     assert frame_limit(found.data, (33, 720, 560)) == 120

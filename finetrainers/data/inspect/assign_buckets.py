@@ -13,7 +13,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import plural
 
-from ..buckets.bucket_choice import Choice, choose_buckets
+from ..buckets.bucket_choice import BucketSet, choose_buckets
 from ..buckets.buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
 from ..buckets.clip import Clip, Further, Mask
 from ..buckets.frames import SAME_RATE, num_available, playback_fps, select_frames
@@ -94,7 +94,7 @@ def assign_buckets(
 
     @cache  # many clips are alike
     def choose(kind: Kind, frames: int, height: int, width: int) -> tuple[Bucket | None, Sequence[Bucket]]:
-        buckets = filled_resolution(height, width, choice.of_kind[kind])
+        buckets = filled_resolution(height, width, choice.by_kind[kind])
         return choose_bucket(frames, height, width, buckets), buckets
 
     for entry in usable:
@@ -182,11 +182,11 @@ def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | Non
 
 
 def _clip(
-    entry: ProbedItem, number: int, *, data: DataSection, geometry: Geometry, choice: Choice, choose: Choose
+    entry: ProbedItem, number: int, *, data: DataSection, geometry: Geometry, choice: BucketSet, choose: Choose
 ) -> Clip | Unusable:
     """Return the clip with its bucket, or the reason why it has none."""
     item, found = entry.item, entry.header
-    resolutions = choice.of_kind[item.kind]
+    resolutions = choice.by_kind[item.kind]
     if not resolutions:
         wanted = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
         return Unusable("no_bucket", f"there is no bucket for {item.kind}s; add one, {wanted}")

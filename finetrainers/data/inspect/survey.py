@@ -19,7 +19,7 @@ from finetrainers.utils.text import plural, quoted
 from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
-from ..buckets.windows import apart, item_of
+from ..buckets.windows import item_index, non_overlapping
 from ..reading.datasets import Dataset, epoch_repeats, media_dir, read_all, read_datasets
 from ..reading.items import TABLES, DataError, Item, Reading
 from ..reading.sources.masks import MASK
@@ -111,7 +111,7 @@ def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
 
 def _share_out(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Clip], list[Clip], list[float]]:
     """Training clips, evaluation clips, and how often the clips of each dataset come in an epoch."""
-    train = [[clip for clip in part.clips if item_of(clip.index) not in held_out] for part in parts]
+    train = [[clip for clip in part.clips if item_index(clip.index) not in held_out] for part in parts]
     repeats = epoch_repeats([part.dataset for part in parts], [len(clips) for clips in train])
     clips = [
         clip if times == 1.0 else replace(clip, repeats=times)
@@ -119,11 +119,11 @@ def _share_out(parts: Sequence[Part], held_out: frozenset[int]) -> tuple[list[Cl
         for clip in some
     ]
     # Always measured in the same bucket, with the first caption: others would change what the loss is of.
-    evaluated = apart(
+    evaluated = non_overlapping(
         replace(cut_to(clip, clip.bucket), captions=())
         for part in parts
         for clip in part.clips
-        if item_of(clip.index) in held_out
+        if item_index(clip.index) in held_out
     )
     return clips, evaluated, repeats
 
@@ -171,7 +171,7 @@ def _table_in(data: DataSection) -> Path | None:
 
 def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int]) -> None:
     """Report on every item."""
-    examples = Counter(item_of(clip.index) for clip in clips)
+    examples = Counter(item_index(clip.index) for clip in clips)
     seen: set[str] = set()  # texts: hashing a path takes ten times as long
     for part in parts:
         for entry in part.probed:

@@ -137,7 +137,7 @@ class Encoder:
     def _clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
         assert self.encode_clip is not None, "clips that are not in the cache need the VAE"
         videos = [pixels.to(self.device, non_blocking=True) for pixels in raw.pixels]
-        if all(clip.latents_of is None for clip in raw.clips):
+        if all(clip.latent_segment is None for clip in raw.clips):
             generators = [generator("cpu", self.seed, "first frame noise", *key) for key in raw.sample_keys]
             return self.encode_clip(stack_videos(videos), generators)
         encoded = [
