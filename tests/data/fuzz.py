@@ -299,9 +299,9 @@ def try_table(name: str, options: dict[str, object], media: Path) -> str:
 
 def try_memory(folder: Path) -> str:
     """Whether what was remembered of files is known still; it stops nothing."""
-    memory = FileFacts.of_dataset(folder, folder)
+    memory = FileFacts.for_dataset(folder, folder)
     file = folder / "a.mp4"
-    known = memory.of(file, file.stat())
+    known = memory.lookup(file, file.stat())
     if known.header is not None:
         assert isinstance(known.header, Unusable) or (type(known.header.frames), type(known.header.fps)) == (
             int,
@@ -316,8 +316,8 @@ def fuzz_tables(folder: Path, *, count: int, seed: int, only: int | None = None)
     report = Report()
     cases = make_tables(folder)
     contents = {name: (folder / name).read_bytes() for name in cases}
-    memory = FileFacts.of_dataset(folder, folder)
-    memory.keep(folder / "a.mp4", (folder / "a.mp4").stat(), Facts(Probe(9, 8.0, 48, 32, 1.1), ("still",)))
+    memory = FileFacts.for_dataset(folder, folder)
+    memory.store(folder / "a.mp4", (folder / "a.mp4").stat(), Facts(Probe(9, 8.0, 48, 32, 1.1), ("still",)))
     [remembered] = memory.directory.glob("*.log")
     names = [*cases, "journal", "memory"]
     media = folder / "media"

@@ -16,7 +16,7 @@ import pytest
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.data.video import pyav
-from finetrainers.data.video.backends import backend_of, backend_problem, open_video, reason_against
+from finetrainers.data.video.backends import backend_problem, fallback_reason, open_video, resolve_backend
 from finetrainers.data.video.timeline import Timeline, timeline_from_index, timeline_from_packets
 from finetrainers.plan.preflight import preflight
 
@@ -105,7 +105,7 @@ def test_every_backend_gives_the_frames_of_a_full_decode(name: str, backend: str
         pytest.skip(f"{backend} cannot be imported")
     path, reference = files[name]
     expected = {"pyav": None, "decord": FILES[name][1], "torchcodec": FILES[name][2]}[backend]
-    reason = reason_against(path, backend)
+    reason = fallback_reason(path, backend)
     assert (reason is None) == (expected is None), reason
     if expected is not None:
         assert expected in reason
@@ -183,4 +183,4 @@ def test_a_backend_that_is_not_there_is_refused_before_anything_is_loaded(
         preflight(config)
     assert "FFmpeg's shared libraries" in backend_problem("torchcodec")
     assert backend_problem("auto") is None
-    assert backend_of("auto") == "pyav"
+    assert resolve_backend("auto") == "pyav"

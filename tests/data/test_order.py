@@ -347,7 +347,7 @@ def test_chances_to_stay() -> None:
     slots = BatchSampler(apart, Segment(0, 1, 1), seed=3, keep=KEEP).order.samples(0)["slots"].tolist()
     assert Counter(slots)[0] / 2000 == pytest.approx(0.5, abs=0.04)
     # A clip that has fallen comes in its lower bucket, and in no other.
-    fallen = next(batch.clips[0] for batch in map(sampler.at, range(100)) if batch.clips[0].bucket == BUCKETS[1])
+    fallen = next(batch.clips[0] for batch in map(sampler.batch_at, range(100)) if batch.clips[0].bucket == BUCKETS[1])
     assert (fallen.fps, fallen.lower) == (8.0, ())
 
 
@@ -425,7 +425,7 @@ def test_a_data_position_keeps_what_makes_batches_and_reads_older_ones() -> None
 def test_bucket_sizes_of_single_buckets() -> None:
     clips = make_clips([Group((4, 3, 9))])
     sampler = BatchSampler(clips, Segment(0, 2, 2, bucket_sizes=((BUCKETS[0], 1), (BUCKETS[2], 4))), seed=0)
-    sizes = Counter((batch.clips[0].bucket, len(batch.clips)) for batch in islice(map(sampler.at, range(100)), 9))
+    sizes = Counter((batch.clips[0].bucket, len(batch.clips)) for batch in islice(map(sampler.batch_at, range(100)), 9))
     assert sizes == {(BUCKETS[0], 1): 4, (BUCKETS[1], 2): 1, (BUCKETS[1], 1): 1, (BUCKETS[2], 4): 2, (BUCKETS[2], 1): 1}
     # Every clip counts the same, in whatever batch.
     [one, two] = sampler.step(0)

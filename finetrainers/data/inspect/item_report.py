@@ -16,7 +16,7 @@ from ..reading.items import Kind
 from ..reading.status import Mark, Status
 from .probe_all import ProbedItem
 
-_CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
+_CROPPED = 0.01  # share of the frame below which cropping is not reported, as sizes are always rounded
 DISTORTED = 0.02
 
 Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
@@ -24,7 +24,7 @@ Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 
 @dataclass(slots=True)  # not frozen: as for `Clip`
 class ItemReport:
-    """The report on one item; never changed once it is made.
+    """The report on one item; it never changes after creation.
 
     Its fields are described in docs/reference/data-check.md.
     """
@@ -80,12 +80,12 @@ def report_item(
     """Return the report on an item.
 
     Args:
-        entry: the item, its file, and what is cut from it.
+        entry: the item, its file, and the clip that is cut from it.
         dataset: name of its dataset.
-        target_fps: frame rate that the dataset's clips are to have.
-        examples: how many clips of it are trained on or evaluated.
-        held_out: whether it is kept for the evaluation loss.
-        seen: whether the same path was there before.
+        target_fps: target frame rate of the dataset's clips.
+        examples: number of its clips that are trained on or evaluated.
+        held_out: whether it is held out for the evaluation loss.
+        seen: whether an earlier item has the same path.
     """
     item, header, unusable, clip = entry.item, entry.header, entry.unusable, entry.clip
     use: Use = "eval" if held_out else "train"
@@ -145,7 +145,7 @@ def _marks(entry: ProbedItem, target_fps: float, *, seen: bool) -> Iterator[Mark
 
 
 def crop_loss(clip: Clip) -> float:
-    """Share of a clip's picture that its bucket cuts off."""
+    """Return the share of a clip's frames that its bucket cuts off."""
     if clip.reshape_mode == "none":
         return 0.0
     return _crop_loss(clip.bucket, clip.height, clip.width)
