@@ -2,8 +2,8 @@
 
     python tests/data/fuzz.py --media 50000 --tables 50000 --seed 1
 
-does by hand what `test_fuzz.py` does with fewer files. Which file was the last one stands in FOLDER/at, for those that end the
-process; `--only NUMBER` makes a single one of them, and keeps it.
+does by hand what `test_fuzz.py` does with fewer files. FOLDER/at names the last file, in case one ends the process;
+`--only NUMBER` makes a single one of them, and keeps it.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ def make_tables(folder: Path) -> dict[str, dict[str, object]]:
     lists = {"data_root": folder, "video_column": "videos.txt", "caption_column": "prompts.txt"}
     return {
         **{name: {"dataset_file": folder / name} for name in ("t.csv", "t.json", "t.jsonl", "t.tar", "t.tar.gz")},
-        "videos.txt": lists, "prompts.txt": lists, "sidecars/a.txt": {"data_root": sidecars}, "d.toml": {"dataset": folder / "d.toml"},
+        "videos.txt": lists, "prompts.txt": lists, "sidecars/a.txt": {"data_root": sidecars},
+        "d.toml": {"dataset": folder / "d.toml"},
     }  # fmt: skip
 
 

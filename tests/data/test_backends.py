@@ -1,4 +1,4 @@
-"""Every backend against a plain decode of the whole file, wherever it begins; and what happens where it would differ."""
+"""Every backend against a plain decode of the whole file, wherever it begins, and the fallback if it would differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ FRAMES = 60
 #: Name of the file, what it is written with, and why decord and torchcodec may show other pixels; None: they may not.
 FILES: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "b_frames.mp4": ({"options": {"g": "12", "bf": "3"}}, None, None),
-    "uneven.mkv": ({"options": {"g": "12", "bf": "3"}, "times": [k if k < 30 else 3 * k - 60 for k in range(60)]}, None, None),
+    "uneven.mkv": (
+        {"options": {"g": "12", "bf": "3"}, "times": [k if k < 30 else 3 * k - 60 for k in range(60)]}, None, None,
+    ),
     "turned.mp4": ({"rotation": 90}, None, None),
     "full_range.mp4": ({"pix_fmt": "yuvj420p"}, None, None),
     "444_odd.mp4": ({"pix_fmt": "yuv444p", "height": 63, "width": 95}, None, None),
@@ -124,7 +126,7 @@ def test_every_backend_gives_the_frames_of_a_full_decode(name: str, backend: str
 
 
 def test_far_frames_are_jumped_to(files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames 2, 29 and 58 of a clip with a key frame every twelve: eight of sixty need be decoded, by either timeline."""
+    """Frames 2, 29 and 58 of a clip with a key frame every twelve need eight of sixty decodes, by either timeline."""
     path, reference = files["b_frames.mp4"]
     asked = []
     number = Timeline.number

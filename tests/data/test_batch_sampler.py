@@ -134,7 +134,8 @@ def test_every_clip_comes_once_an_epoch_however_a_run_is_continued(counts, parts
 
 @settings(max_examples=60, deadline=None)
 @given(
-    counts=counts, batch_size=st.integers(1, 4), ways=st.lists(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]), min_size=1, max_size=4),
+    counts=counts, batch_size=st.integers(1, 4),
+    ways=st.lists(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]), min_size=1, max_size=4),
     stops=st.lists(st.integers(0, 5), min_size=4, max_size=4),
 )  # fmt: skip
 def test_the_same_global_batch_gives_the_same_steps(counts, batch_size, ways, stops) -> None:
@@ -237,7 +238,7 @@ def test_no_clips_is_an_error() -> None:
     end=st.sampled_from(["keep", "pad", "wrap"]),
 )  # fmt: skip
 def test_all_windows_of_a_clip_come_in_one_step(windows, batch_size, accumulation, world, end) -> None:
-    """Micro-batches have the memory of `batch_size` windows, ranks equally many, and the step is the mean over all windows."""
+    """Micro-batches have up to `batch_size` windows, ranks equally many, and the step is the mean over all windows."""
     items = make_clips([-(-len(windows) // 2), len(windows) // 2])  # of two buckets
     clips = [
         replace(item, index=example_index(item.index, k), start=k)

@@ -81,7 +81,11 @@ def test_lengths_are_rounded_down_and_said() -> None:
 
 clip_sizes = st.tuples(st.integers(1, 200), st.integers(64, 2000), st.integers(64, 2000))
 bucket_lists = st.lists(
-    st.tuples(st.sampled_from([1, 9, 17, 49]), st.integers(2, 40).map(lambda k: 32 * k), st.integers(2, 40).map(lambda k: 32 * k)),
+    st.tuples(
+        st.sampled_from([1, 9, 17, 49]),
+        st.integers(2, 40).map(lambda k: 32 * k),
+        st.integers(2, 40).map(lambda k: 32 * k),
+    ),
     min_size=1, max_size=12, unique=True,
 )  # fmt: skip
 
@@ -221,7 +225,8 @@ def test_a_plan_with_sizes_chances_and_ends(root: Path) -> None:
     assert plan(root, **options, epoch_end="wrap")[1].fingerprint == plan(root, **options)[1].fingerprint
     out = plan(root, **options, bucket_keep_prob=["33x64x96=0.5", "33x32x48=0.2"])[1].notes
     assert out[1:] == (
-        "--bucket_keep_prob leaves out about 1.2 of 4 clips an epoch, others each time; events.jsonl counts them (left_out)",
+        "--bucket_keep_prob leaves out about 1.2 of 4 clips an epoch, others each time; events.jsonl counts them "
+        "(left_out)",
     )
     assert out[0].startswith("no clip is in 9x32x48: each goes to the longest bucket that it fills")
     dropped = plan(root, **options, epoch_end="drop", batch_size=2)[1]

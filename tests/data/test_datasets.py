@@ -183,7 +183,8 @@ def test_everything_that_is_wrong_is_told_at_once(place: Path) -> None:
         "[[dataset]] 2 (second): data_roots: is no option of a dataset; did you mean 'data_root'?",
         "[[dataset]] 2 (second): weight and num_repeats both say how often it comes; give one of them",
         "[[dataset]] 2 (second): more: is an unknown table",
-        "[[dataset]] 3: video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)",
+        "[[dataset]] 3: video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 "
+        "(images: 1x512x768)",
     ):
         assert expected in caught.value.problems
     assert len(caught.value.problems) == 9

@@ -149,7 +149,7 @@ def test_quiet_files_are_put_together_and_old_ones_go(clip: Path, monkeypatch: p
 
 
 def test_starts_forget_no_file_that_they_use(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Datasets of more files than are stored otherwise, two of one directory in turn; what none of them uses goes first."""
+    """Datasets of more files than the limit, two of one directory in turn; unused facts are removed first."""
     monkeypatch.setattr(file_facts, "_MOST_FACTS", 4)
     stat = clip.stat()
 
@@ -187,7 +187,7 @@ def test_without_recall_everything_is_new_and_remembered(clip: Path) -> None:
 def test_files_of_other_processes_are_read_once_for_many_clips(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is one for every process that has stored facts, so that looking there for each clip would grow with both."""
+    """There is one for every process that has stored facts, so looking there for each clip would grow with both."""
     paths = [clip.with_name(f"{k}.mp4") for k in range(5)]
     for path in paths:
         path.write_bytes(path.name.encode())

@@ -206,7 +206,7 @@ def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> 
 
 
 def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp_path: Path) -> None:
-    """Log-normal in its size, fresh for each clip and epoch; from the cache one draw of each clip; the clip itself stays clean."""
+    """Log-normal in its size, new for each clip and epoch; from the cache one draw per clip; the clip stays clean."""
     noise = (-3.0, 0.5)
     model = FakeModel(first_frame=True, noise=noise)
     model.encode_video = lambda vae, video: to_unit_range(video)  # type: ignore[method-assign]

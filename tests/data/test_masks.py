@@ -286,9 +286,18 @@ def grey(tmp_path: Path, make_video: MakeFile) -> Path:
     "options",
     [
         {},
-        {"target_fps": 16, "frame_selection": "random", "video_reshape_mode": "random", "video_resolution_buckets": ["9x32x32"]},
-        {"target_fps": 16, "video_reshape_mode": "none", "frame_selection": "uniform", "video_resolution_buckets": ["13x48x32"]},
-        {"target_fps": 16, "sliding_window_size": 5, "sliding_window_stride": 4, "video_resolution_buckets": ["17x32x48"]},
+        {
+            "target_fps": 16, "frame_selection": "random", "video_reshape_mode": "random",
+            "video_resolution_buckets": ["9x32x32"],
+        },
+        {
+            "target_fps": 16, "video_reshape_mode": "none", "frame_selection": "uniform",
+            "video_resolution_buckets": ["13x48x32"],
+        },
+        {
+            "target_fps": 16, "sliding_window_size": 5, "sliding_window_stride": 4,
+            "video_resolution_buckets": ["17x32x48"],
+        },
         {"target_fps": 16, "frame_selection": "chunk", "video_resolution_buckets": ["9x32x32"]},
     ],
     ids=["resampled", "random", "uniform", "windows", "chunks"],

@@ -1,4 +1,4 @@
-"""The order of batches under every way of making them: bucket sizes, ends of epochs, repeats, bucket_probabilities to stay."""
+"""The order of batches under every way of making them: bucket sizes, ends of epochs, repeats, chances to stay."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_other_batches_on_the_way_lose_and_repeat_nothing(groups, ways, falling)
 
 
 def test_repeats_take_turns_through_whole_shuffles() -> None:
-    """Twice: two shuffles an epoch, with different noise. Half: every second epoch has it. Another dataset goes on beside."""
+    """2 repeats are two shuffles an epoch, with different noise; 1/2 is every second epoch. Others are unaffected."""
     clips = make_clips([Group((4, 0, 0), 2.0), Group((3, 0, 0), 0.5), Group((0, 0, 5), 1.0)])
     sampler = BatchSampler(clips, Segment(0, 1, 1), seed=1)
     epochs = [
@@ -329,7 +329,7 @@ def test_with_one_repeat_the_order_is_the_plain_shuffle_of_the_epoch() -> None:
 
 
 def test_chances_to_stay() -> None:
-    """Half stays, of the others 60 % are kept below, the rest is left out; each clip by itself, whatever else is there."""
+    """Half stays, 60 % of the others are kept below, the rest is left out; each clip independently of the others."""
     clips = make_clips([Group((2000, 0, 10))], falling=True)
     sampler = BatchSampler(clips, Segment(0, 1, 1), seed=3, keep=KEEP)
     samples = sampler.order.samples(0)

@@ -233,7 +233,8 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
             text_encoder_2_dtype="fp32",
         ),
         data=DataSection(
-            data_root=root, video_resolution_buckets=["1000x64x64"], precompute_conditions=precompute, target_fps=8, **data
+            data_root=root, video_resolution_buckets=["1000x64x64"], precompute_conditions=precompute, target_fps=8,
+            **data,
         ),
         dataloader=DataloaderSection(batch_size=2),
         training=TrainingSection(seed=3),
@@ -285,7 +286,7 @@ def test_latents_from_within_a_clip_are_not_those_of_the_window(
 
     cut, alone = cut_latents(encode(pixels), window), encode(pixels[:, start : start + length])
     assert cut.shape == alone.shape
-    # Far beyond rounding, and most of all in the first latent, which stands for one frame in one and for c in the other.
+    # Far beyond rounding, and mostly in the first latent, which stands for one frame in one and for c in the other.
     assert torch.equal(alone, encode(pixels[:, start : start + length]))
     assert (cut - alone)[:, :, 0].abs().mean() > 0.01 * alone[:, :, 0].abs().mean()
     assert (cut - alone)[:, :, 1:].abs().max() > 1e-4

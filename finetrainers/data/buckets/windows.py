@@ -56,7 +56,7 @@ def is_first(index: int) -> bool:
 
 
 def is_window(clip: Clip) -> bool:
-    """Return whether an example is a sliding window of a clip. A chunk is not, since it overlaps no other example."""
+    """Return whether an example is a sliding window of a clip. A chunk is not: it is independent of others."""
     return clip.start is not None and clip.frame_selection != "chunk"
 
 
@@ -161,16 +161,16 @@ def describe_windows(
             )
         if stride != data.sliding_window_stride:
             yield (
-                f"--sliding_window_stride {data.sliding_window_stride} became {stride}: latents that are cut from those "
-                f"of a whole clip start every {geometry.temporal} frames"
+                f"--sliding_window_stride {data.sliding_window_stride} became {stride}: latents that are cut from "
+                f"those of a whole clip start every {geometry.temporal} frames"
             )
     elif windows:
         items = {item_index(clip.index) for clip in clips}
         total = sum(available[item] for item in items)
         unused = total - sum(clip.bucket[0] for clip in clips)
         yield (
-            f"chunks: {plural(len(items), 'item')} give {plural(len(clips), 'clip')}; {unused / max(total, 1):.1%} of the "
-            "frames, at ends shorter than a chunk, are not used"
+            f"chunks: {plural(len(items), 'item')} give {plural(len(clips), 'clip')}; {unused / max(total, 1):.1%} of "
+            "the frames, at ends shorter than a chunk, are not used"
         )
 
 

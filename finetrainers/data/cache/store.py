@@ -1,13 +1,13 @@
-"""A content-addressed store of tensors: a key is a hash of all inputs, so no stale entry can be read.
+"""A content-addressed store of tensors: stale entries cannot be read.
 
 A key is a hash of everything that determines the value. Entries are safetensors files with a checksum, since
 safetensors itself does not notice a flipped bit; they are written under another name and renamed, so that several ranks
 or runs may share one folder.
 
-The keys are also listed in an index, an append-only log from which a start reads all keys without asking the file system
-for each of a hundred thousand files. The index only ever saves work: an entry that is not listed (its writer was killed
-before the line was written) is searched for on disk, a wrong line is detected when the entry is read, and the entry is
-then marked as doubtful, which sends the next start to the disk.
+The keys are also listed in an index. A start reads this append-only log instead of asking the file system for each of a
+hundred thousand files. The index only ever saves work: an entry that is not listed (its writer was killed before the
+line was written) is searched for on disk, a wrong line is detected when the entry is read, and the entry is then marked
+as doubtful, which sends the next start to the disk.
 """
 
 from __future__ import annotations

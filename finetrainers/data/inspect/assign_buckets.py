@@ -142,11 +142,9 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
     if (entry.available, entry.fps) != (header.frames, header.fps):
         supply += f" give {entry.available} at {entry.fps:.4g} fps"
     requirement = f"{'a window' if has_windows else 'the shortest bucket'} needs {needed}"
+    alternatives = f"{', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}{remedies[-1]}"
     shortest = "" if length > 1 else f"; no video of this model has less than {geometry.temporal + 1}"
-    return Unusable(
-        "too_short",
-        f"too short: {supply}, and {requirement}{shortest}; {', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}{remedies[-1]}",
-    )
+    return Unusable("too_short", f"too short: {supply}, and {requirement}{shortest}; {alternatives}")
 
 
 def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> None:

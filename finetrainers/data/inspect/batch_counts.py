@@ -69,8 +69,8 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
     waiting = sum(sizes.get(bucket, batch_size) - 1 for bucket in counts)
     if epoch_end == "wrap" and waiting:
         notes.append(
-            f"--epoch_end wrap: after the last epoch, up to {plural(waiting, 'clip')} of that epoch (less than a batch of "
-            "each bucket) have waited for a batch that does not come"
+            f"--epoch_end wrap: after the last epoch, up to {plural(waiting, 'clip')} of that epoch (less than a batch "
+            "of each bucket) have waited for a batch that does not come"
         )
     if dropped > _ROUNDING:
         notes.append(

@@ -217,9 +217,9 @@ class FileFacts:
     def tidy(self) -> None:
         """Compact old log files once there are several, and remove facts that were not used for long.
 
-        To be called when all files of a dataset were looked up. Their facts are kept, regardless of their number, and the
-        newest of the others. So a start never removes facts that the next one needs, and two datasets of one directory
-        do not evict each other.
+        To be called when all files of a dataset were looked up. Their facts are kept, regardless of their number, and
+        the newest of the others. So a start never removes facts that the next one needs, and two datasets of one
+        directory do not evict each other.
         """
         if not self._recall or not self.directory.is_dir():
             return

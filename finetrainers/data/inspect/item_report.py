@@ -58,7 +58,7 @@ class ItemReport:
     mask_white: float | None
 
     def record(self) -> dict[str, object]:
-        """Return the report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
+        """Return the report as plain values for `manifest.jsonl`, without empty captions, dataset and columns."""
         values: dict[str, Any] = dict(zip(_NAMES, _values(self), strict=True))
         values["path"] = str(self.path)
         values["bucket"] = bucket_text(self.bucket) if self.bucket else None

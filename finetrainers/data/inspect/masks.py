@@ -168,6 +168,6 @@ def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str
     if white:
         share = 100 * (lowest + (1 - lowest) * sum(white) / len(white))
         yield (
-            f"{len(white)} of {plural(len(used), 'clip')} {'has' if len(white) == 1 else 'have'} a mask, which on average "
-            f"leaves {share:.2g} % of the picture's loss weight"
+            f"{len(white)} of {plural(len(used), 'clip')} {'has' if len(white) == 1 else 'have'} a mask, which on "
+            f"average leaves {share:.2g} % of the picture's loss weight"
         )

@@ -21,7 +21,7 @@ from ..reading.prior_prompts import PriorPrompts
 from .batch_counts import BatchCounts
 from .item_report import ItemReport, crop_loss, is_enlarged
 
-#: Options that decide what is cut from the clips; a resumed run must have the same ones, and the same fingerprint.
+#: Options that determine the training clips; a resumed run must have the same values, and the same fingerprint.
 CRITICAL: Mapping[str, str | None] = critical_options("data")
 #: The ones in the fingerprint of several datasets, which must not change. More recent options of an entire run are
 #: compared without it.

@@ -207,8 +207,8 @@ def _unused_bucket_notes(part: Part) -> Iterator[str]:
     unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used]
     if (data.video_resolution_buckets or data.image_resolution_buckets) and used and unused:
         yield (
-            f"no clip is in {', '.join(unused)}: each goes to the longest bucket that it fills, and of these to the one "
-            "of the nearest shape"
+            f"no clip is in {', '.join(unused)}: each goes to the longest bucket that it fills, and of these to the "
+            "one of the nearest shape"
         )
 
 
@@ -217,7 +217,7 @@ def _unread_column_notes(part: Part) -> Iterator[str]:
     columns = {column for item in part.reading.items for column in item.extra}
     for column in columns.intersection(MEDIA):
         yield f"the column {column!r} is not read, since this checkpoint takes no {column}"
-    # Journals of containers have the column of masks even if masks are read from another one.
+    # Journals of containers have the column of masks even if masks are read from a different column.
     if MASK in columns and part.dataset.data.mask_column != MASK:
         hint = f"; --mask_column {MASK} reads masks of archives" if part.dataset.data.mask_column is None else ""
         yield f"the column {MASK!r} is not read, so no loss is masked{hint}"

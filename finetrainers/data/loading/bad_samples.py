@@ -134,8 +134,9 @@ class BadSampleTracker:
     def agree(self, samples: Sequence[BadSample], error: Exception | None) -> bool:
         """Share the bad samples of this rank's step with all ranks; every rank must call it for every step.
 
-        It is a separate message, and not a part of the one at the end of the step: a rank without a batch would not join
-        the collectives of forward and backward, and ranks that share a clip must have the same one before they compute.
+        It is a separate message, and not a part of the one at the end of the step: a rank without a batch would not
+        join the collectives of forward and backward, and ranks that share a clip must have the same one before they
+        compute.
 
         Returns:
             Whether ranks should compare their samples: there are new bad ones, or any if ranks share their samples.

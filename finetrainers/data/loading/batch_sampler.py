@@ -1,8 +1,8 @@
 """The batch sampler, a pure function of seed and position: there is no state to save.
 
 Positions number the micro-batches, over all ranks. An optimizer step is a row of positions, so the order of training is
-the same at any world size. Resuming needs the step number and, if batches have been made in several ways, the first step
-of each.
+the same at any world size. Resuming needs the step number and, if batches have been made in several ways, the first
+step of each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MicroBatch:
 
     @property
     def sample_keys(self) -> tuple[tuple[int, int], ...]:
-        """`(cycle, item)` of every sample, from which its random numbers are derived."""
+        """The `(cycle, item)` of every sample, the seed of its random numbers."""
         cycles = self.cycles or (self.epoch,) * len(self.clips)
         return tuple((cycle, clip.index) for cycle, clip in zip(cycles, self.clips, strict=True))
 

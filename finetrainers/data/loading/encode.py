@@ -1,8 +1,8 @@
 """Encoding of clips in memory into the batches of a method: VAE moments and text conditioning.
 
 Encoding happens on the fly, or once before training into a cache. Both ways give the same batches, including caption
-dropout. Only a random start or crop, and the noise of a given first frame, are drawn once per clip with the cache instead
-of once per epoch.
+dropout. Only a random start or crop, and the noise of a given first frame, are drawn once per clip with the cache
+instead of once per epoch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Encoder:
         self.prior = prior
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
-        """Return the batch of a fetched one; evaluation turns caption dropout off."""
+        """Return the encoded batch; evaluation turns caption dropout off."""
         probability = self.data.caption_dropout_p if dropout else 0.0
         drop = draw_caption_dropout(raw.sample_keys, probability=probability, seed=self.seed)
         to_empty = self.data.caption_dropout_technique == "empty"

@@ -137,9 +137,9 @@ class Order:
         return np.roll(counts, -1)
 
     def _members(self, dataset: _Dataset, epoch: int, *, shuffled: bool) -> tuple[Ints, Ints]:
-        """Return the items and cycles of a dataset's share in an epoch, without the order of complete cycles if possible.
+        """Return the items and cycles of a dataset's share in an epoch.
 
-        Without `shuffled`, complete cycles are not shuffled.
+        Without `shuffled`, their order does not matter, and complete cycles are not shuffled.
         """
         size = len(dataset.clips)
         start, stop = dataset.segment(epoch)

@@ -286,8 +286,8 @@ def check_free_space(cache: TensorCache, needed: float, *, noun: str) -> None:
         raise OSError(
             errno.ENOSPC,
             f"the {noun} still to be encoded take about {file_size(round(needed))} in {cache.directory}, where "
-            f"{file_size(free)} are free; make room, or give another --precompute_dir: what is encoded already is found "
-            "again",
+            f"{file_size(free)} are free; make room, or give another --precompute_dir: what is encoded already is "
+            "found again",
         )
 
 

@@ -105,8 +105,8 @@ class Workers(Generic[T]):
             dataset = _FetchDataset(self.fetch, self.count)
             batches, processes = self._start(dataset, position)
             kill = partial(_kill, processes)
-            # Workers ignore the signal by which Python ends them at exit. Python would wait for them if an error's
-            # traceback still held this loader then.
+            # Workers ignore Python's signal to end at exit, and Python would wait for them if an error's traceback
+            # still held this loader then.
             atexit.register(kill)
             try:
                 while True:

@@ -140,8 +140,8 @@ def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
 def epoch_repeats(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[float]:
     """Return how often an item of each dataset comes in an epoch.
 
-    With weights w_d and n_d items, N in all, it is w_d / sum(w) * N / n_d: an epoch then has N samples, of which the
-    share w_d / sum(w) is of dataset d.
+    With weights w_d and n_d items, N in all, it is w_d / sum(w) * N / n_d: an epoch then has N samples, and dataset d
+    has the share w_d / sum(w) of them.
     """
     if any(dataset.weight is None for dataset in datasets):
         return [dataset.repeats for dataset in datasets]

@@ -53,7 +53,7 @@ class Item:
         kind: video or image.
         name: its name in messages; does not depend on where the dataset is.
         where: where it is listed (`videos.txt line 3`); empty for files found in a folder.
-        unusable: why it cannot be used, whatever the file is; then the file is not opened.
+        unusable: the reason why it cannot be used regardless of the file, which is then not opened; or None.
         state: the file's `stat`, or None if the file is not to be opened.
         extra: further columns of its row.
     """
@@ -247,7 +247,7 @@ def _read_rows(data: DataSection, root: Root, media_dir: Path | None, findings: 
 
 
 def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:
-    """Return the file of a row, and what the file system says of it, or why it must not be opened."""
+    """Return the file of a row, and its `stat` or the reason why it must not be opened."""
     path = row.stored or root.folder / row.media
     try:
         if row.stored is not None:
@@ -259,7 +259,7 @@ def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:
 
 
 def _text_problem(captions: Sequence[str]) -> str | None:
-    """Return why one of these is no text that can be encoded, or None if all are."""
+    """Return the reason why a caption cannot be encoded, or None if all can."""
     longest = max(map(len, captions))
     if longest > MAX_CAPTION_BYTES:
         return f"the caption has {longest} characters, more than the {MAX_CAPTION_BYTES} of any caption"
@@ -275,7 +275,7 @@ def _text_problem(captions: Sequence[str]) -> str | None:
 
 
 def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[str, ...] | Unusable:
-    """Return the cleaned captions of a row, or why it cannot be used."""
+    """Return the cleaned captions of a row, or the reason why it cannot be used."""
     if row.unusable is not None:
         return row.unusable
     raw = row.captions

@@ -134,7 +134,7 @@ def open_container(path: Path) -> av.container.InputContainer:
     """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`.
 
     Raises:
-        UnusableError: the video is not a file, or of a format that is not opened.
+        UnusableError: the video is not a file, or its format is not supported.
         Exception: whatever PyAV raises for damaged files.
     """
     require_file(path)

@@ -1,4 +1,4 @@
-"""Prior prompts, with which a sample's noisy latents are also predicted to preserve the prior. Imports no torch."""
+"""Prior prompts: a sample's noisy latents are also predicted with them to preserve the prior. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Decoding of a clip's frames, which are resized one by one while the next one is decoded.
 
-Only two frames are ever in memory as large as they are stored, and each resized one is written to its place in the clip.
+Only two frames are ever in memory as large as they are stored. Each resized one is written to its place in the clip.
 
 Frames are resized by torch's antialiased bicubic on uint8, which equals PIL's to one grey level, rather than by FFmpeg
 inside PyAV's `reformat`: its result shifts brightness a little (0.4 levels on a 720p clip) and depends on FFmpeg's

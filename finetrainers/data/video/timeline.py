@@ -49,8 +49,8 @@ class Timeline:
 def timeline_from_index(path: Path) -> Timeline | None:
     """Return the timeline of a file with exactly evenly spaced frames in its index (MP4, MOV), or None for others.
 
-    The index has decoding times. If these are even, display times are the same shifted by a constant, which follows from
-    the first packets. So only the beginning of the file is read, however long it is.
+    The index has decoding times. If these are even, display times are the same shifted by a constant, which follows
+    from the first packets. So only the beginning of the file is read, however long it is.
     """
     with open_container(path) as container:
         stream = video_stream(container)
@@ -74,7 +74,7 @@ def timeline_from_index(path: Path) -> Timeline | None:
 
 
 def timeline_from_packets(path: Path) -> Timeline | None:
-    """Return the timeline of any file, reading it once, or None if the container has no distinct times of all frames."""
+    """Return the timeline of any file, reading it once, or None if the container lacks distinct times of frames."""
     with open_container(path) as container:
         stream = video_stream(container)
         packets = [
@@ -124,7 +124,7 @@ def shown_at(path: Path) -> list[float]:
 
 
 def steady_rate(times: Sequence[int], *, tick: Fraction, declared: float) -> float | None:
-    """Return the rate of frames shown at these times, in ticks of `tick` seconds, or None if they are not evenly spaced.
+    """Return the rate of frames shown at these times, in ticks of `tick` seconds, or None if they are not even.
 
     It is the declared rate if the times fit that. Otherwise it is their mean rate: a header's average may count a last
     frame of another duration.

@@ -74,9 +74,9 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
     if not rows and not findings.problems:
         others = f"; {'; '.join(findings.warnings)}" if findings.warnings else ""
         raise DataError(
-            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same name "
-            "that holds its caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, or the "
-            f"two text files --video_column and --caption_column with a line for each clip{others}"
+            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same "
+            "name that holds its caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, "
+            f"or the two text files --video_column and --caption_column with a line for each clip{others}"
         )
     return rows
 
@@ -267,7 +267,7 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], findings: Findings) -> bool:
-    """Return whether an entry is a link to a directory that is outside, where that is allowed, and not read yet."""
+    """Return whether an entry is a link to a directory to read: one outside, if that is allowed, and not read yet."""
     if not (entry.is_symlink() and _is_dir(entry)):
         return False
     top, real = os.fspath(root.folder), os.path.realpath(entry.path)

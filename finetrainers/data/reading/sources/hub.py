@@ -38,7 +38,7 @@ _HUB = ("hf://", "https://huggingface.co/")
 
 
 def read_hub(data: DataSection, root: Root, media: MediaFolder, findings: Findings) -> list[Row]:
-    """Yield rows of `hf_dataset`, or of the parquet files of `dataset_file`.
+    """Return rows of `hf_dataset`, or of the parquet files of `dataset_file`.
 
     Raises:
         DataError: the library is not installed, or it cannot read the dataset.
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _sniff_suffix(content: bytes) -> str | None:
-    return next((suffix for at, magic, suffix in _MAGIC if content[at : at + len(magic)] == magic), None)
+    return next((suffix for offset, magic, suffix in _MAGIC if content[offset : offset + len(magic)] == magic), None)
 
 
 def _as_text(value: object) -> str:

@@ -136,7 +136,7 @@ def listed_masks(path: Path, count: int, lines: list[str]) -> list[str]:
     lines = lines[:count] if not any(lines[count:]) else lines
     if len(lines) != count:
         raise DataError(
-            f"{path} has {len(lines)} lines, and there are {count} clips; line n is the mask of clip n, and an empty line "
-            "a clip without a mask"
+            f"{path} has {len(lines)} lines, and there are {count} clips; line n is the mask of clip n, and an empty "
+            "line a clip without a mask"
         )
     return lines

@@ -1,6 +1,6 @@
 """Lookup of the files that a dataset names, below its root and nowhere else.
 
-Only names and kinds of files are looked up. Nothing is opened, so that a named pipe or a device cannot be opened either.
+Only names and types of files are looked up. Files are not opened, so that named pipes and devices are not either.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Row(NamedTuple):
     Attributes:
         where: where they were written (`videos.txt line 3`).
         media: the media path as written, relative to the root; for an unpacked file, its name in messages.
-        captions: as written, one of which is drawn each time, or None if there is not even an empty one.
+        captions: as written; one is drawn each time. None if there is not even an empty one.
         extra: further columns; of a container, JSON values.
         stored: the file itself, where it is not in the dataset's folder; its reader may leave out the media folder.
         size: of an unpacked file, in bytes.

@@ -125,8 +125,8 @@ class _Reader:
             if total_bytes > limit_bytes:
                 raise DataError(
                     f"{self.shard}: its members up to {printable_name(member.name)!r} unpack to "
-                    f"{file_size(total_bytes)}, over {_MAX_RATIO} times its own size, so it holds no media, or was made "
-                    "to fill disks. If you trust it, unpack it yourself, and give the folder as data_root"
+                    f"{file_size(total_bytes)}, over {_MAX_RATIO} times its own size, so it holds no media, or was "
+                    "made to fill disks. If you trust it, unpack it yourself, and give the folder as data_root"
                 )
             yield member
 
