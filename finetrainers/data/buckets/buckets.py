@@ -162,7 +162,7 @@ def lower_buckets(
             top = max(map(_area, below))
             same_resolution = [other for other in below if _area(other) > _SAME_AREA * top]
             chosen = choose_bucket(length, height, width, same_resolution)
-            assert chosen is not None, "there is a bucket of this length"
+            assert chosen is not None, "a bucket of this length is there"
             lower.append(chosen)
             limit = _SAME_AREA * _area(chosen)
         limit = math.inf

@@ -59,11 +59,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class CacheError(ExpectedError, RuntimeError):
-    """A cached entry that training needs is missing or damaged."""
+    """A missing or damaged cache entry that training needs."""
 
 
 class CacheInUse(ExpectedError, RuntimeError):
-    """Entries cannot be removed while a run may need them."""
+    """An attempt to remove entries while a run may need them."""
 
 
 class TensorCache:

@@ -98,7 +98,9 @@ def assign_buckets(
         return choose_bucket(frames, height, width, buckets), buckets
 
     for entry in usable:
-        clip = _clip(entry, number, data=window_data, geometry=geometry, bucket_set=bucket_set, choose=choose_cached)
+        clip = _make_clip(
+            entry, number, data=window_data, geometry=geometry, bucket_set=bucket_set, choose=choose_cached
+        )
         if isinstance(clip, Unusable):
             entry.unusable = clip
         else:
@@ -181,7 +183,7 @@ def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | Non
     return Unusable("mismatch", f"{label} has {actual}, and the clip {required}; {remedy}")
 
 
-def _clip(
+def _make_clip(
     entry: ProbedItem,
     number: int,
     *,
@@ -208,24 +210,24 @@ def _clip(
         caption=item.caption,
         kind=item.kind,
         bucket=bucket,
-        fps=_rate(entry, bucket, data),
+        fps=_clip_rate(entry, bucket, data),
         num_frames=header.frames,
         source_fps=header.fps,
         width=header.width,
         height=header.height,
         reshape_mode=data.video_reshape_mode,
         frame_selection=data.frame_selection,
-        lower=tuple(_lower(entry, bucket, [candidate for group in resolutions for candidate in group], data)),
+        lower=tuple(_find_lower(entry, bucket, [candidate for group in resolutions for candidate in group], data)),
         dataset=number,
         is_variable=header.is_variable,
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
         further=tuple(Further(name, other.item.path, other.backend) for name, other in entry.further),
-        mask=_mask(entry, data, geometry),
+        mask=_make_mask(entry, data, geometry),
     )
 
 
-def _mask(entry: ProbedItem, data: DataSection, geometry: Geometry) -> Mask | None:
+def _make_mask(entry: ProbedItem, data: DataSection, geometry: Geometry) -> Mask | None:
     if (mask := entry.mask) is None:
         return None
     grid = geometry.temporal, geometry.spatial
@@ -246,7 +248,7 @@ def _too_narrow(header: Probe, bucket: Bucket, data: DataSection) -> Unusable | 
     )
 
 
-def _rate(entry: ProbedItem, bucket: Bucket, data: DataSection) -> float:
+def _clip_rate(entry: ProbedItem, bucket: Bucket, data: DataSection) -> float:
     """Return the frame rate of the clip after it is cut to a bucket."""
     header, mode = entry.header, data.frame_selection
     if entry.item.kind == "image" or mode != "uniform":
@@ -254,7 +256,7 @@ def _rate(entry: ProbedItem, bucket: Bucket, data: DataSection) -> float:
     return select_frames(header.frames, source_fps=header.fps, fps=entry.fps, length=bucket[0], mode=mode)[1]
 
 
-def _lower(
+def _find_lower(
     entry: ProbedItem, bucket: Bucket, buckets: Sequence[Bucket], data: DataSection
 ) -> Iterator[tuple[Bucket, float]]:
     """Yield the lower buckets that a clip may fall through to, each with its rate, until one keeps all of its clips."""
@@ -265,5 +267,5 @@ def _lower(
     for lower in lower_buckets(bucket, height, width, buckets, shorter=data.bucket_fall_shorter):
         if keep.get(bucket, 1.0) == 1.0:
             return
-        yield lower, _rate(entry, lower, data)
+        yield lower, _clip_rate(entry, lower, data)
         bucket = lower

@@ -66,11 +66,11 @@ def _bound_memory() -> None:
     except ImportError:  # Windows
         return
     try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # macOS
-        used = MEMORY_BYTES
+        used_bytes = MEMORY_BYTES
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used + MEMORY_BYTES
+    limit = used_bytes + MEMORY_BYTES
     resource.setrlimit(
         resource.RLIMIT_AS, (limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit), hard_limit)
     )

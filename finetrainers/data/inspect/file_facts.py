@@ -234,9 +234,9 @@ class FileFacts:
             quiet = [name for name in log_names if age.get(name, 0.0) > _QUIET_S]
             limit = max(_MOST_FACTS, 2 * len(self._used))
             if len(quiet) > _FEW_FILES or (quiet and len(self._facts) > limit):
-                used = [name for name in self._facts if name in self._used]
-                others = [name for name in self._facts if name not in self._used]
-                kept_names = [*others[max(0, len(self._facts) - limit) :], *used]
+                used_names = [name for name in self._facts if name in self._used]
+                other_names = [name for name in self._facts if name not in self._used]
+                kept_names = [*other_names[max(0, len(self._facts) - limit) :], *used_names]
                 self._log.replace((_line(name, self._facts[name]) for name in kept_names), quiet)
             for folder in self.directory.parent.iterdir():
                 # `probe_dir` may hold other directories: only those with such a name hold facts.

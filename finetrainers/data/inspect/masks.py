@@ -163,11 +163,11 @@ def _read_images(path: Path, kind: Kind) -> Iterator[np.ndarray]:
 
 def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str]:
     """Yield a note for the user about the number of clips with a mask, and the share of their pixels that counts."""
-    used = [report for report in reports if report.status == "used"]
-    white = [report.mask_white for report in used if report.mask_white is not None]
-    if white:
-        share = 100 * (lowest + (1 - lowest) * sum(white) / len(white))
+    used_reports = [report for report in reports if report.status == "used"]
+    brightness = [report.mask_white for report in used_reports if report.mask_white is not None]
+    if brightness:
+        share = 100 * (lowest + (1 - lowest) * sum(brightness) / len(brightness))
         yield (
-            f"{len(white)} of {plural(len(used), 'clip')} {'has' if len(white) == 1 else 'have'} a mask, which on "
+            f"{len(brightness)} of {plural(len(used_reports), 'clip')} {'has' if len(brightness) == 1 else 'have'} a mask, which on "
             f"average leaves {share:.2g} % of the picture's loss weight"
         )

@@ -45,7 +45,7 @@ def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOpt
         options: how closely to probe the files, or None to read headers unless facts are stored.
 
     Raises:
-        DataError: there are wrong metadata, or illegal buckets.
+        DataError: metadata are wrong, or buckets are illegal.
     """
     with gc_paused():
         return _survey(config, geometry, options or ProbeOptions())
@@ -157,8 +157,8 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
                 remedy += f"; if {table.name} has the captions, give --dataset_file {quoted(str(table))}"
         return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{remedy}", rejected)
     if 0 < data.eval_num_items >= usable:
-        left = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
-        return DataError(f"`eval_num_items` {data.eval_num_items} {left}")
+        message = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
+        return DataError(f"`eval_num_items` {data.eval_num_items} {message}")
     if not usable:
         return DataError("no usable item")
     if not has_batches:
@@ -203,9 +203,9 @@ def _mask_notes(part: Part) -> Iterator[str]:
 def _unused_bucket_notes(part: Part) -> Iterator[str]:
     """Yield a note on listed buckets that no clip is in."""
     data = part.dataset.data
-    used = {bucket for clip in part.clips for bucket in clip.buckets}
-    unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used]
-    if (data.video_resolution_buckets or data.image_resolution_buckets) and used and unused:
+    used_buckets = {bucket for clip in part.clips for bucket in clip.buckets}
+    unused = [bucket_text(bucket) for bucket in part.buckets if bucket not in used_buckets]
+    if (data.video_resolution_buckets or data.image_resolution_buckets) and used_buckets and unused:
         yield (
             f"no clip is in {', '.join(unused)}: each goes to the longest bucket that it fills, and of these to the "
             "one of the nearest shape"

@@ -33,7 +33,7 @@ _MAX_SUBSTITUTES = 8
 
 
 class BadSamplesError(ExpectedError, RuntimeError):
-    """More clips turned out unusable while training than are allowed."""
+    """A larger number of unusable clips in training than is allowed."""
 
 
 @dataclass(frozen=True)

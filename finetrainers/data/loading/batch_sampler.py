@@ -144,19 +144,19 @@ class BatchSampler:
 
     def _samples_at(self, position: int) -> tuple[int, Samples]:
         """Return the epoch of a position and the samples of its batch."""
-        nth, place = self._find(position)
+        nth, batch = self._find(position)
         batches = self._batches(nth)
-        return nth, batches.samples[batches.members[batches.starts[place] : batches.stops[place]]]
+        return nth, batches.samples[batches.members[batches.starts[batch] : batches.stops[batch]]]
 
     def rest_at(self, step: int) -> EpochRest:
         """Return the rest of the epoch in which an optimizer step begins."""
-        nth, place = self._find(self._position(step))
+        nth, batch = self._find(self._position(step))
         batches = self._batches(nth)
-        left = batches.samples["slots"] >= 0
-        left[batches.real :] = False
-        for start, stop in zip(batches.starts[:place].tolist(), batches.stops[:place].tolist(), strict=True):
-            left[batches.members[start:stop]] = False
-        return EpochRest(self._rest.epoch + nth, batches.samples[left])
+        is_left = batches.samples["slots"] >= 0
+        is_left[batches.real :] = False
+        for start, stop in zip(batches.starts[:batch].tolist(), batches.stops[:batch].tolist(), strict=True):
+            is_left[batches.members[start:stop]] = False
+        return EpochRest(self._rest.epoch + nth, batches.samples[is_left])
 
     def step(self, step: int, *, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
         """Return the micro-batches of one data rank in optimizer step `step`, counted from 0."""
@@ -200,11 +200,11 @@ class BatchSampler:
         """Return the number of samples in `number` batches from a position on."""
         samples = 0
         while number:
-            nth, place = self._find(position)
+            nth, batch = self._find(position)
             batches = self._batches(nth)
-            stop = min(place + number, len(batches.starts))
-            samples += int((batches.stops[place:stop] - batches.starts[place:stop]).sum())
-            position, number = position + stop - place, number - (stop - place)
+            stop = min(batch + number, len(batches.starts))
+            samples += int((batches.stops[batch:stop] - batches.starts[batch:stop]).sum())
+            position, number = position + stop - batch, number - (stop - batch)
         return samples
 
     def epoch_at(self, step: int) -> int:

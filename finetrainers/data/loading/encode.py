@@ -84,12 +84,12 @@ class Encoder:
         drop = draw_caption_dropout(raw.sample_keys, probability=probability, seed=self.seed)
         to_empty = self.data.caption_dropout_technique == "empty"
         if raw.pixels:
-            conditions = self._texts(raw, drop if to_empty else [False] * len(drop))
-            clip = self._clip(raw)
+            conditions = self._encode_captions(raw, drop if to_empty else [False] * len(drop))
+            clip = self._encode_clip(raw)
         else:
-            conditions = _with_prefix(raw.cached, TEXT)
+            conditions = _select_prefix(raw.cached, TEXT)
             if to_empty and any(drop):
-                conditions = _replace_rows(conditions, _with_prefix(raw.cached, EMPTY), drop)
+                conditions = _replace_rows(conditions, _select_prefix(raw.cached, EMPTY), drop)
             clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY, PRIOR))}
         if not to_empty and any(drop):
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
@@ -104,12 +104,12 @@ class Encoder:
             sample_keys=raw.sample_keys,
             clip=tensors,
             weight=raw.weight,
-            prior=None if self.prior is None else self._prior(raw, self.prior).trimmed().to(self.device),
-            mask=self._mask(raw, moments) if self.is_masked else None,
+            prior=None if self.prior is None else self._encode_prior(raw, self.prior).trimmed().to(self.device),
+            mask=self._stack_masks(raw, moments) if self.is_masked else None,
             inner_windows=[is_inner_window(clip) for clip in raw.clips],
         )
 
-    def _mask(self, raw: RawBatch, moments: Tensor) -> Tensor:
+    def _stack_masks(self, raw: RawBatch, moments: Tensor) -> Tensor:
         """Return the weights of the clips' latents, 1 for clips without a mask."""
         shape = (1, 1, *moments.shape[2:])
         masks = [torch.ones(shape) if mask is None else mask for mask in raw.masks]
@@ -117,14 +117,14 @@ class Encoder:
         assert not mismatched, f"the mask of {mismatched} is not of the size of its latents"
         return to_device(torch.cat(masks), self.device)
 
-    def _prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
+    def _encode_prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
         if not raw.pixels:
-            return _with_prefix(raw.cached, PRIOR)
+            return _select_prefix(raw.cached, PRIOR)
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         pairs = zip(raw.clips, raw.sample_keys, strict=True)
         return self.encode_text([prior.of(clip.caption_for(key, seed=self.seed), key) for clip, key in pairs])
 
-    def _texts(self, raw: RawBatch, drop: Sequence[bool]) -> Conditions:
+    def _encode_captions(self, raw: RawBatch, drop: Sequence[bool]) -> Conditions:
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         captions = (clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True))
         texts = ["" if is_dropped else caption for caption, is_dropped in zip(captions, drop, strict=True)]
@@ -134,7 +134,7 @@ class Encoder:
             else self.encode_text(texts)
         )
 
-    def _clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
+    def _encode_clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
         assert self.encode_clip is not None, "clips that are not in the cache need the VAE"
         videos = [pixels.to(self.device, non_blocking=True) for pixels in raw.pixels]
         if all(clip.latent_segment is None for clip in raw.clips):
@@ -147,7 +147,7 @@ class Encoder:
         return {name: torch.cat([tensors[name] for tensors in encoded]) for name in encoded[0]}
 
 
-def _with_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
+def _select_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
     return Conditions({name[len(prefix) :]: t for name, t in cached.items() if name.startswith(prefix)})
 
 

@@ -86,10 +86,10 @@ class DecodeFetch:
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         encoded = encoded_clip(clip)
         # First, since its file is smaller: if it cannot be used, nothing else need be decoded.
-        mask = self._mask(clip, encoded, key)
+        mask = self._load_mask(clip, encoded, key)
         return load_clip(encoded, generator=generator("cpu", self.seed, "clip", *key)), mask
 
-    def _mask(self, clip: Clip, encoded: Clip, key: tuple[int, int]) -> Tensor | None:
+    def _load_mask(self, clip: Clip, encoded: Clip, key: tuple[int, int]) -> Tensor | None:
         if clip.mask is None:
             return None
         pooled = load_mask(encoded, generator=generator("cpu", self.seed, "clip", *key))

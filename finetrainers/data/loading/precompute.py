@@ -90,8 +90,8 @@ def precompute_text(
                 _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
                 size += keys.cache.put(key, tensors, keys.about_text(caption))
             if start == 0:
-                left = size / len(batch) * (len(todo) - len(batch))
-                check_free_space(keys.cache, left * parallel.world_size, noun=noun)
+                remaining_bytes = size / len(batch) * (len(todo) - len(batch))
+                check_free_space(keys.cache, remaining_bytes * parallel.world_size, noun=noun)
             progress(start + len(batch), len(todo))
         counts = Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
     return sum(parallel.gather_objects([counts]), Encoded())
@@ -166,7 +166,7 @@ def precompute_video(
         clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.video)
         todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
         done = encoded = size = 0
-        left = sum(
+        remaining_pixels = sum(
             math.prod(clip.bucket) for _, clip in todo
         )  # pixels times frames, as entries' sizes are proportional
         videos = _decode([clip for _, clip in todo], keys, loading, optional)
@@ -174,10 +174,10 @@ def precompute_video(
             decodable = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
             bad_samples += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
             written = _encode_batch(decodable, encode_clip, keys) if decodable else 0
-            left -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
+            remaining_pixels -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
             if decodable and not encoded:
                 per_pixel = written / sum(math.prod(clip.bucket) for _, clip, _ in decodable)
-                check_free_space(keys.cache, per_pixel * left * parallel.world_size, noun="clips")
+                check_free_space(keys.cache, per_pixel * remaining_pixels * parallel.world_size, noun="clips")
             size += written
             encoded += len(decodable)
             done += len(batch)
@@ -323,36 +323,36 @@ class CacheFetch:
         entries, masks = zip(*loaded, strict=True)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
         if self._drops_to_empty and not self.keys.texts_see_images:
-            cached.update(self._text("", EMPTY))
+            cached.update(self._read_text("", EMPTY))
         return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad_samples, masks=masks)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
-        return self._tensors(clip, key), self._mask(clip)
+        return self._read_tensors(clip, key), self._read_mask(clip)
 
-    def _mask(self, clip: Clip) -> Tensor | None:
+    def _read_mask(self, clip: Clip) -> Tensor | None:
         if clip.mask is None:
             return None
         pooled = self._read(self.keys.mask(encoded_clip(clip)), f"the mask {clip.mask.path}")[_MASK]
         return latent_weights(clip, cut_latents(pooled, clip))
 
-    def _tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
+    def _read_tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
         moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
         # Copied, so that a window does not keep its whole segment in memory.
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
         caption = clip.caption_for(key, seed=self.keys.seed)
-        prior = {} if self.prior is None else self._text(self.prior.of(caption, key), PRIOR)
+        prior = {} if self.prior is None else self._read_text(self.prior.of(caption, key), PRIOR)
         if not self.keys.texts_see_images:
-            return {**moments, **self._text(caption, TEXT), **prior}
+            return {**moments, **self._read_text(caption, TEXT), **prior}
         source = encoded_clip(clip)
-        empty = self._text("", EMPTY, source) if self._drops_to_empty else {}
-        return {**moments, **self._text(caption, TEXT, source), **empty}
+        empty = self._read_text("", EMPTY, source) if self._drops_to_empty else {}
+        return {**moments, **self._read_text(caption, TEXT, source), **empty}
 
     @property
     def _drops_to_empty(self) -> bool:
         """True if the conditioning of the empty prompt is needed."""
         return self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty"
 
-    def _text(self, caption: str, prefix: str, source: Shown | None = None) -> dict[str, Tensor]:
+    def _read_text(self, caption: str, prefix: str, source: Shown | None = None) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption, source), f"the caption {caption!r}")
         return {prefix + name: tensor for name, tensor in tensors.items()}
 

@@ -185,7 +185,7 @@ class TrainingData:
         reports = self.parallel.gather_objects([(rank, used, reasons)])
         neighbors = [(indices, unread) for data_rank, indices, unread in reports if data_rank == rank]
         if any(indices != used for indices, _ in neighbors):
-            assert self._substitutes is not None, "an unusable clip is an error otherwise"
+            assert self._substitutes is not None, "what is unusable is an error otherwise"
             self._substitutes.unusable = {path: reason for _, unread in neighbors for path, reason in unread.items()}
             try:
                 micro_batches = self.sampler.step(step, data_rank=rank, data_size=self.parallel.data_size)

@@ -42,7 +42,7 @@ _NOTHING, _NOT_STARTED = -1, -2
 
 
 class WorkersLost(ExpectedError, RuntimeError):
-    """Worker processes died or hung at the same batch again and again."""
+    """Repeated deaths or hangs of worker processes at the same batch."""
 
 
 def note_reading(clip: Clip | None) -> None:
@@ -224,7 +224,7 @@ def _killed_later(processes: Sequence[BaseProcess]) -> Iterator[None]:
 
 
 class _Lost(Exception):
-    """Workers must be restarted."""
+    """A loss of workers, which must be restarted."""
 
 
 def _begin(worker: int) -> None:

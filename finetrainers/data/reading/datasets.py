@@ -83,7 +83,7 @@ def read_datasets(data: DataSection) -> list[Dataset]:
     """
     if data.dataset is None:
         return [Dataset("", data)]
-    document = _document(data.dataset)
+    document = _read_document(data.dataset)
     if "directory" in document and "dataset" in document:
         raise DataError(f"{data.dataset}: [[dataset]] and [[directory]] are of two kinds of files; use one of them")
     kind = "directory" if "directory" in document else "dataset"
@@ -152,7 +152,7 @@ def epoch_repeats(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[fl
     ]
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"dataset {quoted(str(path))} {not_there(path)}")
     try:

@@ -1,4 +1,4 @@
-"""Translates dataset files of diffusion-pipe into data options, or into a message that says what to use.
+"""Translation of diffusion-pipe's dataset files into data options, or into messages with the remedy.
 
 Its keys are those of `examples/dataset.toml` there (commit 5145971); sizes in pairs are width first.
 """
@@ -86,7 +86,7 @@ def _translate_sizes(rest: dict[str, Any], translated: Translated) -> None:
         shapes = [
             (round(math.sqrt(area * factor)), round(math.sqrt(area / factor))) for area in areas for factor in factors
         ]
-    if ratios is not None or not with_ratios:  # else the default, or what the file says, is the same there
+    if ratios is not None or not with_ratios:  # otherwise the option of the file, or the default, is the same there
         translated.options["num_ar_buckets"] = 0
     if ratios is None and not with_ratios:
         _warn_of_missing_ratios(rest, shapes, translated)

@@ -44,7 +44,7 @@ _IMAGES = tuple(IMAGE_SUFFIXES)
 
 @dataclass(slots=True)  # not frozen: as for `Clip`
 class Item:
-    """A media file and its captions; never changed once it is made.
+    """A media file and its captions; it never changes after creation.
 
     Attributes:
         index: its place among the items of a run.
@@ -108,7 +108,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         DataError: there are malformed rows, or no items but skipped ones. Single unusable items raise nothing.
     """
     findings = Findings()
-    root = _root(data)
+    root = _find_root(data)
     rows = _read_rows(data, root, media_dir, findings)[: data.max_items]
     items = _make_items(rows, data, root, findings, first=first, prefix=prefix)
     further = {}
@@ -209,7 +209,7 @@ def _make_items(
     return items
 
 
-def _root(data: DataSection) -> Root:
+def _find_root(data: DataSection) -> Root:
     if data.data_root is not None and not data.data_root.is_dir():
         if data.data_root.suffix in TABLES and data.data_root.is_file() and data.dataset_file is None:
             path = quoted(str(data.data_root))

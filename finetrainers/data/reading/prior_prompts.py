@@ -11,7 +11,7 @@ from finetrainers.utils.seeding import derive_seed
 
 @dataclass(frozen=True)
 class PriorPrompts:
-    """The prior prompt of every sample.
+    """The prior prompts of samples.
 
     Attributes:
         texts: the prompts that one is drawn from for each (epoch, item), or empty to use a sample's caption without

@@ -143,4 +143,4 @@ class PyavReader:
 
 
 class _UnknownTime(Exception):
-    """A frame has a display time that its file's index does not list."""
+    """A frame with a display time that its file's index does not list."""

@@ -25,7 +25,7 @@ class Root:
         """
         self.folder = folder
         self.allow_outside = allow_outside
-        self._text = os.fspath(folder)
+        self._folder_path = os.fspath(folder)
         self._real = os.path.realpath(folder)
         # Most files of a dataset are in few folders: resolving each folder once leaves one system call per file.
         self._folders: dict[str, Path] = {}
@@ -59,7 +59,7 @@ class Root:
 
     def relative(self, path: str) -> str:
         """Return a path below the root as a name relative to it, which does not change when the dataset moves."""
-        for folder in (os.path.abspath(self._text), self._real):
+        for folder in (os.path.abspath(self._folder_path), self._real):
             if path.startswith(folder.rstrip(os.sep) + os.sep):
                 return os.path.relpath(path, folder)
         return path
@@ -69,7 +69,7 @@ class Root:
         return not self.allow_outside and not self._holds(os.path.realpath(path))
 
     def _look_up(self, name: str) -> tuple[Path, os.stat_result]:
-        full = os.path.join(self._text, name)
+        full = os.path.join(self._folder_path, name)
         folder = self._parent_folder(full)
         try:
             state = os.lstat(full)
@@ -105,7 +105,7 @@ class Root:
         """Return the path of a file whose name differs in its Unicode normal form only, in any of its parts."""
         if name.isascii():
             raise UnusableError("does not exist", "missing")
-        path = os.sep if os.path.isabs(name) else self._text
+        path = os.sep if os.path.isabs(name) else self._folder_path
         for part in name.split(os.sep):
             if part in ("", os.curdir, os.pardir) or os.path.lexists(os.path.join(path, part)):
                 path = os.path.join(path, part)

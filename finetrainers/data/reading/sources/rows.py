@@ -80,16 +80,16 @@ class Findings:
     """Problems and warnings of a reader, with the names that they concern."""
 
     problems: list[str] = field(default_factory=list)
-    odd: dict[str, list[str]] = field(default_factory=dict)
+    names_by_warning: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, kind: str, name: str) -> None:
         """Record a warning, which is counted with others of its kind (`items without a caption left out`)."""
-        self.odd.setdefault(kind, []).append(name)
+        self.names_by_warning.setdefault(kind, []).append(name)
 
     @property
     def warnings(self) -> list[str]:
         """A sentence for each kind of warning, with a count and the first names."""
-        return [summarize_items(names, kind) for kind, names in self.odd.items()]
+        return [summarize_items(names, kind) for kind, names in self.names_by_warning.items()]
 
 
 def printable_name(name: str) -> str:

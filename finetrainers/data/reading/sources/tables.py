@@ -34,7 +34,7 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
     is_masked = False
     for where, record in readers[suffix](path, findings):
         is_masked = is_masked or (isinstance(record, dict) and columns.mask in record)
-        if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
+        if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # otherwise every row would report it
             raise DataError(f"{path.name} line 1: {missing}")
         try:
             rows.append(columns.row(where, record))

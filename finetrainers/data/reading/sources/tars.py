@@ -146,7 +146,7 @@ class _Reader:
         if len(media) > 1:
             return Row(where, key, refused=f"it has several media files ({', '.join(media)})")
         try:
-            captions, extra = self._texts(archive, members)
+            captions, extra = self._read_texts(archive, members)
         except (DataError, ValueError) as error:
             return Row(where, key, refused=f"its caption cannot be read ({error})")
         member = members[media[0]]
@@ -155,21 +155,21 @@ class _Reader:
         stored, size = self.media.store(stream, suffix=f".{media[0][len(prefix) :]}", size=member.size)
         return Row(where, f"{where}.{media[0]}", captions, extra, stored, size)
 
-    def _texts(
+    def _read_texts(
         self, archive: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo]
     ) -> tuple[tuple[str, ...] | None, dict[str, Any]]:
         """Return captions and further columns; a text file comes before the JSON file's columns."""
         captions: tuple[str, ...] | None = None
         extra: dict[str, Any] = {}
         if "json" in members:
-            record = parse_json(_text(archive, members["json"]))
+            record = parse_json(_read_text(archive, members["json"]))
             if not isinstance(record, dict):
                 raise ValueError(f"its JSON must be an object, got {type(record).__name__}")
             captions = self.columns.read_captions(record)
             extra = dict(self.columns.extra(record))
         for suffix in _TEXT:
             if suffix in members:
-                captions = split_captions(_text(archive, members[suffix]), each_line=self.each_line)
+                captions = split_captions(_read_text(archive, members[suffix]), each_line=self.each_line)
         return captions, extra
 
 
@@ -221,7 +221,7 @@ def _refusal(member: tarfile.TarInfo) -> str | None:
     return None
 
 
-def _text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+def _read_text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     if member.size > MAX_CAPTION_BYTES:
         raise ValueError(f"{member.size} bytes, more than the {MAX_CAPTION_BYTES} of any caption")
     stream = archive.extractfile(member)
