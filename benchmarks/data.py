@@ -113,7 +113,7 @@ def decoded_only(path: Path, indices: Sequence[int], height: int, width: int) ->
     """The wanted frames and those that they may refer to are decoded, and nothing is done with them: what cannot be
     saved."""
     with closing(PyavReader(path)) as reader:
-        count = sum(1 for _ in reader._wanted(sorted(set(indices))))
+        count = sum(1 for _ in reader._select(sorted(set(indices))))
     return torch.tensor(count)
 
 

@@ -111,7 +111,7 @@ def start(root: Path, *, items: int, repeats: int) -> list[dict[str, float]]:
     data.mkdir(parents=True)
     make_clip(root / "one.mp4", frames=25, height=32, width=64)
     found = probe(root / "one.mp4")
-    memory = FileFacts.of_dataset(root / "probes", data)
+    memory = FileFacts.for_dataset(root / "probes", data)
     lines, names = [], []
     for k in range(items):
         name = f"{k // 1000:03d}/{k}.mp4"
@@ -124,7 +124,7 @@ def start(root: Path, *, items: int, repeats: int) -> list[dict[str, float]]:
         names.append(name)
         lines.append(json.dumps({"video": name, "text": f"a pattern that moves, number {k}, " * 4}))
     for name in names:  # now that no further name of a file changes its times
-        memory.keep(data / name, (data / name).stat(), Facts(header=found))
+        memory.store(data / name, (data / name).stat(), Facts(header=found))
     (data / "captions.jsonl").write_text("\n".join(lines) + "\n")
     config = root / "start.toml"
     config.write_text(_CONFIG.format(file=data / "captions.jsonl", probes=root / "probes"))

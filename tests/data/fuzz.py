@@ -2,8 +2,8 @@
 
     python tests/data/fuzz.py --media 50000 --tables 50000 --seed 1
 
-does by hand what `test_fuzz.py` does with fewer files. Which file was the last one stands in FOLDER/at, for those that end the
-process; `--only NUMBER` makes a single one of them, and keeps it.
+does by hand what `test_fuzz.py` does with fewer files. FOLDER/at names the last file, in case one ends the process;
+`--only NUMBER` makes a single one of them, and keeps it.
 """
 
 from __future__ import annotations
@@ -278,7 +278,8 @@ def make_tables(folder: Path) -> dict[str, dict[str, object]]:
     lists = {"data_root": folder, "video_column": "videos.txt", "caption_column": "prompts.txt"}
     return {
         **{name: {"dataset_file": folder / name} for name in ("t.csv", "t.json", "t.jsonl", "t.tar", "t.tar.gz")},
-        "videos.txt": lists, "prompts.txt": lists, "sidecars/a.txt": {"data_root": sidecars}, "d.toml": {"dataset": folder / "d.toml"},
+        "videos.txt": lists, "prompts.txt": lists, "sidecars/a.txt": {"data_root": sidecars},
+        "d.toml": {"dataset": folder / "d.toml"},
     }  # fmt: skip
 
 
@@ -299,9 +300,9 @@ def try_table(name: str, options: dict[str, object], media: Path) -> str:
 
 def try_memory(folder: Path) -> str:
     """Whether what was remembered of files is known still; it stops nothing."""
-    memory = FileFacts.of_dataset(folder, folder)
+    memory = FileFacts.for_dataset(folder, folder)
     file = folder / "a.mp4"
-    known = memory.of(file, file.stat())
+    known = memory.lookup(file, file.stat())
     if known.header is not None:
         assert isinstance(known.header, Unusable) or (type(known.header.frames), type(known.header.fps)) == (
             int,
@@ -316,8 +317,8 @@ def fuzz_tables(folder: Path, *, count: int, seed: int, only: int | None = None)
     report = Report()
     cases = make_tables(folder)
     contents = {name: (folder / name).read_bytes() for name in cases}
-    memory = FileFacts.of_dataset(folder, folder)
-    memory.keep(folder / "a.mp4", (folder / "a.mp4").stat(), Facts(Probe(9, 8.0, 48, 32, 1.1), ("still",)))
+    memory = FileFacts.for_dataset(folder, folder)
+    memory.store(folder / "a.mp4", (folder / "a.mp4").stat(), Facts(Probe(9, 8.0, 48, 32, 1.1), ("still",)))
     [remembered] = memory.directory.glob("*.log")
     names = [*cases, "journal", "memory"]
     media = folder / "media"

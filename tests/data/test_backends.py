@@ -1,4 +1,4 @@
-"""Every backend against a plain decode of the whole file, wherever it begins; and what happens where it would differ."""
+"""Every backend against a plain decode of the whole file, wherever it begins, and the fallback if it would differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.data.video import pyav
-from finetrainers.data.video.backends import backend_of, backend_problem, open_video, reason_against
+from finetrainers.data.video.backends import backend_problem, fallback_reason, open_video, resolve_backend
 from finetrainers.data.video.timeline import Timeline, timeline_from_index, timeline_from_packets
 from finetrainers.plan.preflight import preflight
 
@@ -24,7 +24,9 @@ FRAMES = 60
 #: Name of the file, what it is written with, and why decord and torchcodec may show other pixels; None: they may not.
 FILES: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "b_frames.mp4": ({"options": {"g": "12", "bf": "3"}}, None, None),
-    "uneven.mkv": ({"options": {"g": "12", "bf": "3"}, "times": [k if k < 30 else 3 * k - 60 for k in range(60)]}, None, None),
+    "uneven.mkv": (
+        {"options": {"g": "12", "bf": "3"}, "times": [k if k < 30 else 3 * k - 60 for k in range(60)]}, None, None,
+    ),
     "turned.mp4": ({"rotation": 90}, None, None),
     "full_range.mp4": ({"pix_fmt": "yuvj420p"}, None, None),
     "444_odd.mp4": ({"pix_fmt": "yuv444p", "height": 63, "width": 95}, None, None),
@@ -105,7 +107,7 @@ def test_every_backend_gives_the_frames_of_a_full_decode(name: str, backend: str
         pytest.skip(f"{backend} cannot be imported")
     path, reference = files[name]
     expected = {"pyav": None, "decord": FILES[name][1], "torchcodec": FILES[name][2]}[backend]
-    reason = reason_against(path, backend)
+    reason = fallback_reason(path, backend)
     assert (reason is None) == (expected is None), reason
     if expected is not None:
         assert expected in reason
@@ -124,7 +126,7 @@ def test_every_backend_gives_the_frames_of_a_full_decode(name: str, backend: str
 
 
 def test_far_frames_are_jumped_to(files, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames 2, 29 and 58 of a clip with a key frame every twelve: eight of sixty need be decoded, by either timeline."""
+    """Frames 2, 29 and 58 of a clip with a key frame every twelve need eight of sixty decodes, by either timeline."""
     path, reference = files["b_frames.mp4"]
     asked = []
     number = Timeline.number
@@ -183,4 +185,4 @@ def test_a_backend_that_is_not_there_is_refused_before_anything_is_loaded(
         preflight(config)
     assert "FFmpeg's shared libraries" in backend_problem("torchcodec")
     assert backend_problem("auto") is None
-    assert backend_of("auto") == "pyav"
+    assert resolve_backend("auto") == "pyav"

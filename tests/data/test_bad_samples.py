@@ -295,7 +295,7 @@ def test_lost_workers_are_started_again_at_the_same_batch(
     if deed == "hang":
         return
     assert len(said) == 1
-    # Always, and not so many times: a worker that dies may take the batch before with it, and that one then counts anew.
+    # Always, not a number of times: a dying worker may lose the previous batch too, whose count then starts again.
     (tmp_path / "always").touch()
     with pytest.raises(WorkersLost, match=r"lost 4 times at the same batch .*reading 2\.mp4"):
         take(3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.clip import Clip
-from finetrainers.data.buckets.windows import example_index, item_of
+from finetrainers.data.buckets.windows import example_index, item_index
 from finetrainers.data.loading.batch_sampler import BatchSampler, fixed_batches, sampler_for
 from finetrainers.data.loading.position import DataPosition, Segment
 
@@ -40,12 +40,12 @@ def test_an_epoch_has_every_clip_once_in_batches_of_one_bucket(counts, batch_siz
     clips = make_clips(counts)
     sampler = BatchSampler(clips, Segment(0, batch_size, 1), seed=seed)
     per_epoch = sum(-(-count // batch_size) for count in counts)
-    batches = [sampler.at(epoch * per_epoch + place) for place in range(per_epoch)]
+    batches = [sampler.batch_at(epoch * per_epoch + place) for place in range(per_epoch)]
     assert {batch.epoch for batch in batches} == {epoch}
     assert sorted(i for batch in batches for i in indices(batch.clips)) == list(range(len(clips)))
     assert all(1 <= len(batch.clips) <= batch_size for batch in batches)
     assert all(len({clip.bucket for clip in batch.clips}) == 1 for batch in batches)
-    assert sampler.at(per_epoch * (epoch + 1)).epoch == epoch + 1
+    assert sampler.batch_at(per_epoch * (epoch + 1)).epoch == epoch + 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -134,7 +134,8 @@ def test_every_clip_comes_once_an_epoch_however_a_run_is_continued(counts, parts
 
 @settings(max_examples=60, deadline=None)
 @given(
-    counts=counts, batch_size=st.integers(1, 4), ways=st.lists(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]), min_size=1, max_size=4),
+    counts=counts, batch_size=st.integers(1, 4),
+    ways=st.lists(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]), min_size=1, max_size=4),
     stops=st.lists(st.integers(0, 5), min_size=4, max_size=4),
 )  # fmt: skip
 def test_the_same_global_batch_gives_the_same_steps(counts, batch_size, ways, stops) -> None:
@@ -172,8 +173,8 @@ def test_with_one_bucket_the_order_does_not_depend_on_the_batch_size() -> None:
     clips = make_clips([10])
     by_four, by_one = (BatchSampler(clips, Segment(0, size, 1), seed=5) for size in (4, 1))
     for epoch in range(3):
-        joined = [i for k in range(3) for i in indices(by_four.at(epoch * 3 + k).clips)]
-        assert joined == [i for k in range(10) for i in indices(by_one.at(epoch * 10 + k).clips)]
+        joined = [i for k in range(3) for i in indices(by_four.batch_at(epoch * 3 + k).clips)]
+        assert joined == [i for k in range(10) for i in indices(by_one.batch_at(epoch * 10 + k).clips)]
 
 
 def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
@@ -181,7 +182,7 @@ def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
 
     def order(seed: int, epoch: int) -> list[int]:
         sampler = BatchSampler(clips, Segment(0, 12, 1), seed=seed)
-        return indices(sampler.at(epoch).clips)
+        return indices(sampler.batch_at(epoch).clips)
 
     orders = [tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)]
     assert len(set(orders)) == 4
@@ -192,8 +193,10 @@ def test_order_differs_by_epoch_and_seed_and_is_reproducible() -> None:
 
 def test_leftovers_come_last_in_order_of_their_first_clip() -> None:
     sampler = BatchSampler(make_clips([5, 3]), Segment(0, 4, 1), seed=0)
-    order = [i for k in range(8) for i in indices(BatchSampler(sampler.clips, Segment(0, 1, 1), seed=0).at(k).clips)]
-    batches = [indices(sampler.at(k).clips) for k in range(3)]
+    order = [
+        i for k in range(8) for i in indices(BatchSampler(sampler.clips, Segment(0, 1, 1), seed=0).batch_at(k).clips)
+    ]
+    batches = [indices(sampler.batch_at(k).clips) for k in range(3)]
     assert [len(batch) for batch in batches] == [4, *(len(batch) for batch in batches[1:])]
     assert sorted(map(len, batches[1:])) == [1, 3]
     firsts = [order.index(batch[0]) for batch in batches[1:]]
@@ -204,8 +207,8 @@ def test_a_rank_makes_its_own_batches_alone(monkeypatch: pytest.MonkeyPatch) -> 
     """Of a step on 64 ranks, which spans several epochs: a rank's time does not grow with their number."""
     sampler = BatchSampler(make_clips([11, 9]), Segment(0, 2, 128, epoch_end="keep"), seed=3)
     made: list[int] = []
-    at = sampler.at
-    monkeypatch.setattr(sampler, "at", lambda position: made.append(position) or at(position))
+    batch_at = sampler.batch_at
+    monkeypatch.setattr(sampler, "batch_at", lambda position: made.append(position) or batch_at(position))
     found = [batch for rank in range(64) for batch in sampler.step(5, data_rank=rank, data_size=64)]
     assert len(found) == len(made) == 128
     assert sum(batch.weight for batch in found) == pytest.approx(64)
@@ -235,7 +238,7 @@ def test_no_clips_is_an_error() -> None:
     end=st.sampled_from(["keep", "pad", "wrap"]),
 )  # fmt: skip
 def test_all_windows_of_a_clip_come_in_one_step(windows, batch_size, accumulation, world, end) -> None:
-    """Micro-batches have the memory of `batch_size` windows, ranks equally many, and the step is the mean over all windows."""
+    """Micro-batches have up to `batch_size` windows, ranks equally many, and the step is the mean over all windows."""
     items = make_clips([-(-len(windows) // 2), len(windows) // 2])  # of two buckets
     clips = [
         replace(item, index=example_index(item.index, k), start=k)
@@ -274,9 +277,9 @@ def test_windows_of_a_clip_stay_together_when_a_run_resumes_in_other_batches() -
     first = sampler_for(clips, position, by_item=True)
     position = position.resume(load_config(**config, batch_size=1, gradient_accumulation_steps=3), data_size=1, step=2)
     then = sampler_for(clips, DataPosition.from_state(position.state()), by_item=True)
-    done = [{item_of(i) for b in first.step(step) for i in indices(b.clips)} for step in range(2)]
+    done = [{item_index(i) for b in first.step(step) for i in indices(b.clips)} for step in range(2)]
     left = [key for b in then.step(2, data_size=1) for key in b.sample_keys]
-    assert {item_of(index) for _, index in left} == set(range(7)) - set.union(*done)
+    assert {item_index(index) for _, index in left} == set(range(7)) - set.union(*done)
     assert len(left) == 3 * 3
     chunks = [replace(clip, frame_selection="chunk") for clip in clips]  # of another dataset: clips by themselves
     assert len(sampler_for(chunks, position, by_item=True).step(2)) == 3 * 1

@@ -16,7 +16,7 @@ from finetrainers.config.sections import DataSection
 from finetrainers.data.buckets.bucket_choice import choose_buckets, named_buckets
 from finetrainers.data.buckets.buckets import (
     area_sizes,
-    chances,
+    bucket_probabilities,
     choose_bucket,
     filled_resolution,
     legal_lengths,
@@ -81,7 +81,11 @@ def test_lengths_are_rounded_down_and_said() -> None:
 
 clip_sizes = st.tuples(st.integers(1, 200), st.integers(64, 2000), st.integers(64, 2000))
 bucket_lists = st.lists(
-    st.tuples(st.sampled_from([1, 9, 17, 49]), st.integers(2, 40).map(lambda k: 32 * k), st.integers(2, 40).map(lambda k: 32 * k)),
+    st.tuples(
+        st.sampled_from([1, 9, 17, 49]),
+        st.integers(2, 40).map(lambda k: 32 * k),
+        st.integers(2, 40).map(lambda k: 32 * k),
+    ),
     min_size=1, max_size=12, unique=True,
 )  # fmt: skip
 
@@ -126,7 +130,9 @@ def test_where_clips_fall_to() -> None:
     assert lower_buckets((49, 768, 512), 1280, 720, buckets) == [(49, 384, 256)]
     assert lower_buckets((49, 512, 768), 720, 1280, buckets, shorter=True) == [(49, 256, 384), (17, 512, 768)]
     keep = {(49, 512, 768): 0.5, (49, 256, 384): 0.4}
-    assert chances([(49, 512, 768), (49, 256, 384), (17, 512, 768)], keep) == pytest.approx([0.5, 0.2, 0.3])
+    assert bucket_probabilities([(49, 512, 768), (49, 256, 384), (17, 512, 768)], keep) == pytest.approx(
+        [0.5, 0.2, 0.3]
+    )
 
 
 def test_a_clip_takes_the_largest_resolution_that_it_fills() -> None:
@@ -142,27 +148,27 @@ def choose(videos=((60, 720, 1280),), images=(), **options):
 
 def test_buckets_by_area() -> None:
     choice = choose(resolutions=["64", "128"], frame_buckets=[1, 17, 50], num_ar_buckets=3)
-    assert choice.of_kind["video"] == (
+    assert choice.by_kind["video"] == (
         tuple((frames, *size) for frames in (49, 17) for size in [(176, 96), (128, 128), (96, 176)]),
         tuple((frames, *size) for frames in (49, 17) for size in [(96, 48), (64, 64), (48, 96)]),
     )
     # Images come in every area, 1 asked for or not.
-    assert choice.of_kind["image"][1] == ((1, 96, 48), (1, 64, 64), (1, 48, 96))
+    assert choice.by_kind["image"][1] == ((1, 96, 48), (1, 64, 64), (1, 48, 96))
     assert choice.notes == (
         "50 frames is not 8*k+1; cut to 49",
         "sizes of --resolutions: 176x96, 128x128, 96x176; 96x48, 64x64, 48x96",
     )
     # As they are, in one list: the nearest shape decides.
     shapes = choose(resolutions=[[100, 64], [64, 64]], frame_buckets=[17], num_ar_buckets=0)
-    assert shapes.of_kind["video"] == (((17, 96, 64), (17, 64, 64)),)
+    assert shapes.by_kind["video"] == (((17, 96, 64), (17, 64, 64)),)
     assert shapes.notes[0] == "100x64 is not of multiples of 16; cut to 96x64"
     # Lengths from the clips; sizes from the clips.
-    assert {bucket[0] for bucket in choose(resolutions=[64]).of_kind["video"][0]} == {49}
-    assert choose(videos=[(30, 720, 1280), (90, 720, 1280)], frame_buckets=[17]).of_kind["video"] == (
+    assert {bucket[0] for bucket in choose(resolutions=[64]).by_kind["video"][0]} == {49}
+    assert choose(videos=[(30, 720, 1280), (90, 720, 1280)], frame_buckets=[17]).by_kind["video"] == (
         ((17, 464, 832),),
     )
     own = choose(resolutions=[64], frame_buckets=[17], image_resolution_buckets=["128x128"])
-    assert own.of_kind["image"] == (((1, 128, 128),),)
+    assert own.by_kind["image"] == (((1, 128, 128),),)
     with pytest.raises(DataError, match="5 frames: this model takes"):
         choose(resolutions=[64], frame_buckets=[5])
     with pytest.raises(DataError, match="a side is below 16 pixels"):
@@ -172,10 +178,10 @@ def test_buckets_by_area() -> None:
 def test_a_short_video_is_no_image() -> None:
     """Wherever the bucket for images is written."""
     mixed = choose(video_resolution_buckets=["49x128x128", "1x64x64"], image_resolution_buckets=["32x32"])
-    assert mixed.of_kind["video"] == (((49, 128, 128),),)
-    assert mixed.of_kind["image"] == (((1, 64, 64), (1, 32, 32)),)
+    assert mixed.by_kind["video"] == (((49, 128, 128),),)
+    assert mixed.by_kind["image"] == (((1, 64, 64), (1, 32, 32)),)
     pictures = choose(video_resolution_buckets=["1x64x64"])
-    assert pictures.of_kind["video"] == pictures.of_kind["image"] == (((1, 64, 64),),)
+    assert pictures.by_kind["video"] == pictures.by_kind["image"] == (((1, 64, 64),),)
     with pytest.raises(ValidationError, match="max_ar"):
         DataSection(resolutions=[64], max_ar=math.inf)
 
@@ -219,7 +225,8 @@ def test_a_plan_with_sizes_chances_and_ends(root: Path) -> None:
     assert plan(root, **options, epoch_end="wrap")[1].fingerprint == plan(root, **options)[1].fingerprint
     out = plan(root, **options, bucket_keep_prob=["33x64x96=0.5", "33x32x48=0.2"])[1].notes
     assert out[1:] == (
-        "--bucket_keep_prob leaves out about 1.2 of 4 clips an epoch, others each time; events.jsonl counts them (left_out)",
+        "--bucket_keep_prob leaves out about 1.2 of 4 clips an epoch, others each time; events.jsonl counts them "
+        "(left_out)",
     )
     assert out[0].startswith("no clip is in 9x32x48: each goes to the longest bucket that it fills")
     dropped = plan(root, **options, epoch_end="drop", batch_size=2)[1]

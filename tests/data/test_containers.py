@@ -91,7 +91,8 @@ def test_members_that_lead_out_are_refused_and_counted(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "evil.tar",
         [
-            ("../../up.mp4", b"up"), ("/abs.mp4", b"abs"), ("link.mp4", None), ("good.mp4", b"good"), ("good.txt", b"fine"),
+            ("../../up.mp4", b"up"), ("/abs.mp4", b"abs"), ("link.mp4", None), ("good.mp4", b"good"),
+            ("good.txt", b"fine"),
             ("linked.mp4", b"x"), ("linked.txt", None), ("many.mp4", b"x"), ("many.mov", b"y"), ("text.txt", b"alone"),
             ("latin.mp4", b"x"), ("latin.txt", b"caf\xe9"), ("big.mp4", b"x"), ("big.txt", b"x" * (1 << 20) + b"x"),
         ],
@@ -152,7 +153,7 @@ def test_a_damaged_archive_is_no_shorter_one(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_is_made_to_fill_a_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tars, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(tars, "_MIN_LIMIT_BYTES", 1 << 20)
     bomb = write_tar(tmp_path / "bomb.tgz", [("0.mp4", bytes(100)), ("1.mp4", bytes(5 << 20))], mode="w:gz")
     assert bomb.stat().st_size < 20_000
     for _ in range(2):  # also when a part of it has been unpacked before
@@ -233,7 +234,7 @@ def test_an_archive_that_is_cut_off_or_changed(tmp_path: Path, monkeypatch: pyte
     assert len(read(tmp_path, "a.tar", caption_missing="empty").items) == 2
     write_tar(tmp_path / "a.tar", [("0.mp4", b"new")])
     assert [i.path.read_bytes() for i in read(tmp_path, "a.tar", caption_missing="empty").items] == [b"new"]
-    monkeypatch.setattr(unpacked, "_RESERVE", 1 << 60)
+    monkeypatch.setattr(unpacked, "_MIN_RESERVE", 1 << 60)
     write_tar(tmp_path / "b.tar", [("0.mp4", b"new")])
     with pytest.raises(DataError, match=r"no room to unpack .* give another --precompute_dir"):
         read(tmp_path, "b.tar")
@@ -246,7 +247,8 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from finetrainers.config.sections import DataSection\n"
         "from finetrainers.data.reading.items import DataError, read_dataset\n"
-        f"try:\n    read_dataset(DataSection(dataset_file=Path({str(tmp_path)!r}) / 'a.parquet'), media_dir=Path('m'))\n"
+        f"data = DataSection(dataset_file=Path({str(tmp_path)!r}) / 'a.parquet')\n"
+        "try:\n    read_dataset(data, media_dir=Path('m'))\n"
         "except DataError as error:\n    print(error)\n"
         "del sys.modules['datasets']\n"
         "import finetrainers.data.inspect.survey\n"
@@ -267,7 +269,10 @@ def parquet(tmp_path: Path, make_image) -> Path:
 
     image = make_image(tmp_path / "grey.png").read_bytes()
     rows = {
-        "video": [{"bytes": b"....ftypisom", "path": None}, {"bytes": image, "path": "grey.png"}, {"bytes": b"?", "path": None}],
+        "video": [
+            {"bytes": b"....ftypisom", "path": None}, {"bytes": image, "path": "grey.png"},
+            {"bytes": b"?", "path": None},
+        ],
         "text": ["first", "second", "third"],
         "score": [1.5, 2.5, 3.5],
         "depth": [bytes(1000), bytes(9), b""],
@@ -333,8 +338,10 @@ def test_rows_open_no_place_of_their_own_choice(tmp_path: Path) -> None:
     assert taken(of_folder, "b.mp4") == "b.mp4"
     assert taken(of_folder, f"zip://in.mp4::{root}/z.zip") == zipped
     for path in (
-        "file:///etc/passwd", f"zip://in.mp4::{tmp_path}/z.zip", f"zip://in.mp4::file://{tmp_path}/z.zip", "http://host/a.mp4",
-        "https://huggingface.co.evil/a.mp4", "file:///etc/passwd::hf://datasets/x", "ssh://host/a.mp4", "memory://a.mp4",
+        "file:///etc/passwd", f"zip://in.mp4::{tmp_path}/z.zip", f"zip://in.mp4::file://{tmp_path}/z.zip",
+        "http://host/a.mp4",
+        "https://huggingface.co.evil/a.mp4", "file:///etc/passwd::hf://datasets/x", "ssh://host/a.mp4",
+        "memory://a.mp4",
     ):  # fmt: skip
         for reader in (of_hub, of_folder):
             assert taken(reader, path).startswith("its media "), path

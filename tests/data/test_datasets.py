@@ -18,7 +18,7 @@ from finetrainers.data.buckets.bucket_choice import choose_buckets
 from finetrainers.data.buckets.windows import frame_limit, with_window_buckets
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import survey_dataset
-from finetrainers.data.reading.datasets import Dataset, read_datasets, repeats_of
+from finetrainers.data.reading.datasets import Dataset, epoch_repeats, read_datasets
 from finetrainers.data.reading.items import read_dataset
 from finetrainers.data.reading.sources.rows import DataError
 
@@ -126,9 +126,9 @@ def test_held_out_items_have_one_caption_and_weights_share_the_rest(place: Path)
     assert [clip.repeats for clip in made.clips] == pytest.approx([1, 1, 1, 1])
     assert all(not clip.captions for clip in plan(place, BOTH, eval_num_items=3).eval_clips)
     lone = [Dataset("x", DataSection(), weight=1.0), Dataset("y", DataSection(), weight=3.0)]
-    assert repeats_of(lone, [10, 10]) == pytest.approx([0.5, 1.5])
-    assert repeats_of(lone, [30, 10]) == pytest.approx([1 / 3, 3])
-    assert repeats_of(lone, [0, 10]) == pytest.approx([0, 1])
+    assert epoch_repeats(lone, [10, 10]) == pytest.approx([0.5, 1.5])
+    assert epoch_repeats(lone, [30, 10]) == pytest.approx([1 / 3, 3])
+    assert epoch_repeats(lone, [0, 10]) == pytest.approx([0, 1])
 
 
 def test_messages_say_which_data_set(place: Path) -> None:
@@ -183,7 +183,8 @@ def test_everything_that_is_wrong_is_told_at_once(place: Path) -> None:
         "[[dataset]] 2 (second): data_roots: is no option of a dataset; did you mean 'data_root'?",
         "[[dataset]] 2 (second): weight and num_repeats both say how often it comes; give one of them",
         "[[dataset]] 2 (second): more: is an unknown table",
-        "[[dataset]] 3: video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)",
+        "[[dataset]] 3: video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 "
+        "(images: 1x512x768)",
     ):
         assert expected in caught.value.problems
     assert len(caught.value.problems) == 9
@@ -261,13 +262,13 @@ def test_the_framepack_file_as_it_stands(place: Path) -> None:
     geometry = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24)
     choice = choose_buckets(found.data, geometry, {"video": [(200, 720, 572)], "image": []})
     # Width first there, height first here; 120 frames are not 4*k+1, and 572 is no multiple of 16.
-    assert choice.of_kind["video"] == (((117, 720, 560), (117, 640, 640)),)
-    assert choice.of_kind["image"] == (((1, 720, 560), (1, 640, 640)),)
+    assert choice.by_kind["video"] == (((117, 720, 560), (117, 640, 640)),)
+    assert choice.by_kind["image"] == (((1, 720, 560), (1, 640, 640)),)
     assert any("120" in note and "117" in note for note in choice.notes)
     assert any("720x572" in note and "720x560" in note for note in choice.notes)
     # Windows are cut from 120 frames as they stand.
     windows = with_window_buckets(found.data.model_copy(update={"sliding_window_size": 33}))
-    assert choose_buckets(windows, geometry, {"video": [(200, 720, 572)], "image": []}).of_kind["video"] == (
+    assert choose_buckets(windows, geometry, {"video": [(200, 720, 572)], "image": []}).by_kind["video"] == (
         ((33, 720, 560), (33, 640, 640)),
     )
     assert frame_limit(found.data, (33, 720, 560)) == 120

@@ -34,7 +34,7 @@ def clip_of(path: Path, bucket: tuple[int, int, int], *, fps: float | None = Non
 
 
 def test_videos_written_by_diffusers_are_read_and_it_reads_ours(tmp_path: Path) -> None:
-    """`export_to_video` and `load_video` work with what is installed; in both directions colors differ by compression only."""
+    """`export_to_video` and `load_video` work as installed; in both directions colors differ only by compression."""
     shades = [40, 80, 120, 160, 200]
     frames = np.stack([np.full((64, 96, 3), shade, np.uint8) for shade in shades])
     export_to_video([Image.fromarray(frame) for frame in frames], str(tmp_path / "theirs.mp4"), fps=8)

@@ -53,7 +53,7 @@ def test_headers_tell_most_faults_and_decoding_the_others(folder: tuple[Path, di
     whole = ("used", "too_short", "no_bucket")
     assert {n for n, v in full.items() if v.decoded} == {n for n, (status, _) in expected.items() if status in whole}
 
-    # What has been found stays found: a start of training decodes nothing, and does not use what is known to be damaged.
+    # Results are stored: a start of training decodes nothing, and does not use files that are known to be damaged.
     assert {v.name: v for v in survey(root, ProbeOptions(duplicates=True)).items} == full
 
 

@@ -28,7 +28,7 @@ def clip(tmp_path: Path) -> Path:
 
 
 def memory_of(clip: Path) -> FileFacts:
-    return FileFacts.of_dataset(clip.parents[1] / "memory", clip.parent)
+    return FileFacts.for_dataset(clip.parents[1] / "memory", clip.parent)
 
 
 def segments(clip: Path) -> list[Path]:
@@ -38,30 +38,30 @@ def segments(clip: Path) -> list[Path]:
 def test_what_is_learnt_in_parts_is_found_whole_by_another_process(clip: Path) -> None:
     stat = clip.stat()
     memory = memory_of(clip)
-    assert memory.of(clip, stat) == NOTHING
-    memory.keep(clip, stat, Facts(header=PROBE))
+    assert memory.lookup(clip, stat) == NOTHING
+    memory.store(clip, stat, Facts(header=PROBE))
     other = memory_of(clip)  # while the first is still open, as after a kill
-    record = other.of(clip, stat)
+    record = other.lookup(clip, stat)
     assert (record.header, record.full, record.digest) == (PROBE, None, None)
-    other.keep(clip, stat, Facts(full=("still",)))
-    memory.keep(clip, stat, Facts(digest="ab" * 32))  # which does not know of the other's record
-    record = memory_of(clip).of(clip, stat)
+    other.store(clip, stat, Facts(full=("still",)))
+    memory.store(clip, stat, Facts(digest="ab" * 32))  # which does not know of the other's record
+    record = memory_of(clip).lookup(clip, stat)
     assert (record.header, record.full, record.digest) == (PROBE, ("still",), "ab" * 32)
 
 
 @pytest.mark.parametrize("answer", [PROBE, Unusable("cut_off", 'ends "early"')])
 def test_answers_of_every_kind_survive_the_disk(clip: Path, answer: Probe | Unusable) -> None:
     full = answer if isinstance(answer, Unusable) else ()
-    memory_of(clip).keep(clip, clip.stat(), Facts(header=answer, full=full))
-    record = memory_of(clip).of(clip, clip.stat())
+    memory_of(clip).store(clip, clip.stat(), Facts(header=answer, full=full))
+    record = memory_of(clip).lookup(clip, clip.stat())
     assert (record.header, record.full) == (answer, full)
 
 
 def test_another_version_of_a_file_is_not_known(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = clip.stat()
-    memory_of(clip).keep(clip, stat, Facts(header=PROBE))
+    memory_of(clip).store(clip, stat, Facts(header=PROBE))
     os.utime(clip, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert memory_of(clip).of(clip, clip.stat()) == NOTHING
+    assert memory_of(clip).lookup(clip, clip.stat()) == NOTHING
     for content in (
         b"y" * 11,
         b"z" * 10,
@@ -69,16 +69,16 @@ def test_another_version_of_a_file_is_not_known(clip: Path, monkeypatch: pytest.
         clip.write_bytes(content)
         os.utime(clip, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert clip.stat().st_mtime_ns == stat.st_mtime_ns
-        assert memory_of(clip).of(clip, clip.stat()) == NOTHING
-    assert memory_of(clip).of(clip, stat) != NOTHING
+        assert memory_of(clip).lookup(clip, clip.stat()) == NOTHING
+    assert memory_of(clip).lookup(clip, stat) != NOTHING
     monkeypatch.setattr(file_facts, "PROBE_VERSION", 99)  # another way of probing
-    assert memory_of(clip).of(clip, stat) == NOTHING
+    assert memory_of(clip).lookup(clip, stat) == NOTHING
 
 
 def test_cut_lines_and_rubbish_are_skipped(clip: Path) -> None:
     stat = clip.stat()
     memory = memory_of(clip)
-    memory.keep(clip, stat, Facts(header=PROBE))
+    memory.store(clip, stat, Facts(header=PROBE))
     [file] = segments(clip)
     line = file.read_text()
     name, version = line.split()[0].encode(), file.name.partition("-")[0] + "-" + file.name.split("-")[1]
@@ -88,7 +88,7 @@ def test_cut_lines_and_rubbish_are_skipped(clip: Path) -> None:
         + name + b' [{"frames":1.5,"fps":2.0,"width":3,"height":4,"duration":5.0,"is_variable":false},null,null]\n'
         + name[:-2] + b" [null,[],null]\n" + line[: len(line) // 2].encode()
     )  # fmt: skip
-    record = memory_of(clip).of(clip, stat)
+    record = memory_of(clip).lookup(clip, stat)
     assert record == Facts(header=PROBE)
 
 
@@ -102,10 +102,10 @@ def test_facts_of_the_version_before_are_read(clip: Path) -> None:
     folder.mkdir(parents=True)
     lines = [json.dumps([clip.name, *version, *found]) for found in ((probe, None, None), (probe, bad, "ab" * 20))]
     (folder / f"v{file_facts.PROBE_VERSION}-{av.__version__}-17-ab.jsonl").write_text("\n".join(lines) + "\n")
-    assert memory_of(clip).of(clip, stat) == Facts(PROBE, Unusable("damaged", "decoding fails"))
+    assert memory_of(clip).lookup(clip, stat) == Facts(PROBE, Unusable("damaged", "decoding fails"))
     refused = json.dumps([clip.name, *version, ["no_video", "no video stream"], ["still"], None])
     (folder / f"v{file_facts.PROBE_VERSION}-{av.__version__}-18-ab.jsonl").write_text(refused + "\n")
-    assert memory_of(clip).of(clip, stat) == Facts(Unusable("no_video", "no video stream"), ("still",))
+    assert memory_of(clip).lookup(clip, stat) == Facts(Unusable("no_video", "no video stream"), ("still",))
 
     name = hashlib.sha256(json.dumps([str(clip), *version]).encode()).hexdigest()[:32]
     digests = clip.parents[1] / "digests"
@@ -118,16 +118,16 @@ def test_a_memory_that_cannot_be_written_is_said_once(clip: Path, caplog: pytest
     (clip.parents[1] / "memory").write_text("a file where the folder should be")
     memory = memory_of(clip)
     for _ in range(3):
-        memory.keep(clip, clip.stat(), Facts(header=PROBE))
+        memory.store(clip, clip.stat(), Facts(header=PROBE))
     assert caplog.text.count("cannot be stored") == 1
-    assert memory.of(clip, clip.stat()) != NOTHING  # still known here
+    assert memory.lookup(clip, clip.stat()) != NOTHING  # still known here
 
 
 def test_quiet_files_are_put_together_and_old_ones_go(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = clip.stat()
     for k in range(12):
         memory = memory_of(clip)
-        memory.keep(clip.with_name(f"{k}.mp4"), stat, Facts(header=PROBE))
+        memory.store(clip.with_name(f"{k}.mp4"), stat, Facts(header=PROBE))
     assert len(segments(clip)) == 12
     hour_ago = stat.st_mtime - 7200
     for file in segments(clip)[:11]:
@@ -144,12 +144,12 @@ def test_quiet_files_are_put_together_and_old_ones_go(clip: Path, monkeypatch: p
     names = [clip.with_name(f"{k}.mp4") for k in range(12)]
     memory_of(clip).tidy()
     assert len(segments(clip)) == 2  # one that is put together, and the one in which another process may be writing
-    assert all(memory_of(clip).of(name, stat) != NOTHING for name in names)
+    assert all(memory_of(clip).lookup(name, stat) != NOTHING for name in names)
     assert (old.exists(), foreign.exists(), stale.exists()) == (False, True, False)
 
 
 def test_starts_forget_no_file_that_they_use(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Datasets of more files than are stored otherwise, two of one directory in turn; what none of them uses goes first."""
+    """Datasets of more files than the limit, two of one directory in turn; unused facts are removed first."""
     monkeypatch.setattr(file_facts, "_MOST_FACTS", 4)
     stat = clip.stat()
 
@@ -157,9 +157,9 @@ def test_starts_forget_no_file_that_they_use(clip: Path, monkeypatch: pytest.Mon
         """Return how many files are unknown; they are probed, and an hour passes."""
         facts, unknown = memory_of(clip), 0
         for name in (clip.with_name(f"{k}.mp4") for k in names):
-            if facts.of(name, stat) == NOTHING:
+            if facts.lookup(name, stat) == NOTHING:
                 unknown += 1
-                facts.keep(name, stat, Facts(header=PROBE))
+                facts.store(name, stat, Facts(header=PROBE))
         facts.tidy()
         for file in segments(clip):
             os.utime(file, (stat.st_mtime - 7200, stat.st_mtime - 7200))
@@ -176,18 +176,18 @@ def test_starts_forget_no_file_that_they_use(clip: Path, monkeypatch: pytest.Mon
 
 
 def test_without_recall_everything_is_new_and_remembered(clip: Path) -> None:
-    memory_of(clip).keep(clip, clip.stat(), Facts(header=Unusable("empty", "once")))
-    fresh = FileFacts.of_dataset(clip.parents[1] / "memory", clip.parent, recall=False)
-    assert fresh.of(clip, clip.stat()) == NOTHING
-    fresh.keep(clip, clip.stat(), Facts(header=PROBE))
-    record = memory_of(clip).of(clip, clip.stat())
+    memory_of(clip).store(clip, clip.stat(), Facts(header=Unusable("empty", "once")))
+    fresh = FileFacts.for_dataset(clip.parents[1] / "memory", clip.parent, recall=False)
+    assert fresh.lookup(clip, clip.stat()) == NOTHING
+    fresh.store(clip, clip.stat(), Facts(header=PROBE))
+    record = memory_of(clip).lookup(clip, clip.stat())
     assert record.header == PROBE
 
 
 def test_files_of_other_processes_are_read_once_for_many_clips(
     clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is one for every process that has stored facts, so that looking there for each clip would grow with both."""
+    """There is one for every process that has stored facts, so looking there for each clip would grow with both."""
     paths = [clip.with_name(f"{k}.mp4") for k in range(5)]
     for path in paths:
         path.write_bytes(path.name.encode())

@@ -9,7 +9,7 @@ from isolated_tasks import misbehave
 
 from finetrainers.data.inspect import full_decode, probe_all
 from finetrainers.data.inspect.file_facts import FileFacts
-from finetrainers.data.inspect.full_decode import Lost, decode_files, isolated
+from finetrainers.data.inspect.full_decode import Lost, decode_files, run_isolated
 from finetrainers.data.inspect.probe import Probe, probe
 from finetrainers.data.inspect.probe_all import ProbeOptions, probe_items
 from finetrainers.data.reading.items import Item
@@ -18,7 +18,7 @@ from finetrainers.data.reading.status import Unusable
 
 def test_crashes_hangs_and_bombs_reject_only_one_call() -> None:
     calls = [("well",), ("crash",), ("hang",), ("end",), ("bomb",), ("well again",)]
-    results = dict(isolated(misbehave, calls, limits_s=[30, 30, 0.5, 30, 30, 30], jobs=2))
+    results = dict(run_isolated(misbehave, calls, limits_s=[30, 30, 0.5, 30, 30, 30], jobs=2))
     assert results == {
         0: "did well",
         1: Lost("crashed (SIGSEGV)"),
@@ -50,7 +50,7 @@ def test_a_disk_that_is_away_is_not_remembered(tmp_path: Path, make_video, monke
     answers = [Unusable("unreadable", "cannot be read: Input/output error"), Unusable("damaged", "decoding fails")]
 
     def look(options: ProbeOptions) -> Probe | Unusable:
-        memory = FileFacts.of_dataset(tmp_path / "memory", tmp_path)
+        memory = FileFacts.for_dataset(tmp_path / "memory", tmp_path)
         [found] = probe_items(items, facts=memory, max_pixels=10**9, options=options)
         return found.unusable or found.header
 

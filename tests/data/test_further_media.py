@@ -1,4 +1,4 @@
-"""Further media of items (control videos): read from every source, checked against their clips, cut and cached with them."""
+"""Further media of items (control videos): read from every source, checked, cut and cached with their clips."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def test_a_control_video_must_have_a_frame_for_each_of_the_clips(
     tmp_path: Path, make_video: Callable[..., Path], make_image: Callable[..., Path]
 ) -> None:
     wrong: dict[str, dict[str, int]] = {
-        "short": {"frames": 11}, "fast": {"fps": 16}, "tall": {"height": 48, "width": 32}, "none": {}, "text": {}, "good": {},
+        "short": {"frames": 11}, "fast": {"fps": 16}, "tall": {"height": 48, "width": 32}, "none": {}, "text": {},
+        "good": {},
     }  # fmt: skip
     for name, options in wrong.items():
         make_video(tmp_path / f"{name}.mp4", frames=12)

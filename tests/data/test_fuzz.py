@@ -1,4 +1,4 @@
-"""Damaged files, in a process of their own: each gets an answer, whatever is in it. `fuzz.py` makes as many as it is asked."""
+"""Damaged files, in a separate process: each gets an answer, regardless of its content. `fuzz.py` makes any number."""
 
 from __future__ import annotations
 

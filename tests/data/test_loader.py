@@ -22,7 +22,7 @@ from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import CacheError, TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading.batch_sampler import BatchSampler, MicroBatch
-from finetrainers.data.loading.encode import Encoder, dropped_captions
+from finetrainers.data.loading.encode import Encoder, draw_caption_dropout
 from finetrainers.data.loading.loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
 from finetrainers.data.loading.position import Segment
 from finetrainers.data.loading.precompute import CacheFetch, precompute_text, precompute_video
@@ -157,13 +157,13 @@ def test_cached_batches_equal_fresh_ones(clips: list[Clip], tmp_path: Path, tech
     cached = Encoder(None, None, data=data, seed=7)
     dropped = 0
     for position in range(8):
-        at = sampler.at(position)
+        at = sampler.batch_at(position)
         batch = MicroBatch(at.epoch, at.clips, 0.5)
         a, b = fresh(DecodeFetch(7)(batch)), cached(CacheFetch(keys)(batch))
         assert same(a, b)
         assert same(fresh(DecodeFetch(7)(batch), dropout=False), cached(CacheFetch(keys)(batch), dropout=False))
         plain = model.encode_text([clip.caption for clip in batch.clips])
-        gone = dropped_captions(batch.sample_keys, probability=0.5, seed=7)
+        gone = draw_caption_dropout(batch.sample_keys, probability=0.5, seed=7)
         dropped += sum(gone)
         for row, is_gone in enumerate(gone):
             changed = not torch.equal(a.conditions["embeds"][row], plain["embeds"][row])
@@ -206,7 +206,7 @@ def test_first_frame_moments_are_of_the_first_frame_alone(clips: list[Clip]) -> 
 
 
 def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp_path: Path) -> None:
-    """Log-normal in its size, fresh for each clip and epoch; from the cache one draw of each clip; the clip itself stays clean."""
+    """Log-normal in its size, new for each clip and epoch; from the cache one draw per clip; the clip stays clean."""
     noise = (-3.0, 0.5)
     model = FakeModel(first_frame=True, noise=noise)
     model.encode_video = lambda vae, video: to_unit_range(video)  # type: ignore[method-assign]
@@ -247,13 +247,13 @@ def test_the_noise_of_a_first_frame_belongs_to_the_sample(clips: list[Clip], tmp
 
 def test_dropout_is_a_coin_per_sample_and_epoch() -> None:
     keys = [(epoch, item) for epoch in range(20) for item in range(50)]
-    drop = dropped_captions(keys, probability=0.3, seed=1)
+    drop = draw_caption_dropout(keys, probability=0.3, seed=1)
     assert np.mean(drop) == pytest.approx(0.3, abs=0.05)
-    assert drop == dropped_captions(keys, probability=0.3, seed=1)
-    assert drop != dropped_captions(keys, probability=0.3, seed=2)
+    assert drop == draw_caption_dropout(keys, probability=0.3, seed=1)
+    assert drop != draw_caption_dropout(keys, probability=0.3, seed=2)
     assert drop[:50] != drop[50:100]
-    assert not any(dropped_captions(keys, probability=0.0, seed=1))
-    assert all(dropped_captions(keys, probability=1.0, seed=1))
+    assert not any(draw_caption_dropout(keys, probability=0.0, seed=1))
+    assert all(draw_caption_dropout(keys, probability=1.0, seed=1))
 
 
 def test_precomputing_again_does_nothing_and_an_edit_redoes_only_its_part(

@@ -41,7 +41,7 @@ from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import DataError, Reading, read_dataset
 from finetrainers.data.reading.status import UnusableError
 from finetrainers.data.video.decode import load_clip
-from finetrainers.data.video.masks import load_mask, weights_of
+from finetrainers.data.video.masks import latent_weights, load_mask
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import Conditions
 
@@ -286,9 +286,18 @@ def grey(tmp_path: Path, make_video: MakeFile) -> Path:
     "options",
     [
         {},
-        {"target_fps": 16, "frame_selection": "random", "video_reshape_mode": "random", "video_resolution_buckets": ["9x32x32"]},
-        {"target_fps": 16, "video_reshape_mode": "none", "frame_selection": "uniform", "video_resolution_buckets": ["13x48x32"]},
-        {"target_fps": 16, "sliding_window_size": 5, "sliding_window_stride": 4, "video_resolution_buckets": ["17x32x48"]},
+        {
+            "target_fps": 16, "frame_selection": "random", "video_reshape_mode": "random",
+            "video_resolution_buckets": ["9x32x32"],
+        },
+        {
+            "target_fps": 16, "video_reshape_mode": "none", "frame_selection": "uniform",
+            "video_resolution_buckets": ["13x48x32"],
+        },
+        {
+            "target_fps": 16, "sliding_window_size": 5, "sliding_window_stride": 4,
+            "video_resolution_buckets": ["17x32x48"],
+        },
         {"target_fps": 16, "frame_selection": "chunk", "video_resolution_buckets": ["9x32x32"]},
     ],
     ids=["resampled", "random", "uniform", "windows", "chunks"],
@@ -325,7 +334,7 @@ def test_an_image_is_the_mask_of_all_frames_and_of_images(grey: Path) -> None:
     theirs = pooled_by_force(np.broadcast_to(picture, (9, 64, 96)), temporal=4, spatial=8)
     np.testing.assert_allclose(ours[0, 0].double().numpy(), theirs, rtol=0, atol=1e-6)
     floor = replace(clip, mask=clip.mask._replace(lowest=0.25))
-    torch.testing.assert_close(weights_of(floor, ours), 0.25 + 0.75 * ours)
+    torch.testing.assert_close(latent_weights(floor, ours), 0.25 + 0.75 * ours)
     still = replace(clip, kind="image", path=grey / "g.mask.png", bucket=(1, 64, 96), num_frames=1)
     assert torch.equal(load_mask(still, generator=torch.Generator()), ours[:, :, :1])
 

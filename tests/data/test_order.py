@@ -106,7 +106,7 @@ def open_stream(clips: list[Clip], way: Way, *, keep: dict | None = None) -> Bat
     """None where no epoch has a batch, which is refused."""
     try:
         sampler = BatchSampler(clips, way.segment(), seed=5, keep=keep)
-        sampler.at(0)
+        sampler.batch_at(0)
     except ValueError:
         return None
     return sampler
@@ -124,7 +124,7 @@ def test_every_clip_comes_as_often_as_it_should_and_nothing_is_lost_unsaid(group
         return
     epochs = 5
     batches = []
-    while (batch := sampler.at(len(batches))).epoch < epochs:
+    while (batch := sampler.batch_at(len(batches))).epoch < epochs:
         batches.append(batch)
     found = keys_of(batches)
     real = [key for key in found if key[0] >= 0]
@@ -151,7 +151,7 @@ def test_every_clip_comes_as_often_as_it_should_and_nothing_is_lost_unsaid(group
     if way.epoch_end == "wrap":
         # What is missing waits for the next epochs, fewer than a batch in each bucket.
         assert 0 <= total - left_out - len(real) <= sum(size[bucket] - 1 for bucket in BUCKETS)
-        waiting = open_stream(clips, replace(way, accumulation=1, world=1), keep=keep).left_at(len(batches))
+        waiting = open_stream(clips, replace(way, accumulation=1, world=1), keep=keep).rest_at(len(batches))
         assert len(waiting.samples) == total - left_out - len(real) + (
             expected_keys(clips, waiting.epoch + 1)
             - total
@@ -194,7 +194,7 @@ def test_each_epoch_by_a_plain_walk(groups, way) -> None:
         if way.epoch_end != "wrap":
             open_batches = {}
     found = [
-        [key for key in keys_of([sampler.at(position)]) if key[0] >= 0] for position in range(len(expected))
+        [key for key in keys_of([sampler.batch_at(position)]) if key[0] >= 0] for position in range(len(expected))
     ]  # fmt: skip
     assert found == expected
 
@@ -216,8 +216,8 @@ def test_a_step_is_the_same_at_any_world_size_and_from_anywhere(groups, way, ste
     assert [b.sample_keys for b in together] == [b.sample_keys for b in alone]
     assert [b.clips for b in together] == [b.clips for b in alone]
     assert sum(b.weight for b in together) / world == pytest.approx(1.0)
-    last = fresh.at((step + 1) * way.accumulation * world - 1).epoch
-    assert fresh.epoch_of(step) == last
+    last = fresh.batch_at((step + 1) * way.accumulation * world - 1).epoch
+    assert fresh.epoch_at(step) == last
 
 
 def walk(clips: list[Clip], ways: list[Way], *, steps: int, keep: dict | None = None) -> list[list[Key]] | None:
@@ -302,7 +302,7 @@ def test_other_batches_on_the_way_lose_and_repeat_nothing(groups, ways, falling)
 
 
 def test_repeats_take_turns_through_whole_shuffles() -> None:
-    """Twice: two shuffles an epoch, with different noise. Half: every second epoch has it. Another dataset goes on beside."""
+    """2 repeats are two shuffles an epoch, with different noise; 1/2 is every second epoch. Others are unaffected."""
     clips = make_clips([Group((4, 0, 0), 2.0), Group((3, 0, 0), 0.5), Group((0, 0, 5), 1.0)])
     sampler = BatchSampler(clips, Segment(0, 1, 1), seed=1)
     epochs = [
@@ -329,7 +329,7 @@ def test_with_one_repeat_the_order_is_the_plain_shuffle_of_the_epoch() -> None:
 
 
 def test_chances_to_stay() -> None:
-    """Half stays, of the others 60 % are kept below, the rest is left out; each clip by itself, whatever else is there."""
+    """Half stays, 60 % of the others are kept below, the rest is left out; each clip independently of the others."""
     clips = make_clips([Group((2000, 0, 10))], falling=True)
     sampler = BatchSampler(clips, Segment(0, 1, 1), seed=3, keep=KEEP)
     samples = sampler.order.samples(0)
@@ -347,7 +347,7 @@ def test_chances_to_stay() -> None:
     slots = BatchSampler(apart, Segment(0, 1, 1), seed=3, keep=KEEP).order.samples(0)["slots"].tolist()
     assert Counter(slots)[0] / 2000 == pytest.approx(0.5, abs=0.04)
     # A clip that has fallen comes in its lower bucket, and in no other.
-    fallen = next(batch.clips[0] for batch in map(sampler.at, range(100)) if batch.clips[0].bucket == BUCKETS[1])
+    fallen = next(batch.clips[0] for batch in map(sampler.batch_at, range(100)) if batch.clips[0].bucket == BUCKETS[1])
     assert (fallen.fps, fallen.lower) == (8.0, ())
 
 
@@ -357,23 +357,23 @@ def test_ends_of_epochs() -> None:
     samplers = {
         end: BatchSampler(clips, Segment(0, 4, 1, epoch_end=end), seed=0) for end in ("keep", "drop", "pad", "wrap")
     }
-    sizes = {end: [len(sampler.at(k).clips) for k in range(6)] for end, sampler in samplers.items()}
+    sizes = {end: [len(sampler.batch_at(k).clips) for k in range(6)] for end, sampler in samplers.items()}
     assert sizes["keep"] == [4, 4, 2, 4, 4, 2]
     assert all(set(sizes[end]) == {4} for end in ("drop", "pad", "wrap"))
-    epochs = {end: [sampler.at(k).epoch for k in range(6)] for end, sampler in samplers.items()}
+    epochs = {end: [sampler.batch_at(k).epoch for k in range(6)] for end, sampler in samplers.items()}
     assert epochs == {
         "keep": [0, 0, 0, 1, 1, 1], "pad": [0, 0, 0, 1, 1, 1], "drop": [0, 0, 1, 1, 2, 2], "wrap": [0, 0, 1, 1, 1, 2],
     }  # fmt: skip
     ends = {end: [s.steps_for_epochs(n) for n in (1, 2, 3)] for end, s in samplers.items()}
     assert ends == {"keep": [3, 6, 9], "pad": [3, 6, 9], "drop": [2, 4, 6], "wrap": [2, 5, 7]}
-    padded = samplers["pad"].at(2)
+    padded = samplers["pad"].batch_at(2)
     assert sum(cycle < 0 for cycle in padded.cycles) == 2
     assert len({clip.index for clip in padded.clips}) == 4
-    assert samplers["pad"].at(5).clips[2:] != padded.clips[2:]  # others the next time
-    left = samplers["pad"].left_at(1).samples  # what has only been filled in is not left
+    assert samplers["pad"].batch_at(5).clips[2:] != padded.clips[2:]  # others the next time
+    left = samplers["pad"].rest_at(1).samples  # what has only been filled in is not left
     assert len(left) == 6
     assert set(left["cycles"].tolist()) == {0}
-    wrapped = samplers["wrap"].at(2)
+    wrapped = samplers["wrap"].batch_at(2)
     assert wrapped.cycles == (0, 0, 1, 1)
 
 
@@ -383,7 +383,7 @@ def test_what_cannot_be_is_refused() -> None:
         BatchSampler(clips, Segment(0, 4, 1, epoch_end="drop"), seed=0)
     rare = make_clips([Group((3, 0, 0), 0.5)])
     with pytest.raises(ValueError, match="1000 epochs in a row have no whole batch"):
-        BatchSampler(rare, Segment(0, 4, 1, epoch_end="drop"), seed=0).at(0)
+        BatchSampler(rare, Segment(0, 4, 1, epoch_end="drop"), seed=0).batch_at(0)
     with pytest.raises(ValueError, match="1 epochs have no whole batch"):
         BatchSampler(rare[:1], Segment(0, 1, 1), seed=0).steps_for_epochs(1)
     with pytest.raises(ValueError, match="dataset 0 differ in how often"):
@@ -394,7 +394,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_late_positions_are_found_at_once() -> None:
     sampler = BatchSampler(make_clips([Group((5, 3, 2))]), Segment(0, 2, 4, epoch_end="wrap"), seed=0)
-    assert sampler.at(10**12).epoch == pytest.approx(10**12 / 5, rel=1e-9)
+    assert sampler.batch_at(10**12).epoch == pytest.approx(10**12 / 5, rel=1e-9)
     assert sampler.steps_for_epochs(10**9) == 5 * 10**9 // 4
 
 
@@ -425,7 +425,7 @@ def test_a_data_position_keeps_what_makes_batches_and_reads_older_ones() -> None
 def test_bucket_sizes_of_single_buckets() -> None:
     clips = make_clips([Group((4, 3, 9))])
     sampler = BatchSampler(clips, Segment(0, 2, 2, bucket_sizes=((BUCKETS[0], 1), (BUCKETS[2], 4))), seed=0)
-    sizes = Counter((batch.clips[0].bucket, len(batch.clips)) for batch in islice(map(sampler.at, range(100)), 9))
+    sizes = Counter((batch.clips[0].bucket, len(batch.clips)) for batch in islice(map(sampler.batch_at, range(100)), 9))
     assert sizes == {(BUCKETS[0], 1): 4, (BUCKETS[1], 2): 1, (BUCKETS[1], 1): 1, (BUCKETS[2], 4): 2, (BUCKETS[2], 1): 1}
     # Every clip counts the same, in whatever batch.
     [one, two] = sampler.step(0)

@@ -169,7 +169,8 @@ def test_pipes_sockets_devices_and_folders_are_never_opened(tmp_path: Path) -> N
 
 
 ODD = [
-    "two words", "it's", 'say "hi"', "line\nbreak", "$(touch gone)", "`id`", "\U0001f3ac", "-rf", "--help", "semi;colon", "a\\b",
+    "two words", "it's", 'say "hi"', "line\nbreak", "$(touch gone)", "`id`", "\U0001f3ac", "-rf", "--help",
+    "semi;colon", "a\\b",
     "%s %d", "trailing ", "#hash", "caf\u00e9", "\u65e5\u672c\u8a9e", "tab\t", "*", "a&b|c", "x" * 251,
 ]  # fmt: skip
 

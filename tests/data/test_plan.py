@@ -104,18 +104,20 @@ def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
         (
             20,
             {},
-            "too short: 20 frames at 8 fps, and the shortest bucket needs 33; add a bucket of 17 frames or remove the file",
+            "too short: 20 frames at 8 fps, and the shortest bucket needs 33; add a bucket of 17 frames or remove the "
+            "file",
         ),
         (
             9,
             {"target_fps": 4},
-            "too short: 9 frames at 8 fps give 5 at 4 fps, and the shortest bucket needs 33; no video of this model has less "
-            "than 9; remove the file",
+            "too short: 9 frames at 8 fps give 5 at 4 fps, and the shortest bucket needs 33; no video of this model "
+            "has less than 9; remove the file",
         ),
         (
             20,
             {"sliding_window_size": 25},
-            "too short: 20 frames at 8 fps, and a window needs 25; lower `sliding_window_size` to 17 or remove the file",
+            "too short: 20 frames at 8 fps, and a window needs 25; lower `sliding_window_size` to 17 or remove the "
+            "file",
         ),
     ],
 )
@@ -204,7 +206,10 @@ def test_manifest_has_a_line_for_every_item(root: Path, tmp_path: Path) -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = "import sys, finetrainers.data.inspect.survey, finetrainers.data.loading.batch_sampler; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, finetrainers.data.inspect.survey, finetrainers.data.loading.batch_sampler; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

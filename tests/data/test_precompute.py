@@ -62,7 +62,7 @@ def keys_in(root: Path, *, first_frame: bool = False, batch_size: int = 1) -> Ca
         EncoderEntry("v", first_frame),
         DataSection(precompute_batch_size=batch_size),
         seed=7,
-        vae_words="a VAE",
+        vae_description="a VAE",
     )
 
 
@@ -132,10 +132,13 @@ def test_tiling_and_slicing_are_really_on(family: str, tiny_repo, monkeypatch: p
             if hasattr(vae, f"tile_latent_min_{side}"):
                 setattr(vae, f"tile_latent_min_{side}", 64 // spec.facts.geometry.spatial)
         tiled = vae.tiled_encode
-        monkeypatch.setattr(vae, "tiled_encode", lambda x, *a, tiled=tiled, **k: calls.append(("tiled", len(x))) or tiled(x, *a, **k))  # fmt: skip
+        monkeypatch.setattr(
+            vae, "tiled_encode", lambda x, *a, tiled=tiled, **k: calls.append(("tiled", len(x))) or tiled(x, *a, **k)
+        )
         calls.clear()
         results[tiling, slicing] = spec.encode_video(vae, video)
-        assert calls == {(False, False): [], (True, False): [("tiled", 2)], (True, True): [("tiled", 1)] * 2}[tiling, slicing]  # fmt: skip
+        expected = {(False, False): [], (True, False): [("tiled", 2)], (True, True): [("tiled", 1)] * 2}
+        assert calls == expected[tiling, slicing]
     assert results[True, False].shape == results[False, False].shape
     torch.testing.assert_close(results[True, True], results[True, False], rtol=1e-4, atol=1e-5)
     assert not torch.equal(results[True, False], results[False, False])  # so it is a part of the key
@@ -301,7 +304,12 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:
     keys = keys_in(tmp_path / "cache")
     twins = [*clips, *(replace(clip, index=clip.index + 10, caption="another") for clip in clips)]
-    counts = [precompute_video(twins, lambda video, _: {"moments": video[:, :2, :1, :2, :2]}, keys, OneOf(rank, 2), loading=HERE) for rank in (0, 1)]  # fmt: skip
+    counts = [
+        precompute_video(
+            twins, lambda video, _: {"moments": video[:, :2, :1, :2, :2]}, keys, OneOf(rank, 2), loading=HERE
+        )
+        for rank in (0, 1)
+    ]
     assert [count.encoded for count in counts] == [3, 2]
 
 
@@ -324,7 +332,12 @@ def test_models_are_known_by_the_options_that_choose_them(tmp_path: Path) -> Non
 
 def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp_path: Path) -> None:
     repo = tmp_path / "a-model"
-    for part, name in (("tokenizer", "tokenizer_config.json"), ("text_encoder", "config.json"), ("vae", "config.json"), ("transformer", "config.json")):  # fmt: skip
+    for part, name in (
+        ("tokenizer", "tokenizer_config.json"),
+        ("text_encoder", "config.json"),
+        ("vae", "config.json"),
+        ("transformer", "config.json"),
+    ):
         (repo / part).mkdir(parents=True)
         (repo / part / name).write_text("{}")
     weights = repo / "text_encoder" / "model.safetensors"
@@ -347,7 +360,11 @@ def test_text_encoders_are_known_by_their_files_while_these_stay_as_they_are(tmp
         lambda: (repo / "transformer" / "config.json").write_text("[1]"), known=False
     )  # it may say how long texts are
     after(lambda: os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns)), known=False)
-    for other in ({"text_encoder_dtype": "fp32"}, {"text_encoder_id": str(repo)}, {"pretrained_model_name_or_path": "x/y"}):  # fmt: skip
+    for other in (
+        {"text_encoder_dtype": "fp32"},
+        {"text_encoder_id": str(repo)},
+        {"pretrained_model_name_or_path": "x/y"},
+    ):
         assert recall_files(tmp_path, get_family("ltx_video").load(model.model_copy(update=other))) is None
     elsewhere = get_family("ltx_video").load(model.model_copy(update={"pretrained_model_name_or_path": "x/y"}))
     remember_files(tmp_path, elsewhere, "name")  # nothing of it is on this disk

@@ -13,7 +13,7 @@ from PIL import EpsImagePlugin, Image
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.inspect.decode_worker import Lost, answer, decode_task, thumbnail_task
 from finetrainers.data.inspect.probe import probe
-from finetrainers.data.reading.media import packets_of
+from finetrainers.data.reading.media import demux_packets
 from finetrainers.data.reading.status import Unusable, UnusableError
 from finetrainers.data.video.decode import load_clip, read_image
 
@@ -147,7 +147,7 @@ def test_streams_that_begin_on_the_way_end_nothing() -> None:
             yield from ("first", "last", "flush")
             raise IndexError("list index out of range")
 
-    assert list(packets_of(Container(), None)) == ["first", "last", "flush"]  # type: ignore[arg-type]
+    assert list(demux_packets(Container(), None)) == ["first", "last", "flush"]  # type: ignore[arg-type]
 
 
 def test_an_error_that_nobody_expects_is_the_status_of_one_file_with_its_type(

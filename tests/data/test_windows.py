@@ -27,7 +27,7 @@ from finetrainers.data.buckets.windows import (
     cut_windows,
     encoded_clip,
     example_index,
-    item_of,
+    item_index,
     window_starts,
 )
 from finetrainers.data.inspect.plan import DatasetPlan
@@ -96,7 +96,7 @@ def test_each_window_is_an_example_and_each_item_has_one_report(root: Path) -> N
     )
     # Random numbers are derived from it.
     assert len({clip.index for clip in made.clips}) == len(made.clips) == 27
-    assert Counter(item_of(clip.index) for clip in made.clips) == {
+    assert Counter(item_index(clip.index) for clip in made.clips) == {
         v.index: v.examples for v in made.items if v.examples
     }
     assert [clip.index for clip in made.clips if not clip.start] == [v.index for v in made.items if v.examples]
@@ -137,10 +137,10 @@ def test_latents_are_cut_where_latent_frames_begin(root: Path) -> None:
         max_bad_samples=1,
     )  # fmt: skip
     assert starts(made, "long.mp4") == [0, 8, 16]  # of 33 frames, the most that 8k+1 allows
-    assert {clip.latents_of for clip in made.clips if clip.path.name == "long.mp4"} == {(0, 33)}
+    assert {clip.latent_segment for clip in made.clips if clip.path.name == "long.mp4"} == {(0, 33)}
     assert made.notes[1].startswith("--sliding_window_stride 3 became 8: latents that are cut")
     whole = encoded_clip(made.clips[2])
-    assert (whole.bucket, whole.start, whole.latents_of) == ((33, 32, 48), 0, None)
+    assert (whole.bucket, whole.start, whole.latent_segment) == ((33, 32, 48), 0, None)
     latents = torch.arange(5.0).view(1, 1, 5, 1, 1)  # those of 33 frames
     cut = [cut_latents(latents, clip).flatten().tolist() for clip in made.clips if clip.path.name == "long.mp4"]
     assert cut == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
@@ -196,7 +196,7 @@ def test_a_window_of_a_broken_file_is_replaced_by_one_of_another() -> None:
     clips = [one for k in range(3) for one in cut_windows(a_clip(12, 9, index=k), 12, data=data, geometry=GEOMETRY)]
     assert len(clips) == 12
     others = list(Substitutes(clips).after(clips[5]))  # the second window of item 1
-    assert {item_of(clip.index) for clip in others} == {0, 2}
+    assert {item_index(clip.index) for clip in others} == {0, 2}
     assert others[0].index == example_index(2, 1)
 
 
@@ -233,7 +233,8 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
             text_encoder_2_dtype="fp32",
         ),
         data=DataSection(
-            data_root=root, video_resolution_buckets=["1000x64x64"], precompute_conditions=precompute, target_fps=8, **data
+            data_root=root, video_resolution_buckets=["1000x64x64"], precompute_conditions=precompute, target_fps=8,
+            **data,
         ),
         dataloader=DataloaderSection(batch_size=2),
         training=TrainingSection(seed=3),
@@ -276,7 +277,7 @@ def test_latents_from_within_a_clip_are_not_those_of_the_window(
     vae, ratio = spec.load_vae(), get_family(family).facts.geometry.temporal
     length, start = ratio + 1, 2 * ratio
     whole = Clip(0, clips / "1.mp4", "", "video", (3 * ratio + 1, 64, 64), 8.0, 27, 8.0, 64, 64, start=0)
-    window = replace(whole, bucket=(length, 64, 64), start=start, latents_of=(0, 3 * ratio + 1))
+    window = replace(whole, bucket=(length, 64, 64), start=start, latent_segment=(0, 3 * ratio + 1))
     pixels = load_clip(whole, generator=torch.Generator())
     torch.testing.assert_close(load_clip(window, generator=torch.Generator()), pixels[:, start : start + length])
 
@@ -285,7 +286,7 @@ def test_latents_from_within_a_clip_are_not_those_of_the_window(
 
     cut, alone = cut_latents(encode(pixels), window), encode(pixels[:, start : start + length])
     assert cut.shape == alone.shape
-    # Far beyond rounding, and most of all in the first latent, which stands for one frame in one and for c in the other.
+    # Far beyond rounding, and mostly in the first latent, which stands for one frame in one and for c in the other.
     assert torch.equal(alone, encode(pixels[:, start : start + length]))
     assert (cut - alone)[:, :, 0].abs().mean() > 0.01 * alone[:, :, 0].abs().mean()
     assert (cut - alone)[:, :, 1:].abs().max() > 1e-4

@@ -51,7 +51,7 @@ OTHER_COMMANDS = (
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
 AFTER = {
     "The Hub, another process or machine, or the disk decides during the run; a dry run joins and locks nothing.": """
-        data/loading/precompute.py: check_room
+        data/loading/precompute.py: check_free_space
         data/loading/workers.py: Workers._next 3, Workers.batches
         plan/check_upload.py: _permission_problems 2
         rundir/publish.py: reserve

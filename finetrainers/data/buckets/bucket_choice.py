@@ -1,4 +1,4 @@
-"""Chooses the buckets of a run by its options and clips."""
+"""Choice of a run's buckets by its options and clips."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Value = TypeVar("Value", int, float)
 
 
 @dataclass(frozen=True)
-class Choice:
+class BucketSet:
     """The buckets of a run.
 
     Attributes:
-        of_kind: for videos and for images, by resolution, largest first; those that the user listed count as one.
-        notes: what was chosen or rounded for the user.
+        by_kind: for videos and for images, by resolution, largest first; those that the user listed count as one.
+        notes: messages about buckets that were chosen or rounded.
     """
 
-    of_kind: Mapping[Kind, tuple[tuple[Bucket, ...], ...]]
+    by_kind: Mapping[Kind, tuple[tuple[Bucket, ...], ...]]
     notes: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[Bucket, ...]:
         """All buckets, each once: those for videos, then for images."""
-        both = (*self.of_kind["video"], *self.of_kind["image"])
-        return tuple(dict.fromkeys(bucket for buckets in both for bucket in buckets))
+        resolutions = (*self.by_kind["video"], *self.by_kind["image"])
+        return tuple(dict.fromkeys(bucket for buckets in resolutions for bucket in buckets))
 
 
-def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, Sequence[Bucket]]) -> Choice:
-    """The buckets: listed ones, those of `resolutions`, or chosen from the clips.
+def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, Sequence[Bucket]]) -> BucketSet:
+    """Return the buckets: listed ones, those of `resolutions`, or chosen from the clips.
 
     Args:
         data: the options.
@@ -44,86 +44,91 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
         clips: usable frames, height and width of every readable video and image.
 
     Raises:
-        DataError: sizes or lengths that the model cannot be trained on.
+        DataError: there are sizes or lengths that the model cannot be trained on.
     """
     listed = tuple((1, height, width) for height, width in data.image_resolution_buckets)
-    given = (*data.video_resolution_buckets, *listed)
-    _check_buckets(given, geometry)
+    configured = (*data.video_resolution_buckets, *listed)
+    _check_buckets(configured, geometry)
     automatic = data.resolutions or data.frame_buckets
-    if given and not automatic:
-        single = tuple(bucket for bucket in given if bucket[0] == 1)
-        longer = tuple(bucket for bucket in given if bucket[0] > 1)
-        # No video is trained as an image, unless there are no other buckets for it.
-        return Choice({"video": _one(longer or tuple(data.video_resolution_buckets)), "image": _one(single)})
+    if configured and not automatic:
+        single = tuple(bucket for bucket in configured if bucket[0] == 1)
+        longer = tuple(bucket for bucket in configured if bucket[0] > 1)
+        # Videos are not trained as images, unless there are no other buckets for them.
+        return BucketSet(
+            {"video": _as_resolutions(longer or tuple(data.video_resolution_buckets)), "image": _as_resolutions(single)}
+        )
     try:
         lengths, notes = legal_lengths(data.frame_buckets, geometry)
-        if len(lengths) > 1:  # then 1 is for images, which have it anyhow; no video becomes one
+        if len(lengths) > 1:  # then 1 is for images, which always have it; videos do not become images
             lengths = [length for length in lengths if length > 1]
         if data.resolutions:
-            chosen = _of_resolutions(data, geometry, lengths, notes, videos=clips["video"])
+            by_kind = _resolution_buckets(data, geometry, lengths, notes, videos=clips["video"])
         else:
-            chosen = {kind: _of_clips(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
+            by_kind = {kind: _clip_buckets(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
     except ValueError as error:
         raise DataError("sizes that this model cannot train on", [str(error)]) from None
-    choice = Choice({"video": chosen["video"], "image": _one(listed) or chosen["image"]}, tuple(notes))
-    _check_buckets(choice.all, geometry)
-    return choice
+    bucket_set = BucketSet(
+        {"video": by_kind["video"], "image": _as_resolutions(listed) or by_kind["image"]}, tuple(notes)
+    )
+    _check_buckets(bucket_set.all, geometry)
+    return bucket_set
 
 
 def _check_buckets(buckets: Sequence[Bucket], geometry: Geometry) -> None:
     """Check that the model can train on every bucket.
 
     Raises:
-        DataError: it cannot.
+        DataError: there is a bucket that it cannot train on.
     """
     problems = [f"{bucket_text(bucket)}: {problem}" for bucket in buckets for problem in geometry.problems(*bucket)]
     if problems:
         raise DataError("buckets that this model cannot train on", problems)
 
 
-def _of_resolutions(
+def _resolution_buckets(
     data: DataSection, geometry: Geometry, lengths: list[int], notes: list[str], *, videos: Sequence[Bucket]
 ) -> dict[Kind, tuple[tuple[Bucket, ...], ...]]:
     sizes: dict[tuple[tuple[int, int], ...], None] = {}
-    for resolution in sorted(data.resolutions, key=lambda one: -one[0] * one[1]):
-        of_area, rounded = area_sizes(
+    for resolution in sorted(data.resolutions, key=lambda resolution: -resolution[0] * resolution[1]):
+        shapes, rounding_notes = area_sizes(
             resolution, geometry, count=data.num_ar_buckets, min_ar=data.min_ar, max_ar=data.max_ar
         )
-        sizes[tuple(of_area)] = None
-        notes += rounded
-    if not data.num_ar_buckets:  # shapes of their own, which are not alternatives to one another
-        sizes = {tuple(size for of_area in sizes for size in of_area): None}
+        sizes[tuple(shapes)] = None
+        notes += rounding_notes
+    if not data.num_ar_buckets:  # separate shapes, which are not alternatives to one another
+        sizes = {tuple(size for same_area in sizes for size in same_area): None}
     if not lengths and videos:
         lengths = default_lengths([video[0] for video in videos], geometry)
         notes.append(
             f"no lengths were given; chose {', '.join(map(str, lengths))} frames from {plural(len(videos), 'video')}"
         )
-    shown = "; ".join(", ".join(f"{height}x{width}" for height, width in of_area) for of_area in sizes)
-    notes.append(f"sizes of --resolutions: {shown}")
+    listing = "; ".join(", ".join(f"{height}x{width}" for height, width in same_area) for same_area in sizes)
+    notes.append(f"sizes of --resolutions: {listing}")
+    videos_by_area = tuple(tuple((f, *size) for f in lengths for size in same_area) for same_area in sizes)
     return {
-        "video": tuple(tuple((f, *size) for f in lengths for size in of_area) for of_area in sizes) if lengths else (),
-        "image": tuple(tuple((1, *size) for size in of_area) for of_area in sizes),
+        "video": videos_by_area if lengths else (),
+        "image": tuple(tuple((1, *size) for size in same_area) for same_area in sizes),
     }
 
 
-def _of_clips(
+def _clip_buckets(
     kind: Kind, sizes: Sequence[Bucket], geometry: Geometry, lengths: list[int], notes: list[str]
 ) -> tuple[tuple[Bucket, ...], ...]:
     if not sizes:
         return ()
-    chosen = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
-    shown = ", ".join(map(bucket_text, chosen))
-    notes.append(f"no buckets were given; chose {shown} from the sizes of {plural(len(sizes), kind)}")
-    return _one(chosen)
+    buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
+    listing = ", ".join(map(bucket_text, buckets))
+    notes.append(f"no buckets were given; chose {listing} from the sizes of {plural(len(sizes), kind)}")
+    return _as_resolutions(buckets)
 
 
 def named_buckets(
     option: str, entries: Sequence[tuple[Bucket, Value]], buckets: Sequence[Bucket]
 ) -> dict[Bucket, Value]:
-    """The values that an option gives to single buckets.
+    """Return the values that an option gives to single buckets.
 
     Raises:
-        DataError: it names some that are not there.
+        DataError: the option names unknown buckets.
     """
     unknown = [
         f"{bucket_text(bucket)} is no bucket of this run; the nearest is {bucket_text(nearest_bucket(bucket, buckets))}"
@@ -135,5 +140,5 @@ def named_buckets(
     return dict(entries)
 
 
-def _one(buckets: tuple[Bucket, ...]) -> tuple[tuple[Bucket, ...], ...]:
+def _as_resolutions(buckets: tuple[Bucket, ...]) -> tuple[tuple[Bucket, ...], ...]:
     return (buckets,) if buckets else ()

@@ -19,10 +19,10 @@ _DEFAULT_MAX_AREA = 512 * 768
 
 
 def choose_bucket(frames: int, height: int, width: int, buckets: Sequence[Bucket]) -> Bucket | None:
-    """The bucket of a clip with `frames` usable frames; None when it is too short for every bucket.
+    """Return the bucket of a clip with `frames` usable frames, or None if it is too short for every bucket.
 
-    The longest buckets that the clip fills come first; among them the one of nearest aspect ratio (as a factor, so
-    that 2:1 and 1:2 are equally far from 1:1), and among equals the larger one.
+    It is one of the longest buckets that the clip fills. Among these it has the nearest aspect ratio (as a factor, so
+    that 2:1 and 1:2 are equally far from 1:1), and among equals the largest area.
     """
     fitting = [bucket for bucket in buckets if bucket[0] <= frames]
     if not fitting:
@@ -38,37 +38,37 @@ def choose_bucket(frames: int, height: int, width: int, buckets: Sequence[Bucket
 
 
 def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequence[int] = ()) -> list[Bucket]:
-    """Buckets for a user who named no size, from the usable frames, height and width of each clip.
+    """Return buckets where no size is configured, from the usable frames, height and width of each clip.
 
-    The size is the median height and width, shrunk to at most 512x768 pixels of area and rounded down to what the
-    model accepts. Lengths are those given, or `default_lengths`.
+    The size is the median height and width, shrunk to an area of at most 512x768 pixels and rounded down to a size that
+    the model accepts. Lengths are `lengths`, or else `default_lengths`.
     """
     height = statistics.median(clip[1] for clip in clips)
     width = statistics.median(clip[2] for clip in clips)
     shrink = min(1.0, math.sqrt(_DEFAULT_MAX_AREA / (height * width)))
     sides = geometry.fitted(height * shrink, width * shrink)
-    chosen = lengths or default_lengths([clip[0] for clip in clips], geometry)
-    return [(frames, *sides) for frames in chosen]
+    bucket_lengths = lengths or default_lengths([clip[0] for clip in clips], geometry)
+    return [(frames, *sides) for frames in bucket_lengths]
 
 
 def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
-    """The largest legal lengths not above the median clip (49 at most) and not above the shortest, longest first.
+    """Return the largest legal lengths up to the median clip (49 at most) and up to the shortest one, longest first.
 
-    So every clip fits somewhere.
+    Every clip then fits one of them.
     """
-    wanted = {min(int(statistics.median(frames)), _DEFAULT_MAX_FRAMES), min(*frames, _DEFAULT_MAX_FRAMES)}
-    return sorted({legal_length(one, geometry) for one in wanted}, reverse=True)
+    limits = {min(int(statistics.median(frames)), _DEFAULT_MAX_FRAMES), min(*frames, _DEFAULT_MAX_FRAMES)}
+    return sorted({legal_length(limit, geometry) for limit in limits}, reverse=True)
 
 
-def legal_lengths(wanted: Sequence[int], geometry: Geometry) -> tuple[list[int], list[str]]:
-    """Lengths rounded down to what the model accepts, longest first, and a note on each that was rounded.
+def legal_lengths(requested: Sequence[int], geometry: Geometry) -> tuple[list[int], list[str]]:
+    """Return lengths rounded down to legal ones, longest first, and a note on each that was rounded.
 
     Raises:
-        ValueError: a video's length that would become a single frame.
+        ValueError: the length of a video would become a single frame.
     """
-    found: dict[int, None] = {}
+    lengths: dict[int, None] = {}
     notes = []
-    for length in wanted:
+    for length in requested:
         legal = legal_length(length, geometry)
         if legal == 1 < length:
             raise ValueError(
@@ -77,23 +77,23 @@ def legal_lengths(wanted: Sequence[int], geometry: Geometry) -> tuple[list[int],
             )
         if legal != length:
             notes.append(f"{length} frames is not {geometry.temporal}*k+1; cut to {legal}")
-        found[legal] = None
-    return sorted(found, reverse=True), notes
+        lengths[legal] = None
+    return sorted(lengths, reverse=True), notes
 
 
 def area_sizes(
     resolution: tuple[int, int], geometry: Geometry, *, count: int, min_ar: float, max_ar: float
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """The sizes `(height, width)` of one area, tallest first and all different, and what was rounded down.
+    """Return the sizes `(height, width)` of one area, tallest first and all different, and notes on rounding.
 
     The aspect ratios r = width / height lie evenly spaced in log r, ends included (one alone lies in the middle). For
     an area A, the height is sqrt(A / r) and the width sqrt(A * r), each rounded to the nearest multiple that the model
     accepts.
 
     Args:
-        resolution: height and width of a picture of that area.
+        resolution: height and width of an image of that area.
         geometry: of the model.
-        count: how many aspect ratios; 0: only the resolution's own shape, rounded down.
+        count: number of aspect ratios, or 0 for only the shape of the resolution, rounded down.
         min_ar, max_ar: narrowest and widest.
 
     Raises:
@@ -119,19 +119,19 @@ def area_sizes(
         size = round(side / scale / multiple) * multiple, round(side * scale / multiple) * multiple
         if 0 in size:
             raise ValueError(
-                f"{name}: at the aspect ratio {math.exp(log_ratio):.3g} a side is below {multiple} pixels, the least that this "
-                "model takes; use a larger resolution, or aspect ratios nearer to 1"
+                f"{name}: at the aspect ratio {math.exp(log_ratio):.3g} a side is below {multiple} pixels, the least "
+                "that this model takes; use a larger resolution, or aspect ratios nearer to 1"
             )
         sizes[size] = None
     return list(sizes), []
 
 
 def filled_resolution(height: int, width: int, resolutions: Sequence[Sequence[Bucket]]) -> Sequence[Bucket]:
-    """The buckets of the largest resolution that a clip of this size fills; those of the smallest if it fills none.
+    """Return the buckets of the largest resolution that a clip of this size fills, or of the smallest resolution.
 
     Args:
         height, width: of the clip.
-        resolutions: the buckets of each, largest area first.
+        resolutions: the buckets of each resolution, largest area first.
     """
     for buckets in resolutions:
         if height * width >= _SAME_AREA * max(map(_area, buckets)):
@@ -142,66 +142,68 @@ def filled_resolution(height: int, width: int, resolutions: Sequence[Sequence[Bu
 def lower_buckets(
     bucket: Bucket, height: int, width: int, buckets: Sequence[Bucket], *, shorter: bool = False
 ) -> list[Bucket]:
-    """The lower buckets that a clip of this size falls through to, in order.
+    """Return the lower buckets that a clip of this size falls through to, in order.
 
-    To the next lower resolution of the same length, there to the nearest aspect ratio, and so on.
+    It falls to the next lower resolution of the same length, there to the nearest aspect ratio, and so on.
 
     Args:
         bucket: of the clip.
         height, width: of the clip.
-        buckets: all there are.
-        shorter: whether the next shorter lengths follow, from its highest resolution. Videos never become images.
+        buckets: all buckets.
+        shorter: whether the next shorter lengths follow, from their highest resolution. Videos never become images.
     """
     lengths = [bucket[0]]
     if shorter:
-        lengths += sorted({one[0] for one in buckets if 1 < one[0] < bucket[0]}, reverse=True)
-    found: list[Bucket] = []
+        lengths += sorted({other[0] for other in buckets if 1 < other[0] < bucket[0]}, reverse=True)
+    lower: list[Bucket] = []
     limit = _SAME_AREA * _area(bucket)
     for length in lengths:
-        while below := [one for one in buckets if one[0] == length and _area(one) <= limit]:
+        while below := [other for other in buckets if other[0] == length and _area(other) <= limit]:
             top = max(map(_area, below))
-            alike = [one for one in below if _area(one) > _SAME_AREA * top]
-            chosen = choose_bucket(length, height, width, alike)
+            same_resolution = [other for other in below if _area(other) > _SAME_AREA * top]
+            chosen = choose_bucket(length, height, width, same_resolution)
             assert chosen is not None, "a bucket of this length is there"
-            found.append(chosen)
+            lower.append(chosen)
             limit = _SAME_AREA * _area(chosen)
         limit = math.inf
-    return found
+    return lower
 
 
-def chances(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]) -> list[float]:
-    """The probabilities that a clip ends in each of the buckets that it may fall through, in order.
+def bucket_probabilities(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]) -> list[float]:
+    """Return the probabilities that a clip ends in each of the buckets that it may fall through, in order.
 
-    What they lack to 1 is left out.
+    They sum to less than 1 if a clip may be left out.
     """
-    found = []
+    probabilities = []
     rest = 1.0
     for bucket in buckets:
         share = keep.get(bucket, 1.0)
-        found.append(rest * share)
+        probabilities.append(rest * share)
         rest *= 1.0 - share
-    return found
+    return probabilities
 
 
 def num_batches(count: float, size: int, epoch_end: EpochEnd) -> int:
-    """The number of batches of a bucket in an epoch; for `wrap`, without clips carried over from the epoch before."""
+    """Return the number of batches of a bucket in an epoch; for `wrap`, without clips of the epoch before."""
     return math.ceil(count / size) if epoch_end in ("keep", "pad") else math.floor(count / size)
 
 
 def nearest_bucket(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """The bucket whose length, height and width differ least, as factors."""
-    return min(buckets, key=lambda one: (sum(abs(math.log(a / b)) for a, b in zip(one, bucket, strict=True)), one))
+    """Return the bucket whose length, height and width differ least, as factors."""
+    return min(
+        buckets, key=lambda other: (sum(abs(math.log(a / b)) for a, b in zip(other, bucket, strict=True)), other)
+    )
 
 
 def cover_size(height: int, width: int, bucket_height: int, bucket_width: int) -> tuple[int, int]:
-    """The smallest `(height, width)` of a clip's own aspect ratio that covers a bucket."""
+    """Return the smallest `(height, width)` of a clip's own aspect ratio that covers a bucket."""
     scale = max(bucket_height / height, bucket_width / width)
     return max(round(height * scale), bucket_height), max(round(width * scale), bucket_width)
 
 
 @lru_cache
 def bucket_text(bucket: Bucket) -> str:
-    """The bucket as `FxHxW`."""
+    """Return the bucket as `FxHxW`."""
     return "x".join(map(str, bucket))
 
 
@@ -210,5 +212,5 @@ def _area(bucket: Bucket) -> int:
 
 
 def legal_length(frames: int, geometry: Geometry) -> int:
-    """The largest length that the model accepts, not above a number of frames."""
+    """Return the largest length up to `frames` that the model accepts."""
     return (frames - 1) // geometry.temporal * geometry.temporal + 1

@@ -17,12 +17,12 @@ ReshapeMode = Literal["center", "random", "none"]
 
 
 class Further(NamedTuple):
-    """A further medium of a clip, with a frame for each of its source: a control video, say.
+    """A further medium of a clip, such as a control video, with a frame for each frame of the clip's source.
 
     Attributes:
-        name: what it is to the model.
+        name: its name in the model.
         path: the file.
-        backend: what decodes it.
+        backend: the backend that decodes it.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Further(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A mask of a clip, which weighs its loss per pixel, and per latent by the mean over the pixels that the latent stands for.
+    """A mask of a clip, which weighs its loss per pixel, and per latent by the mean over the latent's pixels.
 
     Attributes:
         path: the file.
-        kind: a video has a frame for each of the clip's source; an image is that of all frames.
+        kind: a video has a frame for each of the clip's source; an image applies to all frames.
         grid: frames, and pixels of each side, that a latent of the VAE stands for.
         lowest: weight of black pixels; white ones have 1.
-        backend: what decodes it.
+        backend: the backend that decodes it.
     """
 
     path: Path
@@ -48,15 +48,15 @@ class Mask(NamedTuple):
     backend: str = "pyav"
 
 
-@dataclass(slots=True, unsafe_hash=True)  # slots: sliding windows make many of one file
+@dataclass(slots=True, unsafe_hash=True)  # slots: sliding windows make many clips of one file
 class Clip:
     """A training example, cut from one item; with sliding windows, one of several of its item.
 
-    Never changed once it is made; not frozen, since making a frozen one takes four times as long, and there may be a
-    million.
+    It never changes after creation. It is not frozen, since creating a frozen one takes four times as long, and there
+    may be a million.
 
     Attributes:
-        index: place of its item in the dataset, or `windows.example_index` of it; random numbers are derived from it.
+        index: index of its item in the dataset, or `windows.example_index` of it; random numbers are derived from it.
         path: the media file.
         caption: cleaned caption.
         kind: video or image.
@@ -67,18 +67,18 @@ class Clip:
         width: displayed width of the source, in pixels.
         height: displayed height of the source, in pixels.
         reshape_mode: how it meets its bucket: `center` or `random` crop, or `none` (plain resize).
-        frame_selection: which of its frames; see `select_frames`.
-        start: its first frame, counted at `fps`; None: `frame_selection` says.
-        latents_of: first frame and number of frames of the segment whose latents its own are cut from; None: it is
-            encoded by itself.
+        frame_selection: the selection of its frames; see `select_frames`.
+        start: its first frame, counted at `fps`, or None if `frame_selection` determines it.
+        latent_segment: first frame and number of frames of the segment whose latents the clip's are cut from, or None
+            if the clip is encoded by itself.
         lower: `(bucket, fps)` that it falls through to where it is not kept in its bucket, in order.
         repeats: how often it comes in an epoch, on average.
-        dataset: number of the dataset it is of.
+        dataset: number of its dataset.
         is_variable: whether the frames of the source are shown at uneven times; `source_fps` is then their mean rate.
-        backend: what decodes it.
+        backend: the backend that decodes it.
         captions: all of its captions, if it has several; one is drawn each time that it is trained on.
         further: its further media, in order of their names.
-        mask: its mask; None: the whole picture counts.
+        mask: its mask, or None if all pixels count.
     """
 
     index: int
@@ -94,7 +94,7 @@ class Clip:
     reshape_mode: ReshapeMode = "center"
     frame_selection: Selection = "head"
     start: int | None = None
-    latents_of: tuple[int, int] | None = None
+    latent_segment: tuple[int, int] | None = None
     lower: tuple[tuple[Bucket, float], ...] = ()
     repeats: float = 1.0
     dataset: int = 0
@@ -106,8 +106,8 @@ class Clip:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that it is cut from; its mask is none of them."""
-        return self.path, *(one.path for one in self.further)
+        """The files that it is cut from, without its mask."""
+        return self.path, *(medium.path for medium in self.further)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -120,25 +120,25 @@ class Clip:
         return self.captions or (self.caption,)
 
     def caption_for(self, sample_key: tuple[int, ...], *, seed: int) -> str:
-        """The caption of a sample, drawn for every (epoch, item) where there are several."""
+        """Return the caption of a sample, drawn for every (epoch, item) where there are several."""
         if not self.captions:
             return self.caption
         return self.captions[derive_seed(seed, "caption", *sample_key) % len(self.captions)]
 
 
 class Picture(NamedTuple):
-    """An image in the size of the clips that start from it, height and width: resized until it covers that, and cropped."""
+    """An image and the height and width of the clips that start from it: it is resized to cover these, and cropped."""
 
     path: Path
     size: tuple[int, int]
 
 
-#: What a text encoder that sees images is given with a text: the first frame of a clip, or an image.
+#: The source of the image that some text encoders see with a text: the first frame of a clip, or an image.
 Shown: TypeAlias = Clip | Picture
 
 
 def cut_to(clip: Clip, bucket: Bucket) -> Clip:
-    """A clip in one of its buckets, and in no other."""
+    """Return a clip in one of its buckets, and in no other."""
     if not clip.lower:
         return clip
     rates = dict([(clip.bucket, clip.fps), *clip.lower])
@@ -146,5 +146,5 @@ def cut_to(clip: Clip, bucket: Bucket) -> Clip:
 
 
 def all_cuts(clips: Iterable[Clip]) -> list[Clip]:
-    """Every clip in each of its buckets: all that training may ask for."""
+    """Return every clip in each of its buckets, as training may use them."""
     return [cut_to(clip, bucket) for clip in clips for bucket in clip.buckets]

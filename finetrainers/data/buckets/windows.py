@@ -1,12 +1,12 @@
-"""Sliding windows: every segment of W frames of a clip is an example of its own. Pure functions; imports no torch.
+"""Sliding windows: every segment of W frames of a clip is a separate example. Pure functions; imports no torch.
 
 A clip of N frames gives N - W + 1 windows that start one frame apart. Each is a `Clip` and is encoded by itself, unless
-its latents are to be cut from those of the whole clip (`Clip.latents_of`), which is not the same: the first latent
-frame of a causal VAE stands for one frame and knows no other, and one from within a clip stands for several and has
-seen what came before.
+its latents are to be cut from those of the entire clip (`Clip.latent_segment`), which is not the same: the first latent
+frame of a causal VAE stands for one frame and depends on no other, and one from within a clip stands for several and
+depends on earlier frames.
 
-Chunks are windows that follow each other without overlap. What remains at the end of a clip is shorter than a chunk and
-not used.
+Chunks are windows that follow each other without overlap. The rest at the end of a clip is shorter than a chunk and not
+used.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ _ITEM_BITS = 32
 
 
 def window_starts(frames: int, window: int, *, stride: int = 1) -> range:
-    """First frames of the windows of a clip: 0, stride, 2 stride, ... as long as a whole window follows.
+    """Return the first frames of the windows of a clip: 0, stride, 2 stride, ... as long as a full window follows.
 
-    There are (frames - window) // stride + 1, and none where the clip is shorter than a window.
+    There are (frames - window) // stride + 1, and none if the clip is shorter than a window.
     """
     return range(0, frames - window + 1, stride)
 
 
 def example_index(item: int, number: int) -> int:
-    """The unique index of the `number`-th window of an item.
+    """Return the unique index of the `number`-th window of an item.
 
-    That of the first window is the item's, so an item gets the same random numbers with one window as with none; and
-    counted upwards, the windows of different items alternate.
+    The index of the first window is the item's, so an item gets the same random numbers with one window as with none.
+    In order of indices, the windows of different items alternate.
     """
     return item + (number << _ITEM_BITS)
 
 
-def item_of(index: int) -> int:
-    """The item that an example is of."""
+def item_index(index: int) -> int:
+    """Return the index of an example's item."""
     return index & ((1 << _ITEM_BITS) - 1)
 
 
 def is_first(index: int) -> bool:
-    """Whether an example is the first window of its item, or no window."""
+    """Return whether an example is the first window of its item, or not a window."""
     return index >> _ITEM_BITS == 0
 
 
 def is_window(clip: Clip) -> bool:
-    """Return whether an example is a sliding window of a clip. A chunk is not: it follows on no other example."""
+    """Return whether an example is a sliding window of a clip. A chunk is not: it is independent of others."""
     return clip.start is not None and clip.frame_selection != "chunk"
 
 
@@ -66,16 +66,16 @@ def is_inner_window(clip: Clip) -> bool:
 
 
 def windows_by_item(clips: Sequence[Clip]) -> list[list[int]]:
-    """Return the places of each item's windows among all clips, in order; a clip without windows, or a chunk, is alone."""
+    """Return the positions of each item's windows in `clips`, in order; other clips and chunks are single."""
     items: dict[int, list[int]] = {}
-    for place, clip in enumerate(clips):
+    for position, clip in enumerate(clips):
         is_chunk = clip.frame_selection == "chunk"
-        items.setdefault(clip.index if is_chunk else item_of(clip.index), []).append(place)
-    return [sorted(places, key=lambda place: clips[place].index) for places in items.values()]
+        items.setdefault(clip.index if is_chunk else item_index(clip.index), []).append(position)
+    return [sorted(positions, key=lambda position: clips[position].index) for positions in items.values()]
 
 
 def with_window_buckets(data: DataSection) -> DataSection:
-    """The options as those of a clip that is a window: buckets of videos have its length, those of images stay."""
+    """Return the options with the length of a window in the buckets of videos; those of images stay."""
     size = data.sliding_window_size
     if size is None:
         return data
@@ -85,22 +85,22 @@ def with_window_buckets(data: DataSection) -> DataSection:
 
 
 def frame_limit(data: DataSection, bucket: Bucket) -> int | None:
-    """How many frames of a clip windows are cut from, by the bucket that the windows have; None: all of them.
+    """Return the number of a clip's frames that windows are cut from, by the bucket of the windows, or None if all are.
 
-    The length of a given bucket is an upper bound. Of several with the same height and width the longest counts: all
-    windows are equally long, so clips of different lengths need no buckets of their own.
+    The length of a configured bucket is an upper bound. The longest of several with the same height and width counts:
+    all windows are equally long, so clips of different lengths need no separate buckets.
     """
     lengths = [frames for frames, *size in data.video_resolution_buckets if frames > 1 and tuple(size) == bucket[1:]]
     return max([*lengths, *(frames for frames in data.frame_buckets if frames > 1)], default=None)
 
 
 def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geometry) -> list[Clip]:
-    """The windows or chunks of a clip, in order; just the clip if none are asked for, or if it is an image.
+    """Return the windows or chunks of a clip, in order, or just the clip if none are configured or it is an image.
 
     Args:
         clip: an item whose bucket has the length of a window or chunk.
-        available: frames that it has at its rate, at least those of one.
-        data: its options as they were given.
+        available: frames that it has at its rate, at least those of one window or chunk.
+        data: its options before `with_window_buckets`.
         geometry: of the model; latents are cut on its grid.
     """
     if data.frame_selection == "chunk" and clip.kind == "video":
@@ -116,16 +116,16 @@ def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geom
     if data.sliding_window_latents == "slice":
         frames = (frames - 1) // geometry.temporal * geometry.temporal + 1
         segment = (first, frames)
-    starts = window_starts(frames, size, stride=stride_of(data, geometry))
-    return _examples(replace(clip, frame_selection="head", latents_of=segment), [first + start for start in starts])
+    starts = window_starts(frames, size, stride=effective_stride(data, geometry))
+    return _examples(replace(clip, frame_selection="head", latent_segment=segment), [first + start for start in starts])
 
 
 def _examples(clip: Clip, starts: Iterable[int]) -> list[Clip]:
     return [replace(clip, index=example_index(clip.index, k), start=start) for k, start in enumerate(starts)]
 
 
-def stride_of(data: DataSection, geometry: Geometry) -> int:
-    """Frames between the starts of two windows; those whose latents are cut start only where a latent frame does."""
+def effective_stride(data: DataSection, geometry: Geometry) -> int:
+    """Return the frames between the starts of two windows; with cut latents, windows start only at latent frames."""
     stride = data.sliding_window_stride
     if data.sliding_window_latents == "encode":
         return stride
@@ -135,7 +135,7 @@ def stride_of(data: DataSection, geometry: Geometry) -> int:
 def describe_windows(
     clips: Sequence[Clip], available: Mapping[int, int], *, data: DataSection, geometry: Geometry
 ) -> Iterator[str]:
-    """Notes for the user: how many windows or chunks of how many clips there are, what was rounded, and what is left over.
+    """Yield notes for the user about the numbers of windows or chunks and of clips, rounding, and the unused rest.
 
     Args:
         clips: all examples.
@@ -145,10 +145,11 @@ def describe_windows(
     """
     windows = [clip for clip in clips if clip.start is not None]
     if data.sliding_window_size is not None:
-        stride = stride_of(data, geometry)
+        stride = effective_stride(data, geometry)
         yield (
-            f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, {plural(stride, 'frame')} apart, "
-            f"from {plural(len({item_of(clip.index) for clip in windows}), 'clip')}; each is an example of its own"
+            f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, "
+            f"{plural(stride, 'frame')} apart, "
+            f"from {plural(len({item_index(clip.index) for clip in windows}), 'clip')}; each is an example of its own"
             + (", and all of a clip come in one optimizer step" if data.sliding_window_batching == "clip" else "")
         )
         inside = sum(not is_first(clip.index) for clip in windows)
@@ -160,66 +161,66 @@ def describe_windows(
             )
         if stride != data.sliding_window_stride:
             yield (
-                f"--sliding_window_stride {data.sliding_window_stride} became {stride}: latents that are cut from those of a "
-                f"whole clip start every {geometry.temporal} frames"
+                f"--sliding_window_stride {data.sliding_window_stride} became {stride}: latents that are cut from "
+                f"those of a whole clip start every {geometry.temporal} frames"
             )
     elif windows:
-        items = {item_of(clip.index) for clip in clips}
-        there = sum(available[item] for item in items)
-        rest = there - sum(clip.bucket[0] for clip in clips)
+        items = {item_index(clip.index) for clip in clips}
+        total = sum(available[item] for item in items)
+        unused = total - sum(clip.bucket[0] for clip in clips)
         yield (
-            f"chunks: {plural(len(items), 'item')} give {plural(len(clips), 'clip')}; {rest / max(there, 1):.1%} of the "
-            "frames, at ends shorter than a chunk, are not used"
+            f"chunks: {plural(len(items), 'item')} give {plural(len(clips), 'clip')}; {unused / max(total, 1):.1%} of "
+            "the frames, at ends shorter than a chunk, are not used"
         )
 
 
-def apart(clips: Iterable[Clip]) -> list[Clip]:
-    """Windows that do not overlap an earlier one of their item, and every other clip.
+def non_overlapping(clips: Iterable[Clip]) -> list[Clip]:
+    """Return windows that do not overlap an earlier one of their item, and every other clip.
 
     For evaluation: windows a frame apart are nearly the same, and all would be encoded and kept.
     """
-    kept: list[Clip] = []
-    end: dict[int, int] = {}
+    selected: list[Clip] = []
+    ends: dict[int, int] = {}
     for clip in clips:
-        item = item_of(clip.index)
-        if clip.start is None or clip.start >= end.get(item, 0):
-            kept.append(clip)
-            end[item] = (clip.start or 0) + clip.bucket[0]
-    return kept
+        item = item_index(clip.index)
+        if clip.start is None or clip.start >= ends.get(item, 0):
+            selected.append(clip)
+            ends[item] = (clip.start or 0) + clip.bucket[0]
+    return selected
 
 
 def encoded_clip(clip: Clip) -> Clip:
-    """The clip that the VAE encodes: itself, or the segment that its latents are cut from."""
-    if clip.latents_of is None:
+    """Return the clip that the VAE encodes: itself, or the segment that its latents are cut from."""
+    if clip.latent_segment is None:
         return clip
-    start, frames = clip.latents_of
-    index = item_of(clip.index)
-    return replace(clip, index=index, bucket=(frames, *clip.bucket[1:]), start=start, latents_of=None)
+    start, frames = clip.latent_segment
+    index = item_index(clip.index)
+    return replace(clip, index=index, bucket=(frames, *clip.bucket[1:]), start=start, latent_segment=None)
 
 
 def encoded_clips(clips: Iterable[Clip]) -> Iterator[Clip]:
-    """The clips that the VAE encodes; a segment that several windows share comes once."""
+    """Yield the clips that the VAE encodes; a segment that several windows share comes once."""
     seen: set[tuple[int, Bucket]] = set()
     for clip in clips:
-        segment = item_of(clip.index), clip.bucket
-        if clip.latents_of is None or segment not in seen:
+        segment = item_index(clip.index), clip.bucket
+        if clip.latent_segment is None or segment not in seen:
             yield encoded_clip(clip)
         seen.add(segment)
 
 
 def cut_latents(latents: Tensor, clip: Clip) -> Tensor:
-    """A window's latents `[B, C, T, H, W]` from those of its whole segment; any other clip's own as they are.
+    """Return a window's latents `[B, C, T, H, W]` from those of its segment; any other clip's latents are unchanged.
 
     With c frames to a latent frame, latent 0 of the segment stands for its frame 0, and latent k for frames
     (k - 1) c + 1 to k c. A window of m c + 1 frames that starts at frame j c gets latents j to j + m: all but the first
     stand for exactly its frames, and the first, unless j is 0, for its first frame and the c - 1 before.
 
     Raises:
-        ValueError: the VAE compresses otherwise than the window was made for.
+        ValueError: the VAE's temporal compression differs from the one that the window was made for.
     """
-    if clip.latents_of is None or clip.start is None:
+    if clip.latent_segment is None or clip.start is None:
         return latents
-    first, frames = clip.latents_of
+    first, frames = clip.latent_segment
     ratio, rest = divmod(frames - 1, max(latents.shape[2] - 1, 1))
     offset, length = clip.start - first, clip.bucket[0] - 1
     if rest or offset % ratio or length % ratio:

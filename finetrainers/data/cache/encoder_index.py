@@ -1,8 +1,8 @@
 """The index of encoders in a cache: from the options that name a model to the fingerprints of its encoders.
 
-An identity is a digest of weights in memory, so without this nobody could say what a configuration needs of a cache
-without loading its text encoders and VAE. And by the files that text encoders were loaded from, as long as those are as
-they were, so that a start that finds every caption need not load gigabytes to name them.
+An identity is a digest of weights in memory. Without this index, the entries that a configuration needs would be known
+only after loading its text encoders and VAE. The index also maps the files that text encoders were loaded from to their
+fingerprint, until the files change, so that a start that finds every caption need not load gigabytes to name them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from .model_fingerprint import ENCODING_VERSION
 from .store import TensorCache
 
 
-def remember_model(directory: Path, model: ModelSection, part: Part, known: EncoderEntry) -> None:
+def remember_model(directory: Path, model: ModelSection, part: Part, entry: EncoderEntry) -> None:
     """Store the fingerprint of a part of the configured model."""
     folder = _folder(directory, model, part)
-    path = folder / f"{known.identity}.json"
-    if not path.is_file() or known not in recall_models(directory, model, part):  # or by a version that knew less
-        write_json_atomic(path, asdict(known))
+    path = folder / f"{entry.identity}.json"
+    # An existing file may have been written by a version that stored less.
+    if not path.is_file() or entry not in recall_models(directory, model, part):
+        write_json_atomic(path, asdict(entry))
 
 
 def recall_models(directory: Path, model: ModelSection, part: Part) -> list[EncoderEntry]:
-    """All stored entries of this part of the configured model: its files may have been replaced under the same name."""
+    """Return the entries stored for a part of the configured model; several if its files were replaced in place."""
     paths = sorted(_folder(directory, model, part).glob("*.json"))
     return [TypeAdapter(EncoderEntry).validate_json(path.read_bytes()) for path in paths]
 
@@ -48,33 +49,33 @@ def remember_files(directory: Path, spec: ModelSpec, identity: str) -> None:
 
 
 def recall_files(directory: Path, spec: ModelSpec) -> str | None:
-    """The stored fingerprint of the text encoders; None where it is unknown or their files have changed."""
+    """Return the stored fingerprint of the text encoders, or None if it is unknown or their files have changed."""
     path = _folder(directory, spec.config, "text") / "files" / f"{_stamp(spec)}.json"
     return json.loads(path.read_text(encoding="utf-8"))["identity"] if path.is_file() else None
 
 
 def _stamp(spec: ModelSpec) -> str | None:
-    """A name of the files of tokenizers and text encoders and of the libraries that read them; None: not on this disk.
+    """Return a key of the files of tokenizers and text encoders and of the libraries that read them.
 
-    Of each file the path, size, and times of modification and of change count, as for media files (`file_facts`):
-    reading gigabytes would take as long as loading them.
+    It covers the path, size, modification time and change time of each file, as for media files (`file_facts`): reading
+    gigabytes would take as long as loading them. Return None if the files are not on this disk.
     """
-    found: list[object] = []
+    files: list[object] = []
     for part in (name for name in spec.parts if name.startswith(("tokenizer", "text_encoder", "image_processor"))):
         for path in filter(Path.is_file, spec.files_of(part)):
-            found.append([part, *file_version(path, path.stat())])
-    if not found:
+            files.append([part, *file_version(path, path.stat())])
+    if not files:
         return None
-    # How long a text may be can be written in the transformer's config.
+    # The transformer's config may limit the length of texts.
     transformer = spec.files_of(next(part for part in spec.parts if part.startswith("transformer")))
     config = next((path.read_text(encoding="utf-8") for path in transformer if path.name == "config.json"), None)
-    return TensorCache.key(files=found, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
+    return TensorCache.key(files=files, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
 
 
 def _folder(directory: Path, model: ModelSection, part: Part) -> Path:
     values = encoder_options(model, part)
     for name, value in values.items():
-        # One and the same folder has many names; a model that is packaged has one on every machine.
+        # A directory has many names, but a packaged model has the same name on every machine.
         if fields()[name].place != "model" or not isinstance(value, str) or value.startswith(SCHEME):
             continue
         if Path(model_path(value)).exists():

@@ -26,19 +26,19 @@ from .store import TensorCache
 #: Raise when decoding, resizing or cropping changes, so that old entries are no longer found.
 PIXELS_VERSION = 3
 
-_SHOWN = 60  # characters of a caption in an entry's header
+_MAX_CAPTION_CHARS = 60  # characters of a caption in an entry's header
 Part = Literal["text", "vae"]
 _PACKAGES = ("torch", "diffusers", "transformers", "ftfy")
 
 
 @dataclass(frozen=True)
 class EncoderEntry:
-    """A part of a model that entries were computed with.
+    """A component of a model that entries were computed with.
 
     Attributes:
         identity: see `model_fingerprint`.
         with_first_frame: which tensors entries of clips hold; see `ModelSpec.clip_version`.
-        first_frame_noise: what is added to the first frame unless that is turned off.
+        first_frame_noise: the noise that is added to the first frame unless that is turned off.
     """
 
     identity: str
@@ -47,25 +47,25 @@ class EncoderEntry:
 
 
 def text_key(identity: str, caption: str, image: str | None = None) -> str:
-    """Key of a caption's conditioning by the text encoders of that identity, which may see an image with it."""
-    seen = {} if image is None else {"image": image}
-    return TensorCache.key(kind="text", encoder=identity, caption=caption, **seen)
+    """Return the key of a caption's conditioning by the text encoders of that identity, which may also see an image."""
+    images = {} if image is None else {"image": image}
+    return TensorCache.key(kind="text", encoder=identity, caption=caption, **images)
 
 
 @dataclass(frozen=True)
 class CacheKeys:
-    """Computes the keys of cache entries, and describes entries.
+    """Keys and descriptions of cache entries.
 
     Attributes:
         cache: the store of the entries.
         digests: content digests of the media files.
         text_identity: names the text encoders, their weights, dtypes and options.
-        vae: names the VAE likewise, and says what entries of clips hold.
-        data: whether captions may be dropped, and to what; whether there is noise on the first frame.
+        vae: names the VAE likewise, and the tensors that entries of clips hold.
+        data: options of caption dropout and of noise on the first frame.
         seed: seed of the random starts and crops.
-        tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not say it.
-        tiled_late: whether it does so only since it ran out of memory; entries have the same names, and say it.
-        text_words, vae_words: the encoders in words, for people.
+        tiled: whether the VAE works on tiles of a clip of this bucket, where its identity does not include it.
+        tiled_late: whether it does so only since it ran out of memory; entries keep their names, and record it.
+        text_description, vae_description: descriptions of the encoders for users.
         texts_see_images: see `Facts.text_sees_image`.
     """
 
@@ -77,13 +77,13 @@ class CacheKeys:
     seed: int
     tiled: Callable[[Bucket], bool] = field(default=lambda bucket: False)
     tiled_late: Callable[[Bucket], bool] = field(default=lambda bucket: False)
-    text_words: str = ""
-    vae_words: str = ""
+    text_description: str = ""
+    vae_description: str = ""
     texts_see_images: bool = False
 
     @classmethod
     def of(cls, directory: Path, config: TrainConfig) -> CacheKeys:
-        """Of a run, whose encoders are not known yet, in a directory."""
+        """Return the keys of a run, whose encoders are not known yet, in a directory."""
         return cls(
             TensorCache(directory / "tensors"),
             FileFacts(directory / "digests"),
@@ -91,27 +91,27 @@ class CacheKeys:
             vae=EncoderEntry(""),
             data=config.data,
             seed=config.training.seed,
-            text_words=describe_model(config.model, "text"),
-            vae_words=describe_model(config.model, "vae"),
+            text_description=describe_model(config.model, "text"),
+            vae_description=describe_model(config.model, "vae"),
         )
 
-    def text(self, caption: str, shown: Shown | None = None) -> str:
-        """Key of a caption's conditioning, where text encoders see images with what they are shown."""
-        return text_key(self.text_identity, caption, None if shown is None else self.shown(shown))
+    def text(self, caption: str, source: Shown | None = None) -> str:
+        """Return the key of a caption's conditioning, and of the image in `source` where text encoders see images."""
+        return text_key(self.text_identity, caption, None if source is None else self.shown(source))
 
-    def shown(self, one: Shown) -> str:
-        """Names the pixels of `picture` by the file's content and all that is done with it."""
-        cut = {"size": one.size} if isinstance(one, Picture) else self.cut(one)
-        return self.cache.key(kind="shown", file=self.digests.digest(one.path), version=PIXELS_VERSION, **cut)
+    def shown(self, source: Shown) -> str:
+        """Return a key of the pixels of `picture`: of the file's content and all operations on it."""
+        cut = {"size": source.size} if isinstance(source, Picture) else self.cut(source)
+        return self.cache.key(kind="shown", file=self.digests.digest(source.path), version=PIXELS_VERSION, **cut)
 
-    def picture(self, one: Shown) -> Tensor:
-        """An image, or a clip's first frame, `[3, H, W]` uint8."""
-        if isinstance(one, Picture):
-            return read_covering(one.path, height=one.size[0], width=one.size[1])
-        return self.pixels(one)[:3, 0]
+    def picture(self, source: Shown) -> Tensor:
+        """Return an image, or a clip's first frame, `[3, H, W]` uint8."""
+        if isinstance(source, Picture):
+            return read_covering(source.path, height=source.size[0], width=source.size[1])
+        return self.pixels(source)[:3, 0]
 
     def video(self, clip: Clip) -> str:
-        """Key of a clip's moments. It holds the files' content, not their names, and no caption."""
+        """Return the key of a clip's moments. It covers the files' content, but neither their names nor captions."""
         noise = self.vae.first_frame_noise if self.data.first_frame_noise else None
         return self.cache.key(
             kind="video",
@@ -119,13 +119,20 @@ class CacheKeys:
             file=self.digests.digest(clip.path),
             first_frame=[*noise, self.seed] if noise else self.vae.with_first_frame,
             version=PIXELS_VERSION,
-            **({"further": {one.name: self.digests.digest(one.path) for one in clip.further}} if clip.further else {}),
+            **(
+                {"further": {medium.name: self.digests.digest(medium.path) for medium in clip.further}}
+                if clip.further
+                else {}
+            ),
             **({"tiled": True} if self.tiled(clip.bucket) else {}),
             **self.cut(clip),
         )
 
     def mask(self, clip: Clip) -> str:
-        """Key of a clip's pooled mask. That of its moments does not depend on the mask, so they are not encoded again for one."""
+        """Return the key of a clip's pooled mask.
+
+        The key of the clip's moments does not depend on the mask, so that another mask does not encode them again.
+        """
         assert clip.mask is not None, "the clip has no mask"
         is_random = "random" in (clip.frame_selection, clip.reshape_mode)
         return self.cache.key(
@@ -133,27 +140,27 @@ class CacheKeys:
             file=self.digests.digest(clip.mask.path),
             mask=clip.mask.kind,
             grid=clip.mask.grid,
-            # What decides which of its pixels are those of the clip.
+            # The values that decide which of its pixels are those of the clip.
             source=(clip.num_frames, clip.source_fps, clip.height, clip.width),
             times=self.digests.digest(clip.path) if clip.is_variable or is_random else None,
             version=PIXELS_VERSION,
             **self.cut(clip),
         )
 
-    def image(self, one: Picture) -> str:
-        """Key of the moments of an image that clips start from; of its content, not its name."""
+    def image(self, image: Picture) -> str:
+        """Return the key of the moments of an image that clips start from; of its content, not its name."""
         return self.cache.key(
             kind="image",
             vae=self.vae.identity,
-            image=self.shown(one),
+            image=self.shown(image),
             first_frame=self.vae.with_first_frame,
-            **({"tiled": True} if self.tiled((1, *one.size)) else {}),
+            **({"tiled": True} if self.tiled((1, *image.size)) else {}),
         )
 
     def cut(self, clip: Clip) -> dict[str, object]:
-        """All that decides which pixels are taken from the clip's file.
+        """Return all values that decide which pixels are taken from the clip's file.
 
-        This is the one place where they are listed; `pixels` must use nothing else. JSON values.
+        This is the only place where they are listed; `pixels` must use nothing else. JSON values.
         """
         is_random = "random" in (clip.frame_selection, clip.reshape_mode)
         return {
@@ -167,78 +174,81 @@ class CacheKeys:
         }
 
     def pixels(self, clip: Clip) -> Tensor:
-        """The clip `[C, T, H, W]` uint8 as `load_clip` gives it, with its one random start and crop drawn from seed and file content."""
+        """Return the clip `[C, T, H, W]` uint8 as `load_clip` does.
+
+        Its random start and crop are drawn once, from seed and file content.
+        """
         return load_clip(clip, generator=self._generator(clip))
 
     def pooled(self, clip: Clip) -> Tensor:
-        """The clip's mask as `load_mask` gives it, cut as `pixels` are."""
+        """Return the clip's mask as `load_mask` does, cut as `pixels` are."""
         return load_mask(clip, generator=self._generator(clip))
 
     def _generator(self, clip: Clip) -> torch.Generator:
         return generator("cpu", self.seed, "precomputed clip", self.digests.digest(clip.path))
 
     def about_text(self, caption: str) -> dict[str, str]:
-        """What a caption's entry is, for people."""
-        shown = caption if len(caption) <= _SHOWN else caption[: _SHOWN - 3] + "..."
-        return self._about("text", shown, self.text_words, self.text_identity)
+        """Return a description of a caption's entry for users."""
+        text = caption if len(caption) <= _MAX_CAPTION_CHARS else caption[: _MAX_CAPTION_CHARS - 3] + "..."
+        return self._about("text", text, self.text_description, self.text_identity)
 
     def about_video(self, clip: Clip) -> dict[str, str]:
-        """What a clip's entry is, for people; the file's name without its folders."""
-        words = self.vae_words + (", tiled" if self.tiled(clip.bucket) else "")
-        words += ", tiled after an OOM" if self.tiled_late(clip.bucket) else ""
-        about = self._about("video", Path(clip.path).name, words, self.vae.identity)
+        """Return a description of a clip's entry for users, with the file's name without its directories."""
+        description = self.vae_description + (", tiled" if self.tiled(clip.bucket) else "")
+        description += ", tiled after an OOM" if self.tiled_late(clip.bucket) else ""
+        about = self._about("video", Path(clip.path).name, description, self.vae.identity)
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
     def about_mask(self, clip: Clip) -> dict[str, str]:
-        """What a mask's entry is, for people."""
+        """Return a description of a mask's entry for users."""
         assert clip.mask is not None, "the clip has no mask"
         about = self._about("mask", clip.mask.path.name, "", "")
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
-    def about_image(self, one: Picture) -> dict[str, str]:
-        """What an image's entry is, for people."""
-        about = self._about("image", one.path.name, self.vae_words, self.vae.identity)
-        return {**about, "bucket": "x".join(map(str, (1, *one.size)))}
+    def about_image(self, image: Picture) -> dict[str, str]:
+        """Return a description of an image's entry for users."""
+        about = self._about("image", image.path.name, self.vae_description, self.vae.identity)
+        return {**about, "bucket": "x".join(map(str, (1, *image.size)))}
 
-    def _about(self, kind: str, what: str, model: str, identity: str) -> dict[str, str]:
-        return {"kind": kind, "of": what, "model": model, "identity": identity[:12], "versions": library_versions()}
+    def _about(self, kind: str, source: str, model: str, identity: str) -> dict[str, str]:
+        return {"kind": kind, "of": source, "model": model, "identity": identity[:12], "versions": library_versions()}
 
 
 @cache
 def library_versions() -> str:
-    """The libraries that encode, with their versions.
+    """Return the libraries that encode, with their versions.
 
-    Read once: looking a package up parses its whole description, which takes longer than encoding a caption.
+    They are read once: looking up a package parses all of its metadata, which takes longer than encoding a caption.
     """
-    found = []
+    versions = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def describe_model(model: ModelSection, part: Part) -> str:
-    """A part of a model in a few words, without the machine's folders: `FAMILY VAE of someone/model, bf16`."""
+    """Return a short description of a component, without the machine's directories: `FAMILY VAE of org/model, bf16`."""
     options = encoder_options(model, part)
-    own = options.get("vae_id" if part == "vae" else "text_encoder_id")
-    place = str(own or model.pretrained_model_name_or_path)
-    name = Path(place).name if Path(place).exists() else place
+    component_id = options.get("vae_id" if part == "vae" else "text_encoder_id")
+    source = str(component_id or model.pretrained_model_name_or_path)
+    name = Path(source).name if Path(source).exists() else source
     dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
     tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
-    kind = options.get("quantize_text_encoders")
-    quantized = f", quantized to {kind}" if kind else ""
+    quantization = options.get("quantize_text_encoders")
+    quantized = f", quantized to {quantization}" if quantization else ""
     return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}{quantized}"
 
 
 def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:
-    """The options that decide what a part of a model encodes to."""
+    """Return the options that determine the output of a component."""
     values = {name: getattr(model, name) for name, option in fields().items() if option.encodes in (part, "both")}
-    if not values["part"]:  # so that names are what they were before it was an option
+    if not values["part"]:  # keeps the keys from before it was an option
         del values["part"]
     if values.get("quantize_text_encoders") == "none":
         del values["quantize_text_encoders"]
-    if "enable_tiling" in values:  # which clips are tiled by default, the entries' own keys say
+    if "enable_tiling" in values:  # the keys of entries say which clips are tiled by default
         values["enable_tiling"] = bool(values["enable_tiling"])
     return values

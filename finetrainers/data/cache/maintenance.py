@@ -1,6 +1,6 @@
-"""Maintains a cache of precomputed tensors: lists its entries, verifies and repairs them, and prunes those not needed.
+"""Maintenance of a cache of precomputed tensors: listing, verification and repair of its entries, and pruning.
 
-Runs never do this: they know the keys that they need. Here every file is read.
+Runs never do this, since they know the keys that they need. Here every file is read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .store import SUFFIX, TEMPORARY, CacheInUse, TensorCache, is_finite, read_a
 
 #: Entries are read by several threads, since a network disk answers slowly and many at a time.
 _THREADS = 8
-#: What a killed writer left behind; a living one needs a moment.
+#: Age of temporary files that a killed writer left behind; a living writer needs only a moment.
 _ABANDONED_S = 3600.0
-#: Uses are noted once a day: without locks, nobody can say more of what has been used since.
+#: Uses are recorded once a day: without locks, more recent ones are unknown.
 _BLIND_DAYS = 2.0
 _UNKNOWN = {"kind": "unknown", "of": "", "model": "", "identity": ""}
 
@@ -51,7 +51,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Damage:
-    """An entry that cannot be used: its file or key, what it was of if that can be said, and why."""
+    """An entry that cannot be used: its file or key, its source if known, and the reason."""
 
     key: str
     of: str
@@ -59,56 +59,56 @@ class Damage:
 
 
 class CacheMaintenance:
-    """Lists, verifies and prunes a cache."""
+    """A cache whose entries are listed, verified and pruned."""
 
     def __init__(self, directory: Path) -> None:
         """Args:
-        directory: what `--precompute_dir` was, or the output directory of a run that has its own.
+        directory: the value of `--precompute_dir`, or the output directory of a run without it.
 
         Raises:
             FileNotFoundError: there is no cache.
         """
-        places = (directory, directory / "precomputed")
-        found = next((place for place in places if (place / "tensors").is_dir()), None)
-        if found is None:
+        candidates = (directory, directory / "precomputed")
+        cache_directory = next((path for path in candidates if (path / "tensors").is_dir()), None)
+        if cache_directory is None:
             raise FileNotFoundError(
                 f"{directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
             )
-        self.directory = found
-        self.cache = TensorCache(found / "tensors")
+        self.directory = cache_directory
+        self.cache = TensorCache(cache_directory / "tensors")
 
     def entries(self) -> list[Entry]:
-        """Every entry, one folder after the other."""
-        found = []
+        """Return every entry, one folder after the other."""
+        entries = []
         for file in self._files():
             if file.name.endswith(SUFFIX) and not file.name.startswith("."):
                 stat = file.stat()
                 key = file.name.removesuffix(SUFFIX)
-                found.append(Entry(key, Path(file.path), stat.st_size, stat.st_mtime))
-        return found
+                entries.append(Entry(key, Path(file.path), stat.st_size, stat.st_mtime))
+        return entries
 
     def groups(self) -> list[Group]:
-        """The entries by kind and model, the largest first; their headers are read."""
+        """Return the entries by kind and model, the largest first; their headers are read."""
         entries = self.entries()
         with ThreadPoolExecutor(_THREADS) as pool:
             abouts = list(pool.map(_about, entries))
-        sorted_out: dict[tuple[str, str, str], list[Entry]] = {}
+        entries_by_group: dict[tuple[str, str, str], list[Entry]] = {}
         for entry, about in zip(entries, abouts, strict=True):
-            sorted_out.setdefault((about["kind"], about["model"], about["identity"]), []).append(entry)
+            entries_by_group.setdefault((about["kind"], about["model"], about["identity"]), []).append(entry)
         groups = [
             Group(
-                *name,
-                entries=len(those),
-                size_bytes=sum(entry.size_bytes for entry in those),
-                oldest_use=min(entry.used for entry in those),
-                newest_use=max(entry.used for entry in those),
+                *group_key,
+                entries=len(members),
+                size_bytes=sum(entry.size_bytes for entry in members),
+                oldest_use=min(entry.used for entry in members),
+                newest_use=max(entry.used for entry in members),
             )
-            for name, those in sorted_out.items()
+            for group_key, members in entries_by_group.items()
         ]
         return sorted(groups, key=lambda group: -group.size_bytes)
 
     def known_files(self) -> int:
-        """How many versions of media files have a stored digest."""
+        """Return how many versions of media files have a stored digest."""
         return len(FileFacts(self.directory / "digests"))
 
     def verify(self, *, progress: Progress | None = None) -> tuple[int, list[Damage]]:
@@ -122,11 +122,11 @@ class CacheMaintenance:
                     damaged.append(Damage(entry.key, _about(entry)["of"], reason))
                 if progress:
                     progress(done, len(entries))
-        # One that was written or removed in the meantime is neither.
-        gone = indexed - {entry.key for entry in entries}
+        # An entry that was written or removed in the meantime is neither damaged nor missing.
+        unlisted = indexed - {entry.key for entry in entries}
         damaged += [
             Damage(key, "", "listed in the index, and not there")
-            for key in sorted(gone)
+            for key in sorted(unlisted)
             if not self.cache.path(key).exists()
         ]
         return len(entries), damaged
@@ -137,38 +137,39 @@ class CacheMaintenance:
         Raises:
             CacheInUse: a run uses the cache.
         """
-        with self.cache.alone():
+        with self.cache.exclusive():
             self._remove([damage.key for damage in damaged])
             self._sweep()
 
     def prune(
         self, *, keep: Collection[str] | None = None, older_than_days: float | None = None, dry_run: bool = False
     ) -> list[Entry]:
-        """Remove and return entries that are not in `keep` and were not used for so long; None leaves a condition out.
+        """Remove and return entries that are not in `keep` and were not used for `older_than_days`.
+
+        A condition that is None is left out.
 
         Raises:
-            CacheInUse: a run uses the cache, or nobody can say whether one does.
+            CacheInUse: a run uses the cache, or it is unknown whether one does.
         """
-        with self.cache.alone() as certain:
-            if not certain and (older_than_days is None or older_than_days < _BLIND_DAYS):
+        with self.cache.exclusive() as is_locked:
+            if not is_locked and (older_than_days is None or older_than_days < _BLIND_DAYS):
                 raise CacheInUse(
                     f"{self.directory} is on a file system without locks, so nobody can say whether a run uses it; "
                     f"remove only what was not used for some time: --older_than {_BLIND_DAYS:g} or more"
                 )
             limit = None if older_than_days is None else time.time() - older_than_days * 86400
-            going = [
+            pruned = [
                 entry
                 for entry in self.entries()
                 if (keep is None or entry.key not in keep) and (limit is None or entry.used < limit)
             ]
             if not dry_run:
-                self._remove([entry.key for entry in going])
+                self._remove([entry.key for entry in pruned])
                 self._sweep()
-        return going
+        return pruned
 
     def _remove(self, keys: Collection[str]) -> None:
-        # The index first: an entry that it does not know is looked for, one that it knows wrongly fails when it is
-        # read.
+        # The index first: an entry that is not listed is searched for, one that is listed and missing fails when read.
         self.cache.rewrite_index(self.cache.indexed().difference(keys))
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(lambda key: self.cache.path(key).unlink(missing_ok=True), keys):
@@ -193,7 +194,7 @@ def _about(entry: Entry) -> dict[str, str]:
 
 
 def _fault(entry: Entry) -> str | None:
-    """Why an entry cannot be used, or None."""
+    """Return the reason why an entry cannot be used, or None if it can."""
     try:
         tensors = read_entry(entry.path, note_use=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The fingerprint of a loaded model part, so that cached results are found again only for the same weights.
+"""The fingerprint of a loaded component, so that cached results are found again only for the same weights.
 
 The name comes from the weights themselves, not from where they were loaded: moving a model keeps its cache, and
 replacing its files under the same name does not.
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Raise when encoders come to be called otherwise (with another prompt template, say), so that old entries are no
-#: longer found.
+#: Raise when encoders are called in another way (with another prompt template, say), so that old entries are no longer
+#: found.
 ENCODING_VERSION = 1
 
 _SAMPLED = 256  # elements read of each tensor; training or converting a model changes them all
 
 
 def model_fingerprint(parts: Mapping[str, Any], **options: object) -> str:
-    """Hex digest of modules, tokenizers and further options.
+    """Return the hex digest of modules, tokenizers and further options.
 
     Args:
-        parts: by name: torch modules, tokenizers, and processors of images.
+        parts: components by name: torch modules, tokenizers, and processors of images.
         options: anything else that changes the result; JSON values.
     """
     if find_spec("ftfy") is not None and any(hasattr(part, "get_vocab") for part in parts.values()):
@@ -47,9 +47,9 @@ def model_fingerprint(parts: Mapping[str, Any], **options: object) -> str:
 def _update_from_module(digest: Any, module: nn.Module) -> None:
     config: Any = getattr(module, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
-    # Names starting with an underscore say where the part came from and which library version wrote it.
-    kept = {key: value for key, value in values.items() if not key.startswith("_") and key != "transformers_version"}
-    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    # Names starting with an underscore hold the origin of the component and the library version that wrote it.
+    hashed = {key: value for key, value in values.items() if not key.startswith("_") and key != "transformers_version"}
+    digest.update(json.dumps(hashed, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         if isinstance(tensor, Tensor):
             digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -57,7 +57,7 @@ def _update_from_module(digest: Any, module: nn.Module) -> None:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Bytes of evenly spaced elements."""
+    """Return the bytes of evenly spaced elements."""
     flat = tensor.detach().flatten()
     sample = flat[:: max(flat.numel() // _SAMPLED, 1)].cpu().contiguous()
     return sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""

@@ -1,13 +1,13 @@
-"""A content-addressed store of tensors: a key is a hash of all inputs, so no stale entry can be read.
+"""A content-addressed store of tensors: stale entries cannot be read.
 
 A key is a hash of everything that determines the value. Entries are safetensors files with a checksum, since
 safetensors itself does not notice a flipped bit; they are written under another name and renamed, so that several ranks
 or runs may share one folder.
 
-Which entries there are is also written down in an index, an append-only log in which a start finds all keys without
-asking the file system for each of a hundred thousand files. The index only ever saves work: an entry that it does not
-know (its writer was killed before the line was written) is looked for on disk, a wrong line is detected when the entry
-is read, and the entry is then marked as doubtful, which sends the next start to the disk.
+The keys are also listed in an index. A start reads this append-only log instead of asking the file system for each of a
+hundred thousand files. The index only ever saves work: an entry that is not listed (its writer was killed before the
+line was written) is searched for on disk, a wrong line is detected when the entry is read, and the entry is then marked
+as doubtful, which sends the next start to the disk.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 _CHECKSUM = "crc32"
 _HEX = 64
-_WHOLE, _DOUBTED = "+", "-"
+_COMPLETE, _DOUBTED = "+", "-"
 _LOCK = ".lock"
-#: A file's modification time is that of its last use, to a day: to note each use would be a write for each read.
-_USE_NOTED_S = 86400.0
+#: A file's modification time is that of its last use, to a day: recording each use would cost a write for each read.
+_USE_INTERVAL_S = 86400.0
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-#: What a file system without locks says.
+#: Errors of a file system without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class CacheError(ExpectedError, RuntimeError):
-    """A cached entry that training needs is missing or damaged."""
+    """A missing or damaged cache entry that training needs."""
 
 
 class CacheInUse(ExpectedError, RuntimeError):
-    """Entries cannot be removed while a run may need them."""
+    """An attempt to remove entries while a run may need them."""
 
 
 class TensorCache:
@@ -72,13 +72,13 @@ class TensorCache:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._index = AppendLog(directory / "index", length=1 + _HEX)
-        self._whole: set[bytes] = set()
-        self._doubted: set[bytes] = set()
-        self._made: set[Path] = set()  # folders
-        self._held: weakref.finalize | None = None
+        self._complete: set[bytes] = set()  # keys
+        self._doubted: set[bytes] = set()  # keys
+        self._directories: set[Path] = set()  # that exist
+        self._lock: weakref.finalize | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the keys, which a process that only reads entries does not need."""
+        """Return the state without the keys, which a process that only reads entries does not need."""
         return {"directory": self.directory}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,20 +86,20 @@ class TensorCache:
 
     @staticmethod
     def key(**parts: object) -> str:
-        """Hex digest of the given parts, which must be JSON values (tuples count as lists)."""
+        """Return the hex digest of `parts`, which must be JSON values (tuples count as lists)."""
         return sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
     def path(self, key: str) -> Path:
-        """The path of the entry; folders fan out, since one folder of a million files is slow everywhere."""
+        """Return the path of the entry; folders fan out, since one folder of a million files is slow everywhere."""
         return self.directory / key[:2] / f"{key}{SUFFIX}"
 
     def put(self, key: str, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> int:
-        """Store an entry, replacing what was there; its size in bytes.
+        """Store an entry, replacing an earlier one, and return its size in bytes.
 
         Args:
             key: its name.
-            tensors: what it holds.
-            about: what it is, for people; kept in its header.
+            tensors: its content.
+            about: a description for users, stored in its header.
         """
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         # The checksum covers the tensors' bytes, so it is known only once they are laid out.
@@ -107,12 +107,12 @@ class TensorCache:
         metadata = {**(about or {}), _CHECKSUM: str(zlib.crc32(payload))}
         data = safetensors.torch.save(contiguous, metadata=metadata)
         self._write(self.path(key), data)
-        self._whole.add(bytes.fromhex(key))
-        self._note([_WHOLE + key])
+        self._complete.add(bytes.fromhex(key))
+        self._note([_COMPLETE + key])
         return len(data)
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The entry, on the CPU; None when there is none, or when it is damaged, which also removes and logs it."""
+        """Return the entry, on the CPU, or None if it is missing or damaged; a damaged one is removed and logged."""
         path = self.path(key)
         try:
             tensors = read_entry(path)
@@ -125,10 +125,13 @@ class TensorCache:
         return tensors
 
     def peek(self, key: str, name: str) -> Tensor | None:
-        """One tensor of an entry; the others are not read, and so the checksum is not checked. None as for `get`."""
+        """Return one tensor of an entry, or None as `get` does.
+
+        The others are not read, so the checksum is not verified.
+        """
         try:
             with safetensors.safe_open(self.path(key), framework="pt") as file:
-                return file.get_tensor(name).clone()  # else the file would stay mapped
+                return file.get_tensor(name).clone()  # otherwise the file would stay mapped
         except FileNotFoundError:
             self._doubt(key)
         except SafetensorError as error:
@@ -136,45 +139,44 @@ class TensorCache:
         return None
 
     def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those of the keys that have no whole entry, each once. Damaged ones are removed and logged.
+        """Return the keys without a complete entry, each once. Damaged entries are removed and logged.
 
-        The tensors are not read: that would read the whole cache at every start. `get` checks their bytes. Of entries
-        that the index does not know, the header is read; those that are not there cost one listing of their folder
-        together.
+        The tensors are not read: that would read the whole cache at every start. `get` checks their bytes. The headers
+        of entries that are not in the index are read; missing ones cost one listing of each directory.
         """
         self._refresh()
         unknown: dict[str, list[str]] = defaultdict(list)
         order = list(dict.fromkeys(keys))
         for key in order:
-            if bytes.fromhex(key) not in self._whole:
+            if bytes.fromhex(key) not in self._complete:
                 unknown[key[:2]].append(key)
         missing: set[str] = set()
-        found: list[str] = []
-        for folder, wanted in unknown.items():
+        complete: list[str] = []
+        for folder, folder_keys in unknown.items():
             try:
                 names = {entry.name for entry in os.scandir(self.directory / folder)}
             except FileNotFoundError:
                 names = set()
-            for key in wanted:
-                is_whole = self.path(key).name in names and self._opens(key)
-                (found.append if is_whole else missing.add)(key)
-        self._whole.update(map(bytes.fromhex, found))
+            for key in folder_keys:
+                is_complete = self.path(key).name in names and self._opens(key)
+                (complete.append if is_complete else missing.add)(key)
+        self._complete.update(map(bytes.fromhex, complete))
         # A line cannot take back a doubt, since there is no order between writers.
-        self._note(_WHOLE + key for key in found if bytes.fromhex(key) not in self._doubted)
+        self._note(_COMPLETE + key for key in complete if bytes.fromhex(key) not in self._doubted)
         return [key for key in order if key in missing]
 
     def hold(self) -> None:
         """Hold a shared lock as long as this object lives; wait while entries are being removed."""
-        if self._held is not None or fcntl is None:
+        if self._lock is not None or fcntl is None:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            if error.errno in _READ_ONLY:  # nobody can remove anything here
+            if error.errno in _READ_ONLY:  # entries cannot be removed either
                 return
             raise
-        self._held = weakref.finalize(self, os.close, descriptor)
+        self._lock = weakref.finalize(self, os.close, descriptor)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -187,16 +189,16 @@ class TensorCache:
 
     def release(self) -> None:
         """Release the shared lock."""
-        if self._held is not None:
-            self._held()
-            self._held = None
+        if self._lock is not None:
+            self._lock()
+            self._lock = None
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Hold an exclusive lock within the block; yields False on file systems without locks.
+    def exclusive(self) -> Iterator[bool]:
+        """Hold an exclusive lock within the block; yield False on file systems without locks.
 
         Raises:
-            CacheInUse: a run uses it.
+            CacheInUse: a run uses the cache.
         """
         if fcntl is None:
             yield False
@@ -214,16 +216,16 @@ class TensorCache:
             yield True
 
     def indexed(self) -> set[str]:
-        """Keys of the entries that should be there."""
+        """Return the keys of the entries that should exist."""
         self._refresh()
-        return {raw.hex() for raw in self._whole}
+        return {raw.hex() for raw in self._complete}
 
     def rewrite_index(self, keys: Iterable[str]) -> None:
-        """Make the index one file with these keys; only within `alone`."""
+        """Rewrite the index as one file with these keys; only within `exclusive`."""
         self._refresh()
-        kept = sorted(keys)
-        self._index.replace(_WHOLE + key for key in kept)
-        self._whole, self._doubted = set(map(bytes.fromhex, kept)), set()
+        listed = sorted(keys)
+        self._index.replace(_COMPLETE + key for key in listed)
+        self._complete, self._doubted = set(map(bytes.fromhex, listed)), set()
 
     def _note(self, lines: Iterable[str]) -> None:
         """Add lines to the index, unless the cache cannot be written to."""
@@ -236,20 +238,20 @@ class TensorCache:
     def _refresh(self) -> None:
         for line in self._index.news():
             try:
-                (self._whole if line[0] == _WHOLE else self._doubted).add(bytes.fromhex(line[1:]))
+                (self._complete if line[0] == _COMPLETE else self._doubted).add(bytes.fromhex(line[1:]))
             except ValueError:  # two lines cut and joined by a disk that was full
                 continue
-        self._whole -= self._doubted
+        self._complete -= self._doubted
 
     def _doubt(self, key: str) -> None:
         raw = bytes.fromhex(key)
-        self._whole.discard(raw)
+        self._complete.discard(raw)
         if raw not in self._doubted:
             self._doubted.add(raw)
             self._note([_DOUBTED + key])
 
     def _opens(self, key: str) -> bool:
-        """Whether the entry's header is whole and the file as long as it says."""
+        """Return whether the entry's header is complete and the file has the length in it."""
         try:
             with safetensors.safe_open(self.path(key), framework="pt"):
                 return True
@@ -265,10 +267,13 @@ class TensorCache:
         self.path(key).unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Not flushed to disk as checkpoints are: an entry lost to a power cut is found damaged and computed again."""
-        if path.parent not in self._made:
+        """Write an entry under another name and rename it.
+
+        It is not flushed to disk as checkpoints are: an entry lost to a power cut is detected and computed again.
+        """
+        if path.parent not in self._directories:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._made.add(path.parent)
+            self._directories.add(path.parent)
         temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         try:
             temporary.write_bytes(data)
@@ -280,15 +285,15 @@ class TensorCache:
 
 
 def read_entry(path: Path, *, note_use: bool = True) -> dict[str, Tensor]:
-    """The tensors of an entry, on the CPU; `note_use` says whether the file remembers that it was read.
+    """Return the tensors of an entry, on the CPU; with `note_use`, the file records that it was read.
 
     Raises:
-        ValueError: it is damaged; the message says how.
-        FileNotFoundError: it is not there.
+        ValueError: the entry is damaged, with the reason.
+        FileNotFoundError: the entry does not exist.
     """
     with open_regular(path) as file:
         data = file.read()
-        used = os.fstat(file.fileno()).st_mtime
+        last_use = os.fstat(file.fileno()).st_mtime
     try:
         tensors = safetensors.torch.load(data)
         expected = _metadata(data).get(_CHECKSUM)
@@ -296,17 +301,17 @@ def read_entry(path: Path, *, note_use: bool = True) -> dict[str, Tensor]:
         raise ValueError(str(error)) from error
     if str(zlib.crc32(_payload(data))) != expected:
         raise ValueError("its checksum is wrong")
-    if note_use and time.time() - used > _USE_NOTED_S:
-        with contextlib.suppress(OSError):  # somebody else's cache, which may be read only
+    if note_use and time.time() - last_use > _USE_INTERVAL_S:
+        with contextlib.suppress(OSError):  # the cache may belong to another user and be read-only
             os.utime(path)
     return tensors
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity; whole numbers never do.
+    """Return whether a tensor holds neither NaN nor infinity; integers never do.
 
-    What is not finite makes the sum so; a sum that has only overflowed is looked at more closely. This takes a third of
-    the time, and every entry of every batch is asked.
+    A non-finite element makes the sum non-finite. Only then are the elements checked, as the sum may have overflowed.
+    This takes a third of the time, and every entry of every batch is checked.
     """
     if not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite()):
         return True
@@ -314,7 +319,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def read_about(path: Path) -> dict[str, str]:
-    """What an entry's header says that it is; the tensors are not read.
+    """Return the description in an entry's header; the tensors are not read.
 
     Raises:
         ValueError: the header is damaged.
@@ -330,7 +335,7 @@ def read_about(path: Path) -> dict[str, str]:
 
 
 def _header_size(data: bytes) -> int:
-    """Bytes of the safetensors header: its length as 8 bytes, then JSON."""
+    """Return the bytes of the safetensors header: its length as 8 bytes, then JSON."""
     return struct.unpack("<Q", data[:8])[0]
 
 

@@ -16,29 +16,29 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from ..reading.items import Kind
-from ..reading.media import frames_of, open_container, open_image, reason_of, video_stream
+from ..reading.media import decode_frames, error_reason, open_container, open_image, video_stream
 from ..reading.status import Mark, Unusable
 
 R = TypeVar("R")
 
-#: Memory that a file's decoding may ask for, beyond what the process has when it starts.
+#: Memory that decoding a file may allocate, beyond that of the process at its start.
 MEMORY_BYTES = 4 << 30
 
 _BLACK = 24  # of 255: limited range has its black at 16
-_STILL = 1.5  # grey levels, on average, between the first frame and any other: what encoding alone may change
-GAP = 2  # pixels between small pictures
-_STEP = 8  # pixels looked at: every eighth of every eighth row
+_STILL = 1.5  # grey levels, on average, between the first frame and any other, which encoding alone may change
+GAP = 2  # pixels between thumbnails
+_STEP = 8  # every eighth pixel of every eighth row is read
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A task without a result: it failed, or its process was lost. `how` says it in words, after "the decoder"."""
+    """A task without a result: it failed, or its process was lost. `how` continues a message after "the decoder"."""
 
     how: str
 
 
 def serve(pipe: Connection, function: Callable[..., Any]) -> None:
-    """Answer calls until the other end is closed. The parent ends this process: Ctrl-C is its business."""
+    """Answer calls until the other end is closed. The parent handles Ctrl-C and ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _bound_memory()
     pipe.send("up")
@@ -51,13 +51,13 @@ def serve(pipe: Connection, function: Callable[..., Any]) -> None:
 
 
 def answer(function: Callable[..., R], arguments: tuple[Any, ...]) -> R | Lost:
-    """The result of a function for a file, or its failure."""
+    """Return the result of a function for a file, or its failure."""
     try:
         return function(*arguments)
     except MemoryError:
         return Lost(f"asked for more than {MEMORY_BYTES >> 30} GiB")
     except Exception as error:
-        return Lost(f"failed: {reason_of(error)}")
+        return Lost(f"failed: {error_reason(error)}")
 
 
 def _bound_memory() -> None:
@@ -66,16 +66,18 @@ def _bound_memory() -> None:
     except ImportError:  # Windows
         return
     try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # macOS
-        used = MEMORY_BYTES
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+        used_bytes = MEMORY_BYTES
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used_bytes + MEMORY_BYTES
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit), hard_limit)
+    )
 
 
 def decode_task(path: str, kind: Kind, declared: int) -> Unusable | tuple[Mark, ...]:
-    """Decode a file from end to end: why it cannot be used, or what is remarkable (`black`, `still`)."""
+    """Decode a file from end to end; return the reason why it cannot be used, or its marks (`black`, `still`)."""
     return _decode_image(path) if kind == "image" else _decode_video(path, declared)
 
 
@@ -86,7 +88,7 @@ def _decode_image(path: str) -> Unusable | tuple[Mark, ...]:
     except MemoryError:
         raise
     except Exception as error:
-        return _unusable(error, f"the image cannot be decoded: {reason_of(error)}")
+        return _unusable(error, f"the image cannot be decoded: {error_reason(error)}")
     return ("black",) if grey.mean() < _BLACK else ()
 
 
@@ -97,8 +99,8 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
     try:
         with open_container(Path(path)) as container:
             stream = video_stream(container)
-            stream.thread_type = "NONE"  # as many processes as processors run at once
-            for frame in frames_of(container, stream):
+            stream.thread_type = "NONE"  # there is a process per processor
+            for frame in decode_frames(container, stream):
                 count += 1
                 broken += frame.is_corrupt
                 grey = _grey(frame) if black or still else None
@@ -108,10 +110,10 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
                 first = grey if first is None else first
                 black = black and float(grey.mean()) < _BLACK
                 still = still and grey.shape == first.shape and float(np.abs(grey - first).mean()) < _STILL
-    except MemoryError:  # FFmpeg's is one
+    except MemoryError:  # includes that of FFmpeg
         raise
     except Exception as error:
-        return _unusable(error, f"decoding fails after frame {count} of {declared}: {reason_of(error)}")
+        return _unusable(error, f"decoding fails after frame {count} of {declared}: {error_reason(error)}")
     if broken:
         return Unusable("damaged", f"{broken} of {count} frames are broken")
     if count < declared:
@@ -121,15 +123,15 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
     return ("still",) if still and count > 1 else ()
 
 
-def _unusable(error: Exception, what: str) -> Unusable:
-    """The status of a failed decode; an unreachable disk or network is not damage."""
+def _unusable(error: Exception, reason: str) -> Unusable:
+    """Return the status of a failed decode; an unreachable disk or network is not damage."""
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, av.FFmpegError):
-        return Unusable("unreadable", f"cannot be read: {reason_of(error)}")
-    return Unusable("damaged", what)
+        return Unusable("unreadable", f"cannot be read: {error_reason(error)}")
+    return Unusable("damaged", reason)
 
 
 def _grey(frame: av.VideoFrame) -> np.ndarray | None:
-    """Some pixels of a frame's brightness plane; None where pixels are laid out in another way than the usual."""
+    """Return some pixels of a frame's brightness plane, or None if pixels have an unusual layout."""
     if not frame.format.name.startswith(("yuv4", "yuvj4", "nv12", "gray8")) or "le" in frame.format.name[-4:]:
         return None
     plane = frame.planes[0]
@@ -142,7 +144,7 @@ class Thumbnails(NamedTuple):
 
     Attributes:
         content: the WebP file.
-        number: how many there are.
+        number: number of thumbnails.
         width, height: of each.
     """
 
@@ -153,41 +155,41 @@ class Thumbnails(NamedTuple):
 
 
 def thumbnail_task(path: str, kind: Kind, size: tuple[int, int], height: int) -> Thumbnails | None:
-    """First, middle and last picture of a file; one of an image; None where there is none.
+    """Return thumbnails of the first, middle and last frame of a file, or of an image, or None if there are none.
 
     Args:
         path: of the file.
         kind: of the file.
-        size: displayed height and width of its pictures.
-        height: of the small ones.
+        size: displayed height and width of its frames.
+        height: of the thumbnails.
     """
     width = min(max(round(size[1] * height / size[0]), 1), 4 * height)
-    pictures = [
-        picture.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2.0)
-        for picture in (_picture(path) if kind == "image" else _pictures(path))
+    images = [
+        image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2.0)
+        for image in (_read_image(path) if kind == "image" else _key_images(path))
     ]
-    if not pictures:
+    if not images:
         return None
-    strip = Image.new("RGB", ((width + GAP) * len(pictures) - GAP, height))
-    for place, picture in enumerate(pictures):
-        strip.paste(picture, (place * (width + GAP), 0))
+    strip = Image.new("RGB", ((width + GAP) * len(images) - GAP, height))
+    for index, image in enumerate(images):
+        strip.paste(image, (index * (width + GAP), 0))
     file = io.BytesIO()
     strip.save(file, "WEBP", quality=60, method=4)
-    return Thumbnails(file.getvalue(), len(pictures), width, height)
+    return Thumbnails(file.getvalue(), len(images), width, height)
 
 
-def _picture(path: str) -> Iterator[Image.Image]:
+def _read_image(path: str) -> Iterator[Image.Image]:
     with open_image(path) as image:
         image.draft("RGB", (512, 512))  # JPEGs are decoded at a half to an eighth of their size where that is enough
         yield ImageOps.exif_transpose(image).convert("RGB")
 
 
-def _pictures(path: str) -> Iterator[Image.Image]:
-    """The first frame, and the key frames before the middle and the end where they can be reached, else the last."""
+def _key_images(path: str) -> Iterator[Image.Image]:
+    """Yield the first frame, and the key frames before middle and end, or the last frame if these are unreachable."""
     with open_container(Path(path)) as container:
         stream = video_stream(container)
         stream.thread_type = "NONE"
-        first = next(frames_of(container, stream), None)
+        first = next(decode_frames(container, stream), None)
         if first is None:
             return
         yield _upright(first)
@@ -198,17 +200,17 @@ def _pictures(path: str) -> Iterator[Image.Image]:
         for share in (0.5, 1.0):
             if duration:
                 container.seek(begin + int(duration * share) - 1, stream=stream)
-            wanted = begin + duration * share * 0.98
-            shown = None
-            for number, frame in enumerate(frames_of(container, stream)):
-                shown = frame
-                if number >= _FOLLOWED or (frame.pts is not None and frame.pts >= wanted):
+            target = begin + duration * share * 0.98
+            latest = None
+            for number, frame in enumerate(decode_frames(container, stream)):
+                latest = frame
+                if number >= _MAX_FOLLOWED or (frame.pts is not None and frame.pts >= target):
                     break
-            if shown is not None:
-                yield _upright(shown)
+            if latest is not None:
+                yield _upright(latest)
 
 
-_FOLLOWED = 100  # frames decoded after a key frame, in search of the wanted one
+_MAX_FOLLOWED = 100  # frames decoded after a key frame, in search of the target
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:

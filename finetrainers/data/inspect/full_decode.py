@@ -1,4 +1,4 @@
-"""Decodes each file in an isolated subprocess, so that a crash, hang or decompression bomb rejects only that file.
+"""Decoding of each file in an isolated subprocess, so that a crash, hang or decompression bomb rejects only that file.
 
 Imports no torch.
 """
@@ -22,7 +22,7 @@ from .probe import Probe
 
 R = TypeVar("R")
 
-#: Seconds that any file may take, and pixels per second that slow decoders manage beyond that.
+#: Seconds that any file may take, and the pixels per second of slow decoders, which extend that.
 _PATIENCE_S = 60.0
 _SLOW = 20e6
 _STARTING_S = 60.0
@@ -31,52 +31,52 @@ _STARTING_S = 60.0
 def decode_files(
     tasks: Sequence[tuple[Path, Kind, Probe]], *, jobs: int | None = None
 ) -> Iterator[tuple[Path, Unusable | tuple[Mark, ...]]]:
-    """Decode files from end to end, in processes; in the order in which they are done.
+    """Decode files from end to end, in processes; yield them in the order of completion.
 
     Args:
-        tasks: path, kind, and what the header says.
-        jobs: processes; None: one for each processor.
+        tasks: path, kind, and the probe of the header.
+        jobs: number of processes, or None for one per processor.
 
     Yields:
-        The path, and why it cannot be used, or what was remarked of it (`black`, `still`).
+        The path, and the reason why it cannot be used, or its marks (`black`, `still`).
     """
     limits = [_PATIENCE_S + p.frames * p.height * p.width / _SLOW for _, _, p in tasks]
-    calls = [(str(path), kind, found.frames) for path, kind, found in tasks]
-    for place, result in isolated(decode_task, calls, limits_s=limits, jobs=jobs):
+    calls = [(str(path), kind, header.frames) for path, kind, header in tasks]
+    for position, result in run_isolated(decode_task, calls, limits_s=limits, jobs=jobs):
         if isinstance(result, Lost):
-            yield tasks[place][0], Unusable("decoder_failed", f"the decoder {result.how}")
+            yield tasks[position][0], Unusable("decoder_failed", f"the decoder {result.how}")
         else:
-            yield tasks[place][0], result
+            yield tasks[position][0], result
 
 
-def isolated(
+def run_isolated(
     function: Callable[..., R], calls: Sequence[tuple[Any, ...]], *, limits_s: Sequence[float], jobs: int | None = None
 ) -> Iterator[tuple[int, R | Lost]]:
-    """Results of a function of a module, called in processes with bounded memory; in the order in which they are done.
+    """Yield the results of a function that is called in processes with bounded memory, in the order of completion.
 
     Args:
-        function: of a module, so that another process finds it.
+        function: of a module, so that another process can import it.
         calls: its arguments.
         limits_s: seconds that each call may take.
-        jobs: processes; None: one for each processor.
+        jobs: number of processes, or None for one per processor.
     """
     count = min(jobs or os.cpu_count() or 1, len(calls))
     waiting = list(range(len(calls)))[::-1]
     workers: list[_Worker[R]] = []
     try:
         workers = [_Worker(function) for _ in range(count)]
-        while waiting or any(worker.place is not None for worker in workers):
+        while waiting or any(worker.call_index is not None for worker in workers):
             for worker in workers:
-                if worker.place is None and waiting:
-                    place = waiting.pop()
-                    worker.give(place, calls[place], limits_s[place])
-            busy = [worker for worker in workers if worker.place is not None]
+                if worker.call_index is None and waiting:
+                    index = waiting.pop()
+                    worker.submit(index, calls[index], limits_s[index])
+            busy = [worker for worker in workers if worker.call_index is not None]
             ready = wait([worker.pipe for worker in busy], timeout=max(min(w.left_s for w in busy), 0.0))
             for worker in busy:
                 if worker.pipe in ready or worker.left_s <= 0:
-                    assert worker.place is not None
-                    place = worker.place
-                    yield place, worker.take(is_ready=worker.pipe in ready)
+                    assert worker.call_index is not None
+                    index = worker.call_index
+                    yield index, worker.read_result(is_ready=worker.pipe in ready)
     finally:
         for worker in workers:
             worker.end()
@@ -87,11 +87,11 @@ class _Worker(Generic[R]):
 
     def __init__(self, function: Callable[..., R]) -> None:
         self.function = function
-        self.place: int | None = None
+        self.call_index: int | None = None
         self._start()
 
     def _start(self) -> None:
-        # Not forked: this process has threads. The processes are up before their first task's time begins to run.
+        # Not forked: this process has threads. The time of the first task starts after the process has started.
         context = multiprocessing.get_context("spawn")
         self.pipe: Connection
         self.pipe, other = context.Pipe()
@@ -100,13 +100,13 @@ class _Worker(Generic[R]):
         other.close()
         self.is_up = False
 
-    def give(self, place: int, arguments: tuple[Any, ...], limit_s: float) -> None:
-        """Begin a task."""
+    def submit(self, index: int, arguments: tuple[Any, ...], limit_s: float) -> None:
+        """Start a task."""
         if not self.is_up:
             if not self.pipe.poll(_STARTING_S) or self.pipe.recv() != "up":
                 raise RuntimeError("a process that decodes did not start")
             self.is_up = True
-        self.place = place
+        self.call_index = index
         self.limit_s = limit_s
         self.until = time.monotonic() + limit_s
         self.pipe.send(arguments)
@@ -116,20 +116,20 @@ class _Worker(Generic[R]):
         """Seconds until the task counts as hanging."""
         return self.until - time.monotonic()
 
-    def take(self, *, is_ready: bool) -> R | Lost:
-        """The result of the task, or how the process was lost; a new one then takes its place."""
-        self.place = None
+    def read_result(self, *, is_ready: bool) -> R | Lost:
+        """Return the result of the task, or how the process was lost, after which a new one is started."""
+        self.call_index = None
         if is_ready:
             try:
                 return self.pipe.recv()
             except (EOFError, OSError):
                 self.process.join()
-                how = _ending(self.process.exitcode)
+                ending = _describe_exit(self.process.exitcode)
         else:
-            how = f"gave no answer for {self.limit_s:.0f} s"
+            ending = f"gave no answer for {self.limit_s:.0f} s"
         self.end()
         self._start()
-        return Lost(how)
+        return Lost(ending)
 
     def end(self) -> None:
         """End the process."""
@@ -138,7 +138,7 @@ class _Worker(Generic[R]):
         self.pipe.close()
 
 
-def _ending(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         try:
             return f"crashed ({signal.Signals(-code).name})"

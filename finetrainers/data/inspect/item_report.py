@@ -16,7 +16,7 @@ from ..reading.items import Kind
 from ..reading.status import Mark, Status
 from .probe_all import ProbedItem
 
-_CROPPED = 0.01  # share of the picture below which nothing is said: sizes are multiples of something
+_CROPPED = 0.01  # share of the frame below which cropping is not reported, as sizes are always rounded
 DISTORTED = 0.02
 
 Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
@@ -24,7 +24,7 @@ Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 
 @dataclass(slots=True)  # not frozen: as for `Clip`
 class ItemReport:
-    """The report on one item; never changed once it is made.
+    """The report on one item; it never changes after creation.
 
     Its fields are described in docs/reference/data-check.md.
     """
@@ -58,7 +58,7 @@ class ItemReport:
     mask_white: float | None
 
     def record(self) -> dict[str, object]:
-        """The report as plain values, a line of `manifest.jsonl`; captions, dataset and columns only if given."""
+        """Return the report as plain values for `manifest.jsonl`, without empty captions, dataset and columns."""
         values: dict[str, Any] = dict(zip(_NAMES, _values(self), strict=True))
         values["path"] = str(self.path)
         values["bucket"] = bucket_text(self.bucket) if self.bucket else None
@@ -77,15 +77,15 @@ _values = attrgetter(*_NAMES)
 def report_item(
     entry: ProbedItem, *, dataset: str, target_fps: float, examples: int, held_out: bool, seen: bool
 ) -> ItemReport:
-    """The report on an item.
+    """Return the report on an item.
 
     Args:
-        entry: the item, its file, and what is cut from it.
+        entry: the item, its file, and the clip that is cut from it.
         dataset: name of its dataset.
-        target_fps: frame rate that the dataset's clips are to have.
-        examples: how many clips of it are trained on or evaluated.
-        held_out: whether it is kept for the evaluation loss.
-        seen: whether the same path was there before.
+        target_fps: target frame rate of the dataset's clips.
+        examples: number of its clips that are trained on or evaluated.
+        held_out: whether it is held out for the evaluation loss.
+        seen: whether an earlier item has the same path.
     """
     item, header, unusable, clip = entry.item, entry.header, entry.unusable, entry.clip
     use: Use = "eval" if held_out else "train"
@@ -145,7 +145,7 @@ def _marks(entry: ProbedItem, target_fps: float, *, seen: bool) -> Iterator[Mark
 
 
 def crop_loss(clip: Clip) -> float:
-    """Share of a clip's picture that its bucket cuts off."""
+    """Return the share of a clip's frames that its bucket cuts off."""
     if clip.reshape_mode == "none":
         return 0.0
     return _crop_loss(clip.bucket, clip.height, clip.width)
@@ -158,5 +158,5 @@ def _crop_loss(bucket: Bucket, height: int, width: int) -> float:
 
 
 def is_enlarged(clip: Clip) -> bool:
-    """Whether a clip is smaller than its bucket."""
+    """Return whether a clip is smaller than its bucket."""
     return clip.height < clip.bucket[1] or clip.width < clip.bucket[2]

@@ -1,6 +1,6 @@
-"""Judges the masks of a dataset before anything is loaded: they match their clips, are grey, and leave something to train.
+"""Checks of a dataset's masks before loading: they match their clips, are grey, and leave pixels to train.
 
-Every mask is decoded once, and what it shows is stored with the other facts of files. Imports no torch.
+Every mask is decoded once, and its brightness is stored with the other facts of files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from PIL import ImageOps
 from finetrainers.utils.text import plural
 
 from ..reading.items import Item, Kind
-from ..reading.media import is_lasting, is_out_of_memory, open_image, reason_of
-from ..reading.sources.rows import shown
-from ..reading.status import Unusable, UnusableError
+from ..reading.media import error_reason, is_lasting, is_out_of_memory, open_image
+from ..reading.sources.rows import printable_name
+from ..reading.status import Status, Unusable, UnusableError
 from ..video.pyav import PyavReader
 from .file_facts import Facts, FileFacts
 from .item_report import DISTORTED, ItemReport
@@ -41,89 +41,99 @@ def probe_masks(
     Args:
         probed: the items, whose `mask` and `white` are set.
         masks: see `Reading`.
-        facts: what is known of the files, and what will be.
+        facts: the store of facts about the files, which is read and extended.
         max_pixels: frames x height x width above which a file is not decoded.
-        options: how closely to look.
+        options: how closely to probe.
         lowest: weight of black pixels; above 0, masks may be black.
     """
     if not masks:
         return
     entries = [entry for entry in probed if entry.item.index in masks]
+    mask_items = [masks[entry.item.index] for entry in entries]
     for entry, mask in zip(
-        entries,
-        probe_items([masks[one.item.index] for one in entries], facts=facts, max_pixels=max_pixels, options=options),
-        strict=True,
+        entries, probe_items(mask_items, facts=facts, max_pixels=max_pixels, options=options), strict=True
     ):
         entry.mask = mask
         if entry.unusable is None:
             entry.unusable = _mismatch(entry, mask)
     sound = [entry for entry in entries if entry.unusable is None]
     with facts.kept_open():
-        for entry, white in in_threads(lambda one: _white(one.mask, facts), sound, "read masks", options.progress):
-            if isinstance(white, Unusable):
-                entry.unusable = _of(entry, white)
-            elif white == 0 and not lowest:
-                reason = "black everywhere, so that nothing of the clip is trained; remove the clip, or give an --unmasked_weight"
-                entry.unusable = _of(entry, Unusable("mismatch", reason))
+        for entry, brightness in in_threads(
+            lambda entry: _find_brightness(entry.mask, facts), sound, "read masks", options.progress
+        ):
+            if isinstance(brightness, Unusable):
+                entry.unusable = _mask_problem(entry, brightness)
+            elif brightness == 0 and not lowest:
+                reason = (
+                    "black everywhere, so that nothing of the clip is trained; remove the clip, or give an "
+                    "--unmasked_weight"
+                )
+                entry.unusable = _mask_problem(entry, Unusable("mismatch", reason))
             else:
-                entry.white = white
+                entry.white = brightness
 
 
-def _of(entry: ProbedItem, why: Unusable) -> Unusable:
+def _mask_problem(entry: ProbedItem, problem: Unusable) -> Unusable:
     assert entry.mask is not None
     return Unusable(
-        "missing" if why.status == "skipped" else why.status, f"its mask {shown(entry.mask.item.name)}: {why.reason}"
+        "missing" if problem.status == "skipped" else problem.status,
+        f"its mask {printable_name(entry.mask.item.name)}: {problem.reason}",
     )
 
 
 def _mismatch(entry: ProbedItem, mask: ProbedItem) -> Unusable | None:
-    """Why a mask cannot be that of its clip: it is an image, or has a frame for each of the clip's, in the same shape."""
+    """Return the reason why a mask does not match its clip, or None if it does.
+
+    It must be an image, or have a frame for each of the clip's, in the same shape.
+    """
     if mask.unusable is not None:
-        return _of(entry, mask.unusable)
-    ours, theirs = entry.header, mask.header
+        return _mask_problem(entry, mask.unusable)
+    clip, mask_header = entry.header, mask.header
     if mask.item.kind == "video" and entry.item.kind == "image":
-        return _of(entry, Unusable("mismatch", "a video, and its clip is an image; give an image"))
-    if mask.item.kind == "video" and theirs.frames != ours.frames:
-        has, needs = (plural(one.frames, "frame") for one in (theirs, ours))
-        way_out = "give one with a frame for each of the clip's, or one image for all of them"
-    elif abs(theirs.width / theirs.height * ours.height / ours.width - 1) > DISTORTED:
-        has, needs = (f"{one.width}x{one.height} pixels" for one in (theirs, ours))
-        way_out = "give one of the clip's aspect ratio"
+        return _mask_problem(entry, Unusable("mismatch", "a video, and its clip is an image; give an image"))
+    if mask.item.kind == "video" and mask_header.frames != clip.frames:
+        actual, required = (plural(header.frames, "frame") for header in (mask_header, clip))
+        remedy = "give one with a frame for each of the clip's, or one image for all of them"
+    elif abs(mask_header.width / mask_header.height * clip.height / clip.width - 1) > DISTORTED:
+        actual, required = (f"{header.width}x{header.height} pixels" for header in (mask_header, clip))
+        remedy = "give one of the clip's aspect ratio"
     else:
         return None
-    return _of(entry, Unusable("mismatch", f"{has}, and the clip has {needs}; {way_out}"))
+    return _mask_problem(entry, Unusable("mismatch", f"{actual}, and the clip has {required}; {remedy}"))
 
 
-def _white(mask: ProbedItem | None, facts: FileFacts) -> float | Unusable:
-    """Mean brightness of a mask, 0 only if all of it is black, or why it is no mask."""
+def _find_brightness(mask: ProbedItem | None, facts: FileFacts) -> float | Unusable:
+    """Return the mean brightness of a mask, 0 only if all of it is black, or the reason why it is not a mask."""
     assert mask is not None
     item = mask.item
-    known = facts.of(item.path, item.state).white
-    if known is not None:
-        return known
+    stored = facts.lookup(item.path, item.state).white
+    if stored is not None:
+        return stored
     try:
-        found: float | Unusable = mask_brightness(item.path, item.kind)
+        brightness: float | Unusable = mask_brightness(item.path, item.kind)
     except UnusableError as error:
-        found = error.unusable
+        brightness = error.unusable
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        found = Unusable("damaged" if is_lasting(error) else "unreadable", f"cannot be decoded: {reason_of(error)}")
+        status: Status = "damaged" if is_lasting(error) else "unreadable"
+        brightness = Unusable(status, f"cannot be decoded: {error_reason(error)}")
     assert item.state is not None
-    if not isinstance(found, Unusable) or found.status != "unreadable":  # a disk or a network that may be back
-        facts.keep(item.path, item.state, Facts(white=found))
-    return found
+    # An unreadable file is not stored: its disk or network may come back.
+    if not isinstance(brightness, Unusable) or brightness.status != "unreadable":
+        facts.store(item.path, item.state, Facts(white=brightness))
+    return brightness
 
 
 def mask_brightness(path: Path, kind: Kind) -> float:
-    """Mean brightness of a mask's pixels, from 0 to 1; 0 only if all of them are black, up to compression.
+    """Return the mean brightness of a mask's pixels, from 0 to 1; 0 only if all are black, up to compression.
 
     Raises:
-        UnusableError: it has colors or transparency.
+        UnusableError: the mask has colors or transparency.
         Exception: whatever PIL and PyAV raise for damaged files.
     """
     total = count = brightest = 0
-    for pixels in _pictures(path, kind):
+    for pixels in _read_images(path, kind):
         if (pixels.max(-1) - pixels.min(-1)).max() > _COLORED:
             raise UnusableError("it has colors; a mask is grey: white counts, black does not", "mismatch")
         grey = pixels[..., 1]
@@ -134,8 +144,8 @@ def mask_brightness(path: Path, kind: Kind) -> float:
     return total / count / 255 if brightest > _BLACK else 0.0
 
 
-def _pictures(path: Path, kind: Kind) -> Iterator[np.ndarray]:
-    """The pictures of a mask, `[H, W, 3]` uint8."""
+def _read_images(path: Path, kind: Kind) -> Iterator[np.ndarray]:
+    """Yield the frames of a mask, `[H, W, 3]` uint8."""
     if kind == "video":
         with closing(PyavReader(path)) as video:
             for _, pixels in video.frames(range(video.num_frames)):
@@ -152,12 +162,12 @@ def _pictures(path: Path, kind: Kind) -> Iterator[np.ndarray]:
 
 
 def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str]:
-    """A note for the user: how many clips have a mask, and how much of their pictures counts."""
-    used = [report for report in reports if report.status == "used"]
-    white = [report.mask_white for report in used if report.mask_white is not None]
-    if white:
-        share = 100 * (lowest + (1 - lowest) * sum(white) / len(white))
+    """Yield a note for the user about the number of clips with a mask, and the share of their pixels that counts."""
+    used_reports = [report for report in reports if report.status == "used"]
+    brightness = [report.mask_white for report in used_reports if report.mask_white is not None]
+    if brightness:
+        share = 100 * (lowest + (1 - lowest) * sum(brightness) / len(brightness))
         yield (
-            f"{len(white)} of {plural(len(used), 'clip')} {'has' if len(white) == 1 else 'have'} a mask, which on average leaves "
-            f"{share:.2g} % of the picture's loss weight"
+            f"{len(brightness)} of {plural(len(used_reports), 'clip')} {'has' if len(brightness) == 1 else 'have'} a mask, which on "
+            f"average leaves {share:.2g} % of the picture's loss weight"
         )

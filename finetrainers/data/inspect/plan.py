@@ -21,9 +21,10 @@ from ..reading.prior_prompts import PriorPrompts
 from .batch_counts import BatchCounts
 from .item_report import ItemReport, crop_loss, is_enlarged
 
-#: Options that decide what is cut from the clips; with the fingerprint, a resumed run must have the same.
+#: Options that determine the training clips; a resumed run must have the same values, and the same fingerprint.
 CRITICAL: Mapping[str, str | None] = critical_options("data")
-#: Those in the fingerprint of several datasets, which must not change. Younger ones of a whole run are compared without it.
+#: The ones in the fingerprint of several datasets, which must not change. More recent options of an entire run are
+#: compared without it.
 FINGERPRINTED = tuple(name for name in CRITICAL if name != "sliding_window_batching")
 
 
@@ -37,16 +38,16 @@ class DatasetPlan:
         items: a report on every item, in order.
         clips: training clips, in order of the items.
         eval_clips: clips held out for the evaluation loss.
-        buckets: the buckets in use, given or chosen.
-        notes: what was decided for the user.
-        remarks: warnings that no item holds, each with a count.
+        buckets: the buckets in use, configured or chosen.
+        notes: messages about automatic decisions.
+        remarks: warnings that are not in the reports on items, each with a count.
         warnings: all warnings, each with a count.
         batches: of an epoch.
-        fingerprint: hex digest that changes with any file, caption or bucket, and with what is held out; kept with
+        fingerprint: hex digest that changes with any file, caption or bucket, and with the held-out items; stored with
             checkpoints.
-        problem: why it cannot be trained on; None if it can.
+        problem: the reason why it cannot be trained on, or None if it can.
         dataset_toml: the file of several datasets, if they came from one.
-        prior: the prior prompt of every sample; None: there are none.
+        prior: the prior prompts of samples, or None if there are none.
     """
 
     items: tuple[ItemReport, ...]
@@ -74,10 +75,10 @@ class DatasetPlan:
     size_option = "video_resolution_buckets"
 
     def checked(self) -> DatasetPlan:
-        """This plan, if it can be trained on.
+        """Return this plan if it can be trained on.
 
         Raises:
-            DataError: too many items cannot be used, or there is nothing to train on.
+            DataError: too many items cannot be used, or no clip is left to train on.
         """
         if self.problem is not None:
             raise self.problem
@@ -85,7 +86,7 @@ class DatasetPlan:
 
     @property
     def count(self) -> int:
-        """How many clips are trained on."""
+        """The number of training clips."""
         return len(self.clips)
 
     @property
@@ -94,69 +95,68 @@ class DatasetPlan:
         return max((clip.bucket for clip in self.clips), key=lambda b: b[0] * b[1] * b[2])
 
     def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
-        """The bucket whose batches have most pixels, and how many clips they have."""
-        sizes, usual = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
-        batches = [
-            (bucket, sizes.get(bucket, usual)) for bucket in {one for clip in self.clips for one in clip.buckets}
-        ]
+        """Return the bucket whose batches have most pixels, and the number of clips in each."""
+        sizes, default = dict(config.dataloader.bucket_batch_sizes), config.dataloader.batch_size
+        buckets = {bucket for clip in self.clips for bucket in clip.buckets}
+        batches = [(bucket, sizes.get(bucket, default)) for bucket in buckets]
         return max(batches, key=lambda batch: (math.prod(batch[0]) * batch[1], batch))
 
     @property
     def example(self) -> str:
-        """Caption of the first clip."""
+        """The caption of the first clip."""
         return self.clips[0].caption
 
     @property
     def rates(self) -> list[float]:
-        """Frame rates of the videos that are trained on."""
+        """The frame rates of the training videos."""
         return [item.fps for item in self.items if item.use == "train" and item.kind == "video" and item.fps]
 
     def write(self, path: Path) -> None:
-        """Write the items, one JSON object a line, and next to them the file of several datasets."""
+        """Write the items, one JSON object per line, and next to them the file of several datasets."""
         if self.dataset_toml is not None:
             write_text_atomic(path.with_name("dataset.toml"), self.dataset_toml)
         write_json_lines_atomic(path, (item.record() for item in self.items))
 
     def step_of(self, config: TrainConfig) -> str:
-        """Clips of an optimizer step."""
+        """Return a text about the number of clips in an optimizer step."""
         loading, accumulation = config.dataloader, config.training.gradient_accumulation_steps
-        clips = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
-        shown = [size * accumulation for size in clips]
+        batch_sizes = sorted({loading.batch_size, *(size for _, size in loading.bucket_batch_sizes)})
+        counts = [size * accumulation for size in batch_sizes]
         if config.data.sliding_window_batching == "clip":
-            return f"all windows of {' or '.join(map(str, shown))} clips per {config.parallel.unit}"
-        if len(shown) == 1:
-            return f"{plural(shown[0], self.noun)} per {config.parallel.unit}"
-        return f"{' or '.join(map(str, shown))} {self.noun}s per {config.parallel.unit}, by bucket"
+            return f"all windows of {' or '.join(map(str, counts))} clips per {config.parallel.unit}"
+        if len(counts) == 1:
+            return f"{plural(counts[0], self.noun)} per {config.parallel.unit}"
+        return f"{' or '.join(map(str, counts))} {self.noun}s per {config.parallel.unit}, by bucket"
 
     def fetch_with(self, fetch: Any) -> Any:
-        """What fetches a micro-batch: `fetch`, or around it what adds the clips that belong to those of the batch."""
+        """Return the fetcher of micro-batches: `fetch`, or a wrapper that adds the clips that belong to the batch's."""
         return fetch
 
     def of_clips(self, clips: Sequence[Clip]) -> DatasetPlan:
-        """The plan of these of its training clips alone, with nothing held out."""
+        """Return the plan of only these training clips, without held-out clips."""
         return replace(self, clips=tuple(clips), eval_clips=())
 
     def encoded_clips(self) -> list[Clip]:
-        """All clips that the VAE may encode: in every bucket, and each segment that windows share once."""
+        """Return all clips that the VAE may encode: in every bucket, and each segment that windows share once."""
         return list(encoded_clips((*all_cuts(self.clips), *self.eval_clips)))
 
     @property
     def needs_empty_text(self) -> bool:
-        """Whether the text encoders must have seen the empty prompt, as caption dropout needs."""
+        """True if the empty prompt must be encoded, as caption dropout needs it."""
         return True
 
     def all_captions(self) -> list[str]:
-        """All captions that may be encoded, and all prior prompts."""
+        """Return all captions that may be encoded, and all prior prompts."""
         captions = [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
         return captions if self.prior is None else [*captions, *self.prior.texts_for(captions)]
 
     def shown_texts(self) -> list[tuple[str, Shown]]:
-        """Every caption with each clip that it may be encoded with, where text encoders see the first frame."""
+        """Return every caption with each clip that it may be encoded with, where text encoders see the first frame."""
         clips = (*all_cuts(self.clips), *self.eval_clips)
         return [(caption, encoded_clip(clip)) for clip in clips for caption in clip.all_captions]
 
     def bucket_rows(self) -> list[dict[str, Any]]:
-        """A row for each bucket in use, largest first; one that clips may fall through to counts them, too."""
+        """Return a row for each bucket in use, largest first; clips also count in buckets that they may fall to."""
         train: dict[Bucket, list[Clip]] = defaultdict(list)
         held_out: dict[Bucket, list[Clip]] = defaultdict(list)
         for clips, by_bucket in ((all_cuts(self.clips), train), (self.eval_clips, held_out)):
@@ -164,21 +164,21 @@ class DatasetPlan:
                 by_bucket[clip.bucket].append(clip)
         rows = []
         for bucket in sorted({*train, *held_out}, reverse=True):
-            found = [*train[bucket], *held_out[bucket]]
-            rates = [clip.fps for clip in found]
+            clips = [*train[bucket], *held_out[bucket]]
+            rates = [clip.fps for clip in clips]
             rows.append({
                 "bucket": bucket_text(bucket),
                 "clips": len(train[bucket]),
                 "held_out": len(held_out[bucket]),
-                "batches": self.batches.shown.get(bucket, "0"),
-                "enlarged": sum(is_enlarged(clip) for clip in found),
-                "crop": round(sum(map(crop_loss, found)) / len(found), 4),
+                "batches": self.batches.by_bucket.get(bucket, "0"),
+                "enlarged": sum(is_enlarged(clip) for clip in clips),
+                "crop": round(sum(map(crop_loss, clips)) / len(clips), 4),
                 "fps": [min(rates), max(rates)],
             })  # fmt: skip
         return rows
 
     def table(self) -> list[tuple[str, ...]]:
-        """For printing: a row of headings, then one for each bucket, largest first."""
+        """Return a table for printing: a row of headings, then one for each bucket, largest first."""
         rows: list[tuple[str, ...]] = [("bucket", f"{self.noun}s", "batches", "held out", "fps")]
         for row in self.bucket_rows():
             rates = dict.fromkeys(f"{round(rate, 2):g}" for rate in row["fps"])

@@ -1,4 +1,4 @@
-"""Probes a media file by its header: size, frames, rate. Only its first frame is decoded."""
+"""The probe of a media file by its header: size, frames, rate. Only its first frame is decoded."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import av
 from ..reading.items import Kind
 from ..reading.media import (
     MAX_FRAME_PIXELS,
-    frames_of,
+    decode_frames,
+    demux_packets,
+    error_reason,
     is_lasting,
     is_out_of_memory,
     open_container,
     open_image,
-    packets_of,
-    reason_of,
     require_file,
     too_large,
     video_stream,
 )
 from ..reading.status import UnusableError
-from ..video.timeline import display_times, index_of, mean_rate, steady_rate
+from ..video.timeline import display_times, mean_rate, read_index, steady_rate
 
-#: Changes when the same file gives another answer; what was remembered of files is then forgotten.
+#: Changes when the same file gives another probe; stored facts are then ignored.
 PROBE_VERSION = 3
 
-_MOST_FPS = 1000  # containers without a rate make FFmpeg answer with their clock's
+_MAX_FPS = 1000  # for containers without a rate, FFmpeg returns that of their clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Probe:
     is_variable: bool = False
 
 
-#: Of a file that cannot be used.
+#: The probe of a file that cannot be used.
 NO_PROBE = Probe(frames=0, fps=0.0, width=0, height=0, duration=0.0)
 
 
@@ -60,8 +60,7 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
     """Probe a video or an image; anything but a regular file is refused without opening it.
 
     Raises:
-        UnusableError: the file cannot be read, is visibly cut off, or its frames are too large: whatever is wrong with
-            it.
+        UnusableError: the file cannot be read, is visibly cut off, its frames are too large, or it has another problem.
     """
     size = require_file(path).st_size
     try:
@@ -72,26 +71,26 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
         if is_out_of_memory(error):
             raise
         raise UnusableError(
-            f"cannot read the {kind}: {reason_of(error)}", "unreadable", lasting=is_lasting(error)
+            f"cannot read the {kind}: {error_reason(error)}", "unreadable", lasting=is_lasting(error)
         ) from error
 
 
 def _probe_image(path: Path) -> Probe:
     with open_image(path) as image:
-        turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-        width, height = reversed(image.size) if turned else image.size
+        is_rotated = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        width, height = reversed(image.size) if is_rotated else image.size
     return Probe(frames=1, fps=0.0, width=width, height=height, duration=0.0)
 
 
 def _probe_video(path: Path, *, size: int) -> Probe:
     with open_container(path) as container:
         stream = video_stream(container)
-        rate = _plausible(float(stream.average_rate or stream.guessed_rate or 0), "its header says")
+        rate = _check_rate(float(stream.average_rate or stream.guessed_rate or 0), "its header says")
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             raise too_large(stream.width, stream.height)
         times = _declared_times(container, stream, size=size)
         # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
-        first = next(frames_of(container, stream), None)
+        first = next(decode_frames(container, stream), None)
         if first is None:
             raise UnusableError("no frame can be decoded", "damaged")
         width, height = first.width, first.height
@@ -106,35 +105,35 @@ def _probe_video(path: Path, *, size: int) -> Probe:
         if times is not None and fps is not None:
             frames = len(times)
         else:
-            # What the index does not tell, or tells of decoding only: the file is read, though not decoded.
+            # The index lacks the times, or has only those of decoding: the file is read, but not decoded.
             container.seek(0)
-            packets = [p.pts for p in packets_of(container, stream) if p.size and not p.is_discard]
+            packets = [p.pts for p in demux_packets(container, stream) if p.size and not p.is_discard]
             frames, fps, is_variable = _timing(packets, tick=tick, declared=rate)
-    fps = _plausible(fps, "by the times of its frames, it has")
+    fps = _check_rate(fps, "by the times of its frames, it has")
     return Probe(frames=frames, fps=fps, width=width, height=height, duration=frames / fps, is_variable=is_variable)
 
 
-def _plausible(rate: float, said: str) -> float:
+def _check_rate(rate: float, source: str) -> float:
     if not rate > 0:
         raise UnusableError("no frame rate in its header", "no_rate")
-    if rate > _MOST_FPS:
-        raise UnusableError(f"{said} {rate:g} frames per second, over the limit of {_MOST_FPS}", "no_rate")
+    if rate > _MAX_FPS:
+        raise UnusableError(f"{source} {rate:g} frames per second, over the limit of {_MAX_FPS}", "no_rate")
     return rate
 
 
 def _declared_times(container: av.container.InputContainer, stream: av.VideoStream, *, size: int) -> list[int] | None:
-    """When each frame is decoded according to the container's index, or None when it has no complete one.
+    """Return the time at which each frame is decoded, by the container's index, or None if the index is incomplete.
 
-    A guess from the duration will not do: a clip that turns out one frame shorter would stop the training.
+    A guess from the duration does not suffice: a clip that turns out one frame shorter would stop the training.
     """
-    entries = index_of(container, stream)
+    entries = read_index(container, stream)
     if not entries or len(entries) < stream.frames:
         return None
     if stream.frames == 0:  # Matroska indexes key frames only
         return None
     inside = sum(entry.pos + entry.size <= size for entry in entries)
     if inside < len(entries):
-        # Such files play without any error, just shorter.
+        # Such files play without errors, but shorter.
         raise UnusableError(
             f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file", "cut_off"
         )
@@ -142,10 +141,10 @@ def _declared_times(container: av.container.InputContainer, stream: av.VideoStre
 
 
 def _timing(packets: list[int | None], *, tick: Fraction, declared: float) -> tuple[int, float, bool]:
-    """Frames, their rate, and whether it varies, by the display times of all packets.
+    """Return the number of frames, their rate, and whether it varies, by the display times of all packets.
 
     Raises:
-        UnusableError: there are no frames, or there is no time between them.
+        UnusableError: there are no frames, or all have the same time.
     """
     if not packets:
         raise UnusableError("no frame can be found in it a second time", "damaged")

@@ -1,4 +1,4 @@
-"""Probes the files of all items: by stored facts, by their headers, or by decoding all of them.
+"""Probing of all items' files: by stored facts, by their headers, or by decoding them from end to end.
 
 Imports no torch.
 """
@@ -26,18 +26,18 @@ R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 16  # they wait for disks, mostly
+_THREADS = 16  # mostly waiting for disks
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """How closely files are probed. By default headers are read, and stored facts count.
+    """Options of probing. By default headers are read, and stored facts are used.
 
     Attributes:
-        decode: decode every file from end to end.
-        duplicates: compare the contents of files of equal size.
-        recall: whether stored facts count.
-        jobs: processes that decode; None: as many as there are processors.
+        decode: whether every file is decoded from end to end.
+        duplicates: whether the contents of files of equal size are compared.
+        recall: whether stored facts are used.
+        jobs: number of processes that decode, or None for one per processor.
         progress: called as work proceeds.
     """
 
@@ -50,22 +50,22 @@ class ProbeOptions:
 
 @dataclass(slots=True)
 class ProbedItem:
-    """An item with what is known of its file, how it will be decoded, and what is cut from it; filled in step by step.
+    """An item with the probe of its file, its decoder, and the clip that is cut from it; filled in step by step.
 
     Attributes:
         item: the item.
-        unusable: why it cannot be used; None: it can, as far as is known.
-        header: what its header says; `NO_PROBE` where the file itself cannot be used.
-        marks: what decoding all of it has shown, now or earlier: `black`, `still`; None: it was not decoded.
+        unusable: the reason why it cannot be used, or None if no reason is known yet.
+        header: the probe of its header, or `NO_PROBE` if the file itself cannot be used.
+        marks: the marks from decoding all of it, now or earlier: `black`, `still`; or None if it was not decoded.
         same_as: the first item with the same content, if contents were compared and there is one before this.
         fps: frame rate that it is sampled at.
         available: frames that it has at that rate.
-        backend: what decodes it.
-        against: why that is not the backend that was asked for.
+        backend: the backend that decodes it.
+        fallback_reason: the reason why that is not the configured backend.
         further: its further media, by name.
         mask: its mask.
         white: mean brightness of the mask's pixels, from 0 to 1.
-        clip: what is cut from it; with sliding windows or chunks the first.
+        clip: the clip that is cut from it; with sliding windows or chunks the first.
     """
 
     item: Item
@@ -76,24 +76,24 @@ class ProbedItem:
     fps: float = 0.0
     available: int = 0
     backend: str = "pyav"
-    against: str | None = None
+    fallback_reason: str | None = None
     further: tuple[tuple[str, ProbedItem], ...] = ()
     mask: ProbedItem | None = None
     white: float | None = None
     clip: Clip | None = None
 
-    def learn(self, found: Probe | Unusable | tuple[Mark, ...] | None) -> None:
-        """Take what a file's header, or decoding all of it, has shown."""
-        if isinstance(found, Probe):
-            self.header = found
-        elif isinstance(found, Unusable):
-            self.unusable, self.header = found, NO_PROBE
+    def update(self, finding: Probe | Unusable | tuple[Mark, ...] | None) -> None:
+        """Store the result of probing a file's header, or of decoding all of it."""
+        if isinstance(finding, Probe):
+            self.header = finding
+        elif isinstance(finding, Unusable):
+            self.unusable, self.header = finding, NO_PROBE
         else:
-            self.marks = found
+            self.marks = finding
 
     @property
     def size_bytes(self) -> int:
-        """Of its file; 0 where there is none."""
+        """The size of its file, or 0 if there is none."""
         return 0 if self.item.state is None else self.item.state.st_size
 
 
@@ -102,82 +102,89 @@ def probe_items(items: Sequence[Item], *, facts: FileFacts, max_pixels: int, opt
 
     Args:
         items: to probe; those that are unusable already are not opened.
-        facts: what is known of their files, and what will be.
+        facts: the store of facts about their files, which is read and extended.
         max_pixels: frames x height x width above which a file is not decoded.
-        options: how closely to look.
+        options: how closely to probe.
     """
     probed = [ProbedItem(item, item.unusable) for item in items]
     with facts.kept_open():
-        known = [facts.of(item.path, item.state) for item in items]
-        for entry, found in zip(probed, known, strict=True):
-            entry.learn(_bounded(found.header, max_pixels))
-        unknown = [e for e, found in zip(probed, known, strict=True) if e.unusable is None and found.header is None]
-        for entry, answer in in_threads(lambda e: _header(e.item, facts), unknown, "read headers", options.progress):
-            entry.learn(_bounded(answer, max_pixels))
-        same = _compare(probed, facts, options.progress) if options.duplicates else {}
-        for entry, found in zip(probed, known, strict=True):
-            entry.same_as = same.get(entry.item.path)
+        stored = [facts.lookup(item.path, item.state) for item in items]
+        for entry, item_facts in zip(probed, stored, strict=True):
+            entry.update(_check_size(item_facts.header, max_pixels))
+        unprobed = [
+            entry
+            for entry, item_facts in zip(probed, stored, strict=True)
+            if entry.unusable is None and item_facts.header is None
+        ]
+        for entry, header in in_threads(
+            lambda entry: _probe_header(entry.item, facts), unprobed, "read headers", options.progress
+        ):
+            entry.update(_check_size(header, max_pixels))
+        duplicates = _compare(probed, facts, options.progress) if options.duplicates else {}
+        for entry, item_facts in zip(probed, stored, strict=True):
+            entry.same_as = duplicates.get(entry.item.path)
             if entry.unusable is None:
-                entry.learn(found.full)
+                entry.update(item_facts.full)
         if options.decode:
-            _decode([e for e in probed if e.unusable is None and e.marks is None], facts, options)
+            _decode([entry for entry in probed if entry.unusable is None and entry.marks is None], facts, options)
     return probed
 
 
 def in_threads(
     function: Callable[[ProbedItem], R], entries: Sequence[ProbedItem], stage: str, progress: StageProgress
 ) -> Iterator[tuple[ProbedItem, R]]:
-    """Each entry and its result, in order."""
+    """Yield each entry and its result, in order."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for done, (entry, result) in enumerate(zip(entries, pool.map(function, entries), strict=True), start=1):
             yield entry, result
             progress(stage, done, len(entries))
 
 
-def _header(item: Item, facts: FileFacts) -> Probe | Unusable:
-    """What the file's header says, or why the file cannot be used."""
+def _probe_header(item: Item, facts: FileFacts) -> Probe | Unusable:
+    """Return the probe of the file's header, or the reason why the file cannot be used."""
     try:
-        answer: Probe | Unusable = probe(item.path, kind=item.kind)
+        header: Probe | Unusable = probe(item.path, kind=item.kind)
     except UnusableError as error:
-        answer = error.unusable
+        header = error.unusable
         if not error.lasting:
-            return answer
+            return header
     assert item.state is not None
-    facts.keep(item.path, item.state, Facts(header=answer))
-    return answer
+    facts.store(item.path, item.state, Facts(header=header))
+    return header
 
 
-def _bounded(answer: Probe | Unusable | None, max_pixels: int) -> Probe | Unusable | None:
-    if isinstance(answer, Probe) and (total := answer.frames * answer.height * answer.width) > max_pixels:
-        size = f"{answer.frames}x{answer.height}x{answer.width}"
+def _check_size(header: Probe | Unusable | None, max_pixels: int) -> Probe | Unusable | None:
+    if isinstance(header, Probe) and (total := header.frames * header.height * header.width) > max_pixels:
+        size = f"{header.frames}x{header.height}x{header.width}"
         reason = f"{size} is {total:.3g} pixels, and `max_pixels` allows {max_pixels:.3g}; cut it up, or allow more"
         return Unusable("too_large", reason)
-    return answer
+    return header
 
 
 def _decode(entries: Sequence[ProbedItem], facts: FileFacts, options: ProbeOptions) -> None:
     """Decode files from end to end, each once."""
-    alike: dict[Path, list[ProbedItem]] = defaultdict(list)
+    by_path: dict[Path, list[ProbedItem]] = defaultdict(list)
     for entry in entries:
-        alike[entry.item.path].append(entry)
-    tasks = [(path, same[0].item.kind, same[0].header) for path, same in alike.items()]
+        by_path[entry.item.path].append(entry)
+    tasks = [(path, same_file[0].item.kind, same_file[0].header) for path, same_file in by_path.items()]
     for done, (path, full) in enumerate(decode_files(tasks, jobs=options.jobs), start=1):
-        for entry in alike[path]:
-            entry.learn(full)
-        state = alike[path][0].item.state
+        for entry in by_path[path]:
+            entry.update(full)
+        state = by_path[path][0].item.state
         assert state is not None
-        if not isinstance(full, Unusable) or full.status != "unreadable":  # a disk or a network that may be back
-            facts.keep(path, state, Facts(full=full))
+        # An unreadable file is not stored: its disk or network may come back.
+        if not isinstance(full, Unusable) or full.status != "unreadable":
+            facts.store(path, state, Facts(full=full))
         options.progress("decoded files", done, len(tasks))
 
 
 def _compare(entries: Sequence[ProbedItem], facts: FileFacts, progress: StageProgress) -> dict[Path, Item]:
-    """By path, the first item with the same content under another path; only files of equal size are read."""
+    """Return, by path, the first item with the same content under another path; reads only files of equal size."""
     by_size: dict[int, dict[Path, ProbedItem]] = defaultdict(dict)
     for entry in entries:
         if entry.unusable is None:
             by_size[entry.size_bytes].setdefault(entry.item.path, entry)
-    alike = [entry for paths in by_size.values() if len(paths) > 1 for entry in paths.values()]
+    candidates = [entry for paths in by_size.values() if len(paths) > 1 for entry in paths.values()]
 
     def digest(entry: ProbedItem) -> str | None:
         try:
@@ -186,9 +193,9 @@ def _compare(entries: Sequence[ProbedItem], facts: FileFacts, progress: StagePro
             logger.warning("not compared with others: %s", error)
             return None
 
-    firsts: dict[str, Item] = {}
-    same: dict[Path, Item] = {}
-    for entry, made in in_threads(digest, alike, "compared files", progress):
-        if made is not None and (first := firsts.setdefault(made, entry.item)) is not entry.item:
-            same[entry.item.path] = first
-    return same
+    first_items: dict[str, Item] = {}
+    duplicates: dict[Path, Item] = {}
+    for entry, content in in_threads(digest, candidates, "compared files", progress):
+        if content is not None and (first := first_items.setdefault(content, entry.item)) is not entry.item:
+            duplicates[entry.item.path] = first
+    return duplicates

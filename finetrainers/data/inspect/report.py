@@ -1,4 +1,4 @@
-"""The report of `finetrainers check` as plain values, from which the JSON file, table and page are made."""
+"""The report of `finetrainers check` as plain values, the source of the JSON file, table and page."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from finetrainers.config.root import TrainConfig
 from ..reading.status import MARKS, MEANINGS, STATUSES
 from .plan import DatasetPlan
 
-#: Changes when keys of a report change their meaning or go.
+#: Changes when keys of a report change their meaning or are removed.
 REPORT_FORMAT = 2
-_NAMED = 5  # names that a reason lists
+_MAX_NAMES = 5  # names that a reason lists
 
 
 def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dict[str, Any]:
-    """The report on a dataset; its keys are described in docs/reference/data-check.md.
+    """Return the report on a dataset; its keys are described in docs/reference/data-check.md.
 
     Args:
-        plan: what was found.
-        config: what was checked.
+        plan: the plan of the dataset.
+        config: the configuration that was checked.
         decoded: whether every file was decoded from end to end.
     """
     items = [item.record() for item in plan.items]
@@ -42,7 +42,7 @@ def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dic
 
 
 def counts_of(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many items of a manifest have which use, status and marks."""
+    """Return the numbers of a manifest's items by use, status and mark."""
     statuses = Counter(item["status"] for item in items)
     marks = Counter(mark for item in items for mark in item["marks"])
     uses = Counter(item["use"] for item in items)
@@ -55,7 +55,7 @@ def counts_of(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def reasons_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Why items of a manifest are left out, and the marks of the others, each with a count and the first names."""
+    """Return the reasons why items of a manifest are left out, and marks, each with a count and the first names."""
     names: dict[str, list[str]] = defaultdict(list)
     for item in items:
         for kind in (item["status"], *item["marks"]):
@@ -66,7 +66,7 @@ def reasons_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "rejected": kind in STATUSES and kind != "skipped",
             "count": len(names[kind]),
             "meaning": MEANINGS[kind],
-            "names": names[kind][:_NAMED],
+            "names": names[kind][:_MAX_NAMES],
         }
         for kind in (*STATUSES[1:], *MARKS)
         if names[kind]

@@ -18,7 +18,7 @@ from finetrainers.utils.faults import fault_point
 from ..buckets.buckets import Bucket
 from ..buckets.clip import Clip
 from ..cache.store import CacheError
-from ..reading.sources.rows import shown
+from ..reading.sources.rows import printable_name
 from ..reading.status import UnusableError
 from .batch_sampler import MicroBatch
 from .workers import note_reading
@@ -26,19 +26,19 @@ from .workers import note_reading
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: What a clip's own file, or its entry in the cache, can fail with.
+#: Errors that a clip's file, or its entry in the cache, can raise.
 PROBLEMS = (UnusableError, CacheError, OSError)
-#: If the file system is unreachable, every clip fails; so only a few substitutes are tried.
-_MOST_TRIED = 8
+#: Only a few substitutes are tried, since every clip fails if the file system is unreachable.
+_MAX_SUBSTITUTES = 8
 
 
 class BadSamplesError(ExpectedError, RuntimeError):
-    """More clips turned out unusable while training than are allowed."""
+    """A larger number of unusable clips in training than is allowed."""
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A clip that could not be loaded twice in a row, and why."""
+    """A clip that could not be loaded twice in a row, and the reason."""
 
     clip: Clip
     reason: str
@@ -47,11 +47,11 @@ class BadSample:
 class Substitutes:
     """Substitutes of an unusable clip: the next ones of its bucket, in the order of the dataset.
 
-    It follows from the clip alone, so that it is the same on every rank, in every worker, and at every world size.
-    Clips of the same file are left out: a window is no substitute for another one of a file that cannot be read.
+    They depend only on the clip, so that they are the same on every rank, in every worker, and at every world size.
+    Clips of the same file are left out: a window cannot replace another window of a file that cannot be read.
 
     Attributes:
-        unusable: files that count as unusable whether they can be loaded or not, and why.
+        unusable: the reasons of files that count as unusable even if they can be loaded.
     """
 
     def __init__(self, clips: Sequence[Clip]) -> None:
@@ -61,54 +61,54 @@ class Substitutes:
             self._by_bucket[clip.bucket].append(clip)
 
     def after(self, clip: Clip) -> Iterator[Clip]:
-        """The bucket's clips of other files, beginning with the next."""
-        alike = self._by_bucket[clip.bucket]
-        following = bisect_right(alike, clip.index, key=lambda other: other.index)
-        order = chain(range(following, len(alike)), range(following))
-        return (alike[place] for place in order if alike[place].path != clip.path)
+        """Return the bucket's clips of other files, beginning with the next."""
+        clips = self._by_bucket[clip.bucket]
+        following = bisect_right(clips, clip.index, key=lambda other: other.index)
+        order = chain(range(following, len(clips)), range(following))
+        return (clips[index] for index in order if clips[index].path != clip.path)
 
 
 def load_clips(
     batch: MicroBatch, load: Callable[[Clip, tuple[int, int]], T], *, substitutes: Substitutes | None
 ) -> tuple[tuple[Clip, ...], list[T], tuple[BadSample, ...]]:
-    """Load a micro-batch clip by clip, with one retry each; return the clips that were used in the end.
+    """Load a micro-batch clip by clip, with one retry each; return the clips that were loaded, and the bad samples.
 
-    A substitute is loaded with the sample key of the clip that it stands for, so that within an epoch it does not meet
-    the same noise twice.
+    A substitute is loaded with the sample key of the clip that it replaces, so that within an epoch it does not get the
+    same noise twice.
 
     Args:
-        batch: what is wanted.
+        batch: the micro-batch.
         load: loads one clip for a sample key.
-        substitutes: what takes the place of unusable clips; None: they are errors.
+        substitutes: replacements of unusable clips, or None if such clips are errors.
 
     Raises:
-        UnusableError, CacheError, OSError: an unusable clip for which there is no substitute.
+        UnusableError, CacheError, OSError: an unusable clip has no substitute.
     """
     fault_point("data")
-    used: list[Clip] = []
+    loaded_clips: list[Clip] = []
     loaded: list[T] = []
-    bad: list[BadSample] = []
-    for wanted, key in zip(batch.clips, batch.sample_keys, strict=True):
-        others = islice(substitutes.after(wanted), _MOST_TRIED) if substitutes is not None else iter(())
-        clip: Clip | None = wanted
+    bad_samples: list[BadSample] = []
+    for requested, key in zip(batch.clips, batch.sample_keys, strict=True):
+        replacements = islice(substitutes.after(requested), _MAX_SUBSTITUTES) if substitutes is not None else iter(())
+        clip: Clip | None = requested
         while clip is not None:
             note_reading(clip)
             try:
                 if substitutes is not None and clip.path in substitutes.unusable:
                     raise UnusableError(substitutes.unusable[clip.path])
-                loaded.append(twice(load, clip, key))
-                used.append(clip)
+                loaded.append(call_with_retry(load, clip, key))
+                loaded_clips.append(clip)
                 break
             except PROBLEMS as error:
-                following = next(others, None)
+                following = next(replacements, None)
                 if following is None:
                     raise
-                bad.append(BadSample(clip, str(error)))
+                bad_samples.append(BadSample(clip, str(error)))
                 clip = following
-    return tuple(used), loaded, tuple(bad)
+    return tuple(loaded_clips), loaded, tuple(bad_samples)
 
 
-def twice(load: Callable[..., T], *arguments: Any) -> T:
+def call_with_retry(load: Callable[..., T], *arguments: Any) -> T:
     """Call a function, and retry it once: a network file system may just have been busy."""
     try:
         return load(*arguments)
@@ -117,53 +117,56 @@ def twice(load: Callable[..., T], *arguments: Any) -> T:
 
 
 class BadSampleTracker:
-    """Which files of a run were unusable, the same on every rank."""
+    """The files of a run that were unusable, the same on every rank."""
 
     def __init__(self, *, parallel: Ranks, share: float, num_files: int) -> None:
         """Args:
         parallel: the processes of the run.
         share: of the files that may be unusable; at least one may, unless the share is 0.
-        num_files: how many there are.
+        num_files: number of files.
         """
         self.parallel = parallel
         self.share = share
         self.allowed = max(1, int(share * num_files)) if share else 0
-        self.known: dict[Path, BadSample] = {}
+        self.by_path: dict[Path, BadSample] = {}
         self.events: list[dict[str, Any]] = []
 
-    def agree(self, found: Sequence[BadSample], error: Exception | None) -> bool:
+    def agree(self, samples: Sequence[BadSample], error: Exception | None) -> bool:
         """Share the bad samples of this rank's step with all ranks; every rank must call it for every step.
 
-        This is a message of its own, and not a part of the one at the end of the step: a rank without a batch would not join
-        the collectives of forward and backward, and ranks that share a clip must have the same one before they compute.
+        It is a separate message, and not a part of the one at the end of the step: a rank without a batch would not
+        join the collectives of forward and backward, and ranks that share a clip must have the same one before they
+        compute.
 
         Returns:
-            Whether there were any that ranks should compare: new ones, or any at all where ranks share their samples.
+            Whether ranks should compare their samples: there are new bad ones, or any if ranks share their samples.
 
         Raises:
-            BadSamplesError: there are too many, on any ranks together.
-            Exception: what kept any rank from loading; on every rank.
+            BadSamplesError: there are too many, over all ranks.
+            Exception: the error that kept a rank from loading; on every rank.
         """
-        new = [one for one in found if one.clip.path not in self.known]
-        tells = found if self.parallel.sharing > 1 else new
-        worst = self.parallel.max_on_host([2 if error is not None else 1 if tells else 0])[0]
+        new = [sample for sample in samples if sample.clip.path not in self.by_path]
+        reported = samples if self.parallel.sharing > 1 else new
+        worst = self.parallel.max_on_host([2 if error is not None else 1 if reported else 0])[0]
         if worst == 2:
             self.parallel.raise_if_any_failed(error, "loading a batch")
         if worst == 0:
             return False
-        for one in self.parallel.gather_objects(new):
-            if one.clip.path in self.known:
+        for sample in self.parallel.gather_objects(new):
+            if sample.clip.path in self.by_path:
                 continue
-            self.known[one.clip.path] = one
-            path = str(one.clip.path)
-            self.events.append({"kind": "bad_sample", "file": path, "reason": one.reason})
+            self.by_path[sample.clip.path] = sample
+            path = str(sample.clip.path)
+            self.events.append({"kind": "bad_sample", "file": path, "reason": sample.reason})
             logger.warning(
-                "%s cannot be used, the next clip of its bucket takes its place: %s", shown(path), one.reason
+                "%s cannot be used, the next clip of its bucket takes its place: %s",
+                printable_name(path),
+                sample.reason,
             )
-        if len(self.known) > self.allowed:
-            files = "; ".join(sorted(one.reason for one in self.known.values()))
+        if len(self.by_path) > self.allowed:
+            files = "; ".join(sorted(sample.reason for sample in self.by_path.values()))
             raise BadSamplesError(
-                f"{len(self.known)} clips turned out unusable while training, more than the {self.allowed} that "
+                f"{len(self.by_path)} clips turned out unusable while training, more than the {self.allowed} that "
                 f"--max_bad_share {self.share:g} allows: {files}. Repair or remove the files, or raise the share"
             )
         return True

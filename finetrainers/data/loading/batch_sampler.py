@@ -1,8 +1,8 @@
 """The batch sampler, a pure function of seed and position: there is no state to save.
 
 Positions number the micro-batches, over all ranks. An optimizer step is a row of positions, so the order of training is
-the same at any world size, and resuming needs the step number and, if batches have been made in several ways, since
-when.
+the same at any world size. Resuming needs the step number and, if batches have been made in several ways, the first
+step of each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..buckets.windows import windows_by_item
 from .order import Ints, Order, Samples, cut_into_batches, make_samples
 from .position import DataPosition, Segment
 
-#: So many epochs in a row without a batch mean that there never will be one.
+#: Number of epochs in a row without a batch after which no batch is expected.
 _EMPTY_EPOCHS = 1000
 
 
@@ -37,7 +37,7 @@ class MicroBatch:
         clips: the clips.
         weight: scales the mean loss of the micro-batch, so that summing over a rank's micro-batches and averaging over
             ranks gives the mean over all samples of the step, although batches differ in size.
-        cycles: as in `Samples`; where they are not given, they are the epoch.
+        cycles: as in `Samples`; by default the epoch.
     """
 
     epoch: int
@@ -47,14 +47,14 @@ class MicroBatch:
 
     @property
     def sample_keys(self) -> tuple[tuple[int, int], ...]:
-        """`(cycle, item)` of every sample, from which its random numbers are derived."""
+        """The `(cycle, item)` of every sample, the seed of its random numbers."""
         cycles = self.cycles or (self.epoch,) * len(self.clips)
         return tuple((cycle, clip.index) for cycle, clip in zip(cycles, self.clips, strict=True))
 
 
 @dataclass(frozen=True)
 class EpochRest:
-    """The rest of an epoch that is partly trained on: the samples that are left, in their order."""
+    """The rest of an epoch that is partly trained on: its remaining samples, in their order."""
 
     epoch: int
     samples: Samples
@@ -62,7 +62,7 @@ class EpochRest:
 
 @dataclass(frozen=True)
 class _Batches:
-    """Batches of an epoch, or of what is left of one: batch k has the samples `members[starts[k] : stops[k]]`."""
+    """Batches of an epoch, or of the rest of one: batch k has the samples `members[starts[k] : stops[k]]`."""
 
     samples: Samples
     real: int  # samples after these are padding
@@ -72,16 +72,16 @@ class _Batches:
 
 
 class BatchSampler:
-    """The endless sequence of batches of a run, or of that part of it in which batches are made in one way.
+    """The endless sequence of batches of a run, or of a part of it in which batches are made in one way.
 
     Every epoch goes through its clips in a fresh order (`Order`) and appends each to the open batch of its bucket; a
     batch is emitted when it is full. At the end of the epoch the open batches are emitted smaller (`keep`), emitted
     filled up (`pad`), left out (`drop`) or left open (`wrap`).
 
-    What is left of an epoch at a batch's end gives, walked through with the same batch sizes, the same batches that
-    would have come. With others it still gives every clip once.
+    The rest of an epoch after a batch gives, with the same batch sizes, the batches that would have come. With other
+    batch sizes, it still gives every clip once.
 
-    Within it, epochs are counted from the rest of a partly trained one, which is the 0th and may be empty.
+    Epochs are counted from the rest of a partly trained one, which is the 0th and may be empty.
 
     With `by_item`, batches are made of items instead, each with the bucket that its first window gets. In an optimizer
     step, a batch of items becomes as many micro-batches as the longest of them has windows: the first windows of all,
@@ -101,9 +101,9 @@ class BatchSampler:
         """Args:
         clips: of all datasets.
         segment: how batches are made; position 0 is at its first optimizer step.
-        seed: decides the order.
+        seed: determines the order.
         keep: see `Order`.
-        rest: what comes first; default: the whole of epoch 0.
+        rest: the samples that come first, by default all of epoch 0.
         by_item: whether all windows of an item come in one optimizer step.
 
         Raises:
@@ -115,25 +115,25 @@ class BatchSampler:
         self.segment = segment
         self.seed = seed
         self.by_item = by_item
-        # Batches are made of these: clips, or for each item its windows, of which the first stands for all.
-        self._windows = windows_by_item(self.clips) if by_item else [[place] for place in range(len(self.clips))]
-        self._num_windows = np.array([len(places) for places in self._windows], dtype=np.int64)
+        # Batches are made of these: clips, or the windows of each item, represented by the first.
+        self._windows = windows_by_item(self.clips) if by_item else [[index] for index in range(len(self.clips))]
+        self._num_windows = np.array([len(windows) for windows in self._windows], dtype=np.int64)
         self.order = Order([self.clips[first] for first, *_ in self._windows], seed=seed, keep=keep or {})
-        self._sizes = np.array([segment.size_of(bucket) for bucket in self.order.buckets], dtype=np.int64)
+        self._sizes = np.array([segment.clips_per_batch(bucket) for bucket in self.order.buckets], dtype=np.int64)
         self._rest = EpochRest(-1, make_samples([], [], [])) if rest is None else rest
-        # Up to an epoch: samples of each bucket and batches; as far as they have been asked for, or by a formula.
-        self._counted = [self._count(0)]
-        self._emitted = [self._num_batches(self._counted[0])]
+        # Totals up to each epoch, of samples of each bucket and of batches, computed when needed or by a formula.
+        self._sample_totals = [self._count(0)]
+        self._batch_totals = [self._num_batches(self._sample_totals[0])]
         if self.order.same_counts:
             self._per_epoch = self._count(1)
-        self._found = 0  # the epoch that was asked for last
-        # Neighboring positions are of the same epoch or of two.
+        self._last_epoch = 0  # of the last lookup
+        # Neighboring positions are in one epoch or in two.
         self._batches = lru_cache(maxsize=2)(self._make_batches)
         if self.order.same_counts and segment.epoch_end == "drop" and not self._num_batches(self._per_epoch):
             raise ValueError("no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end")
 
-    def at(self, position: int, window: int = 0) -> MicroBatch:
-        """The batch at a position, counted from 0; with `by_item`, that window of each of its items which has one."""
+    def batch_at(self, position: int, window: int = 0) -> MicroBatch:
+        """Return the batch at a position, counted from 0; with `by_item`, window `window` of its items that have it."""
         nth, samples = self._samples_at(position)
         samples = samples[self._num_windows[samples["items"]] > window]
         clips = (
@@ -144,31 +144,31 @@ class BatchSampler:
 
     def _samples_at(self, position: int) -> tuple[int, Samples]:
         """Return the epoch of a position and the samples of its batch."""
-        nth, place = self._find(position)
+        nth, batch = self._find(position)
         batches = self._batches(nth)
-        return nth, batches.samples[batches.members[batches.starts[place] : batches.stops[place]]]
+        return nth, batches.samples[batches.members[batches.starts[batch] : batches.stops[batch]]]
 
-    def left_at(self, step: int) -> EpochRest:
-        """The rest of the epoch in which an optimizer step begins."""
-        nth, place = self._find(self._position(step))
+    def rest_at(self, step: int) -> EpochRest:
+        """Return the rest of the epoch in which an optimizer step begins."""
+        nth, batch = self._find(self._position(step))
         batches = self._batches(nth)
-        left = batches.samples["slots"] >= 0
-        left[batches.real :] = False
-        for start, stop in zip(batches.starts[:place].tolist(), batches.stops[:place].tolist(), strict=True):
-            left[batches.members[start:stop]] = False
-        return EpochRest(self._rest.epoch + nth, batches.samples[left])
+        is_left = batches.samples["slots"] >= 0
+        is_left[batches.real :] = False
+        for start, stop in zip(batches.starts[:batch].tolist(), batches.stops[:batch].tolist(), strict=True):
+            is_left[batches.members[start:stop]] = False
+        return EpochRest(self._rest.epoch + nth, batches.samples[is_left])
 
     def step(self, step: int, *, data_rank: int = 0, data_size: int = 1) -> list[MicroBatch]:
-        """The micro-batches of one data rank in optimizer step `step`, counted from 0; those of others are only counted."""
+        """Return the micro-batches of one data rank in optimizer step `step`, counted from 0."""
         first, number = self._position(step), self.segment.per_step
         if self.by_item:
             return self._step_of_windows(range(first, first + number), data_rank, data_size)
         samples = self._num_samples(first, number)
-        batches = [self.at(position) for position in range(first + data_rank, first + number, data_size)]
+        batches = [self.batch_at(position) for position in range(first + data_rank, first + number, data_size)]
         return [replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches]
 
     def num_micro_batches(self, step: int, *, data_size: int = 1) -> int:
-        """Return how many micro-batches each data rank has in an optimizer step."""
+        """Return the number of micro-batches of each data rank in an optimizer step."""
         if not self.by_item:
             return self.segment.per_step // data_size
         first = self._position(step)
@@ -176,8 +176,10 @@ class BatchSampler:
 
     def _windows_at(self, positions: range) -> list[tuple[int, int]]:
         """Return the micro-batches of an optimizer step, as positions and windows."""
-        longest = (int(self._num_windows[self._samples_at(position)[1]["items"]].max()) for position in positions)
-        return [(position, window) for position, most in zip(positions, longest, strict=True) for window in range(most)]
+        counts = (int(self._num_windows[self._samples_at(position)[1]["items"]].max()) for position in positions)
+        return [
+            (position, window) for position, count in zip(positions, counts, strict=True) for window in range(count)
+        ]
 
     def _step_of_windows(self, positions: range, data_rank: int, data_size: int) -> list[MicroBatch]:
         """Return a rank's micro-batches of an optimizer step with `by_item`.
@@ -185,39 +187,39 @@ class BatchSampler:
         All ranks have equally many, since sharded networks hang otherwise: where the number does not divide, the last
         micro-batches are a window of the first position that has no weight.
         """
-        places = self._windows_at(positions)
+        windows = self._windows_at(positions)
         samples = sum(int(self._num_windows[self._samples_at(position)[1]["items"]].sum()) for position in positions)
-        batches = [self.at(*place) for place in places[data_rank::data_size]]
+        batches = [self.batch_at(position, window) for position, window in windows[data_rank::data_size]]
         batches = [replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches]
-        if len(batches) < -(-len(places) // data_size):
-            spare = self.at(positions[0])
+        if len(batches) < -(-len(windows) // data_size):
+            spare = self.batch_at(positions[0])
             batches.append(replace(spare, clips=spare.clips[:1], cycles=spare.cycles[:1], weight=0.0))
         return batches
 
     def _num_samples(self, position: int, number: int) -> int:
-        """Samples of so many batches from a position on."""
+        """Return the number of samples in `number` batches from a position on."""
         samples = 0
         while number:
-            nth, place = self._find(position)
+            nth, batch = self._find(position)
             batches = self._batches(nth)
-            stop = min(place + number, len(batches.starts))
-            samples += int((batches.stops[place:stop] - batches.starts[place:stop]).sum())
-            position, number = position + stop - place, number - (stop - place)
+            stop = min(batch + number, len(batches.starts))
+            samples += int((batches.stops[batch:stop] - batches.starts[batch:stop]).sum())
+            position, number = position + stop - batch, number - (stop - batch)
         return samples
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch that the last micro-batch of an optimizer step is of."""
+    def epoch_at(self, step: int) -> int:
+        """Return the epoch of the last micro-batch of an optimizer step."""
         return self._rest.epoch + self._find(self._position(step + 1) - 1)[0]
 
     def left_out(self, epoch: int) -> int:
-        """How many clips fall through every bucket in an epoch."""
+        """Return the number of clips that fall through every bucket in an epoch."""
         return int(self.order.counts(epoch)[-1])
 
     def steps_for_epochs(self, epochs: int) -> int:
-        """Optimizer steps after which `epochs` epochs are complete, up to batches that `wrap` leaves open.
+        """Return the number of optimizer steps that complete `epochs` epochs, up to batches that `wrap` leaves open.
 
         Raises:
-            ValueError: they have no batch at all.
+            ValueError: the epochs have no batch at all.
         """
         last = epochs - 1 - self._rest.epoch
         batches = self._batches_until(last) if last >= 0 else 0
@@ -228,52 +230,53 @@ class BatchSampler:
         return self.segment.first_step + -(-batches // self.segment.per_step)
 
     def _position(self, step: int) -> int:
-        """The first position of an optimizer step."""
+        """Return the first position of an optimizer step."""
         return (step - self.segment.first_step) * self.segment.per_step
 
     def _find(self, position: int) -> tuple[int, int]:
-        """Epoch of a position, and the batch within it."""
-        before = self._batches_until(self._found - 1)
-        if before <= position < self._batches_until(self._found):
-            return self._found, position - before
+        """Return the epoch of a position, and the batch within it."""
+        before = self._batches_until(self._last_epoch - 1)
+        if before <= position < self._batches_until(self._last_epoch):
+            return self._last_epoch, position - before
         bound = 1
         while self._batches_until(bound - 1) <= position:
             # By a formula, or one epoch after the other.
-            bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._emitted))
-            if self.segment.epoch_end != "wrap" and self._none_in(bound - 1 - _EMPTY_EPOCHS, bound - 1):
+            bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._batch_totals))
+            if self.segment.epoch_end != "wrap" and self._has_no_batches(bound - 1 - _EMPTY_EPOCHS, bound - 1):
                 raise ValueError(f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size")
-        self._found = bisect_right(range(bound), position, key=self._batches_until)
-        return self._found, position - self._batches_until(self._found - 1)
+        self._last_epoch = bisect_right(range(bound), position, key=self._batches_until)
+        return self._last_epoch, position - self._batches_until(self._last_epoch - 1)
 
-    def _none_in(self, first: int, last: int) -> bool:
+    def _has_no_batches(self, first: int, last: int) -> bool:
         return first > 0 and self._batches_until(first) == self._batches_until(last)
 
     def _batches_until(self, nth: int) -> int:
-        """How many batches the epochs up to this one have, itself included."""
+        """Return the number of batches in the epochs up to and including this one."""
         if nth < 0:
             return 0
         if self.segment.epoch_end == "wrap":
             return int((self._samples_until(nth) // self._sizes).sum())
         if self.order.same_counts:
-            return self._emitted[0] + nth * self._num_batches(self._per_epoch)
-        while len(self._emitted) <= nth:
-            self._emitted.append(self._emitted[-1] + self._num_batches(self._count(len(self._emitted))))
-        return self._emitted[nth]
+            return self._batch_totals[0] + nth * self._num_batches(self._per_epoch)
+        while len(self._batch_totals) <= nth:
+            batches = self._num_batches(self._count(len(self._batch_totals)))
+            self._batch_totals.append(self._batch_totals[-1] + batches)
+        return self._batch_totals[nth]
 
     def _samples_until(self, nth: int) -> Ints:
-        """How many samples of each bucket the epochs up to this one have, itself included."""
+        """Return the number of samples of each bucket in the epochs up to and including this one."""
         if self.order.same_counts:
-            total: Ints = self._counted[0] + nth * self._per_epoch
+            total: Ints = self._sample_totals[0] + nth * self._per_epoch
             return total
-        while len(self._counted) <= nth:
-            self._counted.append(self._counted[-1] + self._count(len(self._counted)))
-        return self._counted[nth]
+        while len(self._sample_totals) <= nth:
+            self._sample_totals.append(self._sample_totals[-1] + self._count(len(self._sample_totals)))
+        return self._sample_totals[nth]
 
     def _num_batches(self, counts: Ints) -> int:
         return sum(map(num_batches, counts.tolist(), self._sizes.tolist(), [self.segment.epoch_end] * len(counts)))
 
     def _count(self, nth: int) -> Ints:
-        """Samples of each bucket in one epoch."""
+        """Return the number of samples of each bucket in one epoch."""
         if nth == 0:
             slots = self._rest.samples["slots"]
             return np.bincount(slots[slots >= 0], minlength=len(self.order.buckets))
@@ -296,7 +299,7 @@ class BatchSampler:
         return _Batches(samples, real, members, starts, stops)
 
     def _carried(self, nth: int) -> Samples:
-        """The samples whose batches the epochs before have left open, in their order."""
+        """Return the samples of batches that earlier epochs left open, in their order."""
         if nth == 0:
             return make_samples([], [], [])
         missing = self._samples_until(nth - 1) % self._sizes
@@ -314,9 +317,9 @@ class BatchSampler:
         return np.concatenate([*parts, make_samples([], [], [])])
 
     def _padding(self, nth: int, samples: Samples) -> Samples:
-        """Clips that fill up batches, from their bucket, none twice in a batch if there are enough.
+        """Return samples that fill up batches, from their bucket, none twice in a batch if there are enough clips.
 
-        They have cycles of their own, so that they do not meet the noise of the clips' proper samples again.
+        They have separate cycles, so that they do not get the noise of the clips' regular samples again.
         """
         epoch, first_step = self._rest.epoch + nth, self.segment.first_step
         items: list[int] = []
@@ -328,11 +331,11 @@ class BatchSampler:
             missing = int(self._sizes[slot]) - len(batch)
             if missing:
                 bucket = self.order.buckets[slot]
-                pool = [place for place, clip in enumerate(self.order.clips) if bucket in clip.buckets]
-                draw = random.Random(derive_seed(self.seed, "pad", epoch, first_step, bucket_text(bucket)))
-                drawn = draw.sample(pool, min(len(pool), len(batch) + missing))
-                others = [item for item in drawn if item not in set(batch["items"].tolist())]
-                items += islice(cycle(others or drawn), missing)
+                pool = [index for index, clip in enumerate(self.order.clips) if bucket in clip.buckets]
+                rng = random.Random(derive_seed(self.seed, "pad", epoch, first_step, bucket_text(bucket)))
+                candidates = rng.sample(pool, min(len(pool), len(batch) + missing))
+                others = [item for item in candidates if item not in set(batch["items"].tolist())]
+                items += islice(cycle(others or candidates), missing)
                 slots += [slot] * missing
         cycles = [-1 - derive_seed("pad", epoch, first_step, k) for k in range(len(items))]
         return make_samples(items, cycles, slots)
@@ -345,11 +348,11 @@ def sampler_for(
     keep: Mapping[Bucket, float] | None = None,
     by_item: bool = False,
 ) -> BatchSampler:
-    """The sampler of a data position's last segment, which starts with the rest of the epoch before it.
+    """Return the sampler of a data position's last segment, which starts with the rest of the epoch before it.
 
     Args:
         clips: of all datasets.
-        data_position: from the start of the data, or from a checkpoint.
+        data_position: of the start of the data, or of a checkpoint.
         keep: see `Order`.
         by_item: see `BatchSampler`.
     """
@@ -358,17 +361,17 @@ def sampler_for(
     for segment, following in zip(segments, (*segments[1:], None), strict=True):
         sampler = BatchSampler(clips, segment, seed=data_position.seed, keep=keep, rest=rest, by_item=by_item)
         if following is not None:
-            rest = sampler.left_at(following.first_step)
+            rest = sampler.rest_at(following.first_step)
     return sampler
 
 
 def fixed_batches(clips: Sequence[Clip], segment: Segment) -> list[MicroBatch]:
-    """Batches in the given order, grouped by bucket, for evaluation: the same every time, each clip once."""
+    """Return batches for evaluation, grouped by bucket, in the order of `clips`: always the same, each clip once."""
     groups: dict[Bucket, list[Clip]] = {}
     for clip in clips:
         groups.setdefault(clip.bucket, []).append(clip)
     return [
         MicroBatch(0, tuple(group[start : start + size]))
-        for size, group in ((segment.size_of(bucket), group) for bucket, group in groups.items())
+        for size, group in ((segment.clips_per_batch(bucket), group) for bucket, group in groups.items())
         for start in range(0, len(group), size)
     ]

@@ -1,8 +1,8 @@
-"""Turns clips in memory into what a method trains on: VAE moments and text conditioning.
+"""Encoding of clips in memory into the batches of a method: VAE moments and text conditioning.
 
-Encoding happens on the fly, or once before training into a cache. Both ways give the same batches, caption dropout
-included, except that a random start or crop, and the noise of a given first frame, are then drawn once per clip instead
-of once per epoch.
+Encoding happens on the fly, or once before training into a cache. Both ways give the same batches, including caption
+dropout. Only a random start or crop, and the noise of a given first frame, are drawn once per clip with the cache
+instead of once per epoch.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from .loader import RawBatch
 
 #: Text conditioning of prompts, batch first; with an image for each where text encoders see images, `[3, H, W]` uint8.
 EncodeText = Callable[..., Conditions]
-#: Named tensors of videos `[B, C, T, H, W]` with 8 bits, of which each further medium has three channels, given the generator
-#: of each clip's noise; see `ModelSpec.encode_clip`.
+#: Named tensors of videos `[B, C, T, H, W]` with 8 bits, where each further medium has three channels, given the
+#: generator of each clip's noise; see `ModelSpec.encode_clip`.
 EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
 
-#: Prefixes of text conditioning in a cached batch: of the caption, of the empty prompt, and of the prior prompt.
+#: Prefixes of text conditioning in a cached batch: for the caption, the empty prompt, and the prior prompt.
 TEXT, EMPTY, PRIOR = "text.", "empty.", "prior."
 
 
-def dropped_captions(sample_keys: Sequence[tuple[int, int]], *, probability: float, seed: int) -> list[bool]:
-    """Caption dropout: which samples lose their caption, drawn for each (epoch, item)."""
+def draw_caption_dropout(sample_keys: Sequence[tuple[int, int]], *, probability: float, seed: int) -> list[bool]:
+    """Return whether each sample loses its caption by caption dropout, drawn for each (epoch, item)."""
     if probability == 0.0:
         return [False] * len(sample_keys)
     generators = (generator("cpu", seed, "caption_dropout", *key) for key in sample_keys)
-    coins = (torch.rand((), generator=one, dtype=torch.float32, device="cpu") for one in generators)
-    return [coin.item() < probability for coin in coins]
+    draws = (torch.rand((), generator=rng, dtype=torch.float32, device="cpu") for rng in generators)
+    return [draw.item() < probability for draw in draws]
 
 
-def stacked(videos: Sequence[Tensor]) -> Tensor:
-    """Videos as a batch; one alone is not copied."""
+def stack_videos(videos: Sequence[Tensor]) -> Tensor:
+    """Return videos as a batch; a single one is not copied."""
     return videos[0][None] if len(videos) == 1 else torch.stack(list(videos))
 
 
 class Encoder:
-    """Makes the batches of a method: of pixels with the text encoders and the VAE, of cached tensors without them."""
+    """A builder of a method's batches: from pixels with the text encoders and the VAE, or from cached tensors."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Encoder:
         is_masked: bool = False,
     ) -> None:
         """Args:
-        encode_text, encode_clip: the model's encoders; None if everything is in the cache.
+        encode_text, encode_clip: the model's encoders, or None if everything is in the cache.
         data: caption dropout options.
         seed: seed of the run.
-        device: where batches go.
+        device: the device of the batches.
         prior: see `DatasetPlan`.
         shows_frames: whether text encoders see the first frame of the clip.
         is_masked: whether any clip of the run has a mask; then all batches have one.
@@ -79,22 +79,22 @@ class Encoder:
         self.prior = prior
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
-        """Make a batch of what was fetched; evaluation turns caption dropout off."""
+        """Return the encoded batch; evaluation turns caption dropout off."""
         probability = self.data.caption_dropout_p if dropout else 0.0
-        drop = dropped_captions(raw.sample_keys, probability=probability, seed=self.seed)
+        drop = draw_caption_dropout(raw.sample_keys, probability=probability, seed=self.seed)
         to_empty = self.data.caption_dropout_technique == "empty"
         if raw.pixels:
-            conditions = self._texts(raw, drop if to_empty else [False] * len(drop))
-            clip = self._clip(raw)
+            conditions = self._encode_captions(raw, drop if to_empty else [False] * len(drop))
+            clip = self._encode_clip(raw)
         else:
-            conditions = _with_prefix(raw.cached, TEXT)
+            conditions = _select_prefix(raw.cached, TEXT)
             if to_empty and any(drop):
-                conditions = _replace_rows(conditions, _with_prefix(raw.cached, EMPTY), drop)
+                conditions = _replace_rows(conditions, _select_prefix(raw.cached, EMPTY), drop)
             clip = {name: tensor for name, tensor in raw.cached.items() if not name.startswith((TEXT, EMPTY, PRIOR))}
         if not to_empty and any(drop):
             conditions = _replace_rows(conditions, conditions.zeroed(), drop)
-        moved = {name: to_device(tensor, self.device) for name, tensor in clip.items()}
-        moments = moved.pop(MOMENTS)
+        tensors = {name: to_device(tensor, self.device) for name, tensor in clip.items()}
+        moments = tensors.pop(MOMENTS)
         return Batch(
             moments=moments,
             conditions=conditions.trimmed().to(self.device),
@@ -102,60 +102,60 @@ class Encoder:
                 fps=to_device(torch.tensor([clip.fps for clip in raw.clips], dtype=torch.float32), self.device)
             ),
             sample_keys=raw.sample_keys,
-            clip=moved,
+            clip=tensors,
             weight=raw.weight,
-            prior=None if self.prior is None else self._prior(raw, self.prior).trimmed().to(self.device),
-            mask=self._mask(raw, moments) if self.is_masked else None,
+            prior=None if self.prior is None else self._encode_prior(raw, self.prior).trimmed().to(self.device),
+            mask=self._stack_masks(raw, moments) if self.is_masked else None,
             inner_windows=[is_inner_window(clip) for clip in raw.clips],
         )
 
-    def _mask(self, raw: RawBatch, moments: Tensor) -> Tensor:
-        """The weights of the clips' latents, 1 for clips without a mask."""
+    def _stack_masks(self, raw: RawBatch, moments: Tensor) -> Tensor:
+        """Return the weights of the clips' latents, 1 for clips without a mask."""
         shape = (1, 1, *moments.shape[2:])
         masks = [torch.ones(shape) if mask is None else mask for mask in raw.masks]
-        wrong = [clip for clip, mask in zip(raw.clips, masks, strict=True) if mask.shape != shape]
-        assert not wrong, f"the mask of {wrong} is not of the size of its latents"
+        mismatched = [clip for clip, mask in zip(raw.clips, masks, strict=True) if mask.shape != shape]
+        assert not mismatched, f"the mask of {mismatched} is not of the size of its latents"
         return to_device(torch.cat(masks), self.device)
 
-    def _prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
+    def _encode_prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
         if not raw.pixels:
-            return _with_prefix(raw.cached, PRIOR)
+            return _select_prefix(raw.cached, PRIOR)
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         pairs = zip(raw.clips, raw.sample_keys, strict=True)
         return self.encode_text([prior.of(clip.caption_for(key, seed=self.seed), key) for clip, key in pairs])
 
-    def _texts(self, raw: RawBatch, emptied: Sequence[bool]) -> Conditions:
+    def _encode_captions(self, raw: RawBatch, drop: Sequence[bool]) -> Conditions:
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         captions = (clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True))
-        texts = ["" if gone else caption for caption, gone in zip(captions, emptied, strict=True)]
+        texts = ["" if is_dropped else caption for caption, is_dropped in zip(captions, drop, strict=True)]
         return (
-            self.encode_text(texts, [one[:3, 0] for one in raw.pixels])
+            self.encode_text(texts, [pixels[:3, 0] for pixels in raw.pixels])
             if self.shows_frames
             else self.encode_text(texts)
         )
 
-    def _clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
+    def _encode_clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
         assert self.encode_clip is not None, "clips that are not in the cache need the VAE"
-        pixels = [one.to(self.device, non_blocking=True) for one in raw.pixels]
-        if all(clip.latents_of is None for clip in raw.clips):
+        videos = [pixels.to(self.device, non_blocking=True) for pixels in raw.pixels]
+        if all(clip.latent_segment is None for clip in raw.clips):
             generators = [generator("cpu", self.seed, "first frame noise", *key) for key in raw.sample_keys]
-            return self.encode_clip(stacked(pixels), generators)
+            return self.encode_clip(stack_videos(videos), generators)
         encoded = [
-            {name: cut_latents(one, clip) for name, one in self.encode_clip(segment[None], ()).items()}
-            for segment, clip in zip(pixels, raw.clips, strict=True)  # may be of any lengths
+            {name: cut_latents(tensor, clip) for name, tensor in self.encode_clip(segment[None], ()).items()}
+            for segment, clip in zip(videos, raw.clips, strict=True)  # may be of any lengths
         ]
-        return {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}
+        return {name: torch.cat([tensors[name] for tensors in encoded]) for name in encoded[0]}
 
 
-def _with_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
+def _select_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
     return Conditions({name[len(prefix) :]: t for name, t in cached.items() if name.startswith(prefix)})
 
 
 def _replace_rows(conditions: Conditions, other: Conditions, rows: Sequence[bool]) -> Conditions:
-    """`conditions` with the marked rows taken from `other`."""
+    """Return `conditions` with the marked rows taken from `other`."""
 
-    def pick(ours: Tensor, theirs: Tensor) -> Tensor:
-        mask = torch.tensor(rows, device=ours.device).view(-1, *[1] * (ours.ndim - 1))
-        return torch.where(mask, theirs, ours)
+    def pick(original: Tensor, replacement: Tensor) -> Tensor:
+        mask = torch.tensor(rows, device=original.device).view(-1, *[1] * (original.ndim - 1))
+        return torch.where(mask, replacement, original)
 
     return Conditions({name: pick(tensor, other[name]) for name, tensor in conditions.tensors.items()})

@@ -1,4 +1,4 @@
-"""Loads clips in the order of the batch sampler, ahead of time and in worker processes."""
+"""Loading of clips in the order of the batch sampler, ahead of time and in worker processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..buckets.clip import Clip
 from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..video.decode import load_clip
-from ..video.masks import load_mask, weights_of
-from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips, twice
+from ..video.masks import latent_weights, load_mask
+from .bad_samples import PROBLEMS, BadSample, Substitutes, call_with_retry, load_clips
 from .batch_sampler import BatchSampler, MicroBatch
 from .prefetch import prefetch
 from .workers import Workers, note_reading
@@ -26,13 +26,14 @@ class RawBatch:
     """A micro-batch in memory, before encoding.
 
     Attributes:
-        clips: what it is made of.
+        clips: the clips in the batch.
         sample_keys: per sample `(epoch, item)`.
         weight: see `MicroBatch`.
-        pixels: of each clip as `load_clip` gives it, or of the segment whose latents its own are cut from; empty if cached.
-        cached: tensors from the cache, batch first; else empty.
-        bad: clips that could not be loaded, others in whose place are among `clips`.
-        masks: of each clip, the weights of its latents `[1, 1, T, H, W]`; None: it has no mask.
+        pixels: of each clip as `load_clip` returns them, or of the segment whose latents the clip's are cut from; empty
+            if cached.
+        cached: tensors from the cache, batch first, or empty if not cached.
+        bad: clips that could not be loaded; their substitutes are among `clips`.
+        masks: the weights of each clip's latents `[1, 1, T, H, W]`, or None if it has no mask.
     """
 
     clips: tuple[Clip, ...]
@@ -44,7 +45,7 @@ class RawBatch:
     masks: tuple[Tensor | None, ...] = ()
 
     def pin_memory(self) -> RawBatch:
-        """The same batch in page-locked memory; called by the data loader."""
+        """Return the same batch in page-locked memory; called by the data loader."""
         return replace(
             self,
             pixels=tuple(pixels.pin_memory() for pixels in self.pixels),
@@ -53,7 +54,7 @@ class RawBatch:
         )
 
     def repeated(self, times: int, *, weight: float) -> RawBatch:
-        """The same clips so many times, each time with sample keys of their own, as a batch of that weight."""
+        """Return a batch of the clips repeated `times` times, each time with different sample keys."""
         return replace(
             self,
             clips=self.clips * times,
@@ -67,39 +68,40 @@ class RawBatch:
 
 @dataclass(frozen=True)
 class DecodeFetch:
-    """Decodes clips. Random starts and crops depend on (seed, epoch, item) alone, not on workers or ranks.
+    """A decoder of clips. Random starts and crops depend only on (seed, epoch, item), not on workers or ranks.
 
     Attributes:
         seed: of the run.
-        substitutes: what takes the place of clips that cannot be decoded; None: they are errors.
+        substitutes: replacements of clips that cannot be decoded, or None if such clips are errors.
     """
 
     seed: int
     substitutes: Substitutes | None = None
 
     def __call__(self, batch: MicroBatch) -> RawBatch:
-        clips, loaded, bad = load_clips(batch, self._load, substitutes=self.substitutes)
+        clips, loaded, bad_samples = load_clips(batch, self._load, substitutes=self.substitutes)
         pixels, masks = zip(*loaded, strict=True)
-        return RawBatch(clips, batch.sample_keys, batch.weight, pixels=pixels, bad=bad, masks=masks)
+        return RawBatch(clips, batch.sample_keys, batch.weight, pixels=pixels, bad=bad_samples, masks=masks)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         encoded = encoded_clip(clip)
-        # First, since its file is the smaller one: if it cannot be used, nothing else need be decoded.
-        mask = self._mask(clip, encoded, key)
+        # First, since its file is smaller: if it cannot be used, nothing else need be decoded.
+        mask = self._load_mask(clip, encoded, key)
         return load_clip(encoded, generator=generator("cpu", self.seed, "clip", *key)), mask
 
-    def _mask(self, clip: Clip, encoded: Clip, key: tuple[int, int]) -> Tensor | None:
+    def _load_mask(self, clip: Clip, encoded: Clip, key: tuple[int, int]) -> Tensor | None:
         if clip.mask is None:
             return None
-        whole = load_mask(encoded, generator=generator("cpu", self.seed, "clip", *key))
-        return weights_of(clip, cut_latents(whole, clip))
+        pooled = load_mask(encoded, generator=generator("cpu", self.seed, "clip", *key))
+        return latent_weights(clip, cut_latents(pooled, clip))
 
 
 @dataclass(frozen=True)
 class PixelFetch:
-    """Decodes one clip, or its mask, for the cache; of an optional one gives the reason if it cannot be.
+    """A decoder of one clip, or its mask, for the cache; returns the reason if an optional one cannot be decoded.
 
-    It is defined here and not with the encoders: a worker that is not forked imports this module alone, without diffusers.
+    It is defined here and not with the encoders: a worker that is not forked imports only this module, without
+    diffusers.
     """
 
     keys: CacheKeys
@@ -110,7 +112,7 @@ class PixelFetch:
         [clip] = batch.clips
         note_reading(clip)
         try:
-            return twice(self.load, clip)
+            return call_with_retry(self.load, clip)
         except PROBLEMS as error:
             if clip.index not in self.optional:
                 raise
@@ -119,7 +121,7 @@ class PixelFetch:
 
 @dataclass(frozen=True)
 class StepSampler:
-    """The micro-batches of one data rank from an optimizer step on, without end; the same at each iteration."""
+    """The endless micro-batches of one data rank from an optimizer step on; the same at each iteration."""
 
     batches: BatchSampler
     start: int = 0
@@ -143,7 +145,7 @@ def iterate_steps(
     threads: int = 0,
     pin_memory: bool = False,
     timeout_s: float = 0.0,
-    on_restart: Callable[[str], None] = lambda why: None,
+    on_restart: Callable[[str], None] = lambda reason: None,
 ) -> Iterator[list[RawBatch]]:
     """Yield the micro-batches of each optimizer step, without end.
 
@@ -151,16 +153,16 @@ def iterate_steps(
     Workers that die or hang are restarted at the batch that is due.
 
     Args:
-        sampler: which micro-batches.
+        sampler: the micro-batches.
         fetch: brings a micro-batch into memory.
-        num_workers: processes that fetch.
-        threads: threads of this process that fetch instead, where there is nothing to compute; see `prefetch`.
+        num_workers: number of processes that fetch.
+        threads: number of threads of this process that fetch instead, where nothing is computed; see `prefetch`.
         pin_memory: whether batches come in page-locked memory.
-        timeout_s: how long to wait for a batch before the workers count as hung; 0: for ever.
+        timeout_s: seconds to wait for a batch before the workers count as hung, or 0 for no limit.
         on_restart: called with the reason whenever workers are restarted.
 
     Raises:
-        WorkersLost: they die or hang at the same batch again and again.
+        WorkersLost: workers die or hang at the same batch again and again.
     """
     batches: Iterator[RawBatch]
 
@@ -177,5 +179,5 @@ def iterate_steps(
             sampler, fetch, clips=sampler.batches.clips, count=num_workers, pin_memory=pin_memory, timeout_s=timeout_s,
             on_restart=on_restart,
         ).batches()  # fmt: skip
-    for number in sampler.counts():
-        yield [next(batches) for _ in range(number)]
+    for count_in_step in sampler.counts():
+        yield [next(batches) for _ in range(count_in_step)]

@@ -22,9 +22,9 @@ class Segment:
 
     Attributes:
         first_step: the first of them, counted from 0.
-        batch_size: clips of a micro-batch, in buckets without a size of their own.
+        batch_size: clips of a micro-batch, in buckets that are not in `bucket_sizes`.
         per_step: micro-batches of an optimizer step, over all ranks.
-        bucket_sizes: the others, `(bucket, clips)`, sorted.
+        bucket_sizes: batch sizes of other buckets, `(bucket, clips)`, sorted.
         epoch_end: how clips that do not fill a batch are treated at the end of an epoch.
     """
 
@@ -36,7 +36,7 @@ class Segment:
 
     @classmethod
     def of(cls, config: TrainConfig, *, data_size: int, step: int) -> Segment:
-        """The batches of a configuration, from an optimizer step on."""
+        """Return the batches of a configuration, from an optimizer step on."""
         loading = config.dataloader
         return cls(
             first_step=step,
@@ -46,17 +46,17 @@ class Segment:
             epoch_end=loading.epoch_end,
         )
 
-    def size_of(self, bucket: Bucket) -> int:
-        """Clips of a batch of this bucket."""
+    def clips_per_batch(self, bucket: Bucket) -> int:
+        """Return the number of clips in a batch of this bucket."""
         return dict(self.bucket_sizes).get(bucket, self.batch_size)
 
     @property
-    def ways(self) -> tuple[object, ...]:
+    def batching(self) -> tuple[object, ...]:
         """The values that decide how batches are made."""
         return self.batch_size, self.per_step, self.bucket_sizes, self.epoch_end
 
     def state(self) -> list[Any]:
-        """As plain values; three numbers where nothing else is set."""
+        """Return the segment as plain values: three numbers where nothing else is set."""
         numbers: list[Any] = [self.first_step, self.batch_size, self.per_step]
         if not self.bucket_sizes and self.epoch_end == "keep":
             return numbers
@@ -64,7 +64,7 @@ class Segment:
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Segment:
-        """Undo `state`."""
+        """Restore a segment from its `state`."""
         first_step, batch_size, per_step, *others = state
         segment = cls(int(first_step), int(batch_size), int(per_step))
         if not others:
@@ -79,7 +79,7 @@ class DataPosition:
     """The data position of a run.
 
     Attributes:
-        seed: decides the order; the run's seed when it started the data.
+        seed: determines the order; the run's seed when it started the data.
         segments: in order, at least one; at the first step of the first one, the data is at its beginning.
     """
 
@@ -93,26 +93,26 @@ class DataPosition:
 
     @classmethod
     def begin(cls, config: TrainConfig, *, data_size: int, step: int = 0) -> DataPosition:
-        """The position at the start of the data, at an optimizer step."""
+        """Return the position at the start of the data, at an optimizer step."""
         return cls(config.training.seed, (Segment.of(config, data_size=data_size, step=step),))
 
     def resume(self, config: TrainConfig, *, data_size: int, step: int) -> DataPosition:
-        """The position of a run that resumes after `step` optimizer steps, with the batches it has now."""
+        """Return the position of a run that resumes after `step` optimizer steps, with the batches it has now."""
         segments = tuple(
             segment for segment in self.segments if segment.first_step < step or segment is self.segments[0]
         )
-        now = Segment.of(config, data_size=data_size, step=step)
+        current = Segment.of(config, data_size=data_size, step=step)
         last = segments[-1]
-        if now.ways == last.ways:
+        if current.batching == last.batching:
             return DataPosition(self.seed, segments)
-        kept = segments if last.first_step < step else segments[:-1]
-        return DataPosition(self.seed, (*kept, now))
+        earlier = segments if last.first_step < step else segments[:-1]
+        return DataPosition(self.seed, (*earlier, current))
 
     def state(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the position as plain values."""
         return {"seed": self.seed, "stretches": [segment.state() for segment in self.segments]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> DataPosition:
-        """Undo `state`."""
+        """Restore a position from its `state`."""
         return cls(int(state["seed"]), tuple(map(Segment.from_state, state["stretches"])))

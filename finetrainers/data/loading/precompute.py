@@ -1,7 +1,7 @@
-"""Precomputes captions and clips into a cache, which training reads instead of running the encoders.
+"""Precomputation of captions and clips into a cache, which training reads instead of running the encoders.
 
-Two phases, so that text encoders and VAE never share memory. Ranks share the work; what is cached already is skipped,
-so an interrupted run resumes where it stopped and several runs may share one cache.
+There are two phases, so that text encoders and VAE never share memory. Ranks share the work. Entries that are cached
+already are skipped, so an interrupted run resumes where it stopped and several runs may share a cache.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
 from ..reading.prior_prompts import PriorPrompts
-from ..video.masks import weights_of
+from ..video.masks import latent_weights
 from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips
 from .batch_sampler import MicroBatch
-from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stacked
+from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stack_videos
 from .loader import PixelFetch, RawBatch
 from .prefetch import AHEAD, prefetch
 from .workers import Workers
 
-#: Captions that are encoded at a time.
-_TEXTS = 8
-#: The tensor of an entry of a mask.
+#: Number of captions that are encoded at a time.
+_TEXT_BATCH_SIZE = 8
+#: The name of the tensor in an entry of a mask.
 _MASK = "mask"
 
 
@@ -65,74 +65,74 @@ class Encoded:
 
 
 @contextmanager
-def _progress(what: str, parallel: Ranks) -> Iterator[Meter]:
+def _progress(noun: str, parallel: Ranks) -> Iterator[Meter]:
     """Show the progress of this rank's share; its failure is raised on all ranks, which would wait for it otherwise."""
-    noun = what if parallel.world_size == 1 else f"{what} of this process's share"
-    meter = Meter("encoded", noun, enabled=parallel.rank == 0)
-    with parallel.raise_on_all_ranks(f"encoding {what} before training"), meter:
+    label = noun if parallel.world_size == 1 else f"{noun} of this process's share"
+    meter = Meter("encoded", label, enabled=parallel.rank == 0)
+    with parallel.raise_on_all_ranks(f"encoding {noun} before training"), meter:
         yield meter
 
 
 def precompute_text(
-    captions: Iterable[str], encode_text: EncodeText, keys: CacheKeys, parallel: Ranks, *, what: str = "captions"
+    captions: Iterable[str], encode_text: EncodeText, keys: CacheKeys, parallel: Ranks, *, noun: str = "captions"
 ) -> Encoded:
-    """Encode the distinct captions, and the empty prompt, by each rank a share; the counts of all."""
-    mine = sorted({"", *captions})[parallel.rank :: parallel.world_size]
-    with _progress(what, parallel) as progress:
-        captions_by_key = {keys.text(caption): caption for caption in mine}
+    """Encode the distinct captions and the empty prompt, a share on each rank, and return the counts of all ranks."""
+    rank_captions = sorted({"", *captions})[parallel.rank :: parallel.world_size]
+    with _progress(noun, parallel) as progress:
+        captions_by_key = {keys.text(caption): caption for caption in rank_captions}
         todo = [(key, captions_by_key[key]) for key in keys.cache.missing(captions_by_key)]
         size = 0
-        for start in range(0, len(todo), _TEXTS):
-            batch = todo[start : start + _TEXTS]
+        for start in range(0, len(todo), _TEXT_BATCH_SIZE):
+            batch = todo[start : start + _TEXT_BATCH_SIZE]
             conditions = encode_text([caption for _, caption in batch])
             for row, (key, caption) in enumerate(batch):
                 tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
                 _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
                 size += keys.cache.put(key, tensors, keys.about_text(caption))
             if start == 0:
-                left = size / len(batch) * (len(todo) - len(batch))
-                check_room(keys.cache, left * parallel.world_size, what=what)
+                remaining_bytes = size / len(batch) * (len(todo) - len(batch))
+                check_free_space(keys.cache, remaining_bytes * parallel.world_size, noun=noun)
             progress(start + len(batch), len(todo))
-        share = Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
-    return sum(parallel.gather_objects([share]), Encoded())
+        counts = Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
+    return sum(parallel.gather_objects([counts]), Encoded())
 
 
-def precompute_shown(
+def precompute_with_images(
     texts: Collection[tuple[str, Shown]], encode: Callable[..., Conditions], keys: CacheKeys, parallel: Ranks, *,
     optional: bool = False,
 ) -> Encoded:  # fmt: skip
-    """Encode texts together with what they are shown with, one by one, by each rank a share; the counts of all.
+    """Encode texts together with images, one by one, a share on each rank, and return the counts of all ranks.
 
-    A clip is decoded for it, and once more when its latents are encoded: text encoders and VAE never share memory.
+    A clip is decoded for it, and again when its latents are encoded: text encoders and VAE never share memory.
 
     Args:
-        texts: distinct ones.
+        texts: distinct texts, each with the source of its image.
         encode: see `ModelSpec.encode_with_images`.
         keys: names of entries.
         parallel: the processes of the run.
-        optional: whether clips that cannot be decoded are left out here; their latents decide what becomes of them.
+        optional: whether clips that cannot be decoded are skipped here; encoding their latents then handles them.
     """
-    mine = sorted(texts, key=repr)[parallel.rank :: parallel.world_size]
+    rank_inputs = sorted(texts, key=repr)[parallel.rank :: parallel.world_size]
     with _progress("captions with images", parallel) as progress:
-        keys.digests.learn({one.path for _, one in mine})
-        by_key = {keys.text(*one): one for one in mine}
-        todo = [(key, *by_key[key]) for key in keys.cache.missing(by_key)]
+        keys.digests.learn({source.path for _, source in rank_inputs})
+        inputs_by_key = {keys.text(caption, source): (caption, source) for caption, source in rank_inputs}
+        todo = [(key, *inputs_by_key[key]) for key in keys.cache.missing(inputs_by_key)]
         size = 0
-        for done, (key, caption, one) in enumerate(todo, start=1):
+        for position, (key, caption, source) in enumerate(todo, start=1):
             try:
-                picture = keys.picture(one)
+                image = keys.picture(source)
             except PROBLEMS:
                 if not optional:
                     raise
                 continue
-            tensors = dict(encode([caption], [picture]).tensors)
-            _refuse_non_finite(tensors, f"the caption {caption!r} with {one.path}", "text_encoder_dtype")
+            tensors = dict(encode([caption], [image]).tensors)
+            _refuse_non_finite(tensors, f"the caption {caption!r} with {source.path}", "text_encoder_dtype")
             size += keys.cache.put(key, tensors, keys.about_text(caption))
-            progress(done, len(todo))
-        share = Encoded(encoded=len(todo), found=len(by_key) - len(todo), size_bytes=size)
-    everything = sum(parallel.gather_objects([share]), Encoded())
+            progress(position, len(todo))
+        counts = Encoded(encoded=len(todo), found=len(inputs_by_key) - len(todo), size_bytes=size)
+    total = sum(parallel.gather_objects([counts]), Encoded())
     keys.digests.refresh()
-    return everything
+    return total
 
 
 def precompute_video(
@@ -144,104 +144,111 @@ def precompute_video(
     loading: DataloaderSection,
     optional: Collection[int] = (),
 ) -> Encoded:
-    """Encode the clips, by each rank a share; the counts of all.
+    """Encode the clips, a share on each rank, and return the counts of all ranks.
 
     Args:
         clips: all clips.
-        encode_clip: the model's.
+        encode_clip: the encoder of the model.
         keys: names of entries.
         parallel: the processes of the run.
         loading: worker processes that decode; those that die or hang are restarted.
         optional: indices of clips that may be left out if they cannot be read or decoded.
 
     Raises:
-        WorkersLost: they die or hang at the same clip again and again.
+        WorkersLost: workers die or hang at the same clip again and again.
     """
-    # Clips that differ in their captions alone are one. Sorted, so that batches are full and shares cost about the
-    # same; the largest bucket first, so that what does not fit into memory is known at once.
+    # Clips that differ only in their captions are encoded once. Sorted, so that batches are full and shares cost about
+    # the same; the largest bucket first, so that running out of memory happens at once.
     distinct = {repr((clip.files, keys.cut(clip))): clip for clip in clips}
-    mine = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
+    rank_clips = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
     with _progress("clips", parallel) as progress, freed_memory_is_reused():
-        keys.digests.learn(path for clip in mine for path in clip.files)
-        by_key, bad = _by_key(mine, keys, optional, key_of=keys.video)
-        todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
+        keys.digests.learn(path for clip in rank_clips for path in clip.files)
+        clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.video)
+        todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
         done = encoded = size = 0
-        left = sum(math.prod(clip.bucket) for _, clip in todo)  # pixels times frames, as an entry's size
-        decoded = _decoded([clip for _, clip in todo], keys, loading, optional)
-        for batch in _batches(todo, decoded, keys.data.precompute_batch_size):
-            good = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
-            bad += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
-            written = _encode_batch(good, encode_clip, keys) if good else 0
-            left -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
-            if good and not encoded:
-                per_pixel = written / sum(math.prod(clip.bucket) for _, clip, _ in good)
-                check_room(keys.cache, per_pixel * left * parallel.world_size, what="clips")
+        remaining_pixels = sum(
+            math.prod(clip.bucket) for _, clip in todo
+        )  # pixels times frames, as entries' sizes are proportional
+        videos = _decode([clip for _, clip in todo], keys, loading, optional)
+        for batch in _bucket_batches(todo, videos, keys.data.precompute_batch_size):
+            decodable = [(key, clip, video) for key, clip, video in batch if isinstance(video, Tensor)]
+            bad_samples += [BadSample(clip, reason) for _, clip, reason in batch if isinstance(reason, str)]
+            written = _encode_batch(decodable, encode_clip, keys) if decodable else 0
+            remaining_pixels -= sum(math.prod(clip.bucket) for _, clip, _ in batch)
+            if decodable and not encoded:
+                per_pixel = written / sum(math.prod(clip.bucket) for _, clip, _ in decodable)
+                check_free_space(keys.cache, per_pixel * remaining_pixels * parallel.world_size, noun="clips")
             size += written
-            encoded += len(good)
+            encoded += len(decodable)
             done += len(batch)
             progress(done, len(todo))
-        share = Encoded(encoded, len(by_key) - len(todo), tuple(bad), size)
-    everything = sum(parallel.gather_objects([share]), Encoded())
-    # The entries of other ranks are named by what these have learnt, and worker processes inherit it.
+        counts = Encoded(encoded, len(clips_by_key) - len(todo), tuple(bad_samples), size)
+    total = sum(parallel.gather_objects([counts]), Encoded())
+    # Keys of other ranks' entries need the digests that those ranks have computed; worker processes inherit them.
     keys.digests.refresh()
-    return everything
+    return total
 
 
 def precompute_masks(
     clips: Iterable[Clip], keys: CacheKeys, parallel: Ranks, *, threads: int, optional: Collection[int] = ()
 ) -> Encoded:
-    """Pool the masks of those clips that have one to their latents, by each rank a share; the counts of all.
+    """Pool the masks of clips to their latents, a share on each rank, and return the counts of all ranks.
 
     Args:
-        clips: all clips.
+        clips: all clips; those without a mask are skipped.
         keys: names of entries.
         parallel: the processes of the run.
-        threads: that decode.
+        threads: the number of threads that decode.
         optional: indices of clips that may be left out if their mask cannot be decoded.
     """
     masked = {repr((clip.mask, clip.path, keys.cut(clip))): clip for clip in clips if clip.mask is not None}
     if not masked:
         return Encoded()
-    mine = [masked[name] for name in sorted(masked)][parallel.rank :: parallel.world_size]
+    rank_clips = [masked[name] for name in sorted(masked)][parallel.rank :: parallel.world_size]
     with _progress("masks", parallel) as progress:
-        keys.digests.learn(path for clip in mine for path in (clip.path, clip.mask.path if clip.mask else clip.path))
-        by_key, bad = _by_key(mine, keys, optional, key_of=keys.mask)
-        todo = [(key, by_key[key]) for key in keys.cache.missing(by_key)]
+        keys.digests.learn(
+            path for clip in rank_clips for path in (clip.path, clip.mask.path if clip.mask else clip.path)
+        )
+        clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.mask)
+        todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
         size = 0
         order = [MicroBatch(0, (clip,)) for _, clip in todo]
         pooled = prefetch(order, PixelFetch(keys, optional, keys.pooled), threads=threads, ahead=AHEAD)
-        for done, ((key, clip), mask) in enumerate(zip(todo, pooled, strict=True), start=1):
+        for position, ((key, clip), mask) in enumerate(zip(todo, pooled, strict=True), start=1):
             if isinstance(mask, str):
-                bad.append(BadSample(clip, mask))
+                bad_samples.append(BadSample(clip, mask))
             else:
                 size += keys.cache.put(key, {_MASK: mask}, keys.about_mask(clip))
-            progress(done, len(todo))
-        share = Encoded(len(todo), len(by_key) - len(todo), tuple(bad), size)
-    everything = sum(parallel.gather_objects([share]), Encoded())
+            progress(position, len(todo))
+        counts = Encoded(len(todo), len(clips_by_key) - len(todo), tuple(bad_samples), size)
+    total = sum(parallel.gather_objects([counts]), Encoded())
     keys.digests.refresh()
-    return everything
+    return total
 
 
-def _by_key(
-    clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int], *, key_of: Callable[[Clip], str]
+def _clips_by_key(
+    clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int], *, make_key: Callable[[Clip], str]
 ) -> tuple[dict[str, Clip], list[BadSample]]:
-    """Clips by the key of their entry, and those whose file cannot be read."""
-    by_key: dict[str, Clip] = {}
-    bad: list[BadSample] = []
+    """Return clips by the key of their entry, and those whose file cannot be read."""
+    clips_by_key: dict[str, Clip] = {}
+    bad_samples: list[BadSample] = []
     for clip in clips:
         try:
-            by_key.setdefault(key_of(clip), clip)
+            clips_by_key.setdefault(make_key(clip), clip)
         except OSError as error:
             if clip.index not in optional:
                 raise
-            bad.append(BadSample(clip, str(error)))
-    return by_key, bad
+            bad_samples.append(BadSample(clip, str(error)))
+    return clips_by_key, bad_samples
 
 
-def _decoded(
+def _decode(
     clips: Sequence[Clip], keys: CacheKeys, loading: DataloaderSection, optional: Collection[int]
 ) -> Iterator[Tensor | str]:
-    """The pixels of each clip, or why an optional one has none; a whole batch is decoded while the VAE encodes the one before."""
+    """Return the pixels of each clip, or the reason why an optional one cannot be decoded.
+
+    A whole batch is decoded while the VAE encodes the one before.
+    """
     order = [MicroBatch(0, (clip,)) for clip in clips]
     fetch = PixelFetch(keys, optional, keys.pixels)
     count, timeout_s = loading.dataloader_num_workers, loading.dataloader_timeout
@@ -252,8 +259,8 @@ def _decoded(
 
 
 def _encode_batch(batch: Sequence[tuple[str, Clip, Tensor]], encode_clip: EncodeClip, keys: CacheKeys) -> int:
-    """Encode clips of one bucket and write their entries; how many bytes these have."""
-    videos = stacked([video for _, _, video in batch])
+    """Encode clips of one bucket, write their entries and return the bytes of these."""
+    videos = stack_videos([video for _, _, video in batch])
     encoded = encode_clip(videos, [generator("cpu", keys.seed, "first frame noise", key) for key, _, _ in batch])
     size = 0
     for row, (key, clip, _) in enumerate(batch):
@@ -263,23 +270,24 @@ def _encode_batch(batch: Sequence[tuple[str, Clip, Tensor]], encode_clip: Encode
     return size
 
 
-def check_room(cache: TensorCache, needed: float, *, what: str) -> None:
-    """Stop encoding if the disk cannot hold the rest, judged by the first entries.
+def check_free_space(cache: TensorCache, needed: float, *, noun: str) -> None:
+    """Raise if the disk cannot hold the remaining entries, estimated from the first ones.
 
     Args:
-        cache: where entries are written.
-        needed: bytes of the entries still to come, of all ranks, about.
-        what: what they are made of, for the message.
+        cache: the cache into which entries are written.
+        needed: estimated bytes of the remaining entries, of all ranks.
+        noun: the name of their sources in the message.
 
     Raises:
-        OSError: the disk has less room than that (ENOSPC).
+        OSError: the disk has less free space than that (ENOSPC).
     """
     free = shutil.disk_usage(cache.directory).free
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"the {what} still to be encoded take about {file_size(round(needed))} in {cache.directory}, where {file_size(free)} "
-            "are free; make room, or give another --precompute_dir: what is encoded already is found again",
+            f"the {noun} still to be encoded take about {file_size(round(needed))} in {cache.directory}, where "
+            f"{file_size(free)} are free; make room, or give another --precompute_dir: what is encoded already is "
+            "found again",
         )
 
 
@@ -287,85 +295,87 @@ def _largest_first(clip: Clip) -> tuple[int, tuple[int, ...], int]:
     return -math.prod(clip.bucket), clip.bucket, clip.index
 
 
-def _batches(
+def _bucket_batches(
     todo: Sequence[tuple[str, Clip]], videos: Iterable[Tensor | str], size: int
 ) -> Iterator[list[tuple[str, Clip, Tensor | str]]]:
-    """Clips of one bucket at a time, with their pixels, or why there are none."""
+    """Yield clips of one bucket at a time, with their pixels, or the reason why there are none."""
     decoded = ((key, clip, video) for (key, clip), video in zip(todo, videos, strict=True))
-    for _, alike in groupby(decoded, key=lambda one: one[1].bucket):
-        while batch := list(islice(alike, size)):
+    for _, same_bucket in groupby(decoded, key=lambda entry: entry[1].bucket):
+        while batch := list(islice(same_bucket, size)):
             yield batch
 
 
 @dataclass(frozen=True)
 class CacheFetch:
-    """Reads a micro-batch from the cache; the counterpart of `DecodeFetch`."""
+    """A loader of micro-batches from the cache; the counterpart of `DecodeFetch`."""
 
     keys: CacheKeys
     substitutes: Substitutes | None = None
     prior: PriorPrompts | None = None
 
     def __call__(self, batch: MicroBatch) -> RawBatch:
-        """Read moments and conditioning, and that of the empty prompt where captions may be dropped.
+        """Read moments and conditioning, including that of the empty prompt where captions may be dropped.
 
         Raises:
-            CacheError: an entry is missing or damaged, and nothing may take its place.
+            CacheError: an entry is missing or damaged, and has no substitute.
         """
-        clips, loaded, bad = load_clips(batch, self._load, substitutes=self.substitutes)
+        clips, loaded, bad_samples = load_clips(batch, self._load, substitutes=self.substitutes)
         entries, masks = zip(*loaded, strict=True)
         cached = {name: torch.cat([entry[name] for entry in entries]) for name in entries[0]}
         if self._drops_to_empty and not self.keys.texts_see_images:
-            cached.update(self._text("", EMPTY))
-        return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad, masks=masks)
+            cached.update(self._read_text("", EMPTY))
+        return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad_samples, masks=masks)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
-        return self._tensors(clip, key), self._mask(clip)
+        return self._read_tensors(clip, key), self._read_mask(clip)
 
-    def _mask(self, clip: Clip) -> Tensor | None:
+    def _read_mask(self, clip: Clip) -> Tensor | None:
         if clip.mask is None:
             return None
         pooled = self._read(self.keys.mask(encoded_clip(clip)), f"the mask {clip.mask.path}")[_MASK]
-        return weights_of(clip, cut_latents(pooled, clip))
+        return latent_weights(clip, cut_latents(pooled, clip))
 
-    def _tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
+    def _read_tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
         moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
         # Copied, so that a window does not keep its whole segment in memory.
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
         caption = clip.caption_for(key, seed=self.keys.seed)
-        prior = {} if self.prior is None else self._text(self.prior.of(caption, key), PRIOR)
+        prior = {} if self.prior is None else self._read_text(self.prior.of(caption, key), PRIOR)
         if not self.keys.texts_see_images:
-            return {**moments, **self._text(caption, TEXT), **prior}
-        shown = encoded_clip(clip)
-        empty = self._text("", EMPTY, shown) if self._drops_to_empty else {}
-        return {**moments, **self._text(caption, TEXT, shown), **empty}
+            return {**moments, **self._read_text(caption, TEXT), **prior}
+        source = encoded_clip(clip)
+        empty = self._read_text("", EMPTY, source) if self._drops_to_empty else {}
+        return {**moments, **self._read_text(caption, TEXT, source), **empty}
 
     @property
     def _drops_to_empty(self) -> bool:
-        """Whether the conditioning of the empty prompt is needed."""
+        """True if the conditioning of the empty prompt is needed."""
         return self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty"
 
-    def _text(self, caption: str, prefix: str, shown: Shown | None = None) -> dict[str, Tensor]:
-        tensors = self._read(self.keys.text(caption, shown), f"the caption {caption!r}")
+    def _read_text(self, caption: str, prefix: str, source: Shown | None = None) -> dict[str, Tensor]:
+        tensors = self._read(self.keys.text(caption, source), f"the caption {caption!r}")
         return {prefix + name: tensor for name, tensor in tensors.items()}
 
-    def _read(self, key: str, what: str) -> dict[str, Tensor]:
+    def _read(self, key: str, name: str) -> dict[str, Tensor]:
         tensors = self.keys.cache.get(key)
         if tensors is None:
             raise CacheError(
-                f"the cache {self.keys.cache.directory} has no sound entry for {what} (it or its file changed, or was "
+                f"the cache {self.keys.cache.directory} has no sound entry for {name} (it or its file changed, or was "
                 "damaged and is now removed); resume the run, which computes it again. If there may be more of them, "
                 f"after a power cut, say: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
             )
-        for name, tensor in tensors.items():
+        for tensor_name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise CacheError(
-                    f"the cache entry {self.keys.cache.path(key)} of {what} holds NaN or infinity in {name}; "
+                    f"the cache entry {self.keys.cache.path(key)} of {name} holds NaN or infinity in {tensor_name}; "
                     f"remove it with: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
                 )
         return tensors
 
 
-def _refuse_non_finite(tensors: dict[str, Tensor], what: str, option: str) -> None:
+def _refuse_non_finite(tensors: dict[str, Tensor], source: str, option: str) -> None:
     for name, tensor in tensors.items():
         if not is_finite(tensor):
-            raise ValueError(f"encoding {what} gave {name} with NaN or infinity; try another --{option}, such as fp32")
+            raise ValueError(
+                f"encoding {source} gave {name} with NaN or infinity; try another --{option}, such as fp32"
+            )

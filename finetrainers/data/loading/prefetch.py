@@ -1,8 +1,7 @@
-"""Prefetches batches in threads of this process, where batches are read and not computed.
+"""Prefetching of batches in threads of this process, where batches are read and not computed.
 
-Entries of a cache come off a disk: a thread waits for them as well as a process does, and need not hand over what it
-has read. For a batch that takes 2 ms to read, another process takes as long again to send it and this one to take it
-over.
+Entries of a cache come from a disk: a thread waits for them as well as a process does, and need not hand over the data.
+For a batch that takes 2 ms to read, another process takes as long again to send it and this one to receive it.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ AHEAD = 2
 
 
 def prefetch(order: Iterable[S], fetch: Callable[[S], T], *, threads: int, ahead: int = AHEAD) -> Iterator[T]:
-    """Results of `fetch` for each element, in order; an exception is raised when its element's turn comes.
+    """Yield the results of `fetch` for each element, in order; an exception is raised at its element's turn.
 
     Args:
         order: iterated in the caller's thread.
         fetch: is called in several threads at once.
-        threads: how many.
-        ahead: how many elements each is ahead.
+        threads: number of threads.
+        ahead: number of elements that each thread is ahead.
     """
-    # One thread of torch's each: they shall not take cores from the step.
+    # Each uses one thread of torch, so that they do not take cores from the step.
     pool = ThreadPoolExecutor(threads, "prefetch", initializer=torch.set_num_threads, initargs=(1,))
     due: deque[Future[T]] = deque()
     try:
-        for one in order:
-            due.append(pool.submit(fetch, one))
+        for element in order:
+            due.append(pool.submit(fetch, element))
             if len(due) > ahead * threads:
                 yield due.popleft().result()
         while due:

@@ -19,7 +19,7 @@ from ..cache.encoder_index import recall_files, remember_files, remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
 from .encode import EncodeText
-from .precompute import Encoded, precompute_shown, precompute_text
+from .precompute import Encoded, precompute_text, precompute_with_images
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class TextConditioning:
 
     Attributes:
         keys: names of cache entries; that of the VAE is not known yet.
-        encode: the text encoders, where they stay loaded; None: every text is in the cache.
-        encoded: what came of encoding beforehand, on all ranks together.
+        encode: the text encoders where they stay loaded, or None if every text is in the cache.
+        encoded: counts of encoding beforehand, on all ranks together.
     """
 
     keys: CacheKeys
@@ -46,17 +46,18 @@ class TextCache:
     ) -> None:  # fmt: skip
         """Args:
         texts: all texts.
-        noun: what they are, in words.
+        noun: their name in messages.
         config: the run.
         spec: of the model.
         parallel: the processes of the run, which share the work.
-        shown: the texts with what each is encoded with, where text encoders see images; else None.
-        needs_empty: whether the empty prompt is needed besides.
+        shown: the texts and the image that each is encoded with, or None if text encoders do not see images.
+        needs_empty: whether the empty prompt is also needed.
         """
         self.texts = texts if shown is None else ()
-        self.shown = set(shown or ())
-        if self.shown and config.data.caption_dropout_p > 0 and config.data.caption_dropout_technique == "empty":
-            self.shown |= {("", one) for _, one in self.shown}
+        self.texts_with_images = set(shown or ())
+        drops_captions = config.data.caption_dropout_p > 0 and config.data.caption_dropout_technique == "empty"
+        if self.texts_with_images and drops_captions:
+            self.texts_with_images |= {("", image) for _, image in self.texts_with_images}
         self.empty = ("",) if needs_empty else ()
         self.noun = noun
         self.config = config
@@ -66,39 +67,40 @@ class TextCache:
         self._keys = replace(CacheKeys.of(self._directory, config), texts_see_images=shown is not None)
 
     def recall(self) -> TextConditioning | None:
-        """All texts, if the cache has them on all ranks; None if the text encoders must be loaded.
+        """Return all texts if the cache has them on all ranks, or None if the text encoders must be loaded.
 
-        The encoders are known by their files, as long as these are as they were when they were loaded for this cache.
+        The encoders are identified by their files, until these change after they were loaded for this cache.
         """
         self._keys.cache.hold()
-        wanted: set[tuple[str, Shown | None]] = {(text, None) for text in (*self.empty, *self.texts)} | self.shown
-        if not wanted:  # every text came encoded
+        inputs: set[tuple[str, Shown | None]] = {(text, None) for text in (*self.empty, *self.texts)}
+        inputs |= self.texts_with_images
+        if not inputs:  # every text came encoded
             return TextConditioning(self._keys, None, Encoded())
-        found = recall_files(self._directory, self.spec)
-        keys = replace(self._keys, text_identity=found or "")
-        if found is not None:
-            keys.digests.learn({one.path for _, one in self.shown})
-            if keys.cache.missing(keys.text(*one) for one in wanted):
-                found = None
-        if set(self.parallel.gather_objects([found])) != {found} or found is None:
+        identity = recall_files(self._directory, self.spec)
+        keys = replace(self._keys, text_identity=identity or "")
+        if identity is not None:
+            keys.digests.learn({image.path for _, image in self.texts_with_images})
+            if keys.cache.missing(keys.text(*encoder_input) for encoder_input in inputs):
+                identity = None
+        if set(self.parallel.gather_objects([identity])) != {identity} or identity is None:
             return None
-        return TextConditioning(keys, None, Encoded(found=len(wanted)))
+        return TextConditioning(keys, None, Encoded(found=len(inputs)))
 
     def encode(self, encoders: Parts) -> TextConditioning:
-        """All texts; those that the cache does not have are encoded, by each rank a share."""
+        """Encode the texts that the cache does not have, a share on each rank, and return all texts."""
         self._keys.cache.hold()
-        # The shapes tell of prompt lengths and templates, which are not the encoders' own.
+        # The shapes depend on prompt lengths and templates, which the fingerprint of the encoders does not cover.
         shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
         keys = replace(
             self._keys, text_identity=model_fingerprint(encoders.modules, family=self.spec.name, shapes=shapes)
         )
 
         encoded = precompute_text(
-            self.texts, partial(self.spec.encode_text, encoders), keys, self.parallel, what=self.noun
+            self.texts, partial(self.spec.encode_text, encoders), keys, self.parallel, noun=self.noun
         )
-        if self.shown:
-            encoded += precompute_shown(
-                self.shown, partial(self.spec.encode_with_images, encoders), keys, self.parallel,
+        if self.texts_with_images:
+            encoded += precompute_with_images(
+                self.texts_with_images, partial(self.spec.encode_with_images, encoders), keys, self.parallel,
                 optional=bool(self.config.data.max_bad_share),
             )  # fmt: skip
         if self.parallel.rank == 0:
@@ -107,7 +109,7 @@ class TextCache:
         return TextConditioning(keys, None, encoded)
 
     def live(self, encoders: Parts) -> TextConditioning:
-        """Nothing is encoded beforehand: the encoders stay loaded."""
+        """Return conditioning by encoders that stay loaded; nothing is encoded beforehand."""
 
         def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> Conditions:
             if images is None:
@@ -118,5 +120,5 @@ class TextCache:
 
 
 def cache_directory(config: TrainConfig) -> Path:
-    """The directory of the cache: encoded texts and clips, and what is known of the encoders."""
+    """Return the directory of the cache: encoded texts and clips, and the index of encoders."""
     return config.data.precompute_dir or config.run.output_dir / "precomputed"

@@ -37,11 +37,11 @@ from .text_conditioning import TextConditioning, cache_directory
 
 
 class TrainingData:
-    """Batches of a run. With precomputation its clips are encoded when it is made.
+    """Batches of a run. With precomputation, the constructor encodes its clips.
 
     Attributes:
-        vae: the VAE where clips are encoded as they come; None: every clip is in the cache.
-        precomputed: what came of encoding clips beforehand, on all ranks together.
+        vae: the VAE where clips are encoded on the fly, or None if every clip is in the cache.
+        precomputed: counts of encoding clips beforehand, on all ranks together.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class TrainingData:
         data_position: DataPosition,
     ) -> None:
         """Args:
-        plan: what is trained on.
+        plan: the plan of the dataset.
         config: the run.
         spec: of the model.
         parallel: the processes of the run.
         texts: the captions.
-        clip_encoders: encode the clips; freed where they are encoded beforehand.
-        data_position: where in the data the run starts.
+        clip_encoders: the encoders of clips; freed where clips are encoded beforehand.
+        data_position: the position in the data at which the run starts.
         """
         self.plan = plan
         self.config = config
@@ -77,7 +77,7 @@ class TrainingData:
         )
         self._events: list[dict[str, Any]] = []
         self._waited_s = 0.0  # for the clips of the last step
-        self._epoch = -1  # the one that was counted last
+        self._epoch = -1  # the last epoch whose left-out clips were counted
         self._eval: list[tuple[Batch, bool]] | None = None
         self.precomputed: dict[str, Encoded] = {}
         _check_options(config, spec, plan)
@@ -94,7 +94,7 @@ class TrainingData:
             shows_frames=texts.keys.texts_see_images,
             is_masked=any(clip.mask is not None for clip in (*plan.clips, *plan.eval_clips)),
         )  # fmt: skip
-        # Only training clips have substitutes. Those of a held-out one would change what the evaluation loss is of.
+        # Only training clips have substitutes. A substitute of a held-out clip would change the evaluation set.
         self._substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
         self._fetch_strictly = plan.fetch_with(strict)
         self._fetch = plan.fetch_with(replace(strict, substitutes=self._substitutes))
@@ -104,12 +104,12 @@ class TrainingData:
         self, clip_encoders: Parts, video: Tensor, generators: Sequence[torch.Generator]
     ) -> Mapping[str, Tensor]:
         clip, *media = video.split(3, dim=1)
-        named = dict(zip(sorted(self.spec.facts.media), media, strict=True))
+        media_by_name = dict(zip(sorted(self.spec.facts.media), media, strict=True))
         noise = generators if self.config.data.first_frame_noise else None
-        return self.spec.encode_clip(clip_encoders, clip, noise, named)
+        return self.spec.encode_clip(clip_encoders, clip, noise, media_by_name)
 
     def _encode_clips(self, keys: CacheKeys, clip_encoders: Parts) -> CacheKeys:
-        """Encode every clip that the cache does not have, on all ranks; the names of entries."""
+        """Encode every clip that the cache does not have, on all ranks, and return the keys of entries."""
         # Tiling changes latents a little at the seams.
         identity = model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling))
         vae = EncoderEntry(identity, self.spec.clip_version, self.spec.facts.first_frame_noise)
@@ -130,12 +130,12 @@ class TrainingData:
         return keys
 
     def steps(self, start: int) -> Iterator[Sequence[Batch]]:
-        """This rank's micro-batches of optimizer steps `start`, `start + 1`, ... without end.
+        """Yield this rank's micro-batches of optimizer steps `start`, `start + 1`, ... without end.
 
-        What keeps one rank from loading is raised on all, and all know of clips that could not be used.
+        An error that keeps one rank from loading is raised on all ranks, and clips that could not be used are shared.
 
         Raises:
-            BadSamplesError: too many of them.
+            BadSamplesError: too many clips could not be used.
         """
         loading, is_cached = self.config.dataloader, self.vae is None
         workers = loading.dataloader_num_workers
@@ -147,50 +147,50 @@ class TrainingData:
             threads=max(1, workers) if is_cached else 0,
             pin_memory=loading.pin_memory and self.parallel.device.type == "cuda",
             timeout_s=loading.dataloader_timeout,
-            on_restart=lambda why: self._events.append({"kind": "loader_restarted", "why": why}),
+            on_restart=lambda reason: self._events.append({"kind": "loader_restarted", "why": reason}),
         )
         for step in count(start):
             self._count_left_out(step)
             error: Exception | None = None
-            bad: list[BadSample] = []
+            bad_samples: list[BadSample] = []
             batches: list[Batch] = []
-            loaded: list[RawBatch] = []
+            raw_batches: list[RawBatch] = []
             try:
                 started = time.perf_counter()
-                work(None if has_workers else "data")  # these have a time limit of their own
-                loaded = next(raw_steps)
+                work(None if has_workers else "data")  # workers have a separate time limit
+                raw_batches = next(raw_steps)
                 self._waited_s = time.perf_counter() - started
-                for raw in loaded:
+                for raw in raw_batches:
                     work(("encode", raw.clips[0].bucket))
                     batches.append(self._encoder(raw))
-                    bad += raw.bad
+                    bad_samples += raw.bad
                 work(None)
-            except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+            except Exception as caught:  # any error: the other ranks must not wait for this one
                 error = caught
-            if self._bad_samples.agree(bad, error) and self.parallel.sharing > 1:
-                batches = self._as_neighbors(step, loaded, batches)
+            if self._bad_samples.agree(bad_samples, error) and self.parallel.sharing > 1:
+                batches = self._as_neighbors(step, raw_batches, batches)
             yield batches
 
     def _as_neighbors(self, step: int, loaded: Sequence[RawBatch], batches: list[Batch]) -> list[Batch]:
-        """The batches of a step, of the same clips on all ranks that share their samples.
+        """Return the batches of a step, of the same clips on all ranks that share their samples.
 
-        What one of them could not read, the others may have read: then none of them uses it.
+        A file that one of these ranks could not read is used by none of them, even if the others could read it.
 
         Raises:
             RuntimeError: more files cannot be read when the step is loaded again, on any rank.
         """
-        found = {one.clip.path: one.reason for raw in loaded for one in raw.bad}
+        reasons = {sample.clip.path: sample.reason for raw in loaded for sample in raw.bad}
         used = [clip.index for raw in loaded for clip in raw.clips]
         rank, error = self.parallel.data_rank, None
-        said = self.parallel.gather_objects([(rank, used, found)])
-        ours = [one for one in said if one[0] == rank]
-        if any(one[1] != used for one in ours):
+        reports = self.parallel.gather_objects([(rank, used, reasons)])
+        neighbors = [(indices, unread) for data_rank, indices, unread in reports if data_rank == rank]
+        if any(indices != used for indices, _ in neighbors):
             assert self._substitutes is not None, "what is unusable is an error otherwise"
-            self._substitutes.unusable = {path: reason for one in ours for path, reason in one[2].items()}
+            self._substitutes.unusable = {path: reason for _, unread in neighbors for path, reason in unread.items()}
             try:
-                wanted = self.sampler.step(step, data_rank=rank, data_size=self.parallel.data_size)
-                loaded = [self._fetch(one) for one in wanted]
-                if {one.clip.path for raw in loaded for one in raw.bad} - self._substitutes.unusable.keys():
+                micro_batches = self.sampler.step(step, data_rank=rank, data_size=self.parallel.data_size)
+                loaded = [self._fetch(micro_batch) for micro_batch in micro_batches]
+                if {sample.clip.path for raw in loaded for sample in raw.bad} - self._substitutes.unusable.keys():
                     raise RuntimeError(
                         "files can be read at times, and at times not, so that ranks get different clips"
                     )
@@ -202,8 +202,8 @@ class TrainingData:
         return batches
 
     def _count_left_out(self, step: int) -> None:
-        """At the first step of an epoch, say how many clips fall through all its buckets."""
-        epoch = self.sampler.epoch_of(step)
+        """Record, at the first step of an epoch, the number of clips that fall through all its buckets."""
+        epoch = self.sampler.epoch_at(step)
         if epoch == self._epoch:
             return
         self._epoch = epoch
@@ -212,28 +212,29 @@ class TrainingData:
             self._events.append({"kind": "left_out", "epoch": epoch, "clips": left_out})
 
     def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics of the last step, of the same names on every rank, and the events since the last call.
+        """Return metrics of the last step, with the same names on every rank, and the events since the last call.
 
-        `seconds/data` is how long the step has waited for its clips to be loaded.
+        `seconds/data` is the time that the step waited for its clips to be loaded.
         """
         events = [*self._bad_samples.events, *self._events]
         self._bad_samples.events.clear()
         self._events.clear()
-        known = len(self._bad_samples.known)
+        num_bad = len(self._bad_samples.by_path)
         metrics = {"seconds/data": self._waited_s}
-        return (metrics | {"bad_samples": float(known)} if known else metrics), events
+        return (metrics | {"bad_samples": float(num_bad)} if num_bad else metrics), events
 
     def dry_batches(self) -> Iterator[tuple[str, Batch]]:
-        """A batch of each bucket, largest first, of the clips with the longest captions; the same on every rank."""
+        """Yield a batch of each bucket, largest first, with the longest captions; the same on every rank."""
         for bucket, clips in longest_captions(self.plan.clips).items():
-            wanted = MicroBatch(0, tuple(clips[: self.sampler.segment.size_of(bucket)]))
-            [batch] = self._together([wanted], self._fetch, what="loading a dry batch")
+            micro_batch = MicroBatch(0, tuple(clips[: self.sampler.segment.clips_per_batch(bucket)]))
+            [batch] = self._load_on_all_ranks([micro_batch], self._fetch, action="loading a dry batch")
             yield bucket_text(bucket), batch
 
     def trial_batches(self, bucket: Bucket, clips: int, *, micro_batches: int) -> Iterator[list[Batch]]:
-        """The micro-batches of one step after another, without end: the clip of a bucket that has the longest caption, so many times.
+        """Yield the micro-batches of one step after another, without end, for measurements.
 
-        They are encoded again for each step, as in training. The clip is decoded once, before the first step.
+        Each consists of `clips` copies of the bucket's clip with the longest caption. They are encoded again for each
+        step, as in training. The clip is decoded once, before the first step.
         """
         [longest, *_] = longest_captions(self.plan.clips)[bucket]
         raw = self._fetch(MicroBatch(0, (longest,))).repeated(clips, weight=1 / micro_batches)
@@ -241,11 +242,11 @@ class TrainingData:
             yield [self._encoder(raw, dropout=False) for _ in range(micro_batches)]
 
     def steps_for_epochs(self, epochs: int) -> int:
-        """Optimizer steps that see every clip at least `epochs` times."""
+        """Return the number of optimizer steps that see every clip at least `epochs` times."""
         return self.sampler.steps_for_epochs(epochs)
 
     def eval_batches(self) -> list[tuple[Batch, bool]]:
-        """This rank's held-out batches, without caption dropout, and whether each counts.
+        """Return this rank's held-out batches, without caption dropout, and whether each counts.
 
         All ranks have equally many, since sharded networks hang otherwise: the last batch is repeated where the
         number does not divide, and repeats do not count. Encoded once; the same objects every time.
@@ -255,40 +256,42 @@ class TrainingData:
             missing = -len(batches) % self.parallel.data_size
             batches += [(batches[-1][0], False)] * missing
             share = batches[self.parallel.data_rank :: self.parallel.data_size]
-            encoded = self._together([b for b, _ in share], self._fetch_strictly, what="loading held-out items")
+            encoded = self._load_on_all_ranks(
+                [batch for batch, _ in share], self._fetch_strictly, action="loading held-out items"
+            )
             self._eval = [(batch, counts) for batch, (_, counts) in zip(encoded, share, strict=True)]
         return self._eval
 
-    def _together(
-        self, wanted: Sequence[MicroBatch], fetch: Callable[[MicroBatch], RawBatch], *, what: str
+    def _load_on_all_ranks(
+        self, micro_batches: Sequence[MicroBatch], fetch: Callable[[MicroBatch], RawBatch], *, action: str
     ) -> list[Batch]:
-        """Batches with their captions; what keeps one rank from loading is raised on all, which would wait for it."""
-        with self.parallel.raise_on_all_ranks(what):
-            batches = [self._encoder(fetch(one), dropout=False) for one in wanted]
+        """Load batches with their captions; an error of one rank is raised on all, which would wait for it."""
+        with self.parallel.raise_on_all_ranks(action):
+            batches = [self._encoder(fetch(micro_batch), dropout=False) for micro_batch in micro_batches]
         return batches
 
 
 def longest_captions(clips: Sequence[Clip]) -> dict[Bucket, list[Clip]]:
-    """The clips of each bucket that they may come in, those with the longest captions first; the largest bucket first."""
+    """Return the clips by each bucket that they may come in: longest captions first, and largest bucket first."""
     cuts = sorted(all_cuts(clips), key=lambda clip: (-len(clip.caption), clip.index))
     buckets = sorted({clip.bucket for clip in cuts}, key=math.prod, reverse=True)
     return {bucket: [clip for clip in cuts if clip.bucket == bucket] for bucket in buckets}
 
 
 def _check_options(config: TrainConfig, spec: ModelSpec, plan: DatasetPlan) -> None:
-    """Compare options with the loaded model. They were before, but not where the checkpoint's config was not on disk.
+    """Check options against the loaded model, as was done before only if the checkpoint's config was on disk.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: options do not fit the model.
     """
     windows = {clip.bucket for clip in plan.clips if clip.start is not None}
-    found = [
+    option_problems = [
         *frame_problems(config.data, spec.facts, model=spec.name),
         *length_problems(config.data, spec.facts, plan.buckets, windows),
     ]
-    problems = [Problem(f"--{option}", reason) for option, reason in found]
-    if sorted(takes := spec.facts.media) != sorted(dict(config.data.extra_columns)):
-        message = f"this checkpoint takes {' and '.join(takes) or 'nothing'} with each clip; name the columns"
+    problems = [Problem(f"--{option}", reason) for option, reason in option_problems]
+    if sorted(media_names := spec.facts.media) != sorted(dict(config.data.extra_columns)):
+        message = f"this checkpoint takes {' and '.join(media_names) or 'nothing'} with each clip; name the columns"
         problems.append(Problem("--extra_columns", message))
     if problems:
         raise ConfigError(problems)

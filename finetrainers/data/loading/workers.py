@@ -29,31 +29,31 @@ from .prefetch import AHEAD
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: How often workers may be lost at the same batch before it is an error.
+#: Number of times that workers may be lost at the same batch before it is an error.
 RESTARTS = 3
 #: Seconds after which a dead worker is noticed.
 _LOOK_S = 1.0
-#: Seconds that workers may take to start. Those that are not forked import torch, which takes long from a network disk.
+#: Seconds that workers may take to start. Unforked ones import torch, which takes long from a network disk.
 _STARTING_S = 600.0
-#: Seconds that workers may take to end once nobody needs them: those that still decode, or hang, are killed.
+#: Seconds that workers may take to end when they are no longer needed: those that still decode, or hang, are killed.
 _ENDING_S = 2.0
-#: What a worker is reading, if it is no clip.
+#: Values for a worker that is not reading a clip.
 _NOTHING, _NOT_STARTED = -1, -2
 
 
 class WorkersLost(ExpectedError, RuntimeError):
-    """Worker processes died or hung at the same batch again and again."""
+    """Repeated deaths or hangs of worker processes at the same batch."""
 
 
 def note_reading(clip: Clip | None) -> None:
-    """In a worker, write down which clip it is reading, in memory that outlives it."""
+    """Record the clip that a worker is reading, in memory that outlives the worker."""
     if (worker := get_worker_info()) is not None:
         reading = worker.dataset.reading  # type: ignore[attr-defined]
         reading[worker.id] = _NOTHING if clip is None else clip.index
 
 
 class _FetchDataset(Dataset[T]):
-    """A dataset whose "index" is a whole micro-batch: the sampler decides everything, workers only fetch."""
+    """A dataset whose "index" is an entire micro-batch: the sampler decides everything, workers only fetch."""
 
     def __init__(self, fetch: Callable[[MicroBatch], T], num_workers: int) -> None:
         self.fetch = fetch
@@ -61,7 +61,7 @@ class _FetchDataset(Dataset[T]):
 
     @property
     def are_starting(self) -> bool:
-        """Whether a worker has not started yet."""
+        """True if a worker has not started yet."""
         return bool((self.reading == _NOT_STARTED).any())
 
     def __getitem__(self, index: MicroBatch) -> T:
@@ -72,16 +72,16 @@ class _FetchDataset(Dataset[T]):
 
 @dataclass(frozen=True)
 class Workers(Generic[T]):
-    """Fetches micro-batches in other processes, in order.
+    """Worker processes that fetch micro-batches in order.
 
     Attributes:
-        order: the micro-batches, the same each time it is asked.
-        fetch: brings one into memory, and calls `note_reading` before each clip; picklable.
-        clips: all that there are, for their names.
+        order: the micro-batches, the same at each iteration.
+        fetch: brings a micro-batch into memory, and calls `note_reading` before each clip; picklable.
+        clips: all clips, for their names.
         count: number of processes.
-        ahead: how many micro-batches each is ahead.
+        ahead: number of micro-batches that each is ahead.
         pin_memory: see `DataLoader`.
-        timeout_s: how long to wait for a batch before the workers count as hung, once they have started; 0: for ever.
+        timeout_s: seconds to wait for a batch before the workers, once started, count as hung, or 0 for no limit.
         on_restart: called with the reason whenever they are restarted.
     """
 
@@ -92,21 +92,21 @@ class Workers(Generic[T]):
     ahead: int = AHEAD
     pin_memory: bool = False
     timeout_s: float = 0.0
-    on_restart: Callable[[str], None] = lambda why: None
+    on_restart: Callable[[str], None] = lambda reason: None
 
     def batches(self) -> Iterator[T]:
-        """The batches of the order.
+        """Yield the batches of the order.
 
         Raises:
             WorkersLost: more than `RESTARTS` times in a row, naming the files that were being read.
         """
-        position = lost = 0
+        position = losses = 0
         while True:
             dataset = _FetchDataset(self.fetch, self.count)
             batches, processes = self._start(dataset, position)
             kill = partial(_kill, processes)
-            # They ignore the signal by which Python ends them at exit, and it would wait for them, if an error's
-            # traceback still holds this loader then.
+            # Workers ignore Python's signal to end at exit, and Python would wait for them if an error's traceback
+            # still held this loader then.
             atexit.register(kill)
             try:
                 while True:
@@ -116,30 +116,30 @@ class Workers(Generic[T]):
                         return
                     yield batch
                     del batch
-                    position, lost = position + 1, 0
+                    position, losses = position + 1, 0
             except _Lost as error:
-                why = f"{error}; {self._reading(dataset)}"
-                kill()  # those that hang would be waited for
+                reason = f"{error}; {self._reading(dataset)}"
+                kill()  # otherwise hung workers would be waited for
             except Exception:
                 kill()
                 raise
             finally:
-                # Also where the generator is closed, or interrupted: a worker that is left would be waited for at exit.
+                # Even if the generator is closed or interrupted: a remaining worker would be waited for at exit.
                 with _killed_later(processes):
                     del batches
                 atexit.unregister(kill)
-            lost += 1
-            if lost > RESTARTS:
+            losses += 1
+            if losses > RESTARTS:
                 raise WorkersLost(
-                    f"the workers of the data loader were lost {lost} times at the same batch ({why}). Repair or remove the "
-                    "files, give the workers more memory or time (--dataloader_timeout), or decode in the main process "
-                    "with --dataloader_num_workers 0, where the failing file shows itself"
+                    f"the workers of the data loader were lost {losses} times at the same batch ({reason}). Repair or "
+                    "remove the files, give the workers more memory or time (--dataloader_timeout), or decode in the "
+                    "main process with --dataloader_num_workers 0, where the failing file shows itself"
                 )
-            logger.warning("starting the data loader's workers again (%d of at most %d): %s", lost, RESTARTS, why)
-            self.on_restart(why)
+            logger.warning("starting the data loader's workers again (%d of at most %d): %s", losses, RESTARTS, reason)
+            self.on_restart(reason)
 
     def _start(self, dataset: _FetchDataset[T], position: int) -> tuple[Iterator[T], list[BaseProcess]]:
-        """New workers that begin at a batch."""
+        """Start workers at a batch; return their batches and processes."""
         loader: DataLoader[T] = DataLoader(
             dataset,
             batch_size=None,
@@ -155,41 +155,41 @@ class Workers(Generic[T]):
         handler = signal.getsignal(child_ended) if child_ended else None
         batches = iter(loader)
         if child_ended and threading.current_thread() is threading.main_thread():
-            # torch's handler would raise wherever the main thread is when a worker dies, in the middle of a step, say.
+            # When a worker dies, torch's handler would raise at any place of the main thread, such as within a step.
             signal.signal(child_ended, handler)
         return batches, [child for child in multiprocessing.active_children() if child not in before]
 
     def _next(self, batches: Iterator[T], dataset: _FetchDataset[T]) -> T:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            _Lost: a worker died, or none has answered in time.
+            _Lost: a worker died, or no worker answered in time.
         """
-        asked = since = time.monotonic()
+        started = since = time.monotonic()
         while True:
             try:
                 return next(batches)
             except RuntimeError as error:
-                # Errors of the loader itself; those from within a worker say that they were caught there.
+                # Only errors of the loader itself; the message of an error within a worker names the worker.
                 text = str(error)
                 if not text.startswith("DataLoader "):
                     raise
                 if "timed out" not in text:
                     raise _Lost(text) from None
                 now = time.monotonic()
-                if dataset.are_starting and now - asked < _STARTING_S:
+                if dataset.are_starting and now - started < _STARTING_S:
                     since = now
                 if self.timeout_s and now - since >= self.timeout_s:
-                    raise _Lost(f"no batch for {now - asked:.0f} s") from None
+                    raise _Lost(f"no batch for {now - started:.0f} s") from None
             except (ConnectionError, EOFError, FileNotFoundError) as error:
-                # The worker that holds a batch's memory died before it was taken over. What a worker itself has met
-                # says so.
+                # The worker that holds a batch's memory died before the handover. The message of an error within a
+                # worker names the worker.
                 if "in DataLoader worker process" in str(error):
                     raise
                 raise _Lost(f"a worker died while it handed a batch over: {error!r}") from None
 
     def _reading(self, dataset: _FetchDataset[T]) -> str:
-        """What the workers were reading, in words."""
+        """Return a message about the files that the workers were reading."""
         indices = [index for index in dataset.reading.tolist() if index >= 0]
         paths = {clip.index: str(clip.path) for clip in self.clips if clip.index in indices}
         names = [paths.get(index, f"item {index}") for index in indices]
@@ -209,28 +209,28 @@ def _killed_later(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """
     timer = threading.Timer(_ENDING_S, _kill, [processes])
     timer.daemon = True
-    if sys.is_finalizing():  # it starts no thread any more, and waits for one that was to start
+    if sys.is_finalizing():  # Python then starts no threads, and would wait for one that is to start
         _kill(processes)
     else:
-        with suppress(RuntimeError):  # from Python 3.12 on, also earlier in its exit, when `kill` has been called
+        with suppress(RuntimeError):  # from Python 3.12 on, even earlier in its exit, when `kill` has been called
             timer.start()
     try:
         yield
         for process in processes:
-            process.join(2 * _ENDING_S)  # even a killed one is not gone while its file system does not answer
+            process.join(2 * _ENDING_S)  # a killed process stays while its file system does not answer
     finally:
         timer.cancel()
         _kill([process for process in processes if process.is_alive()])
 
 
 class _Lost(Exception):
-    """Workers must be restarted."""
+    """A loss of workers, which must be restarted."""
 
 
 def _begin(worker: int) -> None:
     """Record that a worker has started, and ignore signals that ask a process group to stop.
 
-    The trainer still needs it for its last step; it ends when the trainer says so, or is gone.
+    The trainer still needs it for its last step; it ends when the trainer ends it, or has ended.
     """
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         if hasattr(signal, name):  # Windows has no SIGUSR1

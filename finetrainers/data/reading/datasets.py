@@ -44,13 +44,16 @@ class _Share(Section):
 
 
 _KEYS = [*_Share.model_fields, *(name for name, option in fields().items() if option.scope == "dataset")]
-#: Two ways to say which sizes there are: a dataset that uses one has none of what the run says in the other.
-_LISTED, _MADE = ("video_resolution_buckets", "image_resolution_buckets"), ("resolutions", "frame_buckets")
+#: Two ways to set the sizes: a dataset that uses one of them ignores the run's options of the other.
+_BUCKET_OPTIONS, _AREA_OPTIONS = (
+    ("video_resolution_buckets", "image_resolution_buckets"),
+    ("resolutions", "frame_buckets"),
+)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One of the datasets of a run.
+    """A dataset of a run.
 
     Attributes:
         name: for messages; empty where there is only the one that the run's options name.
@@ -73,14 +76,14 @@ class Dataset:
 
 
 def read_datasets(data: DataSection) -> list[Dataset]:
-    """The datasets that the options name.
+    """Return the datasets that the options name.
 
     Raises:
-        DataError: the TOML file is not there, or anything in it is wrong; all of it at once.
+        DataError: the TOML file is missing or invalid; all of its problems at once.
     """
     if data.dataset is None:
         return [Dataset("", data)]
-    document = _document(data.dataset)
+    document = _read_document(data.dataset)
     if "directory" in document and "dataset" in document:
         raise DataError(f"{data.dataset}: [[dataset]] and [[directory]] are of two kinds of files; use one of them")
     kind = "directory" if "directory" in document else "dataset"
@@ -89,31 +92,31 @@ def read_datasets(data: DataSection) -> list[Dataset]:
         raise DataError(f"{data.dataset}: it needs a [[dataset]] table for each dataset, with its options")
     problems: list[str] = []
     datasets = [
-        _dataset(table, document, f"[[{kind}]] {number}", data, problems)
+        _parse_table(table, document, f"[[{kind}]] {number}", data, problems)
         for number, table in enumerate(tables, start=1)
     ]
     if not problems:
         problems += _common_problems(datasets)
     if problems:
-        problems = list(dict.fromkeys(problems))  # what is wrong at the top is wrong with every table
+        problems = list(dict.fromkeys(problems))  # a problem at the top repeats for every table
         raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
     return _with_names(datasets)
 
 
 def media_dir(config: TrainConfig) -> Path:
-    """The folder into which media of tars and parquet files are unpacked, next to the precomputed tensors."""
+    """Return the folder into which media of tars and parquet files are unpacked, next to the precomputed tensors."""
     return (config.data.precompute_dir or config.run.output_dir / "precomputed") / "media"
 
 
 def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
-    """The items of each dataset, with consecutive numbers, under names that do not depend on the machine.
+    """Return the items of each dataset, with consecutive numbers, under names that do not depend on the machine.
 
     Args:
         datasets: of the run.
         media: see `media_dir`.
 
     Raises:
-        DataError: what is wrong with any of them.
+        DataError: a dataset cannot be used; with the problems of all datasets.
     """
     readings: list[Reading] = []
     problems: list[str] = []
@@ -134,21 +137,22 @@ def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
     return readings
 
 
-def repeats_of(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[float]:
-    """How often an item of each dataset comes in an epoch.
+def epoch_repeats(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[float]:
+    """Return how often an item of each dataset comes in an epoch.
 
-    With weights w_d and n_d items, N in all, it is w_d / sum(w) * N / n_d: an epoch then has N samples, of which the
-    share w_d / sum(w) is of dataset d.
+    With weights w_d and n_d items, N in all, it is w_d / sum(w) * N / n_d: an epoch then has N samples, and dataset d
+    has the share w_d / sum(w) of them.
     """
     if any(dataset.weight is None for dataset in datasets):
         return [dataset.repeats for dataset in datasets]
-    there = [(dataset.weight or 0.0) if count else 0.0 for dataset, count in zip(datasets, counts, strict=True)]
+    weights = [(dataset.weight or 0.0) if count else 0.0 for dataset, count in zip(datasets, counts, strict=True)]
     return [
-        weight / sum(there) * sum(counts) / count if count else 0.0 for weight, count in zip(there, counts, strict=True)
+        weight / sum(weights) * sum(counts) / count if count else 0.0
+        for weight, count in zip(weights, counts, strict=True)
     ]
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"dataset {quoted(str(path))} {not_there(path)}")
     try:
@@ -159,90 +163,97 @@ def _document(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not valid TOML: {error}") from error
 
 
-def _dataset(
+def _parse_table(
     table: Mapping[str, Any], top: Mapping[str, Any], where: str, data: DataSection, problems: list[str]
 ) -> Dataset:
-    """The dataset of a table with the file's defaults; errors go to `problems`."""
+    """Return the dataset of a table with the file's defaults; errors go to `problems`."""
     if isinstance(table.get("name"), str):
         where += f" ({table['name']})"
-    given = {**top, **table}
-    is_theirs = where.startswith("[[directory]]")
-    made = translate(given) if is_theirs else Translated(dict(given))
-    if is_theirs and isinstance(
-        folder := made.options.get("mask_column"), str
-    ):  # beside the file there, below the clips here
-        made.options["mask_column"] = str(((data.dataset or Path()).parent / folder).absolute())
+    values = {**top, **table}
+    is_diffusion_pipe = where.startswith("[[directory]]")
+    translated = translate(values) if is_diffusion_pipe else Translated(dict(values))
+    # diffusion-pipe resolves the path of masks relative to the file, this package relative to the clips.
+    if is_diffusion_pipe and isinstance(folder := translated.options.get("mask_column"), str):
+        translated.options["mask_column"] = str(((data.dataset or Path()).parent / folder).absolute())
 
     def located(key: str, message: str) -> str:
         return f"{'at the top' if key in top and key not in table else where}: {key}: {message}"
 
-    renamed = {key: former_names()[key] for key in made.options if key in former_names()}
-    made.options |= {name: made.options.pop(key) for key, name in renamed.items()}
-    made.warnings |= {key: f"is called {name} now" for key, name in renamed.items()}
-    mine = [located(key, message) for key, message in made.problems.items()]
-    for key in [key for key in made.options if key not in _KEYS]:
-        mine.append(located(key, _not_an_option(key, made.options.pop(key))))
-    share, options = (_checked(section, made.options, located, mine) for section in (_Share, DataSection))
+    renamed = {key: former_names()[key] for key in translated.options if key in former_names()}
+    translated.options |= {name: translated.options.pop(key) for key, name in renamed.items()}
+    translated.warnings |= {key: f"is called {name} now" for key, name in renamed.items()}
+    table_problems = [located(key, message) for key, message in translated.problems.items()]
+    for key in [key for key in translated.options if key not in _KEYS]:
+        table_problems.append(located(key, _unknown_key_message(key, translated.options.pop(key))))
+    share, options = (
+        _validate_section(section, translated.options, located, table_problems) for section in (_Share, DataSection)
+    )
     if "weight" in share and "num_repeats" in share:
-        mine.append(f"{where}: weight and num_repeats both say how often it comes; give one of them")
-    own = _own_options(options, data, names_columns=bool(set(LISTS) & table.keys()))
-    warnings = [located(key, message) for key, message in made.warnings.items()]
-    if not mine:
-        check_dataset(own, given=options, found=(found := Findings()))
-        mine += [f"{where}: {problem.where.removeprefix('--')}: {problem.message}" for problem in found.errors]
-        warnings += [f"{where}: {warning}" for warning in found.warnings]
-    problems += mine
+        table_problems.append(f"{where}: weight and num_repeats both say how often it comes; give one of them")
+    merged = _merge_options(options, data, names_columns=bool(set(LISTS) & table.keys()))
+    warnings = [located(key, message) for key, message in translated.warnings.items()]
+    if not table_problems:
+        check_dataset(merged, given=options, found=(findings := Findings()))
+        table_problems += [
+            f"{where}: {problem.where.removeprefix('--')}: {problem.message}" for problem in findings.errors
+        ]
+        warnings += [f"{where}: {warning}" for warning in findings.warnings]
+    problems += table_problems
     return Dataset(
         share.get("name") or "",
-        own,
+        merged,
         repeats=share.get("num_repeats") or 1.0,
         weight=share.get("weight"),
         warnings=tuple(warnings),
     )
 
 
-def _not_an_option(key: str, value: Any) -> str:
-    """Why a table may not have a key."""
+def _unknown_key_message(key: str, value: Any) -> str:
+    """Return the reason why a table must not have the key."""
     if key in fields():
         return "is the same for all datasets; make it an option of the run"
     if isinstance(value, dict):
         return "is an unknown table"
-    meant = meant_by(key, _KEYS)
-    hint = f"; {INSTEAD[key]}" if key in INSTEAD else f"; did you mean {meant!r}?" if meant else ""
+    suggestion = meant_by(key, _KEYS)
+    hint = f"; {INSTEAD[key]}" if key in INSTEAD else f"; did you mean {suggestion!r}?" if suggestion else ""
     return f"is no option of a dataset{hint}"
 
 
-def _own_options(options: dict[str, Any], data: DataSection, *, names_columns: bool) -> DataSection:
-    """The run's options with those of a dataset, whose paths are relative to the file that lists the datasets."""
+def _merge_options(options: dict[str, Any], data: DataSection, *, names_columns: bool) -> DataSection:
+    """Return the run's options updated with a dataset's, whose paths are relative to the file of datasets."""
     for key in ("data_root", "dataset_file"):
         if options.get(key) is not None:
             options[key] = (data.dataset or Path()).parent / options[key]
     sizes: dict[str, Any] = {}
-    for these, others in ((_LISTED, _MADE), (_MADE, _LISTED)):
-        if any(options.get(key) for key in these):
-            sizes |= {key: [] for key in others}
-    named = dict(options.get("extra_columns", ()))  # which media there are, the model says
-    columns = [(name, named.get(name, column)) for name, column in data.extra_columns]
-    own = data.model_copy(update={**sizes, **options, "extra_columns": columns, "dataset": None})
-    if not names_columns and lacks_lists(own):
+    for used, ignored in ((_BUCKET_OPTIONS, _AREA_OPTIONS), (_AREA_OPTIONS, _BUCKET_OPTIONS)):
+        if any(options.get(key) for key in used):
+            sizes |= {key: [] for key in ignored}
+    dataset_columns = dict(options.get("extra_columns", ()))  # the model determines the media that exist
+    columns = [(name, dataset_columns.get(name, column)) for name, column in data.extra_columns]
+    merged = data.model_copy(update={**sizes, **options, "extra_columns": columns, "dataset": None})
+    if not names_columns and lacks_lists(merged):
         # The columns that the top or the run names are those of the tables among the datasets.
-        own = own.model_copy(update={name: DataSection.model_fields[name].default for name in LISTS})
-    return own
+        merged = merged.model_copy(update={name: DataSection.model_fields[name].default for name in LISTS})
+    return merged
 
 
-def _checked(section: type[Section], given: Mapping[str, Any], located: Any, problems: list[str]) -> dict[str, Any]:
-    """The validated values of a section's options; errors go to `problems`."""
-    values = {key: value for key, value in given.items() if key in section.model_fields}
+def _validate_section(
+    section: type[Section], options: Mapping[str, Any], located: Any, problems: list[str]
+) -> dict[str, Any]:
+    """Return the validated values of a section's options; errors go to `problems`."""
+    values = {key: value for key, value in options.items() if key in section.model_fields}
     try:
-        made = section.model_validate(values)
+        validated = section.model_validate(values)
     except ValidationError as error:
-        wrong = set()
+        invalid = set()
         for entry in error.errors():
             key = str(entry["loc"][0])
-            wrong.add(key)
+            invalid.add(key)
             problems.append(located(key, value_message(entry)))
-        return _checked(section, {key: value for key, value in values.items() if key not in wrong}, located, problems)
-    return {key: getattr(made, key) for key in values}
+        return _validate_section(
+            section, {key: value for key, value in values.items() if key not in invalid}, located, problems
+        )
+    return {key: getattr(validated, key) for key in values}
 
 
 def _common_problems(datasets: Sequence[Dataset]) -> list[str]:
@@ -260,18 +271,18 @@ def _common_problems(datasets: Sequence[Dataset]) -> list[str]:
 
 
 def _with_names(datasets: Sequence[Dataset]) -> list[Dataset]:
-    """Each with a name: its own, or that of its folder or file."""
-    taken = {dataset.name for dataset in datasets}
-    named = []
+    """Return the datasets, each with a name: its own, or that of its folder or file."""
+    used_names = {dataset.name for dataset in datasets}
+    named_datasets = []
     for dataset in datasets:
         name = dataset.name
         if not name:
-            place = dataset.data.dataset_file or dataset.data.data_root
-            stem = (place.stem if dataset.data.dataset_file else place.name) if place else str(dataset.data.hf_dataset)
+            path = dataset.data.dataset_file or dataset.data.data_root
+            stem = (path.stem if dataset.data.dataset_file else path.name) if path else str(dataset.data.hf_dataset)
             stem = name = stem or "data"
-            number = 2
-            while name in taken:
-                name, number = f"{stem}-{number}", number + 1
-            taken.add(name)
-        named.append(replace(dataset, name=name))
-    return named
+            suffix = 2
+            while name in used_names:
+                name, suffix = f"{stem}-{suffix}", suffix + 1
+            used_names.add(name)
+        named_datasets.append(replace(dataset, name=name))
+    return named_datasets

@@ -1,4 +1,4 @@
-"""Translates dataset files of diffusion-pipe into data options, or into a message that says what to use.
+"""Translation of diffusion-pipe's dataset files into data options, or into messages with the remedy.
 
 Its keys are those of `examples/dataset.toml` there (commit 5145971); sizes in pairs are width first.
 """
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: What cannot be had: key -> the way out.
+#: Keys that are not supported -> the remedy.
 _REFUSED = {
     "control_path": "control clips are for image editing models, which are not trained here; remove it",
     "shuffle_tags": "tags are not shuffled; write several captions, one a line of the .txt file, and set caption_lines",
-    "cache_shuffle_num": "tags are not shuffled; write several captions, one a line of the .txt file, and set caption_lines",
+    "cache_shuffle_num": "tags are not shuffled; write several captions, one a line of the .txt file, and set "
+    "caption_lines",
 }
-#: What has no meaning here.
+#: Keys that have no meaning here -> the warning.
 _WITHOUT_EFFECT = {
     "cache_shuffle_delimiter": "has no effect, since tags are not shuffled",
     "round_side": "has no effect: sizes are multiples of what the model takes",
@@ -33,80 +34,84 @@ class Translated:
     warnings: dict[str, str] = field(default_factory=dict)
 
 
-def translate(given: Mapping[str, Any]) -> Translated:
-    """A `[[directory]]` table with the file's defaults as data options; unknown keys pass through."""
-    made = Translated()
-    rest = dict(given)
-    for key, way_out in _REFUSED.items():
+def translate(table: Mapping[str, Any]) -> Translated:
+    """Return a `[[directory]]` table with the file's defaults as data options; unknown keys pass through."""
+    translated = Translated()
+    rest = dict(table)
+    for key, remedy in _REFUSED.items():
         if rest.pop(key, None):
-            made.problems[key] = way_out
-    for key, why in _WITHOUT_EFFECT.items():
+            translated.problems[key] = remedy
+    for key, warning in _WITHOUT_EFFECT.items():
         if rest.pop(key, None) is not None:
-            made.warnings[key] = why
+            translated.warnings[key] = warning
     skip_empty = rest.pop("skip_empty_caption", None)
     if skip_empty is not None:
-        made.options["caption_missing"] = "skip" if skip_empty else "empty"
-    for key, ours in _RENAMED.items():
+        translated.options["caption_missing"] = "skip" if skip_empty else "empty"
+    for key, option in _RENAMED.items():
         if key in rest:
-            made.options[ours] = rest.pop(key)
-    _translate_sizes(rest, made)
-    made.options |= rest
-    return made
+            translated.options[option] = rest.pop(key)
+    _translate_sizes(rest, translated)
+    translated.options |= rest
+    return translated
 
 
-def _translate_sizes(rest: dict[str, Any], made: Translated) -> None:
-    """Areas, aspect ratios and explicit sizes; takes their keys out of `rest`."""
+def _translate_sizes(rest: dict[str, Any], translated: Translated) -> None:
+    """Translate areas, aspect ratios and explicit sizes, and remove their keys from `rest`."""
     explicit = rest.pop("size_buckets", None)
     resolutions, ratios = rest.pop("resolutions", None), rest.pop("ar_buckets", None)
     with_ratios = rest.pop("enable_ar_bucket", False)
     if explicit is not None:
-        if _are_numbers(explicit, 3):
-            made.options["video_resolution_buckets"] = [(frames, height, width) for width, height, frames in explicit]
+        if _is_number_list(explicit, 3):
+            translated.options["video_resolution_buckets"] = [
+                (frames, height, width) for width, height, frames in explicit
+            ]
         else:
-            made.problems["size_buckets"] = f"must be a list of [width, height, frames], got {explicit!r}"
+            translated.problems["size_buckets"] = f"must be a list of [width, height, frames], got {explicit!r}"
         return
     if resolutions is None:
         return
-    for key, given, what in (("resolutions", resolutions, "sides of squares"), ("ar_buckets", ratios, "ratios")):
-        if given is not None and not (_are_numbers(given, 2) or _are_numbers(given, 1)):
-            made.problems[key] = f"must be {what} or [width, height], got {given!r}"
+    for key, values, expected in (("resolutions", resolutions, "sides of squares"), ("ar_buckets", ratios, "ratios")):
+        if values is not None and not (_is_number_list(values, 2) or _is_number_list(values, 1)):
+            translated.problems[key] = f"must be {expected} or [width, height], got {values!r}"
             return
-    shapes = [tuple(one) if isinstance(one, list) else (one, one) for one in resolutions]
+    shapes = [tuple(side) if isinstance(side, list) else (side, side) for side in resolutions]
     areas = {width * height for width, height in shapes}
     if len(areas) > 1:
-        made.warnings["resolutions"] = (
-            f"there are {len(areas)} areas: diffusion-pipe trains each clip at all of them, here it is trained at one, the "
-            "nearest in aspect ratio, then the largest; for all, repeat the table with one area each"
+        translated.warnings["resolutions"] = (
+            f"there are {len(areas)} areas: diffusion-pipe trains each clip at all of them, here it is trained at one, "
+            "the nearest in aspect ratio, then the largest; for all, repeat the table with one area each"
         )
     if ratios is not None:
-        factors = [one[0] / one[1] if isinstance(one, list) else one for one in ratios]
+        factors = [ratio[0] / ratio[1] if isinstance(ratio, list) else ratio for ratio in ratios]
         shapes = [
             (round(math.sqrt(area * factor)), round(math.sqrt(area / factor))) for area in areas for factor in factors
         ]
-    if ratios is not None or not with_ratios:  # else the default, or what the file says, is the same there
-        made.options["num_ar_buckets"] = 0
+    if ratios is not None or not with_ratios:  # otherwise the option of the file, or the default, is the same there
+        translated.options["num_ar_buckets"] = 0
     if ratios is None and not with_ratios:
-        _warn_of_missing_ratios(rest, shapes, made)
-    made.options["resolutions"] = [[height, width] for width, height in shapes]
+        _warn_of_missing_ratios(rest, shapes, translated)
+    translated.options["resolutions"] = [[height, width] for width, height in shapes]
 
 
-def _warn_of_missing_ratios(rest: dict[str, Any], shapes: list[tuple[Any, ...]], made: Translated) -> None:
+def _warn_of_missing_ratios(rest: dict[str, Any], shapes: list[tuple[Any, ...]], translated: Translated) -> None:
     for key in ("min_ar", "max_ar", "num_ar_buckets"):
         if rest.pop(key, None) is not None:
-            made.warnings[key] = "has no effect without enable_ar_bucket = true"
+            translated.warnings[key] = "has no effect without enable_ar_bucket = true"
     if any(width != height for width, height in shapes):
-        made.warnings["enable_ar_bucket"] = (
-            "is not set: diffusion-pipe then cuts squares of these areas, here clips are cut to the resolutions as they are "
-            "written, width first"
+        translated.warnings["enable_ar_bucket"] = (
+            "is not set: diffusion-pipe then cuts squares of these areas, here clips are cut to the resolutions as "
+            "they are written, width first"
         )
 
 
-def _are_numbers(values: Any, count: int) -> bool:
-    """Whether it is a list of positive numbers, or of lists of so many."""
+def _is_number_list(values: Any, count: int) -> bool:
+    """Return whether `values` is a list of positive numbers, or of lists of `count` of them."""
     if not isinstance(values, list) or not values:
         return False
     rows = values if count > 1 else [[value] for value in values]
     return all(
-        isinstance(row, list) and len(row) == count and all(type(one) in (int, float) and one > 0 for one in row)
+        isinstance(row, list)
+        and len(row) == count
+        and all(type(number) in (int, float) and number > 0 for number in row)
         for row in rows
     )

@@ -1,7 +1,7 @@
-"""Opens untrusted media files: regular files only, in formats that reference no other file, with bounded frames.
+"""Access to untrusted media files: regular files only, in formats that reference no other file, with bounded frames.
 
 FFmpeg chooses a format by content. A text file with the name of a clip could be a playlist of other files or of URLs, a
-name could be taken for a protocol, and a few kilobytes can declare a picture that fills the memory.
+name could be taken for a protocol, and a few kilobytes can declare an image that fills the memory.
 
 Whatever goes wrong while one file is opened, probed or decoded is the status of that file, and never an error of the
 check or the run: which exceptions FFmpeg, PyAV and PIL raise for damaged files is not written down anywhere, and
@@ -26,37 +26,37 @@ from finetrainers.utils.files import not_a_file
 
 from .status import UnusableError
 
-#: Pixels of one picture or frame; PIL's own limit for images, used for videos too.
+#: Pixels of one image or frame; PIL's limit for images, also used for videos.
 MAX_FRAME_PIXELS = 89_478_485
 
-# PIL, too, chooses by content: of the formats that it knows, some run programs (PostScript) or name other files.
+# PIL also chooses by content, and some of its formats run programs (PostScript) or name other files.
 _IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,gif,flv,asf,ogg,h264,hevc"
 
 
-#: Errors that speak of the file. PIL raises SyntaxError for broken PNG files.
-_OF_FILES = (av.FFmpegError, OSError, EOFError, SyntaxError, Image.DecompressionBombError, UnusableError)
+#: Errors about the file. PIL raises SyntaxError for broken PNG files.
+_FILE_ERRORS = (av.FFmpegError, OSError, EOFError, SyntaxError, Image.DecompressionBombError, UnusableError)
 
 
-def reason_of(error: Exception) -> str:
-    """The first line of an error's message; after its type, unless it is one that libraries raise for damaged files."""
+def error_reason(error: Exception) -> str:
+    """Return the first line of an error's message, prefixed with its type unless it is a common error of files."""
     text = str(getattr(error, "strerror", None) or error).strip()
     line = text.splitlines()[0] if text else ""
-    if line and isinstance(error, _OF_FILES):
+    if line and isinstance(error, _FILE_ERRORS):
         return line
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def is_lasting(error: Exception) -> bool:
-    """Whether an error is due to a file's content, so that the file need not be read again before it changes."""
+    """Return whether an error is due to a file's content, so that the file need not be read again before it changes."""
     if isinstance(error, OSError):
         # FFmpeg's own errors have no number of the system's; PIL raises OSError without one.
         return error.errno is None
-    return isinstance(error, _OF_FILES) and not isinstance(error, MemoryError)
+    return isinstance(error, _FILE_ERRORS) and not isinstance(error, MemoryError)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this process has no memory left. FFmpeg says so, too, of damaged sizes, which is about the file."""
+    """Return whether this process is out of memory; FFmpeg's error of that kind may come from a damaged size."""
     return isinstance(error, MemoryError) and not isinstance(error, av.FFmpegError)
 
 
@@ -71,41 +71,41 @@ def decoding(path: Path | str) -> Iterator[None]:
         if isinstance(error, FetchError):  # which names the address
             raise UnusableError(str(error), "missing", lasting=False) from error
         status = error.status if isinstance(error, UnusableError) else "damaged"
-        raise UnusableError(f"cannot decode {path}: {reason_of(error)}", status) from error
+        raise UnusableError(f"cannot decode {path}: {error_reason(error)}", status) from error
 
 
 def require_file(path: Path) -> os.stat_result:
-    """The `stat` of a file that may be opened. Opening a pipe would wait for somebody to write into it.
+    """Return the `stat` of a file that may be opened. Opening a pipe would wait for a writer.
 
     Raises:
-        UnusableError: it may not.
+        UnusableError: the file must not be opened.
     """
     try:
-        found = path.stat()
+        state = path.stat()
     except FileNotFoundError:
-        why = f"a link to {str(path.readlink())!r}, which does not exist" if path.is_symlink() else "does not exist"
-        raise UnusableError(why, "missing", lasting=False) from None
+        reason = f"a link to {str(path.readlink())!r}, which does not exist" if path.is_symlink() else "does not exist"
+        raise UnusableError(reason, "missing", lasting=False) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = f"cannot be looked up: {getattr(error, 'strerror', None) or error}"
-        raise UnusableError(why, "unreadable", lasting=False) from error
-    return require_content(found)
+        reason = f"cannot be looked up: {getattr(error, 'strerror', None) or error}"
+        raise UnusableError(reason, "unreadable", lasting=False) from error
+    return require_content(state)
 
 
-def require_content(found: os.stat_result) -> os.stat_result:
-    """`require_file` of a file whose `stat` is known."""
-    if (why := not_a_file(found.st_mode)) is not None:
-        raise UnusableError(why, "not_a_file", lasting=False)
-    if found.st_size == 0:
+def require_content(state: os.stat_result) -> os.stat_result:
+    """Return the `stat` of a file if it may be opened; see `require_file`."""
+    if (reason := not_a_file(state.st_mode)) is not None:
+        raise UnusableError(reason, "not_a_file", lasting=False)
+    if state.st_size == 0:
         raise UnusableError("the file is empty", "empty", lasting=False)
-    return found
+    return state
 
 
 def open_image(path: Path | str) -> Image.Image:
-    """Open an image of at most `MAX_FRAME_PIXELS`; of a file only the header is read. Text may be a URL, which is fetched.
+    """Open an image of at most `MAX_FRAME_PIXELS`, reading only its header. Text may be a URL, which is fetched.
 
     Raises:
-        UnusableError: it is no file, of another format, or larger.
-        OSError: the URL gives nothing; see `fetch`.
+        UnusableError: the image is not a file, of another format, or larger.
+        OSError: the URL cannot be fetched; see `fetch`.
         Exception: whatever PIL raises for damaged images.
     """
     source: Path | str | BytesIO = path
@@ -126,7 +126,7 @@ def open_image(path: Path | str) -> Image.Image:
 
 
 def too_large(width: int, height: int) -> UnusableError:
-    """The error about frames of a size over the limit."""
+    """Return the error about frames of a size over the limit."""
     return UnusableError(f"{width}x{height} pixels is over the limit of {MAX_FRAME_PIXELS} for a frame", "too_large")
 
 
@@ -134,7 +134,7 @@ def open_container(path: Path) -> av.container.InputContainer:
     """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`.
 
     Raises:
-        UnusableError: it is no file, or of a format that is not opened.
+        UnusableError: the video is not a file, or its format is not supported.
         Exception: whatever PyAV raises for damaged files.
     """
     require_file(path)
@@ -156,10 +156,10 @@ def open_container(path: Path) -> av.container.InputContainer:
 
 
 def video_stream(container: av.container.InputContainer) -> av.VideoStream:
-    """The stream that is decoded: the first one.
+    """Return the stream that is decoded: the first one.
 
     Raises:
-        UnusableError: there is none that can be.
+        UnusableError: no stream can be decoded.
     """
     streams = container.streams.video
     if all(Disposition.attached_pic in stream.disposition for stream in streams):
@@ -171,8 +171,8 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream:
     return streams[0]
 
 
-def packets_of(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
-    """The packets of a stream from here to the end, and an empty one that makes the decoder give what it has left."""
+def demux_packets(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
+    """Yield the packets of a stream from here to the end, then an empty one that flushes the decoder."""
     try:
         yield from container.demux(stream)
     except IndexError:
@@ -181,7 +181,7 @@ def packets_of(container: av.container.InputContainer, stream: av.VideoStream) -
         return
 
 
-def frames_of(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
-    """The frames of a stream, decoded, from here to the end."""
-    for packet in packets_of(container, stream):
+def decode_frames(container: av.container.InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
+    """Yield the frames of a stream, decoded, from here to the end."""
+    for packet in demux_packets(container, stream):
         yield from packet.decode()

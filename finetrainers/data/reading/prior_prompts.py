@@ -1,4 +1,4 @@
-"""Prior prompts: what else a sample's noisy latents are predicted with, to preserve the prior. Imports no torch."""
+"""Prior prompts: a sample's noisy latents are also predicted with them to preserve the prior. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from finetrainers.utils.seeding import derive_seed
 
 @dataclass(frozen=True)
 class PriorPrompts:
-    """The prior prompt of every sample.
+    """The prior prompts of samples.
 
     Attributes:
-        texts: of which one is drawn for each (epoch, item); empty: a sample's own caption without the trigger words.
+        texts: the prompts that one is drawn from for each (epoch, item), or empty to use a sample's caption without
+            the trigger words.
         triggers: trigger words.
         seed: of the run.
     """
@@ -24,18 +25,18 @@ class PriorPrompts:
     seed: int
 
     def of(self, caption: str, sample_key: tuple[int, ...]) -> str:
-        """The prior prompt of a sample."""
+        """Return the prior prompt of a sample."""
         if not self.texts:
             return without_triggers(caption, self.triggers)
         return self.texts[derive_seed(self.seed, "prior_prompt", *sample_key) % len(self.texts)]
 
     def texts_for(self, captions: Iterable[str]) -> list[str]:
-        """All prior prompts that samples with these captions may have."""
+        """Return all prior prompts that samples with these captions may have."""
         return list(self.texts or dict.fromkeys(without_triggers(caption, self.triggers) for caption in captions))
 
 
 def without_triggers(caption: str, triggers: Iterable[str]) -> str:
-    """A caption without trigger words, and without the punctuation and blanks that they leave at its beginning."""
+    """Return a caption without trigger words, and without the punctuation and blanks left at its beginning."""
     for trigger in triggers:
         caption = re.sub(rf"(?<!\w){re.escape(trigger)}(?!\w)", " ", caption)
     return " ".join(caption.split()).lstrip(",.;: ")

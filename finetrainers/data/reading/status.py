@@ -9,12 +9,12 @@ from typing import Literal, get_args
 from finetrainers.utils.failures import ExpectedError
 
 Status = Literal[
-    "used", "skipped", "too_short", "no_bucket", "caption_missing", "outside_root", "missing", "not_a_file", "empty", "unreadable",
-    "no_video", "no_rate", "too_large", "cut_off", "damaged", "decoder_failed",
-    "mismatch",
+    "used", "skipped", "too_short", "no_bucket", "caption_missing", "outside_root", "missing", "not_a_file", "empty",
+    "unreadable", "no_video", "no_rate", "too_large", "cut_off", "damaged", "decoder_failed", "mismatch",
 ]  # fmt: skip
 Mark = Literal[
-    "resampled", "slower", "cropped", "distorted", "enlarged", "no_caption", "same_file", "same_content", "black", "still",
+    "resampled", "slower", "cropped", "distorted", "enlarged", "no_caption", "same_file", "same_content", "black",
+    "still",
 ]  # fmt: skip
 
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -37,8 +37,8 @@ MEANINGS: Mapping[Status | Mark, str] = {
     "cut_off": "it has fewer frames than it declares",
     "damaged": "decoding fails, or gives damaged frames",
     "decoder_failed": "the decoder crashed, hung, or allocated too much memory",
-    "mismatch": "its control video or another further medium has not a frame of the same shape for each of its frames, or its mask does not "
-    "fit it, has colors, or is black",
+    "mismatch": "its control video or another further medium has not a frame of the same shape for each of its frames, "
+    "or its mask does not fit it, has colors, or is black",
     "resampled": "frames are dropped to reach the target rate",
     "slower": "slower than the target rate; trained at its own rate",
     "cropped": "part of each frame is cropped",
@@ -54,7 +54,7 @@ MEANINGS: Mapping[Status | Mark, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Why an item cannot be used: its status, and a sentence without the item's name."""
+    """The reason why an item cannot be used: its status, and a sentence without the item's name."""
 
     status: Status
     reason: str

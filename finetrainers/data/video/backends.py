@@ -1,6 +1,6 @@
-"""Chooses the backend that decodes a video: it must be importable and show the pixels that PyAV shows.
+"""Choice of the backend that decodes a video: it must be importable and return the same pixels as PyAV.
 
-Imports neither torch nor an optional backend before one is asked for.
+Imports neither torch nor an optional backend before it is requested.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..reading.media import decoding, open_container, packets_of, require_file, video_stream
+from ..reading.media import decoding, demux_packets, open_container, require_file, video_stream
 from ..reading.status import UnusableError
 from .pyav import PyavReader
 from .reader import LibraryReader, VideoReader
@@ -25,7 +25,7 @@ _DEFAULT: Backend = "pyav"
 
 _CONTAINERS = ("mov", "matroska", "avi")
 _FORMATS = ("yuv420p", "yuvj420p", "yuv422p", "yuv444p")
-_IDR = 5  # type of an H.264 slice that refers to nothing before it
+_IDR = 5  # type of an H.264 slice that does not refer to earlier frames
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class _Optional:
     """An optional backend.
 
     Attributes:
-        module: that is imported.
-        codecs: of which it gives the pixels that PyAV gives, wherever it begins.
-        hint: how to get it.
+        module: the module to import.
+        codecs: the codecs whose frames equal PyAV's, wherever decoding begins.
+        hint: how to install it.
     """
 
     module: str
@@ -43,7 +43,7 @@ class _Optional:
     hint: str
 
 
-# Found by comparing every codec at random frame numbers. decord gives other frames after a seek in HEVC, and in
+# Determined by comparing every codec at random frame numbers. decord returns other frames after a seek in HEVC, and in
 # MPEG-4 with B-frames.
 _OPTIONAL: dict[str, _Optional] = {
     "decord": _Optional("decord", ("h264", "vp8", "vp9", "mjpeg"), "pip install decord"),
@@ -56,14 +56,14 @@ _OPTIONAL: dict[str, _Optional] = {
 }
 
 
-def backend_of(option: str) -> str:
-    """The backend that an option's value names."""
+def resolve_backend(option: str) -> str:
+    """Return the backend of an option's value."""
     return _DEFAULT if option == "auto" else option
 
 
 def backend_problem(option: str) -> str | None:
-    """Why the backend of an option cannot be used here, and how to install it; None if it can."""
-    name = backend_of(option)
+    """Return the reason why an option's backend cannot be used here and how to install it, or None if it can."""
+    name = resolve_backend(option)
     if name == _DEFAULT:
         return None
     try:
@@ -76,49 +76,49 @@ def backend_problem(option: str) -> str | None:
 
 def open_video(path: Path, backend: str = _DEFAULT) -> VideoReader:
     """Open a video, to be used within `decoding`."""
-    require_file(path)  # not every backend asks
+    require_file(path)  # not every backend checks it
     return PyavReader(path) if backend == _DEFAULT else LibraryReader(path, backend)
 
 
-def reason_against(path: Path, backend: str) -> str | None:
-    """Why a backend may show other pixels of a file than PyAV does; None if it shows the same.
+def fallback_reason(path: Path, backend: str) -> str | None:
+    """Return the reason why a backend may return other pixels of a file than PyAV, or None if it returns the same.
 
-    What the header says is compared with what is known of the backend, and then the first frames of both. The file is
-    read, but not decoded further.
+    The header is compared with the properties of the backend, and then the first frames of both are compared. The file
+    is read, but not decoded further.
     """
     if backend == _DEFAULT:
         return None
     try:
         with decoding(path):
-            reason = _reason_by_header(path, _OPTIONAL[backend].codecs)
+            reason = _header_reason(path, _OPTIONAL[backend].codecs)
         if reason is not None:
             return reason
-        with decoding(path), closing(open_video(path)) as ours, closing(open_video(path, backend)) as theirs:
-            if theirs.num_frames != ours.num_frames:
-                return f"{theirs.num_frames} frames instead of {ours.num_frames}"
-            pictures = [next((picture for _, picture in reader.frames([0])), None) for reader in (ours, theirs)]
+        with decoding(path), closing(open_video(path)) as reference, closing(open_video(path, backend)) as video:
+            if video.num_frames != reference.num_frames:
+                return f"{video.num_frames} frames instead of {reference.num_frames}"
+            expected, actual = [next((pixels for _, pixels in r.frames([0])), None) for r in (reference, video)]
     except UnusableError:
         return "its first frame cannot be decoded"
-    if pictures[0] is None or pictures[1] is None or not np.array_equal(pictures[0], pictures[1]):
+    if expected is None or actual is None or not np.array_equal(expected, actual):
         return "another first frame"
     return None
 
 
-def _reason_by_header(path: Path, codecs: Container[str]) -> str | None:
+def _header_reason(path: Path, codecs: Container[str]) -> str | None:
     with open_container(path) as container:
         stream = video_stream(container)
         context = stream.codec_context
-        odd = bool(stream.width % 2 or stream.height % 2) and stream.pix_fmt != "yuv444p"
-        for is_so, reason in (
+        has_odd_size = bool(stream.width % 2 or stream.height % 2) and stream.pix_fmt != "yuv444p"
+        for applies, reason in (
             (not container.format.name.startswith(_CONTAINERS), f"container {container.format.name}"),
             (context.name not in codecs, f"codec {context.name}"),
             (stream.pix_fmt not in _FORMATS, f"pixel format {stream.pix_fmt}"),
-            (odd, f"odd size {stream.width}x{stream.height} with halved color"),
+            (has_odd_size, f"odd size {stream.width}x{stream.height} with halved color"),
             (context.field_order > 1, "interlaced"),
         ):
-            if is_so:
+            if applies:
                 return reason
-        for packet in packets_of(container, stream):
+        for packet in demux_packets(container, stream):
             if packet.is_discard:
                 return "an edit list hides frames"
             is_key = packet.size and packet.is_keyframe and context.name == "h264"
@@ -128,13 +128,13 @@ def _reason_by_header(path: Path, codecs: Container[str]) -> str | None:
 
 
 def _has_idr(packet: bytes, extradata: bytes | None) -> bool:
-    """Whether an H.264 packet has a slice of an IDR picture."""
+    """Return whether an H.264 packet has a slice of an IDR picture."""
     if extradata and extradata[0] == 1:  # "avcC": each unit is preceded by its length
         size = (extradata[4] & 3) + 1
-        at = 0
-        while at + size < len(packet):
-            if packet[at + size] & 31 == _IDR:
+        offset = 0
+        while offset + size < len(packet):
+            if packet[offset + size] & 31 == _IDR:
                 return True
-            at += size + int.from_bytes(packet[at : at + size], "big")
+            offset += size + int.from_bytes(packet[offset : offset + size], "big")
         return False
     return any(unit and unit[0] & 31 == _IDR for unit in packet.split(b"\0\0\1")[1:])

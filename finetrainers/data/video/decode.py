@@ -1,10 +1,10 @@
-"""Decodes the wanted frames of a clip and resizes them one by one, the next frame being decoded meanwhile.
+"""Decoding of a clip's frames, which are resized one by one while the next one is decoded.
 
-Only two frames are ever in memory as large as they are stored, and each resized one goes to its place in the clip.
+Only two frames are ever in memory as large as they are stored. Each resized one is written to its place in the clip.
 
 Frames are resized by torch's antialiased bicubic on uint8, which equals PIL's to one grey level, rather than by FFmpeg
 inside PyAV's `reformat`: its result shifts brightness a little (0.4 levels on a 720p clip) and depends on FFmpeg's
-version, while videos and images should meet the same resampling, and cached latents the same as fresh ones.
+version, while videos and images should be resampled in the same way, and cached latents like fresh ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..reading.status import UnusableError
 from .backends import open_video
 from .timeline import shown_at
 
-#: A part of a picture: top, left, height, width.
+#: A part of a frame: top, left, height, width.
 Box: TypeAlias = tuple[int, int, int, int]
 T = TypeVar("T")
 
@@ -50,46 +50,46 @@ def read_frames(
         path: the video.
         indices: frame numbers in display order, ascending; a number may repeat.
         height, width: size in pixels that they are resized to.
-        box: the part that is kept of each; None: all.
-        backend: what decodes; see `data/video/backends.py`.
-        out: where the frames go, in any layout; None: into memory of their own.
+        box: the part of each that is returned, or None for all of it.
+        backend: the backend that decodes; see `data/video/backends.py`.
+        out: the destination of the frames, in any layout, or None to allocate it.
 
     Returns:
         `[T, H, W, 3]` uint8, one frame for each index.
 
     Raises:
-        UnusableError: the file cannot be read, or ends before the last wanted frame.
+        UnusableError: the file cannot be read, or ends before the last requested frame.
     """
     box = box or (0, 0, height, width)
     frames = torch.empty(len(indices), *box[2:], 3, dtype=torch.uint8) if out is None else out
-    places: dict[int, list[int]] = {}
-    for place, number in enumerate(indices):
-        places.setdefault(number, []).append(place)
-    wanted, done = sorted(places), 0
+    positions: dict[int, list[int]] = {}
+    for position, number in enumerate(indices):
+        positions.setdefault(number, []).append(position)
+    requested, done = sorted(positions), 0
     try:
         with decoding(path), closing(open_video(path, backend)) as video:
-            for number, pixels in _one_ahead(video.frames(wanted)):
+            for number, pixels in _one_ahead(video.frames(requested)):
                 frame = resize(torch.from_numpy(np.ascontiguousarray(pixels)), height, width)
-                for place in places[number]:
-                    frames[place].copy_(crop(frame, box))
+                for position in positions[number]:
+                    frames[position].copy_(crop(frame, box))
                 done += 1
     except UnusableError as error:
         if not done:
             raise
-        raise UnusableError(f"{error}, after {done} of {len(wanted)} wanted frames") from error
-    if done < len(wanted):
+        raise UnusableError(f"{error}, after {done} of {len(requested)} wanted frames") from error
+    if done < len(requested):
         raise UnusableError(
-            f"{path} ends early: {done} of {len(wanted)} wanted frames could be decoded, "
+            f"{path} ends early: {done} of {len(requested)} wanted frames could be decoded, "
             f"the last wanted one is number {max(indices)}; the file is cut off or damaged"
         )
     return frames
 
 
 def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items; a thread gets the next one while the caller works on this one.
+    """Yield the items; a thread gets the next one while the caller works on this one.
 
-    FFmpeg decodes without Python's lock. Its own threads would decode further than is wanted, and with them the decoder of
-    H.264 does not say which frames are damaged.
+    FFmpeg decodes without Python's lock. Its own threads would decode further than requested, and with them the decoder
+    of H.264 does not report which frames are damaged.
     """
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="decode") as pool:
@@ -110,22 +110,22 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
 
 
 def read_covering(path: Path, *, height: int, width: int) -> Tensor:
-    """Read an image as `[3, H, W]` uint8 of a size: resized until it covers that, then cropped in the middle.
+    """Read an image as `[3, H, W]` uint8, resized to cover that size and cropped in the middle.
 
     Raises:
         UnusableError: the file cannot be read.
     """
-    picture = _upright(path)
-    full = cover_size(picture.shape[0], picture.shape[1], height, width)
+    image = _upright(path)
+    full = cover_size(image.shape[0], image.shape[1], height, width)
     box = (full[0] - height) // 2, (full[1] - width) // 2, height, width
-    return crop(resize(picture, *full), box).permute(2, 0, 1).contiguous()
+    return crop(resize(image, *full), box).permute(2, 0, 1).contiguous()
 
 
 def _upright(path: Path) -> Tensor:
-    """An image, turned upright, `[H, W, 3]` uint8."""
+    """Return an image, turned upright, `[H, W, 3]` uint8."""
     with decoding(path), open_image(path) as image:
         upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I"):  # 16 bits, of which PIL would make white where they are above 255
+        if upright.mode.startswith("I"):  # 16 bits: PIL would turn values above 255 white
             upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
         return torch.from_numpy(np.array(upright.convert("RGB")))
 
@@ -140,22 +140,22 @@ def resize(frame_HWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
-    """Cut a clip to its bucket: `[3, T, H, W]` uint8; and each of its further media in the same way, on three more channels.
+    """Cut a clip to its bucket, `[3, T, H, W]` uint8, and each of its further media likewise, on three more channels.
 
     Args:
-        clip: what to cut, to which bucket and how. With `center` and `random` it is resized so that the bucket is
-            covered, then cropped.
+        clip: the clip, with its bucket and the way to cut it. With `center` and `random` it is resized to cover the
+            bucket, then cropped.
         generator: CPU generator of the random start and crop; always drawn from three times, so that one choice does
             not shift another.
 
     Raises:
         UnusableError: the file cannot be decoded.
     """
-    (height, width), box, indices = cut_of(clip, generator)
+    (height, width), box, indices = find_cut(clip, generator)
     if clip.kind == "image":
         media = [crop(read_image(path, height=height, width=width)[0], box)[None] for path in clip.files]
         return torch.cat(media, dim=3).permute(3, 0, 1, 2).contiguous()
-    backends = (clip.backend, *(one.backend for one in clip.further))
+    backends = (clip.backend, *(medium.backend for medium in clip.further))
     frames = torch.empty(3 * len(backends), len(indices), *box[2:], dtype=torch.uint8)
     for path, backend, channels in zip(clip.files, backends, frames.split(3), strict=True):
         out = channels.permute(1, 2, 3, 0)
@@ -164,12 +164,12 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
 
 
 class Cut(NamedTuple):
-    """What is cut from every file of a clip.
+    """The part that is cut from every file of a clip.
 
     Attributes:
         full: height and width in pixels that frames are resized to.
-        box: the part that is kept of each.
-        indices: numbers of the frames, ascending; 0 of an image.
+        box: the part of each that is cut out.
+        indices: numbers of the frames, ascending; 0 for an image.
     """
 
     full: tuple[int, int]
@@ -177,8 +177,8 @@ class Cut(NamedTuple):
     indices: Sequence[int]
 
 
-def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
-    """Where a clip is cut; see `load_clip`."""
+def find_cut(clip: Clip, generator: torch.Generator) -> Cut:
+    """Return the cut of a clip; see `load_clip`."""
     length, height, width = clip.bucket
     draw, down, right = torch.randint(2**31, (3,), generator=generator, device="cpu").tolist()
     full = (height, width) if clip.reshape_mode == "none" else cover_size(clip.height, clip.width, height, width)
@@ -192,7 +192,7 @@ def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
     indices, _ = select_frames(
         clip.num_frames,
         source_fps=clip.source_fps,
-        # The rate of the cut clip; `uniform` does not ask for it.
+        # The rate of the cut clip; `uniform` ignores it.
         fps=clip.fps,
         length=length,
         mode=clip.frame_selection,
@@ -204,16 +204,16 @@ def cut_of(clip: Clip, generator: torch.Generator) -> Cut:
 
 
 def crop(frame_HWC: Tensor, box: Box) -> Tensor:
-    """A part of a picture."""
+    """Return a part of a frame."""
     top, left, height, width = box
     return frame_HWC[top : top + height, left : left + width]
 
 
 def _times(clip: Clip) -> list[float]:
-    """The second at which each frame of a clip's file is shown.
+    """Return the second at which each frame of a clip's file is shown.
 
     Raises:
-        UnusableError: the file does not say, or has other frames than when the run was planned.
+        UnusableError: the file does not have the times, or has fewer frames than when the run was planned.
     """
     with decoding(clip.path):
         times = shown_at(clip.path)

@@ -1,4 +1,4 @@
-"""Cuts the masks of clips like the clips themselves, and pools them to weights of latents."""
+"""Masks of clips: cut like the clips themselves, and pooled to weights of latents."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor
 
 from ..buckets.clip import Clip
 from ..reading.status import UnusableError
-from .decode import crop, cut_of, read_frames, read_image
+from .decode import crop, find_cut, read_frames, read_image
 
 
 def load_mask(clip: Clip, *, generator: torch.Generator) -> Tensor:
-    """The mask of a clip, pooled to its latents, `[1, 1, T, H, W]` fp32 from 0 to 1.
+    """Return the mask of a clip, pooled to its latents, `[1, 1, T, H, W]` fp32 from 0 to 1.
 
-    Its frames are those of the clip, resized and cropped as `load_clip` does with a generator in the same state. Latent 0
-    stands for frame 0, and latent k for frames (k - 1) c + 1 to k c, with c frames to a latent.
+    Its frames are those of the clip, resized and cropped as `load_clip` does with a generator in the same state. Latent
+    0 stands for frame 0, and latent k for frames (k - 1) c + 1 to k c, with c frames to a latent.
 
     Args:
-        clip: one that has a mask.
+        clip: a clip that has a mask.
         generator: see `load_clip`.
 
     Raises:
         UnusableError: the file cannot be decoded.
     """
-    mask, cut = clip.mask, cut_of(clip, generator)
+    mask, cut = clip.mask, find_cut(clip, generator)
     assert mask is not None, "only clips with masks are asked for them"
     height, width = cut.full
     if mask.kind == "image":
@@ -40,11 +40,11 @@ def load_mask(clip: Clip, *, generator: torch.Generator) -> Tensor:
     return (torch.cat([cells[:, :1], later], dim=1) / 255)[None]
 
 
-def weights_of(clip: Clip, pooled: Tensor) -> Tensor:
-    """The weights of a clip's latents by its pooled mask.
+def latent_weights(clip: Clip, pooled: Tensor) -> Tensor:
+    """Return the weights of a clip's latents by its pooled mask.
 
     Raises:
-        UnusableError: nothing is left of a clip that is cut in no other way, so that it would never be trained.
+        UnusableError: the mask is black, and the clip is never cut in another way, so that it would never be trained.
     """
     assert clip.mask is not None, "only clips with masks are asked for them"
     is_only_cut = clip.start is None and "random" not in (clip.frame_selection, clip.reshape_mode)

@@ -8,18 +8,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-_AT_ONCE = 8  # full-size frames held at a time
+_BATCH_SIZE = 8  # full-size frames held at a time
 
 
 class VideoReader(Protocol):
-    """One open video. Every backend gives the same pixels for the same numbers.
+    """An open video. Every backend returns the same pixels for the same numbers.
 
-    What is wrong with the file is any exception that the library raises; see `decoding`.
+    Any exception that the library raises is a problem of the file; see `decoding`.
     """
 
     @property
     def num_frames(self) -> int:
-        """How many frames the file has, by the backend's own count."""
+        """The number of frames in the file, as counted by the backend."""
         ...
 
     def frames(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
@@ -43,30 +43,30 @@ class LibraryReader:
     """A video that decord or torchcodec decodes."""
 
     def __init__(self, path: Path, backend: str) -> None:
-        self._video, self._pictures = _OPENERS[backend](str(path))
+        self._video, self._read_batch = _OPENERS[backend](str(path))
 
     @property
     def num_frames(self) -> int:
-        """See `VideoReader`."""
+        """The number of frames; see `VideoReader`."""
         return len(self._video)
 
     def frames(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """See `VideoReader`."""
-        there = [number for number in numbers if number < len(self._video)]
-        for start in range(0, len(there), _AT_ONCE):
-            some = there[start : start + _AT_ONCE]
-            yield from zip(some, self._pictures(some), strict=True)
+        """Decode frames; see `VideoReader`."""
+        existing = [number for number in numbers if number < len(self._video)]
+        for start in range(0, len(existing), _BATCH_SIZE):
+            batch = existing[start : start + _BATCH_SIZE]
+            yield from zip(batch, self._read_batch(batch), strict=True)
 
     def close(self) -> None:
-        """See `VideoReader`."""
-        del self._video, self._pictures
+        """Close the file; see `VideoReader`."""
+        del self._video, self._read_batch
 
 
 Opened = tuple[Any, Callable[[list[int]], np.ndarray]]
 
 
 def _decord(path: str) -> Opened:
-    """A video by decord, whose wheels carry an FFmpeg of their own (4.1): fast on small pictures."""
+    """Open a video by decord, whose wheels contain FFmpeg 4.1: fast on small frames."""
     import decord
 
     video = decord.VideoReader(path, num_threads=1)
@@ -74,10 +74,10 @@ def _decord(path: str) -> Opened:
 
 
 def _torchcodec(path: str) -> Opened:
-    """A video by torchcodec, which uses the FFmpeg libraries that the machine has."""
+    """Open a video by torchcodec, which uses the machine's FFmpeg libraries."""
     from torchcodec.decoders import VideoDecoder
 
-    # "exact" reads the file once, so that numbers are right at variable frame rates too.
+    # "exact" reads the file once, so that numbers are also right at variable frame rates.
     video = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=1, seek_mode="exact")
     return video, lambda numbers: video.get_frames_at(numbers).data.numpy()
 

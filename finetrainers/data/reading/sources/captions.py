@@ -1,4 +1,4 @@
-"""Cleans captions. Imports no torch."""
+"""Cleaning of captions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _VERBS = (
     "(?:opens|begins|starts) (?:with|on)"
 )
 _SUBJECT = "(?:this|the) (?:short )?(?:video|clip|image|picture|photo|animation|scene|footage|sequence)(?: clip)?"
-# "This video shows a cat", "The scene opens with a cat", "In this video, a cat": what language models like to
-# begin with and no user types as a prompt. The verb needs a following blank, so that "shows" alone is kept.
+# "This video shows a cat", "The scene opens with a cat", "In this video, a cat": openings that language models like
+# and that users do not type in prompts. The verb needs a following blank, so that "shows" alone is kept.
 _LLM_PREFIX = re.compile(rf"^\s*(?:{_SUBJECT} (?:{_VERBS})\s+|in {_SUBJECT}\s*,\s*(?:we see\s+)?)", re.IGNORECASE)
 
 #: Text encoders read at most 256 tokens of a prompt, whatever the family; English has about four characters a token.
@@ -18,7 +18,7 @@ LONG_CAPTION = 1000
 
 
 def clean_caption(caption: str, *, id_token: str | None = None, remove_prefixes: bool = False) -> str:
-    """The caption as the text encoder gets it: blanks trimmed, opening phrase removed, `id_token` put before it."""
+    """Return the caption for the text encoder: blanks trimmed, opening phrase removed, `id_token` put before it."""
     caption = caption.strip()
     if remove_prefixes:
         caption = _LLM_PREFIX.sub("", caption, count=1) or caption
@@ -27,8 +27,8 @@ def clean_caption(caption: str, *, id_token: str | None = None, remove_prefixes:
     return caption
 
 
-def captions_of_text(text: str, *, each_line: bool) -> tuple[str, ...]:
-    """The caption that a text file holds, its lines joined by blanks; or one in each line that is not blank."""
+def split_captions(text: str, *, each_line: bool) -> tuple[str, ...]:
+    """Return the caption that a text file holds, its lines joined by blanks; or one in each line that is not blank."""
     if not each_line:
         return (" ".join(text.split()),)
     lines = [line.strip() for line in text.split("\n")]

@@ -1,4 +1,4 @@
-"""Reads folders: two text files that correspond line by line, or media files with caption files of their names."""
+"""Reader of folders: two text files that correspond line by line, or media files with caption files of their names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest, plural, quoted
 
 from ..status import Unusable, UnusableError
-from .captions import captions_of_text
+from .captions import split_captions
 from .masks import find_unreadable_masks, is_beside, listed_masks, masks_inside, masks_root, match_masks
 from .paths import Root
-from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, read_lines, shown
+from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, printable_name, read_lines
 
-#: Files that every run writes at its start: its samples, in the same folder, are no training data.
-_OF_A_RUN = {"config.toml", "manifest.jsonl"}
+#: Files that every run writes at its start: its samples, in the same folder, are not training data.
+_RUN_FILES = {"config.toml", "manifest.jsonl"}
 
 
 #: Options that name columns of a table, or two text files of a folder.
@@ -27,14 +27,14 @@ LISTS = ("video_column", "caption_column")
 
 
 def lacks_lists(data: DataSection) -> bool:
-    """Whether a dataset is a folder without the two text files."""
+    """Return whether a dataset is a folder without the two text files."""
     if data.data_root is None or data.dataset_file is not None or data.hf_dataset is not None:
         return False
     return not any((data.data_root / getattr(data, name)).is_file() for name in LISTS)
 
 
-def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
-    """Rows of the two text files `video_column` and `caption_column` if they are there, else of all media files.
+def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
+    """Return rows of the two text files `video_column` and `caption_column` if they are there, else of all media files.
 
     Raises:
         DataError: one of the two is missing, or both though other names were given; they differ in length, or there is
@@ -42,52 +42,57 @@ def read_folder(root: Root, data: DataSection, found: Findings) -> list[Row]:
     """
     media_list, caption_list = root.folder / data.video_column, root.folder / data.caption_column
     if media_list.is_file() and caption_list.is_file():
-        rows = _read_two_files(_listed(root, data.video_column), _listed(root, data.caption_column), found)
+        rows = _read_two_files(_find_list(root, data.video_column), _find_list(root, data.caption_column), findings)
         if data.mask_column:
-            path = _listed(root, data.mask_column)
+            path = _find_list(root, data.mask_column)
             masks = listed_masks(path, len(read_lines(media_list)), read_lines(path))
             rows = [row._replace(mask=masks[int(row.where.rpartition(" ")[2]) - 1]) for row in rows]
         further = [root.folder / column for _, column in data.extra_columns]
-        theirs = [name for path in further if path.is_file() for name in read_lines(path)]
-        theirs += [row.mask for row in rows if row.mask]
-        _note_unlisted([*(row.media for row in rows), *theirs], root, media_list.name, found)
+        other_media = [name for path in further if path.is_file() for name in read_lines(path)]
+        other_media += [row.mask for row in rows if row.mask]
+        _note_unlisted([*(row.media for row in rows), *other_media], root, media_list.name, findings)
         return rows
-    given = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
-    if given or media_list.is_file() or caption_list.is_file():
+    changed_options = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
+    if changed_options or media_list.is_file() or caption_list.is_file():
         files = [path for path in root.folder.iterdir() if path.is_file()]
         media = {path.stem for path in files if path.suffix.lower() in MEDIA_SUFFIXES}
-        names = [path.name for path in files if path.stem not in media]  # captions of single clips are not meant
+        names = [path.name for path in files if path.stem not in media]  # not the captions of single clips
         missing = [path.name for path in (media_list, caption_list) if not path.is_file()]
-        [there] = [name for name in (media_list.name, caption_list.name) if name not in missing] or [""]
+        [present] = [name for name in (media_list.name, caption_list.name) if name not in missing] or [""]
         hints = [(name, nearest(name, names, listed=0).removeprefix("; ")) for name in missing]
-        what = " nor ".join(f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in hints)
-        way_out = (
-            f"; leave out --{' and --'.join(given)} if each clip has a text file of its own name" if not there else ""
+        missing_names = " nor ".join(f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in hints)
+        remedy = (
+            f"; leave out --{' and --'.join(changed_options)} if each clip has a text file of its own name"
+            if not present
+            else ""
         )
         raise DataError(
-            f"{quoted(str(root.folder))} holds {f'{there!r} but not' if there else 'neither'} {what} (set by `video_column` and "
-            f"`caption_column`){way_out}"
+            f"{quoted(str(root.folder))} holds {f'{present!r} but not' if present else 'neither'} {missing_names} "
+            f"(set by `video_column` and `caption_column`){remedy}"
         )
-    rows = _read_sidecars(root, data, found)
-    if not rows and not found.problems:
-        others = f"; {'; '.join(found.warnings)}" if found.warnings else ""
+    rows = _read_sidecars(root, data, findings)
+    if not rows and not findings.problems:
+        others = f"; {'; '.join(findings.warnings)}" if findings.warnings else ""
         raise DataError(
-            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same name that holds its "
-            "caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, or the two text files "
-            f"--video_column and --caption_column with a line for each clip{others}"
+            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same "
+            "name that holds its caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, "
+            f"or the two text files --video_column and --caption_column with a line for each clip{others}"
         )
     return rows
 
 
-def _listed(root: Root, name: str) -> Path:
-    """The path of one of the two text files. A link out of the root could put any file into captions or messages."""
+def _find_list(root: Root, name: str) -> Path:
+    """Return the path of one of the two text files.
+
+    A link out of the root is refused, as it could put any file into captions or messages.
+    """
     try:
         return root.find(name)
     except UnusableError as error:
         raise DataError(f"{name} {error}") from error
 
 
-def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> list[Row]:
+def _read_two_files(media_list: Path, caption_list: Path, findings: Findings) -> list[Row]:
     """Pair line n of one file with line n of the other, so that a blank caption stays with its clip."""
     media, captions = read_lines(media_list), read_lines(caption_list)
     while media and not media[-1]:
@@ -105,11 +110,11 @@ def _read_two_files(media_list: Path, caption_list: Path, found: Findings) -> li
         if name:
             rows.append(Row(where, name, (caption,)))
         elif caption:
-            found.problems.append(f"{where} is empty, but {caption_list.name} has a caption there")
+            findings.problems.append(f"{where} is empty, but {caption_list.name} has a caption there")
     return rows
 
 
-def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, found: Findings) -> None:
+def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: Findings) -> None:
     """Warn of media files that are in the folders of listed ones, or of the list, and are not listed."""
     listed = {unicodedata.normalize("NFC", os.path.normpath(root.relative(name))) for name in names}
     for folder in sorted({"", *map(os.path.dirname, listed)}):
@@ -117,43 +122,46 @@ def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, found: Find
             continue
         try:
             names = [entry.name for entry in os.scandir(root.folder / folder) if not entry.name.startswith(".")]
-        except OSError:  # then the items say so
+        except OSError:  # the items report it
             continue
         for name in sorted(names):
             path = os.path.join(folder, name)
             is_media = os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES
             if is_media and unicodedata.normalize("NFC", path) not in listed:
-                found.note(f"in the folder but not listed in {listed_in}, so not used", shown(path))
+                findings.note(f"in the folder but not listed in {listed_in}, so not used", printable_name(path))
 
 
-def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
-    """Every media file below the root, in order of its path, with its caption in a text file of the same name."""
+def _read_sidecars(root: Root, data: DataSection, findings: Findings) -> list[Row]:
+    """Return the rows of all media files below the root, by path, with captions from text files of the same names."""
     others: list[str] = []
     columns = [*(column for _, column in data.extra_columns), masks_inside(data, root)]
-    of_further = tuple(os.path.normpath(column) + os.sep for column in columns if column is not None)
-    walked = [name for name in _media_files(root, others, found) if not name.startswith(of_further)]
-    names = sorted((name for name in walked if not is_beside(name)), key=lambda name: name.split(os.sep))
-    masks = _masks(names, [name for name in walked if is_beside(name)], others, root, data, found)
+    other_media_prefixes = tuple(os.path.normpath(column) + os.sep for column in columns if column is not None)
+    media = [name for name in _media_files(root, others, findings) if not name.startswith(other_media_prefixes)]
+    names = sorted((name for name in media if not is_beside(name)), key=lambda name: name.split(os.sep))
+    masks = _match_masks(names, [name for name in media if is_beside(name)], others, root, data, findings)
     sharing: dict[str, list[str]] = {}
     rows = []
     for name in names:
         sidecar = os.path.splitext(name)[0] + ".txt"
         sharing.setdefault(sidecar, []).append(name)
         try:
-            captions = captions_of_text(_read_caption(root, sidecar), each_line=data.caption_lines)
+            captions = split_captions(_read_caption(root, sidecar), each_line=data.caption_lines)
         except FileNotFoundError:
-            rows.append(Row("", name, None, expected=shown(sidecar)))
+            rows.append(Row("", name, None, expected=printable_name(sidecar)))
         except (DataError, UnusableError) as error:
-            unusable = Unusable("caption_missing", f"the caption {shown(sidecar)} {error}")
+            unusable = Unusable("caption_missing", f"the caption {printable_name(sidecar)} {error}")
             rows.append(Row("", name, None, unusable=unusable))
         else:
             rows.append(Row("", name, captions))
         rows[-1] = rows[-1]._replace(mask=masks.get(name, ""))
     for name in sorted(name for name in others if name not in sharing and not name.endswith(os.sep)):
-        found.note("in the folder, neither media nor a caption of one", shown(name))
-    for sidecar, both in sharing.items():
-        if len(both) > 1:
-            found.note("sharing a caption file", f"{' and '.join(map(shown, both))} ({shown(sidecar)})")
+        findings.note("in the folder, neither media nor a caption of one", printable_name(name))
+    for sidecar, names_sharing in sharing.items():
+        if len(names_sharing) > 1:
+            findings.note(
+                "sharing a caption file",
+                f"{' and '.join(map(printable_name, names_sharing))} ({printable_name(sidecar)})",
+            )
     lists = _unread_lists(root, names, others) if all(row.captions is None for row in rows) else None
     if lists is not None:
         flags = " ".join(f"--{option} {shlex.quote(name)}" for option, name in zip(LISTS, lists, strict=True))
@@ -162,40 +170,45 @@ def _read_sidecars(root: Root, data: DataSection, found: Findings) -> list[Row]:
 
 
 def _unread_lists(root: Root, media: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
-    """Return the names of two text files that could be the lists of media and captions, or None if there are none."""
-    texts: dict[str, list[str]] = {}
+    """Return the names of two text files that could list the media and the captions, or None if there are none."""
+    lines_by_name: dict[str, list[str]] = {}
     for name in sorted(name for name in others if name.endswith(".txt") and os.sep not in name):
         with contextlib.suppress(DataError, UnusableError, OSError):
-            texts[name] = "\n".join(read_lines(root.find(name))).rstrip("\n").split("\n")
-    known = {"", *media}
-    listing = [
+            lines_by_name[name] = "\n".join(read_lines(root.find(name))).rstrip("\n").split("\n")
+    media_names = {"", *media}
+    media_lists = [
         name
-        for name, lines in texts.items()
-        if {os.path.normpath(root.relative(line)) for line in lines if line} <= known
+        for name, lines in lines_by_name.items()
+        if {os.path.normpath(root.relative(line)) for line in lines if line} <= media_names
     ]
-    for name in (name for name in listing if any(texts[name])):
-        for other, lines in texts.items():
-            if other not in listing and len(lines) == len(texts[name]):
+    for name in (name for name in media_lists if any(lines_by_name[name])):
+        for other, lines in lines_by_name.items():
+            if other not in media_lists and len(lines) == len(lines_by_name[name]):
                 return name, other
     return None
 
 
-def _masks(
-    names: Sequence[str], beside: Sequence[str], others: Sequence[str], root: Root, data: DataSection, found: Findings
+def _match_masks(
+    names: Sequence[str],
+    beside: Sequence[str],
+    others: Sequence[str],
+    root: Root,
+    data: DataSection,
+    findings: Findings,
 ) -> dict[str, str]:
-    """Return the mask of each clip that has one: of those beside clips, or of the folder that is named."""
+    """Return the mask of each clip that has one: from beside the clips, or from the directory of `mask_column`."""
     if data.mask_column is None:
-        find_unreadable_masks(names, (name.rstrip(os.sep) for name in others), found, beside=True)
-        return match_masks(names, beside, found, beside=True)
+        find_unreadable_masks(names, (name.rstrip(os.sep) for name in others), findings, beside=True)
+        return match_masks(names, beside, findings, beside=True)
     unused = "not read because of --mask_column" if data.mask_column else "and no masks are read"
     for name in beside:
-        found.note(f"beside a clip and named as its mask, {unused}", shown(name))
+        findings.note(f"beside a clip and named as its mask, {unused}", printable_name(name))
     if not data.mask_column:
         return {}
     unreadable: list[str] = []
-    masks = [*_media_files(masks_root(data, root), unreadable, found)]
-    find_unreadable_masks(names, (name.rstrip(os.sep) for name in unreadable), found, beside=False)
-    return match_masks(names, masks, found, beside=False)
+    masks = [*_media_files(masks_root(data, root), unreadable, findings)]
+    find_unreadable_masks(names, (name.rstrip(os.sep) for name in unreadable), findings, beside=False)
+    return match_masks(names, masks, findings, beside=False)
 
 
 def _read_caption(root: Root, name: str) -> str:
@@ -214,8 +227,8 @@ def _read_caption(root: Root, name: str) -> str:
         raise DataError(f"cannot be read: {error.strerror or error}") from error
 
 
-def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str]:
-    """Yield names below the root that look like media; others, and directories named so (with a `/`), go to `others`."""
+def _media_files(root: Root, others: list[str], findings: Findings) -> Iterator[str]:
+    """Yield names of media files below the root; others, and directories with such names (plus `/`), go to `others`."""
     top = os.fspath(root.folder)
     walked = {os.path.realpath(top)}
     waiting = [top]
@@ -224,17 +237,17 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
         try:
             entries = list(os.scandir(folder))
         except OSError as error:
-            found.problems.append(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
+            findings.problems.append(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
             continue
-        if folder != top and {entry.name for entry in entries} >= _OF_A_RUN:
-            found.note("left out, being the folder of a run", shown(os.path.relpath(folder, top)))
+        if folder != top and {entry.name for entry in entries} >= _RUN_FILES:
+            findings.note("left out, being the folder of a run", printable_name(os.path.relpath(folder, top)))
             continue
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             is_media = os.path.splitext(entry.name)[1].lower() in MEDIA_SUFFIXES
             name = os.path.relpath(entry.path, top)
-            if entry.is_dir(follow_symlinks=False) or _is_link_to_follow(entry, root, walked, found):
+            if entry.is_dir(follow_symlinks=False) or _is_link_to_follow(entry, root, walked, findings):
                 waiting.append(entry.path)
                 if is_media or is_beside(entry.name):
                     others.append(name + os.sep)
@@ -246,20 +259,20 @@ def _media_files(root: Root, others: list[str], found: Findings) -> Iterator[str
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder; a link that leads back to itself is a file, whose probe reports it."""
+    """Return whether an entry is a directory; a link to itself counts as a file, whose probe reports it."""
     try:
         return entry.is_dir()
     except OSError:
         return False
 
 
-def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], found: Findings) -> bool:
-    """Whether an entry is a link to a folder that is read: one outside, where that is allowed, and not read yet."""
+def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], findings: Findings) -> bool:
+    """Return whether an entry is a link to a directory to read: one outside, if that is allowed, and not read yet."""
     if not (entry.is_symlink() and _is_dir(entry)):
         return False
     top, real = os.fspath(root.folder), os.path.realpath(entry.path)
     if root.is_outside(entry.path):
-        found.problems.append(
+        findings.problems.append(
             f"{os.path.relpath(entry.path, top)} is a link to {real!r}; give --allow_outside to follow it"
         )
         return False

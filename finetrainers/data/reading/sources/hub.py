@@ -1,4 +1,4 @@
-"""Reads what the library `datasets` reads: datasets of the hub, imagefolder, videofolder, parquet.
+"""Reader of datasets that the library `datasets` opens: those of the Hub, imagefolder, videofolder, parquet.
 
 The library is imported only here, when such a dataset is named. Rows whose media are bytes are unpacked; those whose
 media are local files stay where they are.
@@ -26,28 +26,29 @@ from .unpacked import MediaFolder
 
 #: First bytes of files whose name is not known, and the suffix that they then get.
 _MAGIC = (
-    (0, b"\x89PNG", ".png"), (0, b"\xff\xd8\xff", ".jpg"), (0, b"BM", ".bmp"), (8, b"WEBP", ".webp"), (0, b"GIF8", ".gif"),
-    (4, b"ftyp", ".mp4"), (0, b"\x1a\x45\xdf\xa3", ".mkv"), (8, b"AVI ", ".avi"), (0, b"\x00\x00\x01\xba", ".mpg"),
+    (0, b"\x89PNG", ".png"), (0, b"\xff\xd8\xff", ".jpg"), (0, b"BM", ".bmp"), (8, b"WEBP", ".webp"),
+    (0, b"GIF8", ".gif"), (4, b"ftyp", ".mp4"), (0, b"\x1a\x45\xdf\xa3", ".mkv"), (8, b"AVI ", ".avi"),
+    (0, b"\x00\x00\x01\xba", ".mpg"),
 )  # fmt: skip
 
 
-#: Archives that are looked into, and the only addresses that are opened: a dataset names no other server.
+#: Archives that are read, and the only addresses that are opened: a dataset must not name another server.
 _ARCHIVES = ("zip://", "tar://", "gzip://")
 _HUB = ("hf://", "https://huggingface.co/")
 
 
-def read_hub(data: DataSection, root: Root, media: MediaFolder, found: Findings) -> list[Row]:
-    """Rows of `hf_dataset`, or of the parquet files of `dataset_file`.
+def read_hub(data: DataSection, root: Root, media: MediaFolder, findings: Findings) -> list[Row]:
+    """Return rows of `hf_dataset`, or of the parquet files of `dataset_file`.
 
     Raises:
-        DataError: the library is not installed, or it cannot read what is named.
+        DataError: the library is not installed, or it cannot read the dataset.
     """
     try:
         import datasets
     except ImportError as error:
         raise DataError("this dataset needs the library `datasets`; install it with: pip install datasets") from error
     columns = Columns(data)
-    with _named(f"{_name(data)} cannot be read by `datasets`"):
+    with _as_data_error(f"{_name(data)} cannot be read by `datasets`"):
         table = _open(datasets, data, columns)
         key = json.dumps(["hub", _state(datasets, data, table), columns.media, columns.captions])
     if data.hf_dataset is None or _is_local(data):
@@ -60,25 +61,25 @@ def read_hub(data: DataSection, root: Root, media: MediaFolder, found: Findings)
     def samples(skip: int) -> Iterator[Row]:
         records = iter(table.skip(skip))
         for number in count(skip):
-            with _named(f"{_name(data)} cannot be read after {number} rows", "; the next start resumes there"):
+            with _as_data_error(f"{_name(data)} cannot be read after {number} rows", "; the next start resumes there"):
                 record = next(records, None)
                 if record is None:
                     return
                 sample = reader.sample(f"{_name(data)} row {number}", record)
             yield sample
 
-    return media.rows(key, samples, limit=data.max_items, found=found)
+    return media.rows(key, samples, limit=data.max_items, findings=findings)
 
 
 @contextmanager
-def _named(what: str, then: str = "") -> Iterator[None]:
+def _as_data_error(message: str, hint: str = "") -> Iterator[None]:
     """Turn whatever a builder, a file system or the network raises into a `DataError`."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{what}: {type(error).__name__}: {error}{then}") from error
+        raise DataError(f"{message}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _name(data: DataSection) -> str:
@@ -86,7 +87,7 @@ def _name(data: DataSection) -> str:
 
 
 def _open(datasets: Any, data: DataSection, columns: Columns) -> Any:
-    """The library's dataset with undecoded media. Local ones are streamed, or the library would copy them first."""
+    """Return the library's dataset with undecoded media. Local ones are streamed so that they are not copied first."""
     if data.hf_dataset is None:
         files = [str(file) for file in expand(str(data.dataset_file))]
         table = datasets.load_dataset("parquet", data_files={"train": files}, split="train", streaming=True)
@@ -113,36 +114,36 @@ def _is_local(data: DataSection) -> bool:
 
 
 def _state(datasets: Any, data: DataSection, table: Any) -> list[Any]:
-    """Values that change with the content of the dataset."""
+    """Return values that change with the content of the dataset."""
     if data.hf_dataset is None:
         files = expand(str(data.dataset_file))
     else:
         folder = data.data_root or Path(data.hf_dataset)
         files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-    named = [data.hf_dataset, data.hf_subset, data.hf_split, data.hf_revision]
+    options = [data.hf_dataset, data.hf_subset, data.hf_split, data.hf_revision]
     if files:
         stats = [(os.path.realpath(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        return [*named, stats]
+        return [*options, stats]
     if not data.hf_streaming:
-        return [*named, table._fingerprint]
+        return [*options, table._fingerprint]
     from huggingface_hub import HfApi
 
-    return [*named, HfApi().dataset_info(str(data.hf_dataset), revision=data.hf_revision).sha]
+    return [*options, HfApi().dataset_info(str(data.hf_dataset), revision=data.hf_revision).sha]
 
 
 class _Reader:
-    """Makes samples of the library's rows.
+    """Converter of the library's rows into samples.
 
-    What a row says about where its media are is the dataset's own word, even where the library has a type for it. So a
-    path has to be below the dataset's folder or where the library keeps downloads, and an address on the hub.
+    The locations of media in a row come from the dataset and are untrusted, even where the library has a type for them.
+    So a path has to be below the dataset's folder or the library's downloads, and an address on the Hub.
     """
 
     def __init__(self, columns: Columns, media: MediaFolder, *, local: Root | None, downloads: Sequence[Root]) -> None:
         """Args:
-        columns: which columns are what.
-        media: where bytes are unpacked.
-        local: the dataset's folder; None: it is on the hub.
-        downloads: where the library keeps what it downloads.
+        columns: the roles of columns.
+        media: the folder into which bytes are unpacked.
+        local: the dataset's folder, or None if it is on the Hub.
+        downloads: the folders of the library's downloads.
         """
         self.columns = columns
         self.media = media
@@ -150,10 +151,10 @@ class _Reader:
         self.downloads = downloads
 
     def sample(self, where: str, record: Mapping[str, Any]) -> Row:
-        """The sample of a row; refused, with the reason, if it cannot be one."""
+        """Return the sample of a row; refused, with the reason, if it cannot be one."""
         value = record.get(self.columns.media)
         try:
-            captions = self.columns.captions_of(record)
+            captions = self.columns.read_captions(record)
         except ValueError as error:
             return Row(where, where, refused=f"its caption is malformed ({error})")
         extra = json.loads(json.dumps(dict(self.columns.extra(record)), default=_as_text))
@@ -164,54 +165,57 @@ class _Reader:
         path, content = (value.get("path") or "", value.get("bytes")) if isinstance(value, Mapping) else ("", None)
         suffix = Path(path.partition("::")[0]).suffix.lower()
         if content is not None:
-            known = suffix if suffix in MEDIA_SUFFIXES else _sniffed(content)
-            if known is None:
+            media_suffix = suffix if suffix in MEDIA_SUFFIXES else _sniff_suffix(content)
+            if media_suffix is None:
                 return Row(where, where, refused="it is of no known format")
-            stored, size = self.media.store(io.BytesIO(content), suffix=known, size=len(content))
+            stored, size = self.media.store(io.BytesIO(content), suffix=media_suffix, size=len(content))
             return Row(where, where, captions, extra, stored, size)
         if not path:
             return Row(where, where, refused=f"its column {self.columns.media!r} holds no media")
         if "://" not in path and self.local is not None:
             return Row(where, self.local.relative(path), captions, extra)  # looked up like any other row's
         try:
-            stored_at = self._open_place(path)
+            download = self._find_download(path)
         except UnusableError as problem:
             return Row(where, where, refused=f"its media {problem}")
-        if stored_at is not None:
-            return Row(where, where, captions, extra, stored=stored_at.absolute())
+        if download is not None:
+            return Row(where, where, captions, extra, stored=download.absolute())
         import fsspec
 
         with fsspec.open(path, "rb") as file:
             stored, size = self.media.store(file, suffix=suffix)
         return Row(where, where, captions, extra, stored, size)
 
-    def _open_place(self, path: str) -> Path | None:
-        """The file of a path that the library downloaded; None where it is an address that may be opened.
+    def _find_download(self, path: str) -> Path | None:
+        """Return the file of a path that the library downloaded, or None if it is an address that may be opened.
 
         Raises:
-            UnusableError: it is neither.
+            UnusableError: the path is neither.
         """
-        *inner, place = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
-        is_on_hub = self.local is None and place.startswith(_HUB)
-        if not all(part.startswith(_ARCHIVES) for part in inner) or ("://" in place and not is_on_hub):
+        *inner, location = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
+        is_on_hub = self.local is None and location.startswith(_HUB)
+        if not all(part.startswith(_ARCHIVES) for part in inner) or ("://" in location and not is_on_hub):
             raise UnusableError(f"have an address that is not opened: {path!r}", "outside_root")
         if is_on_hub:
             return None
         problem = UnusableError("do not exist", "missing")
         for root in [self.local] if self.local is not None else self.downloads:
             try:
-                found = root.find(place)
+                file = root.find(location)
             except UnusableError as error:
                 problem = error
             else:
-                return None if inner else found
+                return None if inner else file
         raise problem
 
 
-def _sniffed(content: bytes) -> str | None:
-    return next((suffix for at, magic, suffix in _MAGIC if content[at : at + len(magic)] == magic), None)
+def _sniff_suffix(content: bytes) -> str | None:
+    return next((suffix for offset, magic, suffix in _MAGIC if content[offset : offset + len(magic)] == magic), None)
 
 
 def _as_text(value: object) -> str:
-    """What JSON has no type for. Bytes, as of other columns' media, are said by their number: their text is four times as long."""
+    """Return a text for a value that JSON has no type for.
+
+    Bytes, such as other columns' media, become their number: their text is four times as long.
+    """
     return f"<{len(value)} bytes>" if isinstance(value, (bytes, bytearray)) else str(value)

@@ -1,6 +1,6 @@
-"""Finds the files that a dataset names, below its root and nowhere else.
+"""Lookup of the files that a dataset names, below its root and nowhere else.
 
-Only names and kinds of files are asked for; nothing is opened, so that a named pipe or a device cannot be either.
+Only names and types of files are looked up. Files are not opened, so that named pipes and devices are not either.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ class Root:
         """
         self.folder = folder
         self.allow_outside = allow_outside
-        self._text = os.fspath(folder)
+        self._folder_path = os.fspath(folder)
         self._real = os.path.realpath(folder)
         # Most files of a dataset are in few folders: resolving each folder once leaves one system call per file.
         self._folders: dict[str, Path] = {}
         self._listings: dict[str, dict[str, list[str]]] = {}
 
     def find(self, name: str) -> Path:
-        """The regular file of a name; see `look_up`."""
+        """Return the regular file of a name; see `look_up`."""
         return self.look_up(name)[0]
 
     def look_up(self, name: str) -> tuple[Path, os.stat_result]:
-        """The regular file of a name, relative to the root or absolute: its path, not resolved, and its state.
+        """Return the regular file of a name, relative to the root or absolute: its path, not resolved, and its state.
 
-        A name that is not there is looked for in other Unicode normal forms: macOS writes names decomposed, and lists
-        of them are mostly composed.
+        A missing name is looked up in other Unicode normal forms: macOS writes names decomposed, and lists of them are
+        mostly composed.
 
         Raises:
-            UnusableError: it leads out of the root, is not there, is ambiguous, or is no regular file.
+            UnusableError: it leads out of the root, does not exist, is ambiguous, or is not a regular file.
         """
         try:
             if not name.isascii():
-                name.encode()  # bytes that are no text could be opened, but not be written into records
+                name.encode()  # bytes that are not text could be opened, but not be written into records
             if name.startswith("~/"):  # as a shell does it; a folder of that name is ./~
                 name = os.path.expanduser(name)
             return self._look_up(name)
@@ -58,24 +58,24 @@ class Root:
             raise UnusableError(f"is not a file name: {error}", "missing") from error
 
     def relative(self, path: str) -> str:
-        """A path below the root as a name relative to it, which does not change when the dataset moves."""
-        for folder in (os.path.abspath(self._text), self._real):
+        """Return a path below the root as a name relative to it, which does not change when the dataset moves."""
+        for folder in (os.path.abspath(self._folder_path), self._real):
             if path.startswith(folder.rstrip(os.sep) + os.sep):
                 return os.path.relpath(path, folder)
         return path
 
     def is_outside(self, path: str) -> bool:
-        """Whether an existing file or folder is outside the root once links are resolved, and may not be."""
+        """Return whether an existing file or folder is outside the root once links are resolved, and may not be."""
         return not self.allow_outside and not self._holds(os.path.realpath(path))
 
     def _look_up(self, name: str) -> tuple[Path, os.stat_result]:
-        full = os.path.join(self._text, name)
-        folder = self._folder_of(full)
+        full = os.path.join(self._folder_path, name)
+        folder = self._parent_folder(full)
         try:
             state = os.lstat(full)
         except (FileNotFoundError, NotADirectoryError):
-            full = self._other_form(name)
-            folder = self._folder_of(full)
+            full = self._find_other_form(name)
+            folder = self._parent_folder(full)
             state = os.lstat(full)
         if stat.S_ISLNK(state.st_mode):
             if self.is_outside(full):
@@ -84,12 +84,12 @@ class Root:
                 state = os.stat(full)
             except FileNotFoundError:
                 raise UnusableError(f"is a link to {os.readlink(full)!r}, which does not exist", "missing") from None
-        if (why := not_a_file(state.st_mode)) is not None:
-            raise UnusableError(why, "not_a_file")
+        if (reason := not_a_file(state.st_mode)) is not None:
+            raise UnusableError(reason, "not_a_file")
         return folder / os.path.basename(full), state
 
-    def _folder_of(self, full: str) -> Path:
-        """The folder of a path, which may not be outside the root."""
+    def _parent_folder(self, full: str) -> Path:
+        """Return the folder of a path, which may not be outside the root."""
         text = full[: full.rfind(os.sep) + 1]
         folder = self._folders.get(text)
         if folder is None:
@@ -101,37 +101,38 @@ class Root:
     def _holds(self, real: str) -> bool:
         return real == self._real or real.startswith(self._real.rstrip(os.sep) + os.sep)
 
-    def _other_form(self, name: str) -> str:
-        """The path of a file whose name differs in its Unicode normal form only, in any of its parts."""
+    def _find_other_form(self, name: str) -> str:
+        """Return the path of a file whose name differs in its Unicode normal form only, in any of its parts."""
         if name.isascii():
             raise UnusableError("does not exist", "missing")
-        path = os.sep if os.path.isabs(name) else self._text
+        path = os.sep if os.path.isabs(name) else self._folder_path
         for part in name.split(os.sep):
             if part in ("", os.curdir, os.pardir) or os.path.lexists(os.path.join(path, part)):
                 path = os.path.join(path, part)
                 continue
-            alike = self._listing(path).get(unicodedata.normalize("NFC", part), [])
-            if not alike:
+            matches = self._listing(path).get(unicodedata.normalize("NFC", part), [])
+            if not matches:
                 raise UnusableError("does not exist", "missing")
-            if len(alike) > 1:
+            if len(matches) > 1:
                 raise UnusableError(
-                    f"is ambiguous: {len(alike)} names there differ from it in their Unicode normal form only; rename one",
+                    f"is ambiguous: {len(matches)} names there differ from it in their Unicode normal form only; "
+                    "rename one",
                     "missing",
                 )
-            path = os.path.join(path, alike[0])
+            path = os.path.join(path, matches[0])
         return path
 
     def _listing(self, folder: str) -> dict[str, list[str]]:
-        """Names in a folder by their composed form; of a folder that the dataset may not look into, none."""
+        """Return the names in a directory by their composed form, or none if the dataset may not read the directory."""
         if folder not in self._listings:
-            found: dict[str, list[str]] = {}
+            names: dict[str, list[str]] = {}
             if os.path.isdir(folder) and not self.is_outside(folder):
                 for entry in os.listdir(folder):
                     if not entry.isascii():
-                        found.setdefault(unicodedata.normalize("NFC", entry), []).append(entry)
-            self._listings[folder] = found
+                        names.setdefault(unicodedata.normalize("NFC", entry), []).append(entry)
+            self._listings[folder] = names
         return self._listings[folder]
 
 
-def _outside(what: str) -> UnusableError:
-    return UnusableError(f"{what} the dataset's folder; move it there, or give --allow_outside", "outside_root")
+def _outside(problem: str) -> UnusableError:
+    return UnusableError(f"{problem} the dataset's folder; move it there, or give --allow_outside", "outside_root")

@@ -14,18 +14,19 @@ from ..status import Unusable
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 VIDEO_SUFFIXES = frozenset({
-    ".mp4", ".mov", ".m4v", ".3gp", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".gif",
+    ".mp4", ".mov", ".m4v", ".3gp", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv",
+    ".gif",
 })  # fmt: skip
 MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
 
-#: A caption file of more bytes is none; what a text encoder sees of it are a few hundred words.
+#: A larger file is not a caption: text encoders read only a few hundred words.
 MAX_CAPTION_BYTES = 1 << 20
 
 #: No further columns; shared, since most rows have none.
 NO_EXTRA: Mapping[str, Any] = {}
 
-_SHOWN = 20
-_NAMED = 5
+_MAX_PROBLEMS = 20
+_MAX_NAMES = 5
 
 
 class DataError(ValueError):
@@ -33,9 +34,11 @@ class DataError(ValueError):
 
     def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
         self.problems = list(problems)
-        lines = [summary, *(f"  - {problem}" for problem in self.problems[:_SHOWN])]
-        if len(self.problems) > _SHOWN:
-            lines.append(f"  ... and {len(self.problems) - _SHOWN} more ({plural(len(self.problems), 'problem')})")
+        lines = [summary, *(f"  - {problem}" for problem in self.problems[:_MAX_PROBLEMS])]
+        if len(self.problems) > _MAX_PROBLEMS:
+            lines.append(
+                f"  ... and {len(self.problems) - _MAX_PROBLEMS} more ({plural(len(self.problems), 'problem')})"
+            )
         super().__init__("\n".join(lines))
 
 
@@ -44,15 +47,15 @@ class Row(NamedTuple):
 
     Attributes:
         where: where they were written (`videos.txt line 3`).
-        media: the media path as written, relative to the root; of an unpacked file, what messages call it.
-        captions: as written, one of which is drawn each time; None: there is none, not even an empty one.
+        media: the media path as written, relative to the root; for an unpacked file, its name in messages.
+        captions: as written; one is drawn each time. None if there is not even an empty one.
         extra: further columns; of a container, JSON values.
         stored: the file itself, where it is not in the dataset's folder; its reader may leave out the media folder.
         size: of an unpacked file, in bytes.
-        refused: why a container's sample is none, if it is none.
+        refused: the reason why a container's sample is not a clip, or None if it is one.
         expected: where a caption was looked for.
-        unusable: why it cannot be used.
-        mask: the path of its mask as written; empty: it has none.
+        unusable: the reason why it cannot be used, or None if it can.
+        mask: the path of its mask as written, or empty if it has none.
     """
 
     where: str
@@ -68,7 +71,7 @@ class Row(NamedTuple):
 
 
 def is_absent(row: Row) -> bool:
-    """Whether a container's sample is refused because nothing is there, which is no mistake of a medium that need not be."""
+    """Return whether a container's sample has no media, which is allowed for optional media."""
     return row.unusable is not None and row.unusable.reason.endswith(("has no media file", "holds no media"))
 
 
@@ -77,35 +80,38 @@ class Findings:
     """Problems and warnings of a reader, with the names that they concern."""
 
     problems: list[str] = field(default_factory=list)
-    odd: dict[str, list[str]] = field(default_factory=dict)
+    names_by_warning: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, kind: str, name: str) -> None:
         """Record a warning, which is counted with others of its kind (`items without a caption left out`)."""
-        self.odd.setdefault(kind, []).append(name)
+        self.names_by_warning.setdefault(kind, []).append(name)
 
     @property
     def warnings(self) -> list[str]:
         """A sentence for each kind of warning, with a count and the first names."""
-        return [counted(names, kind) for kind, names in self.odd.items()]
+        return [summarize_items(names, kind) for kind, names in self.names_by_warning.items()]
 
 
-def shown(name: str) -> str:
-    """A file name for a message: line breaks and bytes that are no text are written as escapes."""
+def printable_name(name: str) -> str:
+    """Return a file name for a message, with line breaks and undecodable bytes as escapes."""
     return name if name.isprintable() else ascii(name)
 
 
-def counted(names: Sequence[str], what: str, one: str | None = None) -> str:
-    """`2 items without a caption: a.mp4, b.mp4`, with the first five names; `one` is the text for a single item."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    what = one if one is not None and len(names) == 1 else what
-    return f"{plural(len(names), 'item')} {what}: {', '.join(map(shown, names[:_NAMED]))}{more}"
+def summarize_items(names: Sequence[str], description: str, singular: str | None = None) -> str:
+    """Return `2 items without a caption: a.mp4, b.mp4`, with the first five names.
+
+    `singular` replaces `description` for a single item.
+    """
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    description = singular if singular is not None and len(names) == 1 else description
+    return f"{plural(len(names), 'item')} {description}: {', '.join(map(printable_name, names[:_MAX_NAMES]))}{more}"
 
 
 def parse_json(text: str, **options: Any) -> Any:
-    """`json.loads`, with one kind of error for all that is malformed.
+    """Parse JSON, with one type of error for anything malformed.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than anybody means it.
+        ValueError: the text is not JSON, or nested too deeply.
     """
     try:
         return json.loads(text, **options)
@@ -114,26 +120,26 @@ def parse_json(text: str, **options: Any) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """UTF-8 text without BOM and carriage returns.
+    """Return the UTF-8 text of a file without BOM and carriage returns.
 
     Raises:
-        DataError: other bytes, with the place of the first.
+        DataError: there are other bytes; with the position of the first.
     """
     return decode_text(path.read_bytes(), str(path))
 
 
-def decode_text(content: bytes, what: str) -> str:
-    """`read_text` of bytes."""
+def decode_text(content: bytes, name: str) -> str:
+    """Return bytes as text, like `read_text`; errors begin with `name`."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The place in the file: the decoder does not count a BOM that it took off.
-        place = error.start + len(content) - len(error.object)
-        raise DataError(f"{what} is not UTF-8 text: byte {place} is {error.object[error.start]:#04x}") from error
+        # The offset in the file: the decoder does not count a BOM that it removed.
+        offset = error.start + len(content) - len(error.object)
+        raise DataError(f"{name} is not UTF-8 text: byte {offset} is {error.object[error.start]:#04x}") from error
     return text.replace("\r\n", "\n")
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a text file, blanks around them removed."""
+    """Return the lines of a text file, without blanks around them."""
     # Not splitlines(): that also splits at characters such as U+2028, which occur inside captions.
     return [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]

@@ -1,4 +1,4 @@
-"""Reads metadata files: CSV, JSON and JSONL."""
+"""Reader of metadata files: CSV, JSON and JSONL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, re
 Records = Iterator[tuple[str, Any]]
 
 
-def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
-    """Rows of a .csv, .json or .jsonl file.
+def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
+    """Return rows of a .csv, .json or .jsonl file.
 
     Raises:
-        DataError: nothing in it can be read.
+        DataError: the file cannot be read.
     """
     if not path.is_file():
         raise DataError(f"dataset_file {quoted(str(path))} {not_there(path)}")
@@ -32,26 +32,26 @@ def read_table(path: Path, data: DataSection, found: Findings) -> list[Row]:
     columns = Columns(data)
     rows = []
     is_masked = False
-    for where, record in readers[suffix](path, found):
+    for where, record in readers[suffix](path, findings):
         is_masked = is_masked or (isinstance(record, dict) and columns.mask in record)
-        if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # every row would say the same
+        if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # otherwise every row would report it
             raise DataError(f"{path.name} line 1: {missing}")
         try:
             rows.append(columns.row(where, record))
         except ValueError as error:
-            found.problems.append(f"{where}: {error}")
+            findings.problems.append(f"{where}: {error}")
     if rows and data.mask_column and not is_masked:
         raise DataError(f"{path.name}: no column {data.mask_column!r} (set by `mask_column`)")
     return rows
 
 
 class Columns:
-    """Which columns of a record are the media, the captions, and neither.
+    """The columns of a record that are the media, the captions, and neither.
 
     Attributes:
         media: the column of the clips, or of a further medium of each of them.
-        is_further: which of the two.
-        mask: the column of masks, which tables need not have; empty: none is read.
+        is_further: whether `media` is a further medium.
+        mask: the column of masks, which tables need not have, or empty if masks are not read.
     """
 
     def __init__(self, data: DataSection) -> None:
@@ -61,12 +61,12 @@ class Columns:
         self.is_further = self.media in further
         self.captions = tuple(data.caption_columns) or (data.caption_column,)
         self.option = "caption_columns" if data.caption_columns else "caption_column"
-        # With a policy, a record without a caption is one that lacks it, not one that is malformed.
+        # With a policy, a record without a caption is not malformed.
         self.needed = {self.media, *(self.captions if data.caption_missing in (None, "error") else ())}
-        self._taken = {self.media, *self.captions, *further}
+        self._own_columns = {self.media, *self.captions, *further}
 
     def missing(self, record: Mapping[str, Any]) -> str | None:
-        """What a record lacks, in words."""
+        """Return a message about the columns that a record lacks, or None if it has all."""
         set_by = {
             self.media: "extra_columns" if self.is_further else "video_column",
             **dict.fromkeys(self.captions, self.option),
@@ -74,18 +74,19 @@ class Columns:
         names = [name for name in set_by if name not in record]
         if not names:
             return None
-        have = ", ".join(map(str, record)) or "none"
+        present = ", ".join(map(str, record)) or "none"
         options = " and ".join(dict.fromkeys(f"`{set_by[name]}`" for name in names))
-        return f"no column {' and '.join(map(repr, names))} (set by {options}); it has: {have}{nearest(names[0], map(str, record))}"
+        hint = nearest(names[0], map(str, record))
+        return f"no column {' and '.join(map(repr, names))} (set by {options}); it has: {present}{hint}"
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The other columns, as the clip's row has them."""
-        if self.is_further or self._taken >= record.keys():
+        """Return the other columns of the clip's record."""
+        if self.is_further or self._own_columns >= record.keys():
             return NO_EXTRA
-        return {name: value for name, value in record.items() if name not in self._taken}
+        return {name: value for name, value in record.items() if name not in self._own_columns}
 
     def row(self, where: str, record: Any) -> Row:
-        """The row of a record whose media is a path.
+        """Return the row of a record whose media is a path.
 
         Raises:
             ValueError: it is malformed.
@@ -100,56 +101,58 @@ class Columns:
         mask = record.get(self.mask) if self.mask and not self.is_further else None
         if mask is not None and not isinstance(mask, str):
             raise ValueError(
-                f"column {self.mask!r} must be the path of a mask, or null where there is none, got {mask!r}; if it is something "
-                'else, name another with `mask_column`, or none with ""'
+                f"column {self.mask!r} must be the path of a mask, or null where there is none, got {mask!r}; if it is "
+                'something else, name another with `mask_column`, or none with ""'
             )
         extra = self.extra(record)
         if self.mask and self.mask in extra:
             extra = {name: value for name, value in extra.items() if name != self.mask}
-        return Row(where, media.strip(), self.captions_of(record), extra, mask=(mask or "").strip())
+        return Row(where, media.strip(), self.read_captions(record), extra, mask=(mask or "").strip())
 
-    def captions_of(self, record: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """The captions of a record; None where there is none, not even an empty one.
+    def read_captions(self, record: Mapping[str, Any]) -> tuple[str, ...] | None:
+        """Return the captions of a record, or None if there is not even an empty one.
 
         Raises:
-            ValueError: something that is neither text nor a list of texts.
+            ValueError: a caption is neither text nor a list of texts.
         """
         captions: list[str] = []
         for name in self.captions:
             value = record.get(name)
             if isinstance(value, str):
                 captions.append(value)
-            elif isinstance(value, list) and all(isinstance(one, str) for one in value):
+            elif isinstance(value, list) and all(isinstance(text, str) for text in value):
                 captions += value
             elif value is not None:
                 raise ValueError(f"column {name!r} must be text or a list of texts, got {value!r}")
         return tuple(captions) or None
 
 
-def _csv_records(path: Path, found: Findings) -> Records:
-    # Strict: otherwise a quote that is never closed makes the rest of the file one caption, without a word.
+def _csv_records(path: Path, findings: Findings) -> Records:
+    # Strict: otherwise a quote that is never closed silently makes the rest of the file one caption.
     reader = csv.reader(io.StringIO(read_text(path), newline=""), skipinitialspace=True, strict=True)
     try:
         header = next(reader, [])
-        twice = {name for name in header if header.count(name) > 1}
-        if twice:
-            raise DataError(f"{path.name} line 1: column {min(twice)!r} is there twice; rename one")
+        duplicates = {name for name in header if header.count(name) > 1}
+        if duplicates:
+            raise DataError(f"{path.name} line 1: column {min(duplicates)!r} is there twice; rename one")
         first = reader.line_num + 1  # of the next row, which may have several lines
         for fields in reader:
             where, first = f"{path.name} line {first}", reader.line_num + 1
             if not fields:
                 continue
             if len(fields) > len(header):
-                found.problems.append(f"{where}: more fields than the header has; quote captions that contain commas")
+                findings.problems.append(
+                    f"{where}: more fields than the header has; quote captions that contain commas"
+                )
             elif len(fields) < len(header):
-                found.problems.append(f"{where}: fewer fields than the header has")
+                findings.problems.append(f"{where}: fewer fields than the header has")
             else:
                 yield where, dict(zip(header, fields, strict=True))
     except csv.Error as error:
         raise DataError(f"{path.name} line {reader.line_num}: {error}") from error
 
 
-def _json_records(path: Path, found: Findings) -> Records:
+def _json_records(path: Path, findings: Findings) -> Records:
     try:
         records = parse_json(read_text(path), parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except ValueError as error:
@@ -160,7 +163,7 @@ def _json_records(path: Path, found: Findings) -> Records:
         yield f"{path.name} entry {number}", record
 
 
-def _jsonl_records(path: Path, found: Findings) -> Records:
+def _jsonl_records(path: Path, findings: Findings) -> Records:
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
     name = path.name  # a property that is computed at each access
     for number, line in enumerate(read_lines(path), start=1):
@@ -170,7 +173,7 @@ def _jsonl_records(path: Path, found: Findings) -> Records:
         try:
             record = decoder.decode(line)
         except (ValueError, RecursionError) as error:
-            found.problems.append(f"{where} is not JSON: {error}")
+            findings.problems.append(f"{where} is not JSON: {error}")
         else:
             yield where, record
 

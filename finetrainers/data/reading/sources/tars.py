@@ -1,7 +1,7 @@
-"""Reads WebDataset tars: `key.mp4` next to `key.txt`, `key.json` or `key.caption`, in one archive or many.
+"""Reader of WebDataset tars: `key.mp4` next to `key.txt`, `key.json` or `key.caption`, in one archive or many.
 
-Members are read one after the other and media are unpacked under names of their content. What a member is called never
-becomes a path: names that lead out of the archive, links and devices are left out and counted.
+Members are read one after the other and media are unpacked under names of their content. A member's name never becomes
+a path: names that lead out of the archive, links and devices are left out and counted.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import file_size
 
-from .captions import captions_of_text
-from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, parse_json, shown
+from .captions import split_captions
+from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, parse_json, printable_name
 from .tables import Columns
 from .unpacked import MediaFolder
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _TEXT = ("txt", "caption")
 _BRACES = re.compile(r"\{([^{}]+)\}")
-_MOST_SHARDS = 100_000
+_MAX_SHARDS = 100_000
 #: Times its own size that an archive may unpack to, and bytes beyond that. Media hardly shrink; bitmaps may, tenfold.
-_MOST_RATIO, _ALWAYS_BYTES = 100, 1 << 30
+_MAX_RATIO, _MIN_LIMIT_BYTES = 100, 1 << 30
 
 
-def read_tars(pattern: Path, data: DataSection, media: MediaFolder, found: Findings) -> list[Row]:
-    """Rows of one archive, or of all that a pattern names (`clips-{000..011}.tar`, `clips-*.tar`).
+def read_tars(pattern: Path, data: DataSection, media: MediaFolder, findings: Findings) -> list[Row]:
+    """Return rows of one archive, or of all that a pattern names (`clips-{000..011}.tar`, `clips-*.tar`).
 
     Raises:
-        DataError: there is none, one is missing, or one cannot be read.
+        DataError: there is no archive, one is missing, or one cannot be read.
     """
     rows: list[Row] = []
     for shard in expand(str(pattern)):
@@ -54,15 +54,15 @@ def read_tars(pattern: Path, data: DataSection, media: MediaFolder, found: Findi
             ]
         )  # fmt: skip
         reader = _Reader(shard, columns, media, each_line=data.caption_lines)
-        rows += media.rows(key, reader.samples, limit=limit, found=found)
+        rows += media.rows(key, reader.samples, limit=limit, findings=findings)
     return rows
 
 
 def expand(pattern: str) -> list[Path]:
-    """The archives that a pattern names: braces first, as a shell does it, then wildcards.
+    """Return the archives that a pattern names: braces first, as a shell does it, then wildcards.
 
     Raises:
-        DataError: no file, or a list in braces with a file that is not there.
+        DataError: there is no file, or a list in braces names a missing file.
     """
     if os.path.lexists(pattern):
         names = [pattern]
@@ -83,8 +83,8 @@ def _expand_braces(pattern: str) -> list[str]:
         return [pattern]
     first, dots, last = match[1].partition("..")
     if dots and first.isdigit() and last.isdigit():
-        if abs(int(last) - int(first)) >= _MOST_SHARDS:
-            raise DataError(f"dataset_file {pattern!r} names more than {_MOST_SHARDS} archives")
+        if abs(int(last) - int(first)) >= _MAX_SHARDS:
+            raise DataError(f"dataset_file {pattern!r} names more than {_MAX_SHARDS} archives")
         step = 1 if int(last) >= int(first) else -1
         parts = [str(number).zfill(len(first)) for number in range(int(first), int(last) + step, step)]
     else:
@@ -102,11 +102,11 @@ class _Reader:
         self.each_line = each_line
 
     def samples(self, skip: int) -> Iterator[Row]:
-        """The samples after the first `skip`: consecutive members of one key, and refused members."""
+        """Yield the samples after the first `skip`: consecutive members of one key, and refused members."""
         number = 0
         try:
             with tarfile.open(self.shard, "r:*") as archive:
-                for key, members in _groups(self._bounded(archive)):
+                for key, members in _group_by_key(self._bounded(archive)):
                     number += 1
                     if number > skip:
                         yield self._sample(archive, key, members)
@@ -115,85 +115,85 @@ class _Reader:
             raise DataError(f"{self.shard}: cannot be read after {number} samples: {error}") from error
 
     def _bounded(self, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-        """The members, until they declare more than media can have been before they were packed.
+        """Yield the members, until they declare more bytes than media can have had before they were packed.
 
-        `tarfile` reads no more of a member than it declares, and reads compressed ones that are passed over, too.
+        `tarfile` reads no more of a member than it declares, and also reads compressed ones that are skipped.
         """
-        most, total = _MOST_RATIO * self.shard.stat().st_size + _ALWAYS_BYTES, 0
+        limit_bytes, total_bytes = _MAX_RATIO * self.shard.stat().st_size + _MIN_LIMIT_BYTES, 0
         for member in archive:
-            total += member.size
-            if total > most:
+            total_bytes += member.size
+            if total_bytes > limit_bytes:
                 raise DataError(
-                    f"{self.shard}: its members up to {shown(member.name)!r} unpack to {file_size(total)}, over {_MOST_RATIO} times "
-                    "its own size, so it holds no media, or was made to fill disks. If you trust it, unpack it yourself, and give "
-                    "the folder as data_root"
+                    f"{self.shard}: its members up to {printable_name(member.name)!r} unpack to "
+                    f"{file_size(total_bytes)}, over {_MAX_RATIO} times its own size, so it holds no media, or was "
+                    "made to fill disks. If you trust it, unpack it yourself, and give the folder as data_root"
                 )
             yield member
 
     def _sample(self, archive: tarfile.TarFile, key: str, members: Mapping[str, tarfile.TarInfo]) -> Row:
-        where = shown(f"{self.shard.name}/{key}")
+        where = printable_name(f"{self.shard.name}/{key}")
         refused = next(filter(None, map(_refusal, members.values())), None)
         if refused is not None:
             return Row(where, key, refused=refused)
         # A clip is `000.mp4`, and its control video `000.control_video.mp4`.
-        before = f"{self.columns.media.lower()}." if self.columns.is_further else ""
-        media = [name for name in members if name.startswith(before) and f".{name[len(before) :]}" in MEDIA_SUFFIXES]
-        odd = [name for name in members if before and name.startswith(before) and name not in media]
-        if odd and not media:
-            return Row(where, key, refused=f"{odd[0]} is not an image or video that can be read")
+        prefix = f"{self.columns.media.lower()}." if self.columns.is_further else ""
+        media = [name for name in members if name.startswith(prefix) and f".{name[len(prefix) :]}" in MEDIA_SUFFIXES]
+        unreadable = [name for name in members if prefix and name.startswith(prefix) and name not in media]
+        if unreadable and not media:
+            return Row(where, key, refused=f"{unreadable[0]} is not an image or video that can be read")
         if not media:
             return Row(where, key, refused="it has no media file")
         if len(media) > 1:
             return Row(where, key, refused=f"it has several media files ({', '.join(media)})")
         try:
-            captions, extra = self._texts(archive, members)
+            captions, extra = self._read_texts(archive, members)
         except (DataError, ValueError) as error:
             return Row(where, key, refused=f"its caption cannot be read ({error})")
         member = members[media[0]]
         stream = archive.extractfile(member)
         assert stream is not None, "a regular member has content"
-        stored, size = self.media.store(stream, suffix=f".{media[0][len(before) :]}", size=member.size)
+        stored, size = self.media.store(stream, suffix=f".{media[0][len(prefix) :]}", size=member.size)
         return Row(where, f"{where}.{media[0]}", captions, extra, stored, size)
 
-    def _texts(
+    def _read_texts(
         self, archive: tarfile.TarFile, members: Mapping[str, tarfile.TarInfo]
     ) -> tuple[tuple[str, ...] | None, dict[str, Any]]:
-        """Captions and further columns; a text file comes before the JSON file's columns."""
+        """Return captions and further columns; a text file comes before the JSON file's columns."""
         captions: tuple[str, ...] | None = None
         extra: dict[str, Any] = {}
         if "json" in members:
-            record = parse_json(_text(archive, members["json"]))
+            record = parse_json(_read_text(archive, members["json"]))
             if not isinstance(record, dict):
                 raise ValueError(f"its JSON must be an object, got {type(record).__name__}")
-            captions = self.columns.captions_of(record)
+            captions = self.columns.read_captions(record)
             extra = dict(self.columns.extra(record))
         for suffix in _TEXT:
             if suffix in members:
-                captions = captions_of_text(_text(archive, members[suffix]), each_line=self.each_line)
+                captions = split_captions(_read_text(archive, members[suffix]), each_line=self.each_line)
         return captions, extra
 
 
 def _check_end(archive: tarfile.TarFile) -> None:
-    """Refuse an archive of which only a part was read: `tarfile` takes a damaged header for the end.
+    """Raise if an archive was read only in part, since `tarfile` takes a damaged header for the end.
 
     Raises:
-        tarfile.ReadError: there is something else than an end.
-        OSError: the sum at the end of a compressed one is not that of its content.
+        tarfile.ReadError: the archive does not end here.
+        OSError: the checksum of a compressed archive does not match its content.
     """
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
     if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
         raise tarfile.ReadError(f"damaged at byte {archive.offset}")
-    for _ in range((_ALWAYS_BYTES >> 20) + 1):
+    for _ in range((_MIN_LIMIT_BYTES >> 20) + 1):
         if not archive.fileobj.read(1 << 20):
             return
-    raise tarfile.ReadError(f"it goes on for more than {file_size(_ALWAYS_BYTES)} after its end")
+    raise tarfile.ReadError(f"it goes on for more than {file_size(_MIN_LIMIT_BYTES)} after its end")
 
 
-def _groups(archive: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Neighboring members of one key (name up to the first dot of its last part), by the rest of their names.
+def _group_by_key(archive: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+    """Yield neighboring members of one key (name up to the first dot of its last part), by the rest of their names.
 
-    Members that are refused are a group each. Those whose name starts with a dot are passed over, as in folders.
+    Members that are refused are a group each. Those whose name starts with a dot are skipped, as in folders.
     """
     current: str | None = None
     members: dict[str, tarfile.TarInfo] = {}
@@ -213,7 +213,7 @@ def _groups(archive: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str,
 
 
 def _refusal(member: tarfile.TarInfo) -> str | None:
-    """Why nothing is read from a member, if nothing is."""
+    """Return the reason why a member is not read, or None if it is."""
     if not member.isreg():
         return "it is a link, a device or a pipe in its archive"
     if member.name.startswith("/") or ".." in member.name.split("/"):
@@ -221,7 +221,7 @@ def _refusal(member: tarfile.TarInfo) -> str | None:
     return None
 
 
-def _text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+def _read_text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     if member.size > MAX_CAPTION_BYTES:
         raise ValueError(f"{member.size} bytes, more than the {MAX_CAPTION_BYTES} of any caption")
     stream = archive.extractfile(member)
