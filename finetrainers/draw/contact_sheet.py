@@ -13,18 +13,18 @@ from finetrainers.utils.video import evenly_spaced
 _GUTTER = 4  # between frames
 _MARGIN = 12
 _MIN_HEIGHT, _MAX_WIDTH = 96, 2000  # of a frame, and of all frames of a row together
-_PAGE, _LETTERS = 860, 15  # a page that is so wide shows letters of this height
+_PAGE, _LETTERS = 860, 15  # width of a page, and height of its letters
 _INK, _PALE, _PAPER = (20, 20, 20), (80, 80, 80), (214, 214, 214)
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Some frames of a clip.
+    """Frames of a clip, with their numbers.
 
     Attributes:
         label: distinguishes the clip within its section.
         frames: `[N, H, W, 3]` uint8.
-        numbers: which frames of the clip these are.
+        numbers: indices of these frames in the clip.
     """
 
     label: str
@@ -33,13 +33,15 @@ class Strip:
 
     @classmethod
     def of(cls, label: str, clip: np.ndarray, *, columns: int = 8) -> Strip:
-        """Evenly spaced frames of a clip `[T, H, W, 3]`, the first and the last among them."""
+        """Make a strip of evenly spaced frames of a clip `[T, H, W, 3]`, including the first and the last."""
         numbers = evenly_spaced(len(clip), columns)
         return cls(label, clip[numbers], numbers)
 
 
 def contact_sheet(sections: Sequence[tuple[str, Sequence[Strip]]]) -> Image.Image:
-    """Sections below each other, each a heading over its strips, with frame numbers under the last strip that has them.
+    """Draw sections below each other, each a heading over its strips.
+
+    Frame numbers are under the last strip that has them.
 
     Args:
         sections: a heading (its further lines are paler), and clips to be compared with each other.
@@ -47,14 +49,14 @@ def contact_sheet(sections: Sequence[tuple[str, Sequence[Strip]]]) -> Image.Imag
     strips = [strip for _, strips in sections for strip in strips]
     rows = [_row(strip) for strip in strips]
     page = _Page(widest=max(row.width for row in rows), labels=[strip.label for strip in strips])
-    place = 0
-    for heading, some in sections:
+    index = 0
+    for heading, section_strips in sections:
         page.heading(heading)
-        for strip in some:
-            page.row(strip.label, rows[place])
-            place += 1
-            if place == len(strips) or _columns(strips[place]) != _columns(strip):
-                page.numbers(strip.numbers, distance=(rows[place - 1].width + _GUTTER) // len(strip.numbers))
+        for strip in section_strips:
+            page.row(strip.label, rows[index])
+            index += 1
+            if index == len(strips) or _columns(strips[index]) != _columns(strip):
+                page.numbers(strip.numbers, distance=(rows[index - 1].width + _GUTTER) // len(strip.numbers))
     return page.sheet()
 
 
@@ -70,20 +72,20 @@ class _Page:
         self._sizes = {_INK: size, _PALE: round(0.8 * size)}
         self._fonts = {ink: ImageFont.load_default(size=height) for ink, height in self._sizes.items()}
         self._ruler = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-        beside = max(self._length(label, _PALE) for label in labels)
-        self._left = _MARGIN + (beside + size if beside else 0)
+        label_width = max(self._length(label, _PALE) for label in labels)
+        self._left = _MARGIN + (label_width + size if label_width else 0)
         self._width = self._left + widest + _MARGIN
         self._top = _MARGIN
         self._texts: list[tuple[str, int, int, tuple[int, int, int]]] = []
         self._rows: list[tuple[Image.Image, int]] = []
 
     def heading(self, text: str) -> None:
-        """Lines of text, the first one darker and larger."""
+        """Add lines of text, the first one darker and larger."""
         if self._rows:
             self._top += self._sizes[_INK] // 2
-        for number, line in enumerate(text.splitlines()):
-            for part in self._wrapped(line, _PALE if number else _INK):
-                self._line(part, _MARGIN, _PALE if number else _INK)
+        for index, line in enumerate(text.splitlines()):
+            for part in self._wrapped(line, _PALE if index else _INK):
+                self._line(part, _MARGIN, _PALE if index else _INK)
         self._top += _GUTTER
 
     def row(self, label: str, row: Image.Image) -> None:
@@ -93,14 +95,14 @@ class _Page:
         self._top += row.height + _GUTTER
 
     def numbers(self, numbers: Sequence[int], *, distance: int) -> None:
-        """The numbers of the frames above."""
+        """Add the numbers of the frames above."""
         top = self._top
         for column, frame in enumerate(numbers):
             self._top = top
             self._line(f"frame {frame}" if column == 0 else str(frame), self._left + column * distance, _PALE)
 
     def sheet(self) -> Image.Image:
-        """The finished image."""
+        """Return the finished image."""
         sheet = Image.new("RGB", (self._width, self._top + _MARGIN), _PAPER)
         draw = ImageDraw.Draw(sheet)
         for text, left, top, ink in self._texts:
@@ -129,19 +131,19 @@ class _Page:
 
 
 def _columns(strip: Strip) -> tuple[object, ...]:
-    """Key of a strip's frame numbers and columns; strips with equal keys share one line of numbers."""
+    """Return the key of a strip's frame numbers and columns; strips with equal keys share one line of numbers."""
     return strip.frames.shape, tuple(strip.numbers)
 
 
 def _row(strip: Strip) -> Image.Image:
-    """Frames side by side: small ones enlarged by integer factors, large ones reduced."""
+    """Return frames side by side: small ones enlarged by integer factors, large ones reduced."""
     count, height, width, _ = strip.frames.shape
     factor = max(1.0, -(-_MIN_HEIGHT // height))
-    room = (_MAX_WIDTH - (count - 1) * _GUTTER) / count
-    factor = min(factor, room / width)
-    way = Image.Resampling.NEAREST if factor >= 1 and factor == int(factor) else Image.Resampling.LANCZOS
+    max_frame_width = (_MAX_WIDTH - (count - 1) * _GUTTER) / count
+    factor = min(factor, max_frame_width / width)
+    resampling = Image.Resampling.NEAREST if factor >= 1 and factor == int(factor) else Image.Resampling.LANCZOS
     size = max(1, round(width * factor)), max(1, round(height * factor))
     row = Image.new("RGB", (count * (size[0] + _GUTTER) - _GUTTER, size[1]), _PAPER)
     for column, frame in enumerate(strip.frames):
-        row.paste(Image.fromarray(frame).resize(size, way), (column * (size[0] + _GUTTER), 0))
+        row.paste(Image.fromarray(frame).resize(size, resampling), (column * (size[0] + _GUTTER), 0))
     return row

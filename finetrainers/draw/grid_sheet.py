@@ -1,4 +1,4 @@
-"""Clips in a grid as one picture: a column for each way to sample, below headings the rows that are compared."""
+"""Clips in a grid as one image: a column for each way to sample, and the compared rows below headings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 _MARGIN, _GAP, _STRIP_GAP = 24, 14, 3
-_WIDEST, _LEAST, _MOST = 2000, 256, 640  # of all cells of a row together, and of a cell
+_WIDEST, _LEAST, _MOST = 2000, 256, 640  # pixels of all cells of a row together, and of a cell
 _FONTS = {"heading": 24, "column": 22, "label": 18}
 _INK, _PALE, _PAPER, _LINE, _EMPTY = (27, 31, 36), (91, 100, 112), (251, 251, 250), (220, 223, 227), (233, 235, 238)
 _BAD = (180, 35, 24)
@@ -20,8 +20,8 @@ class Tile:
     """One clip of a grid.
 
     Attributes:
-        frames: some of it, `[N, H, W, 3]` uint8, the middle one is shown large; None: there is no clip.
-        note: what is shown instead.
+        frames: some of its frames, `[N, H, W, 3]` uint8, the middle one enlarged, or None without a clip.
+        note: text in place of a missing clip.
     """
 
     frames: np.ndarray | None
@@ -44,31 +44,31 @@ def grid_sheet(columns: Sequence[str], groups: Sequence[tuple[str, Sequence[Tile
         groups: a heading, whose further lines are paler, and rows.
     """
     fonts = {name: ImageFont.load_default(size=size) for name, size in _FONTS.items()}
-    rows = [row for _, some in groups for row in some]
+    rows = [row for _, group_rows in groups for row in group_rows]
     ruler = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    beside = max((round(ruler.textlength(row.label, fonts["label"])) for row in rows), default=0)
-    left = _MARGIN + (beside + _GAP if beside else 0)
+    label_width = max((round(ruler.textlength(row.label, fonts["label"])) for row in rows), default=0)
+    left = _MARGIN + (label_width + _GAP if label_width else 0)
     cell = _cell_width(rows, len(columns))
-    wanted = max((ruler.textlength(text, fonts["column"]) for text in columns), default=0)
-    cell = max(cell, min(round(wanted) + 2, _MOST))
+    column_text_width = max((ruler.textlength(text, fonts["column"]) for text in columns), default=0)
+    cell = max(cell, min(round(column_text_width) + 2, _MOST))
     width = left + len(columns) * (cell + _GAP) - _GAP + _MARGIN
     width = max(width, 900)
     page = _Page(width, fonts)
-    for place, text in enumerate(columns):
-        page.text(text, left + place * (cell + _GAP), "column", _INK, advance=place == len(columns) - 1)
+    for index, text in enumerate(columns):
+        page.text(text, left + index * (cell + _GAP), "column", _INK, advance=index == len(columns) - 1)
     page.rule()
-    for heading, some in groups:
-        for number, line in enumerate(heading.splitlines()):
-            page.wrapped(line, "label" if number else "heading", _PALE if number else _INK)
+    for heading, group_rows in groups:
+        for line_index, line in enumerate(heading.splitlines()):
+            page.wrapped(line, "label" if line_index else "heading", _PALE if line_index else _INK)
         page.space(6)
-        for row in some:
+        for row in group_rows:
             page.row(row, left, cell)
         page.space(10)
-    return page.picture()
+    return page.image()
 
 
 def _cell_width(rows: Sequence[TileRow], count: int) -> int:
-    """Of the widest clip, enlarged by an integer factor if it is small."""
+    """Return the width of the widest clip, enlarged by an integer factor if it is small."""
     widths = [tile.frames.shape[2] for row in rows for tile in row.tiles if tile.frames is not None]
     natural = max(widths, default=_LEAST)
     natural *= max(1, -(-_LEAST // natural))
@@ -76,23 +76,23 @@ def _cell_width(rows: Sequence[TileRow], count: int) -> int:
 
 
 class _Page:
-    """A picture that grows downwards: what is drawn is kept until its height is known."""
+    """An image that grows downwards: its content is buffered until its height is known."""
 
     def __init__(self, width: int, fonts: dict[str, ImageFont.ImageFont | ImageFont.FreeTypeFont]) -> None:
         self.width, self._fonts = width, fonts
         self._top = _MARGIN
         self._ruler = ImageDraw.Draw(Image.new("RGB", (1, 1)))
         self._texts: list[tuple[str, int, int, str, tuple[int, int, int]]] = []
-        self._pictures: list[tuple[Image.Image, int, int]] = []
+        self._images: list[tuple[Image.Image, int, int]] = []
         self._rules: list[int] = []
 
     def text(self, text: str, left: int, font: str, ink: tuple[int, int, int], *, advance: bool = True) -> None:
-        """A line of text; the next one is below it if `advance`."""
+        """Add a line of text; the next one is below it if `advance`."""
         self._texts.append((text, left, self._top, font, ink))
         self._top += round(1.4 * _FONTS[font]) if advance else 0
 
     def wrapped(self, text: str, font: str, ink: tuple[int, int, int]) -> None:
-        """Text in as many lines as it needs."""
+        """Add text in as many lines as it needs."""
         line = ""
         for word in text.split():
             longer = f"{line} {word}".strip()
@@ -111,33 +111,33 @@ class _Page:
         self._top += 12
 
     def row(self, row: TileRow, left: int, cell: int) -> None:
-        """The tiles of a row, and its label in the middle of their height."""
-        pictures = [_picture(tile, cell) for tile in row.tiles]
-        height = max(picture.height for picture in pictures)
-        for place, picture in enumerate(pictures):
-            self._pictures.append((picture, left + place * (cell + _GAP), self._top))
-        for place, tile in enumerate(row.tiles):
+        """Add the tiles of a row, and its label in the middle of their height."""
+        images = [_tile_image(tile, cell) for tile in row.tiles]
+        height = max(image.height for image in images)
+        for index, image in enumerate(images):
+            self._images.append((image, left + index * (cell + _GAP), self._top))
+        for index, tile in enumerate(row.tiles):
             if tile.frames is None and tile.note:
-                where = left + place * (cell + _GAP) + 8
-                self._texts.append((tile.note, where, self._top + 8, "label", _BAD))
+                note_left = left + index * (cell + _GAP) + 8
+                self._texts.append((tile.note, note_left, self._top + 8, "label", _BAD))
         self._texts.append((row.label, _MARGIN, self._top + height // 2 - _FONTS["label"], "label", _PALE))
         self._top += height + _GAP
 
-    def picture(self) -> Image.Image:
+    def image(self) -> Image.Image:
         sheet = Image.new("RGB", (self.width, self._top + _MARGIN - _GAP), _PAPER)
         draw = ImageDraw.Draw(sheet)
         for top in self._rules:
             draw.line((_MARGIN, top, self.width - _MARGIN, top), fill=_LINE, width=2)
-        for picture, left, top in self._pictures:
-            sheet.paste(picture, (left, top))
-            draw.rectangle((left - 1, top - 1, left + picture.width, top + picture.height), outline=_LINE)
+        for image, left, top in self._images:
+            sheet.paste(image, (left, top))
+            draw.rectangle((left - 1, top - 1, left + image.width, top + image.height), outline=_LINE)
         for text, left, top, font, ink in self._texts:
             draw.text((left, top), text, fill=ink, font=self._fonts[font])
         return sheet
 
 
-def _picture(tile: Tile, width: int) -> Image.Image:
-    """The middle frame, as wide as a cell, over a strip of all frames."""
+def _tile_image(tile: Tile, width: int) -> Image.Image:
+    """Return the middle frame, as wide as a cell, over a strip of all frames."""
     if tile.frames is None:
         return Image.new("RGB", (width, round(width * 0.4)), _EMPTY)
     count, height, clip_width, _ = tile.frames.shape
@@ -148,14 +148,14 @@ def _picture(tile: Tile, width: int) -> Image.Image:
         return _scaled(tile.frames[0], main)
     small_width = (main[0] - (count - 1) * _STRIP_GAP) // count
     small = (max(1, small_width), max(1, round(height * small_width / clip_width)))
-    made = Image.new("RGB", (main[0], main[1] + _STRIP_GAP + small[1]), _PAPER)
-    made.paste(_scaled(tile.frames[count // 2], main), (0, 0))
-    for place, frame in enumerate(tile.frames):
-        made.paste(_scaled(frame, small), (round(place * (main[0] - small[0]) / (count - 1)), main[1] + _STRIP_GAP))
-    return made
+    image = Image.new("RGB", (main[0], main[1] + _STRIP_GAP + small[1]), _PAPER)
+    image.paste(_scaled(tile.frames[count // 2], main), (0, 0))
+    for index, frame in enumerate(tile.frames):
+        image.paste(_scaled(frame, small), (round(index * (main[0] - small[0]) / (count - 1)), main[1] + _STRIP_GAP))
+    return image
 
 
 def _scaled(frame: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """A frame in a size in pixels: small clips keep their square pixels."""
-    way = Image.Resampling.NEAREST if size[0] >= 3 * frame.shape[1] else Image.Resampling.LANCZOS
-    return Image.fromarray(frame).resize(size, way)
+    """Return a frame resized to a size in pixels; small clips keep their square pixels."""
+    resampling = Image.Resampling.NEAREST if size[0] >= 3 * frame.shape[1] else Image.Resampling.LANCZOS
+    return Image.fromarray(frame).resize(size, resampling)

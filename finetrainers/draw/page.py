@@ -1,4 +1,4 @@
-"""HTML pages that need no other file and no network: templates that share one head with a style, `head.html`, and some parts."""
+"""HTML pages that need no other file and no network; their templates share a styled head, `head.html`, and parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]] | N
     Args:
         template: its file, which may include others of its folder.
         filters: further filters, by name.
-        values: what the template is given.
+        values: of the template's variables.
     """
     environment = _environment(template.parent)
     environment.filters |= filters or {}
@@ -25,7 +25,7 @@ def render_page(template: Path, *, filters: Mapping[str, Callable[..., Any]] | N
 
 @cache
 def _environment(folder: Path) -> jinja2.Environment:
-    """One for each folder: compiling a template takes longer than rendering it."""
+    """Return one environment for each folder: compiling a template takes longer than rendering it."""
     return jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,

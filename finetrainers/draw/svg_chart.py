@@ -1,4 +1,4 @@
-"""Line charts as inline SVG, for pages that need no other file: axes, legends, and the numbers that a pointer shows."""
+"""Line charts as inline SVG, for pages that need no other file: axes, legends, and the values at the pointer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .curves import Points, smoothed
 
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 24
-_MOST = 600  # points of a line that are drawn
-_DOTTED = 20  # points of a line, up to which each has a dot
+_MOST = 600  # drawn points of a line
+_DOTTED = 20  # maximum points of a line with a dot at each
 _TICKS = 5
 COLORS = 8
 
@@ -26,10 +26,10 @@ class Series:
     """A line of a chart.
 
     Attributes:
-        label: in the legend; empty: it has none.
+        label: in the legend, or empty without one.
         points: x and y of its points, finite, x ascending.
         color: number of its color, from 0.
-        style: `smoothed` is a moving average over pale points, `band` too, with a spread around it.
+        style: `smoothed` is a moving average over pale points, `band` the same with a spread around it.
         spread: half the height of the band at each point.
     """
 
@@ -41,12 +41,12 @@ class Series:
 
     @cached_property
     def shown(self) -> list[tuple[float, float]]:
-        """The points that are drawn."""
+        """Points that are drawn."""
         return _thinned(*self.points)
 
     @cached_property
     def band(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """The upper and the lower edge of the band."""
+        """Upper and lower edge of the band."""
         xs, ys = self.points
         pairs = list(zip(ys, self.spread, strict=True)) if self.spread else []
         return _thinned(xs[: len(pairs)], [y + s for y, s in pairs]), _thinned(
@@ -59,10 +59,10 @@ class Mark:
     """An event on the horizontal axis.
 
     Attributes:
-        x: where it is.
-        text: what happened.
-        kind: how it is drawn: a dashed line, a triangle for a spike, a cross for a failure.
-        color: of its line, if it belongs to one of several.
+        x: its position.
+        text: description of the event.
+        kind: drawn as a dashed line, a triangle for a spike, or a cross for a failure.
+        color: of its line, if there are several.
     """
 
     x: float
@@ -73,7 +73,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Level:
-    """A dashed horizontal line, such as a plan, in the color of what it is for."""
+    """A dashed horizontal line, such as a plan, in the color of its series."""
 
     y: float
     text: str
@@ -87,11 +87,11 @@ class Chart:
     Attributes:
         title: above it.
         series: its lines.
-        x: what the horizontal axis has.
+        x: quantity on the horizontal axis.
         is_log: whether the vertical axis is logarithmic; all values must be positive.
         marks: events.
-        levels: what the values are compared with.
-        note: how it is drawn, for people.
+        levels: to compare the values with.
+        note: description of the drawing, for readers.
     """
 
     title: str
@@ -104,20 +104,20 @@ class Chart:
 
     @cached_property
     def axes(self) -> _Axes:
-        """Where values lie in the picture."""
+        """Axes of the chart, which place its values."""
         return _Axes(self)
 
 
 def wants_log(values: Sequence[float]) -> bool:
-    """Whether values of a metric that may have a logarithmic axis need one."""
+    """Return whether values of a metric that may have a logarithmic axis need one."""
     return bool(values) and min(values) > 0 and max(values) > 30 * min(values)
 
 
 class _Axes:
-    """Where values lie in the picture."""
+    """Positions of values in a chart."""
 
     def __init__(self, chart: Chart) -> None:
-        points = [point for one in chart.series for part in (one.shown, *one.band) for point in part]
+        points = [point for line in chart.series for part in (line.shown, *line.band) for point in part]
         xs, ys = [x for x, _ in points], [*(y for _, y in points), *(level.y for level in chart.levels)]
         self.is_log = chart.is_log
         self.low_x, self.high_x = min(xs), max(xs)
@@ -125,7 +125,7 @@ class _Axes:
             self.low_x, self.high_x = self.low_x - 1, self.high_x + 1
         low, high = self._scaled(min(ys)), self._scaled(max(ys))
         pad = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-        # What cannot be negative has an axis that ends at 0, if it comes near it.
+        # The axis of nonnegative values ends at 0 if they come near it.
         self.low_y = 0.0 if not self.is_log and 0 <= low < 2 * pad else low - pad
         self.high_y = high + pad
 
@@ -133,41 +133,41 @@ class _Axes:
         return math.log10(y) if self.is_log else y
 
     def x(self, x: float) -> float:
-        """The horizontal place of a value."""
+        """Return the horizontal position of a value."""
         return round(_LEFT + (x - self.low_x) / (self.high_x - self.low_x) * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def y(self, y: float) -> float:
-        """The vertical place of a value."""
+        """Return the vertical position of a value."""
         share = (self._scaled(y) - self.low_y) / (self.high_y - self.low_y)
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     def x_ticks(self) -> list[float]:
-        """Round places on the horizontal axis."""
-        return list(round_places(self.low_x, self.high_x, most=_TICKS + 1))
+        """Return round positions on the horizontal axis."""
+        return list(round_places(self.low_x, self.high_x, limit=_TICKS + 1))
 
     def y_ticks(self) -> list[float]:
-        """Round values on the vertical axis."""
+        """Return round values on the vertical axis."""
         if not self.is_log:
-            return list(round_places(self.low_y, self.high_y, most=_TICKS))
+            return list(round_places(self.low_y, self.high_y, limit=_TICKS))
         decades = range(math.floor(self.low_y), math.ceil(self.high_y) + 1)
         factors = (1,) if self.high_y - self.low_y > 2 else (1, 3)
-        found = [factor * 10.0**power for power in decades for factor in factors]
-        found = [value for value in found if self.low_y <= math.log10(value) <= self.high_y]
-        return found[:: max(1, -(-len(found) // (_TICKS + 1)))]
+        ticks = [factor * 10.0**power for power in decades for factor in factors]
+        ticks = [value for value in ticks if self.low_y <= math.log10(value) <= self.high_y]
+        return ticks[:: max(1, -(-len(ticks) // (_TICKS + 1)))]
 
 
-def round_places(low: float, high: float, *, most: int) -> Iterator[float]:
-    """At most so many multiples of 1, 2 or 5 times a power of ten, from low to high."""
-    rough = (high - low) / most
+def round_places(low: float, high: float, *, limit: int) -> Iterator[float]:
+    """Yield at most `limit` multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    rough = (high - low) / limit
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     first = math.ceil(low / step - 1e-9)
-    for number in range(first, math.floor(high / step + 1e-9) + 1):
-        yield round(number * step, 12)
+    for multiple in range(first, math.floor(high / step + 1e-9) + 1):
+        yield round(multiple * step, 12)
 
 
 def short(value: float) -> str:
-    """`0.0123`, `12k`, `3e-05`: a number of an axis."""
+    """Return a number of an axis: `0.0123`, `12k`, `3e-05`."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if abs(value) >= 10 * size or (abs(value) >= size and unit == "M"):
             return f"{value / size:g}{unit}"
@@ -175,7 +175,7 @@ def short(value: float) -> str:
 
 
 def chart_svg(chart: Chart) -> Markup:
-    """The picture. Its colors are those of the page (`.c0` to `.c7`), and it is as wide as there is room for."""
+    """Return the chart as SVG, with colors of the page (`.c0` to `.c7`), as wide as its container."""
     axes, bottom, right = chart.axes, _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     parts = []
     for value in axes.y_ticks():
@@ -189,37 +189,37 @@ def chart_svg(chart: Chart) -> Markup:
         line = f'<path class="level c{level.color}" d="M{_LEFT} {axes.y(level.y)}H{right}">'
         parts.append(f"{line}<title>{escape(level.text)}</title></path>")
     for series in chart.series:
-        parts += _drawn(series, axes)
-    parts += _marked(chart)
+        parts += _draw_series(series, axes)
+    parts += _draw_marks(chart)
     label = f"{chart.title}: " + "; ".join(
-        f"{one.label or 'value'} {one.points[1][0]:.4g} to {one.points[1][-1]:.4g}" for one in chart.series
+        f"{line.label or 'value'} {line.points[1][0]:.4g} to {line.points[1][-1]:.4g}" for line in chart.series
     )
     return Markup('<svg viewBox="0 0 %s %s" role="img" aria-label="%s">%s<path class="cursor"/></svg>') % (
         _WIDTH, _HEIGHT, label, Markup("".join(parts)),
     )  # fmt: skip
 
 
-def _marked(chart: Chart) -> Iterator[str]:
-    """The events that lie in the picture; of those of a kind at one place, the first says how many they are."""
+def _draw_marks(chart: Chart) -> Iterator[str]:
+    """Yield the events within the chart; of several of one kind at one position, the first has their number."""
     axes, bottom = chart.axes, _HEIGHT - _BOTTOM
-    found: dict[tuple[float, str, int | None], list[str]] = {}
+    texts_by_mark: dict[tuple[float, str, int | None], list[str]] = {}
     for mark in chart.marks:
         if axes.low_x <= mark.x <= axes.high_x:
-            found.setdefault((round(axes.x(mark.x)), mark.kind, mark.color), []).append(mark.text)
+            texts_by_mark.setdefault((round(axes.x(mark.x)), mark.kind, mark.color), []).append(mark.text)
     shapes = {
         "resume": "M{x} {top}V{bottom}",
         "spike": "M{x} {low}l-4 7h8Z",
         "failure": "M{x} {low}m-4 0l8 8m-8 0l8 -8",
     }
-    for (x, kind, color), texts in found.items():
-        drawn = shapes[kind].format(x=x, top=_TOP, bottom=bottom, low=_TOP)
+    for (x, kind, color), texts in texts_by_mark.items():
+        path = shapes[kind].format(x=x, top=_TOP, bottom=bottom, low=_TOP)
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
-        colored = "" if color is None else f" c{color}"
-        yield f'<path class="mark {kind}{colored}" d="{drawn}"><title>{escape(texts[0] + more)}</title></path>'
+        color_class = "" if color is None else f" c{color}"
+        yield f'<path class="mark {kind}{color_class}" d="{path}"><title>{escape(texts[0] + more)}</title></path>'
 
 
-def _drawn(series: Series, axes: _Axes) -> Iterator[str]:
-    """What is drawn for a line, from the back to the front."""
+def _draw_series(series: Series, axes: _Axes) -> Iterator[str]:
+    """Yield the elements of a line, from the back to the front."""
     xs, ys = series.points
     dots = f'<path class="dots c{series.color}" d="{"".join(f"M{axes.x(x)} {axes.y(y)}h0" for x, y in series.shown)}"/>'
     if series.style == "dots" or len(xs) == 1:
@@ -242,27 +242,27 @@ def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
 
 
 def _thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """At most about `_MOST` of the points; of each stretch the least and the greatest stay, so that no spike is lost."""
+    """Return at most about `_MOST` points; minimum and maximum of each segment stay, so that no spike is lost."""
     count = len(xs)
     if count <= _MOST:
         return list(zip(xs, ys, strict=True))
-    ends = [round(number * 2 * count / _MOST) for number in range(_MOST // 2 + 1)]
-    places = {0, count - 1}
+    ends = [round(index * 2 * count / _MOST) for index in range(_MOST // 2 + 1)]
+    indices = {0, count - 1}
     for start, end in itertools.pairwise(ends):
-        part = ys[start:end]
-        places |= {start + part.index(min(part)), start + part.index(max(part))}
-    return [(xs[place], ys[place]) for place in sorted(places)]
+        segment = ys[start:end]
+        indices |= {start + segment.index(min(segment)), start + segment.index(max(segment))}
+    return [(xs[index], ys[index]) for index in sorted(indices)]
 
 
 def chart_data(chart: Chart) -> dict[str, Any]:
-    """What the page's script shows at the pointer: the recorded points, as far as they are drawn, and where they lie."""
+    """Return the data of the page's script: the drawn points with recorded values, and positions of the axes."""
     axes = chart.axes
     return {
         "x": chart.x,
         "from": _LEFT, "to": _WIDTH - _RIGHT, "low": axes.low_x, "high": axes.high_x, "width": _WIDTH,
         "top": _TOP, "bottom": _HEIGHT - _BOTTOM,
         "series": [
-            {"label": one.label, "color": one.color, "points": [[x, float(f"{y:.5g}")] for x, y in one.shown]}
-            for one in chart.series
+            {"label": line.label, "color": line.color, "points": [[x, float(f"{y:.5g}")] for x, y in line.shown]}
+            for line in chart.series
         ],
     }  # fmt: skip

@@ -1,1 +1,1 @@
-"""What a run leaves: exported weights and the model card."""
+"""Results of a run: exported weights and the model card."""

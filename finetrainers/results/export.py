@@ -1,4 +1,4 @@
-"""What a run leaves for others: the weights in diffusers layout, a model card, and optionally a hub repository."""
+"""Results of a run: weights in diffusers layout, a model card, and optionally a Hub repository."""
 
 from __future__ import annotations
 
@@ -22,48 +22,51 @@ from .model_card import model_card
 
 
 class UploadError(ExpectedError, RuntimeError):
-    """The results are on this disk, and not on the hub."""
+    """Results are on this disk, but not on the Hub."""
 
 
 def export(state: TrainState, checked: Preflight) -> None:
     """Write weights, model card and further formats into the run directory; every rank must call it."""
-    parallel, config, what = state.parallel, state.config, "writing the results"
+    parallel, config, activity = state.parallel, state.config, "writing the results"
     is_lora = config.training.training_type == "lora"
     dtype = torch.float32 if is_lora else DTYPES[config.model.transformer_dtype]
     with state.ema_applied():
         files = shared_files(state, dtype)
-        with parallel.raise_on_all_ranks(what):
+        with parallel.raise_on_all_ranks(activity):
             fault_point("export")
             if parallel.is_main and files is not None:
                 remove_full(state.run_dir.root / state.spec.facts.trained)
         weights = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
-        # Within the block: they refer to the network's weights, which change back at its end.
-        with parallel.raise_on_all_ranks(what):
+        # Within `ema_applied`: these tensors refer to the network's weights, which change back at its end.
+        with parallel.raise_on_all_ranks(activity):
             if parallel.is_main or files is not None:
                 save_weights(state.run_dir.root, state=state, tensors=weights, dtype=dtype, files=files)
-    with parallel.raise_on_all_ranks(what):
+    with parallel.raise_on_all_ranks(activity):
         if parallel.is_main:
             _write_about(state, checked)
 
 
 def _write_about(state: TrainState, checked: Preflight) -> None:
-    """Write what is made of the results: the card, other formats."""
+    """Write the model card and the other formats of the results."""
     config = state.config
     write_grid(state.run_dir.root)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
     if config.run.export_formats:
         source = result_source(config, state.run_dir.root)
-        for aside in set_others_aside(source, config.run.export_formats):  # they came during the training
-            print_line(f"files of something else are set aside: {aside}")
-        for one in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
-            print_exported(one, source, say=print_line)
+        for renamed in set_others_aside(source, config.run.export_formats):  # they appeared during training
+            print_line(f"files of something else are set aside: {renamed}")
+        for exported in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
+            print_exported(exported, source, say=print_line)
 
 
 def upload(state: TrainState) -> None:
-    """Upload the results to the hub if asked; every rank must call it, when everything else of the run is on disk.
+    """Upload the results to the Hub if requested.
+
+    Every rank must call it, when everything else of the run is on disk.
 
     Raises:
-        UploadError: it fails; the message says how to upload later. On every rank but 0: `OtherRankFailed`.
+        UploadError: the upload fails; the message has the command to upload later. Other ranks than 0 raise
+            `OtherRankFailed`.
     """
     if not state.config.run.push_to_hub:
         return
@@ -72,23 +75,23 @@ def upload(state: TrainState) -> None:
         if state.parallel.is_main:
             try:
                 push(state)
-            except Exception as error:  # of the hub's library, of its HTTP library, of the network
+            except Exception as error:  # from the Hub's library, its HTTP library, or the network
                 raise UploadError(_upload_later(state, error)) from error
 
 
 def _upload_later(state: TrainState, error: Exception) -> str:
-    """Return what failed, and the command that uploads the same files."""
+    """Return the reason of the failure, and the command that uploads the same files."""
     root, name = state.run_dir.root, repository_name(state.config)
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     files = " ".join(f"--include '{pattern}'" for pattern in _patterns(state))
     return (
-        f"the run is finished and its results are in {root}, but they could not be uploaded to {name}: {reason}. Upload them "
-        f"later: hf upload {name} {root} . {files}"
+        f"the run is finished and its results are in {root}, but they could not be uploaded to {name}: {reason}. "
+        f"Upload them later: hf upload {name} {root} . {files}"
     )
 
 
 def push(state: TrainState) -> None:
-    """Upload weights, card, configuration and samples to the hub (not checkpoints, caches or logs)."""
+    """Upload weights, card, configuration and samples to the Hub, but not checkpoints, caches or logs."""
     api = HfApi(token=hub_token(state.config))
     repository = api.create_repo(repository_name(state.config), exist_ok=True)
     api.upload_folder(

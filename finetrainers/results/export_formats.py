@@ -1,4 +1,4 @@
-"""Export results in the formats of other programs: what is exported, whether that is possible, and the files, read back."""
+"""Export results in the formats of other programs: source, problems, and files that are read back after writing."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ FOLDER = "export"
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported.
+    """Weights to export, with their model and default names.
 
     Attributes:
-        given: as the user named it.
-        weights: where they are.
+        given: the path that the user gave.
+        weights: their kind and path.
         config: of the run that made them, or of the model that they are of.
         name: of files.
         folder: that exports go into unless another is named.
@@ -61,32 +61,32 @@ class Source:
 
     @cached_property
     def family(self) -> Family:
-        """The model's family."""
+        """Family of the model."""
         return get_family(self.config.model.model_name)
 
     @cached_property
     def facts(self) -> Facts:
-        """The facts of the network that is exported."""
+        """Facts of the exported network."""
         return self.family.facts_of(self.config.model)
 
     @cached_property
     def is_dora(self) -> bool:
-        """Whether the file holds DoRA's magnitudes, by its header."""
+        """True if the file's header lists DoRA magnitudes."""
         if self.weights.kind != "lora" or self.weights.path is None:
             return False
         return any("magnitude" in name or "dora_scale" in name for name in read_lora_header(self.weights.path)[0])
 
 
 def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True) -> Source:
-    """What a path names to export: a run, a checkpoint, or a LoRA file; reads no weights.
+    """Return the export source at a path: a run, a checkpoint or a LoRA file; reads no weights.
 
     Args:
-        given: as the user named it.
+        given: the path that the user gave.
         options: of the model, by flat name; they override those of the run.
-        use_ema: whether a checkpoint's moving average replaces its trained weights.
+        use_ema: use a checkpoint's EMA instead of its raw weights.
 
     Raises:
-        ConfigError: there is nothing to export, or it is not known of which model it is.
+        ConfigError: there is nothing to export, or its model is unknown.
     """
     try:
         target = find_target(given, use_ema=use_ema)
@@ -128,7 +128,7 @@ def _plain(name: str) -> str:
 
 
 def result_source(config: TrainConfig, root: Path) -> Source:
-    """The result of a run that has just written it."""
+    """Return the source for the result of a run that has just written it."""
     if config.training.training_type == "lora":
         weights = Weights("result", "lora", root / LORA_FILE)
     else:
@@ -137,17 +137,17 @@ def result_source(config: TrainConfig, root: Path) -> Source:
 
 
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
-    """Return why an export is impossible, as far as headers tell."""
+    """Return the reasons why an export is impossible, as far as file headers show."""
     problems, is_lora = [], source.weights.kind == "lora"
-    for kind in formats:
-        why = format_problem(
-            source.family.name, kind, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
+    for weights_format in formats:
+        problem = format_problem(
+            source.family.name, weights_format, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
         )
-        if why is not None:
-            problems.append(Problem("--format", why))
-        elif (folder / kind).exists() and not overwrite:
-            problems.append(Problem("--format", f"{folder / kind} exists; --overwrite replaces it"))
-        elif (other := _other_files(source, folder / kind)) is not None:
+        if problem is not None:
+            problems.append(Problem("--format", problem))
+        elif (folder / weights_format).exists() and not overwrite:
+            problems.append(Problem("--format", f"{folder / weights_format} exists; --overwrite replaces it"))
+        elif (other := _other_files(source, folder / weights_format)) is not None:
             problems.append(Problem("--overwrite", other))
     return problems
 
@@ -157,8 +157,8 @@ def _other_files(source: Source, folder: Path) -> str | None:
 
 
 def set_others_aside(source: Source, formats: Sequence[str]) -> Iterator[Path]:
-    """Rename the folders of formats that hold other files than an earlier export of this run; yield what they are now."""
-    for folder in (source.folder / kind for kind in formats):
+    """Rename format folders that are not an earlier export of this run, and yield the new paths."""
+    for folder in (source.folder / weights_format for weights_format in formats):
         if _other_files(source, folder) is not None:
             name = f"replaced-{time.strftime('%Y%m%d-%H%M%S')}-{folder.name}"
             yield folder.rename(folder.parent.with_name(name))  # not in export/, which may be uploaded
@@ -166,12 +166,12 @@ def set_others_aside(source: Source, formats: Sequence[str]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Exported:
-    """One format that was written.
+    """A written format.
 
     Attributes:
         kind: the format.
-        path: its file, or its folder.
-        checked: what reading it back has shown; None: every tensor is equal.
+        path: its file or folder.
+        checked: differences found when it was read back, or None if every tensor is equal.
     """
 
     kind: str
@@ -189,20 +189,22 @@ def export_formats(
     one_file: bool = False,
     overwrite: bool = False,
 ) -> Iterator[Exported]:
-    """Write formats one after the other, each complete or not at all; what was written is read back before it gets its name.
+    """Write formats one after the other, each complete or not at all.
+
+    Each file is read back before it gets its final name.
 
     Args:
-        source: what is exported.
+        source: weights to export.
         formats: see `lora_names`.
-        folder: that gets a folder for each format.
-        dtype: of what is written; None: as trained, and bf16 for merged weights.
-        lora_scale: the strength with which `merged` adds the LoRA.
-        one_file: whether a network in diffusers layout is one file, not several of 10 GB at most.
-        overwrite: whether earlier exports are replaced.
+        folder: output directory, with one subdirectory for each format.
+        dtype: of the written tensors, or None for the training dtype, and bf16 for merged weights.
+        lora_scale: scale at which `merged` adds the LoRA.
+        one_file: write a network in diffusers layout as one file, not as several of at most 10 GB.
+        overwrite: replace earlier exports.
 
     Raises:
-        ConfigError: it is not possible.
-        ValueError: what was written is not what was trained; nothing is left of it.
+        ConfigError: the export is impossible.
+        ValueError: written tensors differ from the trained ones; the files are removed.
     """
     problems = source_problems(source, formats, folder, overwrite=overwrite)
     if problems:
@@ -210,33 +212,35 @@ def export_formats(
     from finetrainers.models.spec import DTYPES
 
     spec = source.family.load(source.config.model)
-    wanted = None if dtype is None else DTYPES[dtype]
+    torch_dtype = None if dtype is None else DTYPES[dtype]
     if source.weights.kind == "full":
-        yield from _export_full(source, spec, formats, folder, wanted, one_file=one_file)
+        yield from _export_full(source, spec, formats, folder, torch_dtype, one_file=one_file)
         return
     from finetrainers.models.lora_files import cast, check_written, lora_metadata, write_lora
 
     network = spec.transformer_on_meta()
     lora = _read(source, spec, network)
-    for kind in formats:
-        if kind == "merged":
-            with _published(folder / kind, source) as temporary:
-                _merge(spec, lora, temporary, wanted or DTYPES["bf16"], lora_scale, one_file=one_file)
-            yield Exported(kind, folder / kind / spec.facts.trained, None)
+    for weights_format in formats:
+        if weights_format == "merged":
+            with _published(folder / weights_format, source) as temporary:
+                _merge(spec, lora, temporary, torch_dtype or DTYPES["bf16"], lora_scale, one_file=one_file)
+            yield Exported(weights_format, folder / weights_format / spec.facts.trained, None)
             continue
-        written = cast(lora, wanted)
+        cast_lora = cast(lora, torch_dtype)
         metadata = lora_metadata(lora, architecture=_architecture(source), facts=_facts(source))
-        with _published(folder / kind, source) as temporary:
-            file = write_lora(temporary, source.name, written, kind, spec=spec, network=network, metadata=metadata)
-            checked = check_written(file, written, spec=spec, network=network, kind=kind)
-        yield Exported(kind, folder / kind / file.name, checked)
+        with _published(folder / weights_format, source) as temporary:
+            file = write_lora(
+                temporary, source.name, cast_lora, weights_format, spec=spec, network=network, metadata=metadata
+            )
+            checked = check_written(file, cast_lora, spec=spec, network=network, kind=weights_format)
+        yield Exported(weights_format, folder / weights_format / file.name, checked)
 
 
 def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
-    """The LoRA, which fits the model.
+    """Load the LoRA and check that it fits the model.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not fit.
     """
     from safetensors.torch import load_file
 
@@ -259,14 +263,14 @@ def _architecture(source: Source) -> tuple[str, str]:
 
 
 def _facts(source: Source) -> dict[str, Any]:
-    """What a file's metadata says of the run."""
+    """Return the facts of the run for a file's metadata."""
     from finetrainers.utils.versions import __version__
 
-    from .card_facts import license_of
+    from .card_facts import read_license
 
     config, path = source.config, source.weights.path
     assert path is not None
-    license_facts = license_of(config)
+    license_facts = read_license(config)
     return {
         "name": source.name,
         "base": config.model.pretrained_model_name_or_path,
@@ -278,24 +282,24 @@ def _facts(source: Source) -> dict[str, Any]:
 
 
 def _merge(spec: ModelSpec, lora: Lora, folder: Path, dtype: torch.dtype, lora_scale: float, *, one_file: bool) -> None:
-    """Write the model's transformer with a LoRA added, in fp32 layer by layer."""
+    """Write the model's transformer with a LoRA merged in fp32, layer by layer."""
     from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     network: Any = spec.load_transformer(dtype)
     settings = lora.complete_settings()
     network.load_lora_adapter(lora.state(), adapter_name="default", prefix=None, metadata=settings)
-    for name, parameter in network.named_parameters():  # which took the dtype of the network
+    for name, parameter in network.named_parameters():  # they took the dtype of the network
         if ".lora_" in name:
             parameter.data = parameter.data.float()
     set_peft_model_state_dict(network, lora.state())
     for module in network.modules():
         if isinstance(module, BaseTunerLayer):
-            kept = module.get_base_layer().weight.dtype
+            original_dtype = module.get_base_layer().weight.dtype
             module.float()
             module.scale_layer(lora_scale)  # type: ignore[operator]
             module.merge()
-            module.to(kept)
+            module.to(original_dtype)
     network.unload_lora()
     _write_network(folder, spec, network, network.state_dict(), one_file=one_file)
 
@@ -313,7 +317,7 @@ def _write_network(
 def _export_full(
     source: Source, spec: ModelSpec, formats: Sequence[str], folder: Path, dtype: torch.dtype | None, *, one_file: bool
 ) -> Iterator[Exported]:
-    """Write all weights in diffusers layout, or in one file as the network's authors and ComfyUI name them."""
+    """Write all weights in diffusers layout, or in one file with the names of the network's authors and ComfyUI."""
     from safetensors.torch import load_file
 
     from finetrainers.models.lora_files import save_original
@@ -330,19 +334,19 @@ def _export_full(
         for name, average in averages.items():
             weights[name].copy_(average)
     state = network.state_dict()
-    for kind in formats:
-        with _published(folder / kind, source) as temporary:
-            if kind == "diffusers":
+    for weights_format in formats:
+        with _published(folder / weights_format, source) as temporary:
+            if weights_format == "diffusers":
                 _write_network(temporary, spec, network, state, one_file=one_file)
                 written = spec.facts.trained
             else:
                 written = f"{source.name}.safetensors"
                 save_original(temporary / written, network, state)
-        yield Exported(kind, folder / kind / written, None)
+        yield Exported(weights_format, folder / weights_format / written, None)
 
 
 def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
-    """Compare a written network with the weights that it is to have, bit for bit.
+    """Compare a written network with the expected weights, bit for bit.
 
     Raises:
         ValueError: tensors are missing or differ.
@@ -362,7 +366,7 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _published(final: Path, source: Source) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end; an earlier one of that name goes then. On an error, nothing is left."""
+    """Yield a temporary folder that replaces `final` when the block ends; on an error it is removed."""
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -381,22 +385,22 @@ def _published(final: Path, source: Source) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def print_exported(one: Exported, source: Source, *, say: Callable[[str], None]) -> None:
-    """Where a format is, what reads it, and what reading it back has shown."""
-    say(f"{one.kind}: {one.path}")
+def print_exported(exported: Exported, source: Source, *, say: Callable[[str], None]) -> None:
+    """Print a format's path, the programs that read it, and the differences found when it was read back."""
+    say(f"{exported.kind}: {exported.path}")
     is_lora = source.weights.kind == "lora"
-    reader = readers(source.family.name, one.kind, is_lora=is_lora)
+    reader = readers(source.family.name, exported.kind, is_lora=is_lora)
     if reader is not None:
         say(f"  for {reader}")
-    if not is_lora and (note := source.facts.read_notes.get(one.kind)):
+    if not is_lora and (note := source.facts.read_notes.get(exported.kind)):
         say(f"  {note}")
-    if one.checked is None:
+    if exported.checked is None:
         say("  read back: every tensor is equal")
         return
-    same = f"{plural(one.checked.layers, 'layer')} as trained"
-    say(f"  read back: {same}, relative error of their outputs at most {one.checked.error:.1e}")
-    if one.checked.by_diffusers is not None:
-        say(f"  read by diffusers' converter: {one.checked.by_diffusers} of {one.checked.layers} the same")
-    if one.checked.left_out:
-        more = f" and {len(one.checked.left_out) - 3} more" if len(one.checked.left_out) > 3 else ""
-        say(f"  {one.checked.left_out_by} does not read: {', '.join(one.checked.left_out[:3])}{more}")
+    layer_count = f"{plural(exported.checked.layers, 'layer')} as trained"
+    say(f"  read back: {layer_count}, relative error of their outputs at most {exported.checked.error:.1e}")
+    if exported.checked.by_diffusers is not None:
+        say(f"  read by diffusers' converter: {exported.checked.by_diffusers} of {exported.checked.layers} the same")
+    if exported.checked.left_out:
+        more = f" and {len(exported.checked.left_out) - 3} more" if len(exported.checked.left_out) > 3 else ""
+        say(f"  {exported.checked.left_out_by} does not read: {', '.join(exported.checked.left_out[:3])}{more}")

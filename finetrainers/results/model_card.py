@@ -1,4 +1,4 @@
-"""The model card: what was trained on what, how to use it, samples, data, time and settings."""
+"""The model card: model, usage, samples, data, time and settings of a run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .card_facts import (
     evaluated_samples,
     facts,
     figures,
-    folder_of,
-    license_of,
+    local_model_folder,
     memory_by_phase,
     newest_samples,
+    read_license,
     sampling_arguments,
 )
 
@@ -44,7 +44,8 @@ _CARD = """---
 
 {{ "A LoRA for" if is_lora else "A finetune of" }} `{{ model.pretrained_model_name_or_path }}`
 {%- if own_transformer and is_lora %} with the transformer of `{{ own_transformer }}`, without which it is of no use
-{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{ version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
+{%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{
+    version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
 {%- if data.id_token %} Put `{{ data.id_token }}` before your prompt.{% endif %}
 {% if grid %}
 ![Samples after step {{ state.step }}]({{ grid }})
@@ -57,7 +58,8 @@ _CARD = """---
 ## Use in diffusers
 
 ```bash
-pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av{% if media %} imageio imageio-ffmpeg{% endif %}
+pip install torch "diffusers>=0.40" transformers accelerate peft sentencepiece protobuf av{%
+    if media %} imageio imageio-ffmpeg{% endif %}
 ```
 
 ```python
@@ -77,7 +79,8 @@ settings = {{ transformer }}.load_config({{ base }}, subfolder="{{ part }}")
 {{ part }}, _ = load_single_file({{ transformer }}, settings, Path({{ own_transformer | tojson }}), {{ dtype }})
 pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
 {%- elif own_transformer %}
-{{ part }} = {{ transformer }}.from_pretrained({{ own_transformer | tojson }}, {% if in_subfolder %}subfolder="{{ part }}", {% endif %}torch_dtype={{ dtype }})
+{{ part }} = {{ transformer }}.from_pretrained({{ own_transformer | tojson }}, {%
+    if in_subfolder %}subfolder="{{ part }}", {% endif %}torch_dtype={{ dtype }})
 pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
 {%- else %}
 pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
@@ -112,7 +115,8 @@ encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
 {% if comfyui %}
 ## Use in ComfyUI
 
-`{{ "pytorch_lora_weights.safetensors" if is_lora else part + "/" }}` has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
+`{{ "pytorch_lora_weights.safetensors" if is_lora
+    else part + "/" }}` has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
 
 ```bash
 finetrainers export . --format comfyui
@@ -190,7 +194,7 @@ def _template() -> jinja2.Template:
 
 
 def model_card(state: TrainState, checked: Preflight) -> str:
-    """The README of the results, with metadata for the hub."""
+    """Return the README of the results, with metadata for the Hub."""
     config, plan, spec, start = state.config, checked.plan, state.spec, checked.start
     is_lora = config.training.training_type == "lora"
     base, own = config.model.pretrained_model_name_or_path, config.model.transformer_id
@@ -234,12 +238,12 @@ def model_card(state: TrainState, checked: Preflight) -> str:
         memory=memory_by_phase(state.memory.all_peaks),
         results=figures(root),
         held_out=f"{plan.noun}s",
-        settings=[(n, _shown(value)) for n, value in changed_options(config).items() if not fields()[n].local],
+        settings=[(n, _format_value(value)) for n, value in changed_options(config).items() if not fields()[n].local],
     )
 
 
 def _call(checked: Preflight, spec: ModelSpec) -> dict[str, Any]:
-    """What the pipeline is called with: as for the first sample of validation, if there is one."""
+    """Return the pipeline's arguments, as for the first validation sample if there is one."""
     first = checked.prompts[0] if checked.prompts else None
     return {
         "example": checked.plan.example if first is None else first.prompt,
@@ -251,20 +255,20 @@ def _call(checked: Preflight, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
-    """Whether the result can be exported for ComfyUI."""
+    """Return whether the result can be exported for ComfyUI."""
     family, training = config.model.model_name, config.training
     is_lora, is_dora = training.training_type == "lora", training.use_dora
     problem = format_problem(family, "comfyui", is_lora=is_lora, is_dora=is_dora, misread=facts.misread)
     return family in READERS and problem is None
 
 
-def _shown(value: Any) -> str:
-    """An option's value as it is given, in a table's cell."""
+def _format_value(value: Any) -> str:
+    """Return an option's value as it is set, for a table cell."""
     return (" ".join(map(str, value)) if isinstance(value, list) else str(value)).replace("|", "\\|")
 
 
 def _title(config: TrainConfig) -> str:
-    """`mystyle: a LoRA for SomeModel`."""
+    """Return `mystyle: a LoRA for SomeModel`."""
     name = (config.run.hub_model_id or config.run.output_dir.resolve().name).rpartition("/")[2]
     base = config.model.pretrained_model_name_or_path
     kind = "LoRA for" if config.training.training_type == "lora" else "finetune of"
@@ -272,18 +276,18 @@ def _title(config: TrainConfig) -> str:
 
 
 def _metadata(config: TrainConfig, samples: Sequence[Sample], *, needs_image: bool) -> ModelCardData:
-    """What the hub reads: a base model only where it is one on the hub, a license only where it is known."""
+    """Return metadata for the Hub; base model and license only where the Hub knows them."""
     base = config.model.pretrained_model_name_or_path
     task = "image-to-video" if needs_image else "text-to-video"
     widget: list[dict[str, Any]] = [
         {"text": sample.text, **({"output": {"url": sample.video}} if sample.video else {})} for sample in samples
     ]
     return ModelCardData(
-        base_model=None if folder_of(base) is not None else base,
+        base_model=None if local_model_folder(base) is not None else base,
         library_name="diffusers",
         pipeline_tag=task,
         tags=["finetrainers", task, "lora" if config.training.training_type == "lora" else "full-finetune"],
         widget=widget or None,
         instance_prompt=config.data.id_token,
-        **license_of(config),
+        **read_license(config),
     )

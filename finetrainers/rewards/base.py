@@ -1,4 +1,4 @@
-"""The interface of a reward: it scores decoded clips with their prompts."""
+"""Interface of a reward, which scores decoded clips with their prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 
-#: What a reward does with the images that clips start from.
+#: Use of the images that clips start from.
 ImageUse: TypeAlias = Literal["none", "optional", "required"]
 
 
@@ -31,29 +31,29 @@ class Reward(ABC):
 
     Scores of a clip must not depend on the other clips of the call.
 
-    One that compares a clip with the image that it starts from says so by `images`. Then `score` and `differentiate` have a
-    further keyword of that name, which is given `[B, 3, H, W]` in [0, 1] in the size of the clips; None where clips start
-    from text, if that is optional.
+    A reward that compares a clip with the image that it starts from sets `images`. Then `score` and `differentiate`
+    have a further keyword of that name for `[B, 3, H, W]` in [0, 1] in the size of the clips, or None where clips start
+    from text, if images are optional.
     """
 
-    #: The numbers it gives, by name; a reward with one number calls it `score`.
+    #: Outputs by name; a single output is `score`.
     heads: ClassVar[Mapping[str, Head]] = {"score": Head()}
     #: Default batch size: clips scored together.
     batch_size: int = 8
-    #: Whether `differentiate` gives its scores with a graph, so that they can be backpropagated.
+    #: Whether `differentiate` returns scores with a graph for backpropagation.
     differentiable: ClassVar[bool] = False
-    #: Whether it is given the images that clips start from.
+    #: Use of the images that clips start from.
     images: ImageUse = "none"
-    #: Whether `differentiate` stores little, and its backward pass recomputes what it needs.
+    #: Whether `differentiate` stores little, and its backward pass recomputes activations.
     recomputes: ClassVar[bool] = False
-    #: The fewest frames of a clip that it scores.
+    #: Minimum frames of a clip.
     min_frames: ClassVar[int] = 1
-    #: The options that name its weights.
+    #: Options with paths of weights.
     weights_options: ClassVar[tuple[str, ...]] = ("path",)
 
     @abstractmethod
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """Raw scores `[B]`, fp32 on the CPU, of every head.
+        """Return raw scores `[B]`, fp32 on the CPU, of every head.
 
         Args:
             videos: `[B, T, C, H, W]`, fp32 in [0, 1], on the CPU; not to be changed.
@@ -67,7 +67,7 @@ class Reward(ABC):
         return None
 
     def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
-        """The scores of `score` up to rounding, `[B]` on any device, with a graph that reaches the pixels.
+        """Return the scores of `score` up to rounding, `[B]` on any device, with a graph that reaches the pixels.
 
         Args:
             videos: as in `score`, but on the device of the VAE and with a graph; pixels are not rounded to bytes.
@@ -80,14 +80,16 @@ class Reward(ABC):
     def graph_bytes(
         cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
     ) -> float | None:
-        """Bytes that `differentiate` and its backward take at their peak, besides the network; see `working_bytes`."""
+        """Return the peak bytes of `differentiate` and its backward, or None if unknown; see `working_bytes`."""
         return None
 
     @classmethod
     def working_bytes(
         cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
     ) -> float | None:
-        """Bytes that scoring takes on its device, besides the network; None: not known, of a network of somebody's own.
+        """Return the bytes that scoring takes on its device, excluding the network, or None if unknown.
+
+        By default, they are unknown for a reward with a `path` and 0 for any other.
 
         Args:
             options: of the configuration.

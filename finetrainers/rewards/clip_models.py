@@ -1,14 +1,14 @@
-"""Rewards from CLIP models, or a few layers on one. They score single frames, so motion does not count.
+"""Rewards from CLIP models, or from a few layers on one. They score single frames, so motion does not count.
 
-A clip's score is the mean over `frames` frames spread evenly over it, 1 for the first. One frame is cheap, but teaches a
-model to care for that frame alone; PickScore has it as default because published numbers are of the first frame.
+A clip's score is the mean over `frames` frames spread evenly over it, 1 for the first. One frame is cheap, but trains a
+model for that frame alone; PickScore has it as default because published numbers are of the first frame.
 
-Their gradients are taken a frame of each clip at a time, whose activations are recomputed in the backward pass. So the memory
-is that of one frame, and the price is a forward pass more.
+Their gradients are computed for one frame of each clip at a time, whose activations are recomputed in the backward
+pass. So the memory is that of one frame, at the cost of an additional forward pass.
 
-All take `path`, the hub id or folder of the weights, and `device`: `auto` for this process's GPU if there is one, or a
+All take `path`, the Hub id or folder of the weights, and `device`: `auto` for this process's GPU if there is one, or a
 torch device. `dtype` is `fp32`, `bf16` or `fp16`. Clips of a group differ by little, and bf16 has two to three digits.
-All raise ValueError if there are no such weights, or if they do not fit.
+All raise ValueError if the weights do not exist or do not fit.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ def padded(frames: Tensor, size: int) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class _FrameReward(Reward):
-    """A network that scores single frames. Its options are the fields; see the module."""
+    """A network that scores single frames. The fields are its options; see the module."""
 
     path: WeightsPath
     frames: Frames = 4
     device: Device = "auto"
     dtype: DType = "fp32"
 
-    #: What the mean of the frames' scores is multiplied by.
+    #: Factor of the mean of the frames' scores.
     factor: ClassVar[float] = 1.0
-    #: Pixels of a side, and numbers that a frame takes in the published network at its peak, counted on fake tensors: 16.6 times
-    #: its 257 tokens of 1024 numbers with CLIP-L's activation function, 12.5 times 1280 with that of CLIP-H.
+    #: Numbers that a frame takes in the published network at its peak, counted on fake tensors: 16.6 times its 257
+    #: tokens of 1024 numbers with CLIP-L's activation function, 12.5 times 1280 with that of CLIP-H.
     frame_numbers: ClassVar[float] = 16.6 * 257 * 1024
     differentiable: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
-    #: The same at the peak of `differentiate` and its backward, of one frame: its 24 layers keep what backward needs.
+    #: Numbers that a frame takes at the peak of `differentiate` and its backward: all 24 layers store activations.
     graph_numbers: ClassVar[float] = 352.0 * 257 * 1024
 
     def __post_init__(self) -> None:
@@ -90,15 +90,15 @@ class _FrameReward(Reward):
 
     @abstractmethod
     def load(self, dtype: torch.dtype) -> Any:
-        """The transformers model."""
+        """Load the transformers model."""
 
     def text(self, prompts: Sequence[str]) -> Tensor | None:
-        """What frames are compared with, one row for each prompt; None where prompts do not matter."""
+        """Return embeddings to compare frames with, one row for each prompt, or None if prompts do not matter."""
         return None
 
     @abstractmethod
     def frame_scores(self, pixels: Tensor, text: Tensor | None) -> Tensor:
-        """Scores `[B, F]` of frames `[B, F, 3, size, size]`, preprocessed and on the device."""
+        """Return scores `[B, F]` of frames `[B, F, 3, size, size]`, preprocessed and on the device."""
 
     def pixels(self, frames: Tensor, size: int) -> Tensor:
         """Preprocess bytes `[N, 3, H, W]` for the network: `[N, 3, size, size]`."""
@@ -108,19 +108,19 @@ class _FrameReward(Reward):
     def working_bytes(
         cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
     ) -> float | None:
-        """See `Reward.working_bytes`; as of the published network."""
+        """See `Reward.working_bytes`; for the published network."""
         return cls._frame_bytes(options, size[0], clips=clips) * cls.frame_numbers
 
     @classmethod
     def graph_bytes(
         cls, options: Mapping[str, str], size: tuple[int, int, int], *, clips: int, fps: float
     ) -> float | None:
-        """See `Reward.graph_bytes`; as of the published network, and of a frame of each clip."""
+        """See `Reward.graph_bytes`; for the published network, and one frame of each clip."""
         return cls._frame_bytes(options, 1, clips=clips) * cls.graph_numbers
 
     @classmethod
     def _frame_bytes(cls, options: Mapping[str, str], total: int, *, clips: int) -> float:
-        """Bytes of a number of each frame that is scored."""
+        """Return the bytes of one number for each scored frame."""
         defaults = inspect.signature(cls).parameters
         frames = min(total, int(options.get("frames", defaults["frames"].default)))
         return float(clips * frames * WIDTHS[options.get("dtype", defaults["dtype"].default)])
@@ -145,16 +145,16 @@ class _FrameReward(Reward):
         return videos[:, spread_indices(videos.shape[1], self.frames).to(videos.device)]
 
     def _scores(self, frames: Tensor, text: Tensor | None) -> Tensor:
-        """Scores `[B, F]` of frames `[B, F, 3, H, W]` in [0, 255]."""
+        """Return scores `[B, F]` of frames `[B, F, 3, H, W]` in [0, 255]."""
         config = self.model.config
         pixels = self.pixels(frames.flatten(0, 1), getattr(config, "vision_config", config).image_size)
         return self.frame_scores(pixels.to(self._device, self.model.dtype).unflatten(0, frames.shape[:2]), text)
 
 
 class _Similarity(_FrameReward):
-    """Cosine of a CLIP's embeddings of frame and prompt."""
+    """Cosine similarity of a CLIP's embeddings of frame and prompt."""
 
-    #: The option whose hub id or folder has the tokenizer.
+    #: Option with the Hub id or folder of the tokenizer.
     tokenizer_option: ClassVar[str] = "path"
 
     def __post_init__(self) -> None:
@@ -185,7 +185,7 @@ class _Similarity(_FrameReward):
 class CLIPScore(_Similarity):
     """Cosine of CLIP's embeddings of frames and prompt, in [-1, 1]; about 0.2 to 0.35 for photos with their captions.
 
-    `path` is that of a CLIP, its tokenizer included.
+    `path` is that of a CLIP, including its tokenizer.
     """
 
     path: WeightsPath = _CLIP_L
@@ -195,8 +195,8 @@ class CLIPScore(_Similarity):
 class PickScore(_Similarity):
     """PickScore (Kirstain et al., 2023, arXiv:2305.01569): a CLIP-H finetuned on people's choices between images.
 
-    The raw score is the model's logit, its temperature times the cosine: about 16 to 25. Normalized it is divided by 26,
-    as in other trainers. `tokenizer` is its hub id or folder, by default that of the CLIP that was finetuned.
+    The raw score is the model's logit, its temperature times the cosine: about 16 to 25. Normalized it is divided by
+    26, as in other trainers. `tokenizer` is its Hub id or folder, by default that of the finetuned CLIP.
     """
 
     path: WeightsPath = "yuvalkirstain/PickScore_v1"
@@ -217,12 +217,12 @@ class PickScore(_Similarity):
 class HPSv2(_Similarity):
     """HPSv2.1 (Wu et al., 2023, arXiv:2306.09341): open_clip's ViT-H-14 finetuned on people's rankings of images.
 
-    The score is the plain cosine, about 0.2 to 0.35. The published weights are named as open_clip names them; they are
-    read into transformers' CLIP, which computes the same.
+    The score is the plain cosine, about 0.2 to 0.35. The published weights have open_clip's names; they are loaded
+    into transformers' CLIP, which computes the same.
 
     Attributes:
-        path: the file `HPS_v2.1_compressed.pt`, or a folder or hub id with it.
-        clip: hub id or folder with the configuration and tokenizer of the CLIP that was finetuned, not its weights.
+        path: the file `HPS_v2.1_compressed.pt`, or a folder or Hub id with it.
+        clip: Hub id or folder with the configuration and tokenizer of the finetuned CLIP, not its weights.
     """
 
     path: WeightsPath = "xswu/HPSv2"
@@ -247,11 +247,11 @@ class HPSv2(_Similarity):
 class Aesthetic(_FrameReward):
     """LAION's aesthetic predictor (`sac+logos+ava1-l14-linearMSE`): linear layers on CLIP-L's embedding of a frame.
 
-    It gives people's ratings from 1 to 10, of how images look; prompts do not matter to it. The layers are fp32.
+    It predicts people's ratings of images, from 1 to 10, and ignores prompts. The layers are fp32.
 
     Attributes:
-        path: the file of the layers (`sac+logos+ava1-l14-linearMSE.pth`), or a folder or hub id with it.
-        clip: hub id or folder of the CLIP.
+        path: the file of the layers (`sac+logos+ava1-l14-linearMSE.pth`), or a folder or Hub id with it.
+        clip: Hub id or folder of the CLIP.
     """
 
     path: WeightsPath = "trl-lib/ddpo-aesthetic-predictor"
@@ -279,9 +279,9 @@ class Aesthetic(_FrameReward):
 
 
 def aesthetic_layers(width: int) -> nn.Sequential:
-    """The predictor's layers on the meta device, numbered as in its file, with dropout while it was trained.
+    """Return the predictor's layers on the meta device, numbered as in its file, with the dropout of its training.
 
-    There are no activations between them.
+    No activation functions are between them.
     """
     with torch.device("meta"):
         return nn.Sequential(
@@ -325,13 +325,13 @@ _TRANSPOSED = ("text_projection", "visual.proj")
 
 
 def from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of open_clip's `CLIP` under the names of transformers' `CLIPModel`; unknown ones keep theirs."""
+    """Return the tensors of open_clip's `CLIP` with the names of transformers' `CLIPModel`; unknown names stay."""
     renamed = {}
     for name, tensor in state.items():
         tower, is_block, rest = name.partition("transformer.resblocks.")
         if is_block and tower in _TOWERS:
-            number, _, inside = rest.partition(".")
-            layer = f"{_TOWERS[tower]}.encoder.layers.{number}"
+            index, _, inside = rest.partition(".")
+            layer = f"{_TOWERS[tower]}.encoder.layers.{index}"
             if inside.startswith("attn.in_proj_"):
                 kind = inside.removeprefix("attn.in_proj_")
                 for letter, part in zip("qkv", tensor.chunk(3), strict=True):

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-#: How many frames of a clip are scored.
+#: Number of scored frames of a clip.
 Frames = Annotated[int, Field(ge=1)]
 
 #: Mean and deviation of red, green and blue that CLIP, and with it Qwen2-VL, were trained with.
@@ -18,10 +18,10 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def spread_indices(total: int, count: int) -> Tensor:
-    """Indices of `count` frames, evenly spaced from first to last; the first for one, all if there are no more.
+    """Return indices of `count` frames, evenly spaced from first to last: the first for one, all if there are no more.
 
     Raises:
-        ValueError: no frames are wanted.
+        ValueError: `count` is below 1.
     """
     if count < 1:
         raise ValueError(f"{count} frames cannot be scored")
@@ -34,12 +34,12 @@ def to_bytes(frames: Tensor) -> Tensor:
 
 
 def resize_as_torchvision(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bytes `[N, 3, H, W]` resized as torchvision resizes tensors of bytes: bicubic, antialiased, in fp32, rounded."""
+    """Resize bytes `[N, 3, H, W]` as torchvision does: bicubic, antialiased, in fp32, rounded to bytes."""
     return interpolate(frames.float(), size=size, mode="bicubic", antialias=True).clamp(0, 255).round().to(torch.uint8)
 
 
 def resize_as_pil(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Bytes `[N, 3, H, W]` resized as PIL does: bicubic, antialiased, in fixed point; some bytes differ by one.
+    """Resize bytes `[N, 3, H, W]` as PIL does: bicubic, antialiased, in fixed point; some bytes differ by one.
 
     Floating point in [0, 255] is not rounded, so that gradients pass.
     """
@@ -48,6 +48,6 @@ def resize_as_pil(frames: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def normalize_rgb(frames: Tensor) -> Tensor:
-    """Frames `[..., 3, H, W]` in [0, 255] with CLIP's mean and deviation taken out, fp32."""
+    """Normalize frames `[..., 3, H, W]` in [0, 255] with CLIP's mean and deviation, in fp32."""
     mean, std = (torch.tensor(values, device=frames.device).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
     return (frames.float() / 255 - mean) / std

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from .base import Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
-from .videoalign_input import PAIR, PATCH, fitting_size, patches_of
+from .videoalign_input import PAIR, PATCH, fitting_size, to_patches
 from .videoalign_model import Judge, backbone_names, working_bytes
 from .weights import DTYPES, WIDTHS, Device, DType, WeightsPath, fetch, fetch_file, read_tensors
 
 MARK = "<|Reward|>"
 
-#: The words around a prompt, as in the published model's training (github.com/MizzenAI/HPSv3, MIT license), trailing
-#: blanks included: any other words are an input that the network has never seen.
+#: The text around a prompt, as in the published model's training (github.com/MizzenAI/HPSv3, MIT license), including
+#: trailing blanks: the network has never seen any other text.
 QUESTION = (
     "\n"
     "You are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall"
@@ -61,14 +61,14 @@ QUESTION = (
     "END\n"
 )
 
-_PIXELS = 256 * 28 * 28  # of a frame: smaller ones are enlarged, larger ones reduced
+_PIXELS = 256 * 28 * 28  # of a frame; smaller frames are enlarged, larger ones reduced
 
 
 class HPSv3(Reward):
-    """HPSv3 (Ma et al., 2025, arXiv:2508.03789): Qwen2-VL-7B that gives a frame's preference and its uncertainty.
+    """HPSv3 (Ma et al., 2025, arXiv:2508.03789): Qwen2-VL-7B that predicts a frame's preference and its uncertainty.
 
-    The score is the preference, the mean over some frames of the clip; the uncertainty is not used. In bf16 it takes
-    about 17 GB of GPU memory; where that is too much, run it as a server and name its address as the reward.
+    The score is the mean preference of some frames of the clip; the uncertainty is not used. In bf16 it takes about 17
+    GB of GPU memory; if that is too much, run it as a server and use its address as the reward.
     """
 
     #: A clip's frames are scored together, and they keep a GPU busy.
@@ -84,12 +84,11 @@ class HPSv3(Reward):
         dtype: DType = "bf16",
     ) -> None:
         """Args:
-            path: the file `HPSv3.safetensors`, or a folder or hub id with it.
-            base: hub id or folder with the configuration and tokenizer of the Qwen2-VL that was finetuned, not its
-                weights.
-            frames: how many frames are scored, spread over the clip.
+            path: the file `HPSv3.safetensors`, or a folder or Hub id with it.
+            base: Hub id or folder with the configuration and tokenizer of the finetuned Qwen2-VL, not its weights.
+            frames: number of scored frames, spread over the clip.
             device: `auto` for this process's GPU if there is one, or a torch device.
-            dtype: of everything but the head; `bf16` as in training, `fp16` or `fp32`.
+            dtype: of all tensors but those of the head; `bf16` as in training, `fp16` or `fp32`.
 
         Raises:
             ValueError: something is missing, or does not fit.
@@ -122,15 +121,21 @@ class HPSv3(Reward):
         return {"score": outputs[:, 0, 0].view(frames.shape[:2]).mean(dim=1).cpu()}
 
     def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches `[N, 1176]` and grids `[V, 3]` of images `[V, 3, H, W]` in bytes; an image is shown as two frames."""
+        """Return patches `[N, 1176]` and grids `[V, 3]` of images `[V, 3, H, W]` in bytes.
+
+        Each image becomes two frames.
+        """
         size = fitting_size(*images.shape[-2:], min_pixels=_PIXELS, max_pixels=_PIXELS)
         pairs = normalize_rgb(resize_as_pil(images, size)).unsqueeze(1).expand(-1, PAIR, -1, -1, -1)
-        found = [patches_of(pair) for pair in pairs]
-        return torch.cat([patches for patches, _ in found]), torch.stack([grid for _, grid in found])
+        patched = [to_patches(pair) for pair in pairs]
+        return torch.cat([patches for patches, _ in patched]), torch.stack([grid for _, grid in patched])
 
 
 def preference_head(width: int) -> nn.Sequential:
-    """The head's layers on the meta device, numbered as in the checkpoint: from a state to preference and uncertainty."""
+    """Return the head's layers on the meta device, numbered as in the checkpoint.
+
+    They map a hidden state to preference and uncertainty.
+    """
     with torch.device("meta"):
         return nn.Sequential(
             nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)

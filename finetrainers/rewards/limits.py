@@ -1,4 +1,4 @@
-"""Limits per client of a reward server: fair queueing and a least transfer rate."""
+"""Limits per client of a reward server: fair queueing and a minimum transfer rate."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class FairQueue:
         """Hold a slot within the block.
 
         Args:
-            client: who asks, such as an address.
-            patience: seconds to wait for one.
+            client: name of the client, such as its address.
+            patience: seconds to wait for a slot.
 
         Raises:
-            TimeoutError: none became free for this client.
+            TimeoutError: no slot became free for this client.
         """
         ticket = (client, next(self._numbers))
         with self._changed:
             self._waiting.append(ticket)
             timeout = None if math.isinf(patience) else patience
-            has_come = self._changed.wait_for(lambda: self._free > 0 and self._next() == ticket, timeout)
+            is_admitted = self._changed.wait_for(lambda: self._free > 0 and self._next() == ticket, timeout)
             self._waiting.remove(ticket)
-            if has_come:
+            if is_admitted:
                 self._free -= 1
                 self._held[client] += 1
             self._changed.notify_all()
-            if not has_come:
+            if not is_admitted:
                 raise TimeoutError(f"no place in {patience:g} s")
         try:
             yield
@@ -55,7 +55,7 @@ class FairQueue:
             with self._changed:
                 self._free += 1
                 self._held[client] -= 1
-                self._held += Counter()  # forget who holds none
+                self._held += Counter()  # forget clients without a slot
                 self._changed.notify_all()
 
     def _next(self) -> tuple[str, int]:
@@ -63,15 +63,15 @@ class FairQueue:
 
 
 class TimedReader(io.RawIOBase):
-    """A reader with a least transfer rate: a slower client is disconnected after a grace period.
+    """A reader with a minimum transfer rate: a slower client is disconnected after a grace period.
 
-    A time-out for each read alone lets a byte every few seconds hold a connection for ever.
+    A timeout for single reads would let a client hold a connection forever with a byte every few seconds.
     """
 
     def __init__(self, connection: socket.socket, *, grace: float, rate: float) -> None:
         """Args:
         connection: to read from.
-        grace: seconds before anything must have arrived.
+        grace: seconds before the first byte must have arrived.
         rate: bytes a second that must arrive from then on, on average.
         """
         self._connection, self._grace, self._rate = connection, grace, rate
@@ -85,14 +85,14 @@ class TimedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("too slow")
-        before = self._connection.gettimeout()
-        self._connection.settimeout(left)
+        old_timeout = self._connection.gettimeout()
+        self._connection.settimeout(remaining)
         try:
             received = self._connection.recv_into(buffer)
         finally:
-            self._connection.settimeout(before)
+            self._connection.settimeout(old_timeout)
         self._deadline += received / self._rate
         return received

@@ -3,7 +3,7 @@
 The obvious measure of motion, the mean difference of neighboring frames, is as large for flicker, noise and cuts as for
 things that move, so a model trained on it learns to flicker. The obvious measure of smoothness, the second difference
 of pixel values over time, is as large for a sharp edge that glides evenly as for one that jumps back and forth. So both
-are taken from optical flow here: where each point of a frame is in the next one, as far as the two look alike.
+use optical flow: the position of each point of a frame in the next one, as far as the two look alike.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _STILL = 1e-4
 class Motion(VideoReward):
     """Amount of motion: mean speed of all points of all frames, in shorter sides of the frame per second.
 
-    If a tenth of the picture moves by half the frame's height in a second, that is 0.05. The speed of a point counts by
-    how alike its surroundings and those of its place in the next frame are, so flicker counts nothing, noise and cuts
-    little. Measured up to about an eighth of the shorter side a frame; what moves faster counts as less.
+    If a tenth of the frame moves by half the frame's height in a second, that is 0.05. The speed of a point is
+    weighted by the likeness of its surroundings in both frames, so flicker counts nothing, noise and cuts little.
+    Speeds are measured up to about an eighth of the shorter side a frame; faster motion counts as less.
     """
 
     min_frames = 2
@@ -42,17 +42,17 @@ class Motion(VideoReward):
         Raises:
             ValueError: there is a single frame.
         """
-        return flow(_frames(video, least=self.min_frames)).norm(dim=1).mean() * fps
+        return flow(_frames(video, min_frames=self.min_frames)).norm(dim=1).mean() * fps
 
 
 class Smoothness(VideoReward):
     """Smoothness of motion: minus the mean change of velocity, relative to the velocity; in [-1, 0].
 
-    The second difference over time of where a point is, v' - v with v its displacement to the next frame and v' that
-    from there to the one after, is set against the first: `-(mean |v' - v| + e) / (mean (|v'| + |v|) + e)`. Even motion
-    gives nearly 0 at any speed; motion back and forth gives -1. So does a clip in which nothing moves, for there `e`,
-    a ten-thousandth of the frame's shorter side, remains: what does not move does not move smoothly, and to freeze
-    must not pay. What leaves the frame is not counted.
+    With v the displacement of a point to the next frame and v' its displacement from there to the one after, the second
+    difference v' - v is set against the first: `-(mean |v' - v| + e) / (mean (|v'| + |v|) + e)`. Even motion gives
+    nearly 0 at any speed; motion back and forth gives -1. A still clip also gives -1, since only `e`, a ten-thousandth
+    of the frame's shorter side, remains: a frozen clip must not be rewarded. Points that leave the frame are not
+    counted.
     """
 
     min_frames = 3
@@ -63,20 +63,20 @@ class Smoothness(VideoReward):
         Raises:
             ValueError: there are fewer than three frames.
         """
-        displacement = flow(_frames(video, least=self.min_frames))
+        displacement = flow(_frames(video, min_frames=self.min_frames))
         first, second = displacement[:-1], displacement[1:]
         pixels = first * min(first.shape[-2:])
-        there, inside = warp(second, pixels)
-        change = ((there - first).norm(dim=1) * inside).mean()
-        length = ((there.norm(dim=1) + first.norm(dim=1)) * inside).mean()
+        next_displacement, inside = warp(second, pixels)
+        change = ((next_displacement - first).norm(dim=1) * inside).mean()
+        length = ((next_displacement.norm(dim=1) + first.norm(dim=1)) * inside).mean()
         return -(change + _STILL) / (length + _STILL)
 
 
 class Steadiness(VideoReward):
     """Absence of flicker: 1 - mean absolute difference of neighboring frames, in [0, 1].
 
-    This is VBench's temporal flickering (arXiv:2311.17982), (255 - mean |f_t - f_t+1|) / 255 over all channels. A frozen
-    clip has the best score, so use it together with a reward for motion.
+    This is VBench's temporal flickering (arXiv:2311.17982), (255 - mean |f_t - f_t+1|) / 255 over all channels. A
+    frozen clip has the best score, so use it together with a reward for motion.
     """
 
     min_frames = 2
@@ -87,7 +87,7 @@ class Steadiness(VideoReward):
         Raises:
             ValueError: there is a single frame.
         """
-        frames = _frames(video, least=self.min_frames)
+        frames = _frames(video, min_frames=self.min_frames)
         return 1 - (frames[1:] - frames[:-1]).abs().mean()
 
 
@@ -95,11 +95,11 @@ class Steadiness(VideoReward):
 
 
 def flow(video: Tensor) -> Tensor:
-    """Optical flow: displacement of each point from a frame to the next, in shorter sides of the frame.
+    """Return the optical flow: the displacement of each point to the next frame, in shorter sides of the frame.
 
-    Lucas and Kanade's method (1981) on a pyramid of small grey frames: the displacement of a window is the least-squares
-    solution of `gradient * displacement = difference`. It is multiplied by how alike the windows at both ends of it are:
-    0 at half of full correlation and below, which noise does not exceed, 1 at full.
+    Lucas and Kanade's method (1981) on a pyramid of small grey frames: the displacement of a window is the
+    least-squares solution of `gradient * displacement = difference`. It is multiplied by the likeness of the windows at
+    both of its ends: 0 at half of full correlation and below, which noise does not exceed, 1 at full.
 
     Args:
         video: `[T, 3, H, W]` in [0, 1].
@@ -122,10 +122,10 @@ def flow(video: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, displacement: Tensor) -> tuple[Tensor, Tensor]:
-    """Images `[N, C, h, w]` read at displaced points, and whether these are inside, `[N, h, w]`.
+    """Return images `[N, C, h, w]` read at displaced points, and whether these are inside, `[N, h, w]`.
 
     Args:
-        images: what to read.
+        images: to read.
         displacement: `[N, 2, h, w]` in pixels, x before y.
     """
     height, width = images.shape[-2:]
@@ -139,26 +139,29 @@ def warp(images: Tensor, displacement: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _texture(grey: Tensor) -> Tensor:
-    """Grey frames `[T, 1, h, w]` less their local mean, over their local contrast, which flicker and shade leave alone."""
+    """Return grey frames `[T, 1, h, w]` less their local mean, over their local contrast.
+
+    Flicker and shade do not change this.
+    """
     detail = grey - _mean(grey)
     return detail / (_mean(detail**2) + _FLAT).sqrt()
 
 
 def _improved(moved: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """One Gauss-Newton step of the displacements `[N, 2, h, w]` between images `[N, 1, h, w]`."""
-    there, inside = warp(after, moved)
-    gradient_x, gradient_y = _gradient((before + there) / 2)
-    difference = (before - there) * inside[:, None]
+    """Return displacements `[N, 2, h, w]` between images `[N, 1, h, w]` after one Gauss-Newton step."""
+    warped, inside = warp(after, moved)
+    gradient_x, gradient_y = _gradient((before + warped) / 2)
+    difference = (before - warped) * inside[:, None]
     xx, xy, yy = _mean(gradient_x**2) + _RIDGE, _mean(gradient_x * gradient_y), _mean(gradient_y**2) + _RIDGE
     bx, by = _mean(gradient_x * difference), _mean(gradient_y * difference)
     step = torch.cat([yy * bx - xy * by, xx * by - xy * bx], dim=1) / (xx * yy - xy**2)
-    return moved + step.clamp(-1, 1)  # linear gradients hold no further
+    return moved + step.clamp(-1, 1)  # gradients are linear no further
 
 
 def _likeness(moved: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """How alike textures `[N, 1, h, w]` are around each point and its displaced one, `[N, 1, h, w]` in [0, 1]."""
-    there, _ = warp(after, moved)
-    correlation = _mean(before * there) / (_mean(before**2 + there**2) / 2 + _RIDGE)
+    """Return the likeness in [0, 1] of textures `[N, 1, h, w]` around points and displaced points, `[N, 1, h, w]`."""
+    warped, _ = warp(after, moved)
+    correlation = _mean(before * warped) / (_mean(before**2 + warped**2) / 2 + _RIDGE)
     return (2 * correlation - 1).clamp(min=0)
 
 
@@ -170,14 +173,17 @@ def _gradient(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean(values: Tensor) -> Tensor:
-    """Mean over the window around each pixel: of the means of its columns, which takes a fraction of the additions."""
+    """Return the mean over the window around each pixel.
+
+    It is the mean of the means of its columns, which takes a fraction of the additions.
+    """
     half = _WINDOW // 2
     columns = functional.avg_pool2d(values, (_WINDOW, 1), stride=1, padding=(half, 0), count_include_pad=False)
     return functional.avg_pool2d(columns, (1, _WINDOW), stride=1, padding=(0, half), count_include_pad=False)
 
 
 def _enlarged(moved: Tensor, size: torch.Size) -> Tensor:
-    """Displacements in pixels, on a finer grid."""
+    """Return displacements in pixels, on a finer grid."""
     height, width = moved.shape[-2:]
     finer = functional.interpolate(moved, size=size, mode="bilinear", align_corners=False)
     return finer * finer.new_tensor([size[1] / width, size[0] / height])[:, None, None]
@@ -187,7 +193,7 @@ def _resized(images: Tensor, size: list[int]) -> Tensor:
     return functional.interpolate(images, size=size, mode="area")
 
 
-def _frames(video: Tensor, *, least: int) -> Tensor:
-    if len(video) < least:
-        raise ValueError(f"this reward compares frames, so clips need at least {least}; got {len(video)}")
+def _frames(video: Tensor, *, min_frames: int) -> Tensor:
+    if len(video) < min_frames:
+        raise ValueError(f"this reward compares frames, so clips need at least {min_frames}; got {len(video)}")
     return video

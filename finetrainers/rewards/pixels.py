@@ -1,6 +1,6 @@
 """Rewards computed from pixels: brightness, contrast, color, sharpness and compressibility. No weights.
 
-They are easily fooled, since noise is sharp and grey compresses, so they serve for trying things out, for tests, and as
+They are easily exploited, since noise is sharp and grey compresses, so use them for experiments, for tests, and with
 small weights next to a learned reward.
 """
 
@@ -29,15 +29,15 @@ _LONGEST_NAME = 4  # words: "light golden rod yellow"
 
 
 def luma(video: Tensor) -> Tensor:
-    """Rec. 601 luma `[T, H, W]` of frames `[T, 3, H, W]`, in their range."""
+    """Return Rec. 601 luma `[T, H, W]` of frames `[T, 3, H, W]`, in their range."""
     return torch.einsum("tchw,c->thw", video, video.new_tensor(_REC_601))
 
 
 def to_uint8(videos: Tensor) -> Tensor:
-    """Clips `[..., T, C, H, W]` in [0, 1] as bytes with the channels last, `[..., T, H, W, C]`.
+    """Return clips `[..., T, C, H, W]` in [0, 1] as bytes with the channels last, `[..., T, H, W, C]`.
 
     Raises:
-        ValueError: a value is not finite, which bytes cannot say.
+        ValueError: a value is not finite, which bytes cannot represent.
     """
     if not videos.isfinite().all():
         raise ValueError("a clip to be scored holds values that are not finite; the model that made it has diverged")
@@ -53,7 +53,8 @@ class VideoReward(Reward):
 
     def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.differentiate`."""
-        return {"score": torch.stack([self.clip(v, p, fps=fps) for v, p in zip(videos, prompts, strict=True)])}  # type: ignore[misc]
+        scores = [self.clip(v, p, fps=fps) for v, p in zip(videos, prompts, strict=True)]
+        return {"score": torch.stack(scores)}  # type: ignore[arg-type]
 
     @classmethod
     def graph_bytes(
@@ -65,13 +66,13 @@ class VideoReward(Reward):
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`."""
-        # Summation order, and with it the last bit, may depend on the memory layout of a tensor: make that the same.
+        # Summation order, and so the last bit, may depend on the memory layout of a tensor: use one layout.
         scores = [float(self.clip(v.contiguous(), p, fps=fps)) for v, p in zip(videos, prompts, strict=True)]
         return {"score": torch.tensor(scores, dtype=torch.float32)}
 
     @abstractmethod
     def clip(self, video: Tensor, prompt: str, *, fps: float) -> Tensor | float:
-        """The score of one clip `[T, 3, H, W]` in [0, 1]."""
+        """Return the score of one clip `[T, 3, H, W]` in [0, 1]."""
 
 
 class Brightness(VideoReward):
@@ -98,7 +99,7 @@ class Color(VideoReward):
             target: a color as CSS writes it (`teal`, `#00a0ff`), or `prompt`: the first color that a prompt names.
 
         Raises:
-            ValueError: no such color.
+            ValueError: the color is unknown.
         """
         self.target = None if target == "prompt" else _rgb(target)
 
@@ -124,12 +125,13 @@ class Color(VideoReward):
 
 
 def color_in(prompt: str) -> str:
-    """The first CSS color name in a text, in one word or several: `lightblue` for "a light blue sea under red sky".
+    """Return the first CSS color name in a text: `lightblue` for "a light blue sea under red sky".
 
-    Names of things count too, as in "a snow leopard": CSS has `snow`, `tan`, `salmon`, `chocolate` and more.
+    A name may have several words. Names of things also count, as in "a snow leopard": CSS has `snow`, `tan`, `salmon`,
+    `chocolate` and more.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the text has no color name.
     """
     words = re.findall(r"[a-z]+", prompt.lower())
     for start in range(len(words)):
@@ -184,7 +186,7 @@ class Compressibility(VideoReward):
 
 
 def jpeg_kilobytes(video: Tensor) -> float:
-    """Mean size of the frames of a clip `[T, 3, H, W]` in [0, 1] as JPEG, in units of 1000 bytes."""
+    """Return the mean size of the frames of a clip `[T, 3, H, W]` in [0, 1] as JPEG, in units of 1000 bytes."""
     sizes = []
     for frame in to_uint8(video).numpy():
         file = io.BytesIO()
@@ -194,13 +196,13 @@ def jpeg_kilobytes(video: Tensor) -> float:
 
 
 def _check_color(color: str) -> str:
-    """Return the color if CSS knows it, or it is to come from the prompt."""
+    """Return the color if it is `prompt` or a CSS color."""
     if color != "prompt":
         _rgb(color)
     return color
 
 
-#: An option that names a color.
+#: Option with a color.
 CSSColor = Annotated[str, AfterValidator(_check_color)]
 
 

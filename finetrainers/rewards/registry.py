@@ -1,4 +1,4 @@
-"""The registry of rewards, and the construction of one from its entry in the configuration. Imports no torch."""
+"""Registry of rewards, and construction of a reward from its configuration entry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ if TYPE_CHECKING:
 
     from .base import ImageUse, Reward
 
-#: Name to `module:attribute`, or to what was registered from outside.
+#: `module:attribute` by name, or the object that was registered from outside.
 _REWARDS: dict[str, Any] = {}
 
 
 def register_reward(name: str, factory: Any = None) -> Any:
     """Make a reward available as `--reward name`; also a decorator.
 
-    What is registered is a function `(videos, prompts) -> scores [B]` with videos `[B, T, C, H, W]` in [0, 1], a
-    `Reward` subclass, or the address `module:attribute` of either. A function with the keyword `images` is given those that
-    clips start from, `[B, 3, H, W]`; with a default it may be left out.
+    Register a function `(videos, prompts) -> scores [B]` with videos `[B, T, C, H, W]` in [0, 1], a `Reward` subclass,
+    or the address `module:attribute` of either. A function with the keyword `images` receives the images that clips
+    start from, `[B, 3, H, W]`; with a default it may be left out.
 
-    The same function or class, by module and name, may be registered again, as notebook cells do.
+    A function or class of the same module and name may be registered again, as notebook cells do.
 
     Raises:
-        ValueError: the name is taken, or cannot be told from an address or a head.
+        ValueError: the name is registered already, or could be an address or a head.
     """
 
-    def add(found: Any) -> Any:
-        if name in _REWARDS and not same_name(_REWARDS[name], found):
+    def add(scorer: Any) -> Any:
+        if name in _REWARDS and not same_name(_REWARDS[name], scorer):
             raise ValueError(f"reward {name!r} is registered already")
         if not name or set(name) & set(".:=, "):
             raise ValueError(f"reward name {name!r} must be without '.', ':', '=', ',' and blanks")
-        _REWARDS[name] = found
-        return found
+        _REWARDS[name] = scorer
+        return scorer
 
     return add if factory is None else add(factory)
 
 
-#: Earlier names of rewards and heads, which configurations may still hold.
+#: Earlier names of rewards and heads, which older configurations may have.
 _OLD_NAMES = {"colour": "color", "taste": "preferred_color", "taste_shown": "preferred_color_shown"}
 
 
-def current_name(name: str, known: Collection[str]) -> str:
-    """The name, or if it is not known and an earlier one of a reward or head, today's."""
-    return name if name in known else _OLD_NAMES.get(name, name)
+def current_name(name: str, names: Collection[str]) -> str:
+    """Return the current name of a reward or head, which may be given by an earlier one."""
+    return name if name in names else _OLD_NAMES.get(name, name)
 
 
 def reward_names() -> list[str]:
-    """Registered names."""
+    """Return the registered names."""
     return sorted(_REWARDS)
 
 
 def resolve_reward(name: str) -> type[Reward]:
-    """The scorer's class behind a registered name, `module:attribute` or a server's address (imports torch).
+    """Return the reward class of a registered name, `module:attribute` or a server's address (imports torch).
 
     Raises:
-        ValueError: nothing has that name, or what has is no reward.
+        ValueError: nothing has that name, or it is not a reward.
     """
     from .base import Reward
 
@@ -71,58 +71,58 @@ def resolve_reward(name: str) -> type[Reward]:
         from .served import ServedReward
 
         return ServedReward.at(name)
-    found = _REWARDS.get(current_name(name, _REWARDS), name)
-    if isinstance(found, str):
-        if ":" not in found:
+    scorer = _REWARDS.get(current_name(name, _REWARDS), name)
+    if isinstance(scorer, str):
+        if ":" not in scorer:
             raise ValueError(f"unknown reward {name!r}{nearest(name, _REWARDS)}")
-        found = _import(found)
-    if inspect.isclass(found) and issubclass(found, Reward):
-        return found
-    if callable(found):
-        return _from_function(found)
-    raise ValueError(f"reward {name!r} is a {type(found).__name__}; a function or a subclass of Reward is wanted")
+        scorer = _import(scorer)
+    if inspect.isclass(scorer) and issubclass(scorer, Reward):
+        return scorer
+    if callable(scorer):
+        return _from_function(scorer)
+    raise ValueError(f"reward {name!r} is a {type(scorer).__name__}; a function or a subclass of Reward is wanted")
 
 
 def takes_device(entry: RewardEntry) -> bool:
-    """Whether a reward computes on a device that can be chosen. A server chooses its own."""
+    """Return whether a reward has an option for its device. A server chooses its own."""
     if entry.reward.startswith(("http://", "https://")):
         return False
     try:
         return "device" in inspect.signature(resolve_reward(entry.reward)).parameters
-    except ValueError:  # it is no reward, which is told elsewhere
+    except ValueError:  # an unknown reward, reported elsewhere
         return False
 
 
 def copies_on_gpu(entry: RewardEntry) -> int:
-    """How many copies of a reward compute on one GPU that trains, at most; 0: they compute elsewhere.
+    """Return the maximum number of a reward's copies on one training GPU; 0 if they compute elsewhere.
 
-    By default each process has one on its own GPU. On a GPU that is named, all processes of the machine have theirs.
+    By default each process has a copy on its own GPU. A named GPU has the copies of all processes of the machine.
     """
-    number = re.fullmatch(r"cuda:(\d+)", entry.options.get("device", "auto"))
-    if number is None:
+    match = re.fullmatch(r"cuda:(\d+)", entry.options.get("device", "auto"))
+    if match is None:
         return 0 if entry.options.get("device") == "cpu" else 1
     processes = local_world_size()
-    return processes if int(number[1]) < processes else 0
+    return processes if int(match[1]) < processes else 0
 
 
 def image_use(entry: RewardEntry) -> ImageUse:
-    """What a reward does with the images that clips start from. A server says it only when it is asked."""
+    """Return how a reward uses the images that clips start from. A server reports it only when it is contacted."""
     try:
         return resolve_reward(entry.reward).images
-    except ValueError:  # it is no reward, which is told elsewhere
+    except ValueError:  # an unknown reward, reported elsewhere
         return "none"
 
 
 def absent_gpu(entry: RewardEntry) -> str | None:
-    """The GPU that a reward is to compute on, if this machine does not have it (imports torch)."""
+    """Return the GPU of a reward if this machine does not have it, else None (imports torch)."""
     from torch.cuda import device_count
 
-    number = re.fullmatch(r"cuda:?(\d+)?", entry.options.get("device", "auto"))
-    return None if number is None or int(number[1] or 0) < device_count() else number[0]
+    match = re.fullmatch(r"cuda:?(\d+)?", entry.options.get("device", "auto"))
+    return None if match is None or int(match[1] or 0) < device_count() else match[0]
 
 
 def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[RewardEntry]:
-    """The entries with a device for each that takes one and names none."""
+    """Return the entries with `device` set for each reward that takes a device and has none."""
     return [
         entry.model_copy(update={"options": {**entry.options, "device": device}})
         if device is not None and "device" not in entry.options and takes_device(entry)
@@ -132,21 +132,21 @@ def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[Reward
 
 
 def reward_problems(entry: RewardEntry) -> list[str]:
-    """Problems of an entry: unknown name, head or option. Loads no weights."""
+    """Return the problems of an entry: unknown name, head or option. Loads no weights."""
     try:
         cls = resolve_reward(entry.reward)
     except ValueError as error:
         return [str(error)]
     problems = list(_class_problems(cls, entry.name))
     try:
-        head_of(entry, cls.heads)
+        select_head(entry, cls.heads)
     except ValueError as error:
         problems.append(str(error))
     return problems + _arguments(cls, entry.name, entry.options)[1]
 
 
 def _class_problems(cls: type[Reward], name: str) -> Iterator[str]:
-    """Yield why a reward's class cannot be made, or its function cannot be called with clips and prompts."""
+    """Yield reasons why a reward's class cannot be made, or its function cannot be called with clips and prompts."""
     if inspect.isabstract(cls):
         yield f"{name}: {cls.__name__} has no {', '.join(sorted(cls.__abstractmethods__))}"
     function = getattr(cls, "called", None)
@@ -156,30 +156,30 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[str]:
         yield f"{name}: an async function; use one that returns scores, a tensor [B]"
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a function whose arguments Python does not know
+    except ValueError:  # Python does not know the function's arguments
         return
-    given = {"images": None} if "images" in signature.parameters else {}
+    keywords = {"images": None} if "images" in signature.parameters else {}
     try:
-        signature.bind("videos", "prompts", **given)
+        signature.bind("videos", "prompts", **keywords)
     except TypeError as error:
         yield f"{name}: must take (videos, prompts), and images by name if it wants them: {error}"
 
 
 def size_problem(entry: RewardEntry, size: tuple[int, int, int]) -> str | None:
-    """Return why clips of a size cannot be scored by a reward, or None if they can. A server does not say."""
-    least = resolve_reward(entry.reward).min_frames
-    if size[0] >= least:
+    """Return why a reward cannot score clips of a size, or None if it can or is a server."""
+    min_frames = resolve_reward(entry.reward).min_frames
+    if size[0] >= min_frames:
         return None
-    return f"compares frames: clips need at least {least}, and these have {size[0]}; sample more frames"
+    return f"compares frames: clips need at least {min_frames}, and these have {size[0]}; sample more frames"
 
 
 def prompt_problem(entry: RewardEntry, prompt: str) -> str | None:
-    """Return why clips of a prompt cannot be scored by a reward, or None if they can."""
+    """Return why a reward cannot score clips of a prompt, or None if it can."""
     return resolve_reward(entry.reward).prompt_problem(entry.options, prompt)
 
 
 def server_problem(entry: RewardEntry) -> str | None:
-    """Return why a reward's server cannot score, or None if it can; it is asked what it gives."""
+    """Return why a reward's server cannot score, or None if it can; contacts the server."""
     try:
         make_reward(entry.reward, {**entry.options, "retries": "0"})
     except (ValueError, OSError, RuntimeError) as error:
@@ -188,25 +188,25 @@ def server_problem(entry: RewardEntry) -> str | None:
 
 
 def gradient_problem(entry: RewardEntry) -> str | None:
-    """Why no gradient of a reward can be taken; None: it is differentiable. Loads no weights.
+    """Return why no gradient of a reward can be computed, or None if it is differentiable. Loads no weights.
 
     Raises:
-        ValueError: there is no such reward.
+        ValueError: the reward is unknown.
     """
     if resolve_reward(entry.reward).differentiable:
         return None
-    known = ", ".join(name for name in reward_names() if resolve_reward(name).differentiable)
+    names = ", ".join(name for name in reward_names() if resolve_reward(name).differentiable)
     return (
-        f"{entry.name} gives no gradient. These do: {known}; and functions `module:function` that say so "
+        f"{entry.name} gives no gradient. These do: {names}; and functions `module:function` that say so "
         "(`function.differentiable = True`). Weight 0 only logs it; policy gradients train on any reward"
     )
 
 
-def head_of(entry: RewardEntry, heads: Collection[str]) -> str:
-    """The head of a reward that an entry names, or its only one.
+def select_head(entry: RewardEntry, heads: Collection[str]) -> str:
+    """Return the head of a reward that an entry names, or its only one.
 
     Raises:
-        ValueError: it has no such head, or several and none is named.
+        ValueError: the head is unknown, or the entry names none of several.
     """
     if entry.head is None and len(heads) == 1:
         (head,) = heads
@@ -221,32 +221,32 @@ def head_of(entry: RewardEntry, heads: Collection[str]) -> str:
 
 
 def reward_bytes(entry: RewardEntry) -> float | None:
-    """Bytes of a reward's weight files, which a process loads to its device; 0: it is no network, or computes elsewhere.
+    """Return the bytes of a reward's weight files on each GPU, or None if the files are not on this disk.
 
-    None: the files are not on this disk.
+    It is 0 without a network, or if the reward computes elsewhere.
     """
     copies = copies_on_gpu(entry)
-    sizes = [_file_bytes(place) for place in _weights_places(entry)] if copies else []
+    sizes = [_file_bytes(path) for path in _weights_paths(entry)] if copies else []
     return None if None in sizes else copies * sum((size for size in sizes if size is not None), 0.0)
 
 
 def weights_not_here(entry: RewardEntry) -> list[str]:
-    """Repositories of the hub that a reward's weights come from, and of which nothing is on this disk."""
+    """Return the Hub repositories of a reward's weights that are not on this disk."""
     from .weights import on_disk
 
-    return [place for place in _weights_places(entry) if on_disk(place) is None]
+    return [path for path in _weights_paths(entry) if on_disk(path) is None]
 
 
 def not_to_be_had(repository: str, away: str) -> str:
-    """What is wrong if a reward's weights are not on this disk, and the hub does not answer."""
+    """Return the problem that a reward's weights are neither on this disk nor available from the Hub."""
     return (
         f"{repository} is not on this disk, and {away}; download it first where there is a connection "
         f"(`hf download {repository}`), into the same cache (HF_HOME), or give another path=..."
     )
 
 
-def _weights_places(entry: RewardEntry) -> list[str]:
-    """Paths and hub ids of a reward's weights; none of one that is no network, or computes elsewhere."""
+def _weights_paths(entry: RewardEntry) -> list[str]:
+    """Return paths and Hub ids of a reward's weights, or none without a network or on a server."""
     if entry.reward.startswith(("http://", "https://")):
         return []
     cls = resolve_reward(entry.reward)
@@ -254,32 +254,32 @@ def _weights_places(entry: RewardEntry) -> list[str]:
     return [entry.options.get(name, parameters[name].default) for name in cls.weights_options if name in parameters]
 
 
-def _file_bytes(place: str) -> float | None:
-    """Bytes of the weight files at a path, or of a hub id in the hub's cache; None: none are on this disk."""
+def _file_bytes(path: str) -> float | None:
+    """Return the bytes of the weight files at a path, or of a Hub id in the cache, or None if none are on this disk."""
     from .weights import on_disk
 
-    found = on_disk(place)
-    if found is None or found.is_file():
-        return None if found is None else float(found.stat().st_size)
+    local_path = on_disk(path)
+    if local_path is None or local_path.is_file():
+        return None if local_path is None else float(local_path.stat().st_size)
     for patterns in (("*.safetensors",), ("*.pt", "*.pth", "*.bin")):  # of two formats only one is read
-        files = [file for pattern in patterns for file in found.rglob(pattern)]
+        files = [file for pattern in patterns for file in local_path.rglob(pattern)]
         if files:
             return float(sum(file.stat().st_size for file in files))
     return None
 
 
 def working_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -> float | None:
-    """Bytes that scoring clips of a size takes on a process's device besides the network; None: not known."""
+    """Return the bytes that scoring takes on a process's device, excluding the network, or None if unknown."""
     copies = copies_on_gpu(entry)
     if entry.reward.startswith(("http://", "https://")) or not copies:
         return 0.0
     cls = resolve_reward(entry.reward)
-    found = cls.working_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
-    return None if found is None else copies * found
+    copy_bytes = cls.working_bytes(entry.options, size, clips=entry.batch_size or cls.batch_size, fps=fps)
+    return None if copy_bytes is None else copies * copy_bytes
 
 
 def graph_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -> float | None:
-    """Bytes that the gradient of a reward takes on a process's device besides the network; None: not known."""
+    """Return the bytes that a reward's gradient takes on its device, excluding the network, or None if unknown."""
     if not copies_on_gpu(entry):
         return 0.0
     cls = resolve_reward(entry.reward)
@@ -287,10 +287,10 @@ def graph_bytes(entry: RewardEntry, size: tuple[int, int, int], *, fps: float) -
 
 
 def make_reward(name: str, options: Mapping[str, str]) -> Reward:
-    """A scorer with its options, turned into the types of their annotations.
+    """Return a reward with its options, converted to the types of their annotations.
 
     Raises:
-        ValueError: an option that it does not take or lacks, or a text that is none of its type.
+        ValueError: an option is unknown, missing, or not of its type.
     """
     cls = resolve_reward(name)
     arguments, problems = _arguments(cls, name, options)
@@ -300,7 +300,7 @@ def make_reward(name: str, options: Mapping[str, str]) -> Reward:
 
 
 def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Convert options to the types of a scorer's `__init__`; also their problems."""
+    """Return options converted to the types of a reward's `__init__`, and their problems."""
     from pydantic import TypeAdapter, ValidationError
 
     parameters = inspect.signature(cls).parameters
@@ -338,7 +338,7 @@ def _from_function(function: Callable[..., Tensor]) -> type[Reward]:
         __doc__ = function.__doc__
         called = staticmethod(function)
         differentiable = getattr(function, "differentiable", False)
-        images = _image_use_of(function)
+        images = _image_use(function)
 
         def score(
             self, videos: Tensor, prompts: Sequence[str], *, fps: float, **images: Tensor | None
@@ -350,8 +350,8 @@ def _from_function(function: Callable[..., Tensor]) -> type[Reward]:
     return FunctionReward
 
 
-def _image_use_of(function: Callable[..., Any]) -> ImageUse:
-    """By its keyword `images`; of a function whose arguments Python does not know, none."""
+def _image_use(function: Callable[..., Any]) -> ImageUse:
+    """Return how a function uses images, by its keyword `images`; none if Python does not know its arguments."""
     try:
         keyword = inspect.signature(function).parameters.get("images")
     except ValueError:
@@ -361,7 +361,7 @@ def _image_use_of(function: Callable[..., Any]) -> ImageUse:
     return "required" if keyword.default is inspect.Parameter.empty else "optional"
 
 
-#: Ours, by module and class below `finetrainers`; their code loads when they are used.
+#: Included rewards, by module and class below `finetrainers`; their code loads when they are used.
 for _name, _address in {
     "brightness": "rewards.pixels:Brightness",
     "contrast": "rewards.pixels:Contrast",

@@ -22,18 +22,18 @@ from finetrainers.utils.video import slug, write_mp4
 
 from .base import Head, Reward
 from .pixels import to_uint8
-from .registry import head_of, make_reward
+from .registry import make_reward, select_head
 
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "mask"]
 
-#: Failures that are not about a clip; to try the clips one by one would only take longer.
+#: Failures that concern no clip; trying the clips one by one would only take longer.
 _NOT_OF_A_CLIP = (OSError, MemoryError, torch.cuda.OutOfMemoryError)
 
 
 class RewardError(ExpectedError, RuntimeError):
-    """A reward failed, or returned something that is no score."""
+    """Error of a reward that failed, or returned an invalid score."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HeadScores:
     """Scores of one entry: `[B]` fp64 on the CPU, NaN where it failed and is masked.
 
     Attributes:
-        raw: as the reward gives it.
+        raw: as the reward returns it.
         normalized: `(raw - mean) / std` with the entry's mean and std, else the reward's own.
     """
 
@@ -55,7 +55,7 @@ class Scores:
 
     Attributes:
         heads: by label, in the order of the entries; those not due in this rollout are absent.
-        failed: clips of which a reward with a weight has no score, `[B]`; all False unless failures are masked.
+        failed: clips without a score of a reward with a weight, `[B]`; all False unless failures are masked.
     """
 
     heads: Mapping[str, HeadScores]
@@ -63,28 +63,30 @@ class Scores:
 
     @staticmethod
     def in_order(numbered: Sequence[tuple[int, Scores]]) -> Scores:
-        """The scores of several batches by the same rewards, in the order of the numbers of their first clips.
+        """Return the scores of several batches by the same rewards, sorted by the number of their first clip.
 
         A batch that several processes have scored counts once.
         """
-        parts = [scores for _, scores in sorted(dict(numbered).items(), key=lambda one: one[0])]
+        parts = [scores for _, scores in sorted(dict(numbered).items(), key=lambda pair: pair[0])]
         heads = {}
         for label in parts[0].heads:
-            found = [part.heads[label] for part in parts]
-            heads[label] = HeadScores(torch.cat([h.raw for h in found]), torch.cat([h.normalized for h in found]))
+            head_scores = [part.heads[label] for part in parts]
+            heads[label] = HeadScores(
+                torch.cat([h.raw for h in head_scores]), torch.cat([h.normalized for h in head_scores])
+            )
         return Scores(heads, torch.cat([part.failed for part in parts]))
 
     def rows(self, rows: slice) -> Scores:
-        """The scores of some of the clips."""
-        heads = {label: HeadScores(found.raw[rows], found.normalized[rows]) for label, found in self.heads.items()}
+        """Return the scores of some of the clips."""
+        heads = {label: HeadScores(scores.raw[rows], scores.normalized[rows]) for label, scores in self.heads.items()}
         return Scores(heads, self.failed[rows])
 
 
 class RewardSet:
-    """The rewards that a list of entries names.
+    """The rewards of a list of entries.
 
-    A reward is made once for all entries that have its name and options, and scores a clip once for all of its heads. An
-    entry is known by its label: its name, or where others of that name have other options, its name with its options.
+    A reward is made once for all entries with its name and options, and scores a clip once for all of its heads. An
+    entry has a label: its name, or its name with its options where other entries of that name have other options.
     """
 
     def __init__(
@@ -93,31 +95,31 @@ class RewardSet:
         """Make the rewards, which loads their weights.
 
         Args:
-            entries: what the user asked for.
-            on_error: what happens after an exception, or a score that is not finite: `raise` a RewardError, or `mask`
-                the clip's score with NaN, count it and warn.
-            failures: folder for the clip of which an error is raised.
+            entries: requested rewards.
+            on_error: reaction to an exception or a non-finite score: `raise` a RewardError, or `mask` the clip's score
+                with NaN, count it and warn.
+            failures: folder for the clip that an error is raised for.
 
         Raises:
             ValueError: an entry is wrong; see `registry.reward_problems`.
         """
         self.on_error, self.failures = on_error, failures
         self._entries = dict(zip(labels_of(entries), entries, strict=True))
-        sharing: dict[tuple[str, str], list[str]] = {}
+        labels_by_reward: dict[tuple[str, str], list[str]] = {}
         for label, entry in self._entries.items():
-            sharing.setdefault((entry.reward, options_text(entry)), []).append(label)
+            labels_by_reward.setdefault((entry.reward, options_text(entry)), []).append(label)
         self._scorers = [
             _make_scorer(name, {label: self._entries[label] for label in labels})
-            for name, labels in zip(labels_of_keys(list(sharing)), sharing.values(), strict=True)
+            for name, labels in zip(labels_of_keys(list(labels_by_reward)), labels_by_reward.values(), strict=True)
         ]
 
     @property
     def weights(self) -> dict[str, float]:
-        """By label, in the order of the entries, the share in the advantage."""
+        """Shares in the advantage, by label, in the order of the entries."""
         return {label: entry.weight for label, entry in self._entries.items()}
 
     def due(self, rollout: int) -> list[str]:
-        """Labels of the entries that are scored in a rollout, counted from 0."""
+        """Return labels of the entries that are scored in a rollout, counted from 0."""
         return [label for label, entry in self._entries.items() if rollout % entry.every == 0]
 
     @phase(REWARD)
@@ -133,12 +135,12 @@ class RewardSet:
             fps: frame rate at which the clips play.
             rollout: number of the rollout, counted from 0.
             first_clip: number of the first of these clips within the rollout, for messages and file names.
-            images: what clips start from, `[B, 3, H, W]` in [0, 1]; None: text alone.
+            images: that clips start from, `[B, 3, H, W]` in [0, 1], or None for text alone.
 
         Raises:
-            ValueError: the clips are no such tensor, or there are not as many prompts.
-            RewardError: a reward failed or gave a score that is not finite, and that is not masked; or it gave something
-                other than a score a clip, or changed the clips, or needs images and there are none.
+            ValueError: the clips are not such a tensor, or the number of prompts differs.
+            RewardError: a reward failed or returned a non-finite score, which is not masked; or it returned something
+                other than a score a clip, or changed the clips, or requires images and there are none.
         """
         return self.compute(videos, prompts, fps=fps, rollout=rollout, first_clip=first_clip, images=images)
 
@@ -146,7 +148,7 @@ class RewardSet:
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
         images: Tensor | None = None,
     ) -> Scores:  # fmt: skip
-        """`score` outside of the main thread, where phases cannot be told apart."""
+        """Score clips as `score` does, but outside of the main thread, where phases cannot be distinguished."""
         pixels = _checked_pixels(videos, prompts, fps, first_clip)
         return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images))[0]
 
@@ -155,7 +157,7 @@ class RewardSet:
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, rollout: int = 0, first_clip: int = 0,
         images: Tensor | None = None,
     ) -> tuple[Scores, Tensor]:  # fmt: skip
-        """Score clips, and the weighted sum of their normalized scores with its graph, `[B]` fp64 on the CPU.
+        """Return scores, and the weighted sum of normalized scores with its graph, `[B]` fp64 on the CPU.
 
         A clip without a score, whose failure is masked, has a sum of 0. Rewards of weight 0 are scored as `score` does.
 
@@ -170,55 +172,61 @@ class RewardSet:
         return self._score(_Clips(pixels, prompts, fps, rollout, first_clip, images, graph=videos))
 
     def _score(self, clips: _Clips) -> tuple[Scores, Tensor]:
-        """The scores of all rewards that are due, and the weighted sum with the graph of the clips, if they have one."""
+        """Return the scores of all rewards that are due, and their weighted sum.
+
+        The sum has the graph of the clips, if they have one.
+        """
         due, prompts = self.due(clips.rollout), clips.prompts
         heads: dict[str, HeadScores] = {}
         total = torch.zeros(len(prompts), dtype=torch.float64)
         failed = torch.zeros(len(prompts), dtype=torch.bool)
         for scorer in self._scorers:
-            wanted = {label: head for label, head in scorer.heads.items() if label in due}
-            if not wanted:
+            heads_due = {label: head for label, head in scorer.heads.items() if label in due}
+            if not heads_due:
                 continue
-            weighted = any(self._entries[label].weight for label in wanted)
-            own = clips if weighted else clips.without_graph()
-            parts = [self._batch(scorer, wanted, part) for part in own.split(scorer.batch_size)]
-            for (label, (name, scale)), raw in zip(wanted.items(), torch.cat(parts, dim=1), strict=True):
-                is_lost = ~raw.detach().isfinite()
-                lost = is_lost.nonzero().flatten().tolist()
-                if lost:
-                    first = clips.part(lost[0], lost[0] + 1)
+            weighted = any(self._entries[label].weight for label in heads_due)
+            scored_clips = clips if weighted else clips.without_graph()
+            parts = [self._batch(scorer, heads_due, part) for part in scored_clips.split(scorer.batch_size)]
+            for (label, (name, scale)), raw in zip(heads_due.items(), torch.cat(parts, dim=1), strict=True):
+                is_failed = ~raw.detach().isfinite()
+                failed_rows = is_failed.nonzero().flatten().tolist()
+                if failed_rows:
+                    first = clips.part(failed_rows[0], failed_rows[0] + 1)
                     if self.on_error == "raise":
-                        self._raise(scorer, f"gave {float(raw[lost[0]].detach())} as {name!r} of", first)
+                        self._raise(scorer, f"gave {float(raw[failed_rows[0]].detach())} as {name!r} of", first)
                     logger.warning(
                         "reward %s: %s of %d in rollout %d left without a score, the first being %s",
-                        label, plural(len(lost), "clip"), len(raw), clips.rollout, first,
+                        label, plural(len(failed_rows), "clip"), len(raw), clips.rollout, first,
                     )  # fmt: skip
-                found = raw.detach().masked_fill(is_lost, math.nan)
-                heads[label] = HeadScores(found, scale.normalize(found))
+                raw_scores = raw.detach().masked_fill(is_failed, math.nan)
+                heads[label] = HeadScores(raw_scores, scale.normalize(raw_scores))
                 if self._entries[label].weight:
-                    failed |= is_lost
+                    failed |= is_failed
                     total = total + self._entries[label].weight * scale.normalize(raw)
         return Scores(heads={label: heads[label] for label in due}, failed=failed), total.masked_fill(failed, 0.0)
 
-    def _batch(self, scorer: _Scorer, wanted: Mapping[str, tuple[str, Head]], clips: _Clips) -> Tensor:
-        """Raw scores `[labels, b]` fp64 of some clips, NaN after a masked exception."""
+    def _batch(self, scorer: _Scorer, heads_due: Mapping[str, tuple[str, Head]], clips: _Clips) -> Tensor:
+        """Return raw scores `[labels, b]` fp64 of some clips, NaN after a masked exception."""
         try:
-            return scorer.ask(clips, [name for name, _ in wanted.values()])
-        except RewardError:  # no score of whatever clip: a mistake in the reward, which is not masked
+            return scorer.ask(clips, [name for name, _ in heads_due.values()])
+        except RewardError:  # a mistake in the reward, whatever the clip, is not masked
             raise
         except Exception as error:
             if len(clips) == 1 or isinstance(error, _NOT_OF_A_CLIP):
                 if self.on_error == "raise":
                     self._raise(scorer, "failed on", clips, error)
-                logger.warning("reward %s failed on %s: %s", scorer.label, clips, _said(error))
-                return torch.full((len(wanted), len(clips)), math.nan, dtype=torch.float64)
-            # A clip's score does not depend on the others of its batch, so one by one they show which of them it was.
-            logger.warning("reward %s failed on %s together, trying one by one: %s", scorer.label, clips, _said(error))
-        return torch.cat([self._batch(scorer, wanted, clip) for clip in clips.split(1)], dim=1)
+                logger.warning("reward %s failed on %s: %s", scorer.label, clips, _describe(error))
+                return torch.full((len(heads_due), len(clips)), math.nan, dtype=torch.float64)
+            # A clip's score does not depend on the others of its batch, so trying them one by one finds the failing
+            # clip.
+            logger.warning(
+                "reward %s failed on %s together, trying one by one: %s", scorer.label, clips, _describe(error)
+            )
+        return torch.cat([self._batch(scorer, heads_due, clip) for clip in clips.split(1)], dim=1)
 
-    def _raise(self, scorer: _Scorer, what: str, clips: _Clips, error: Exception | None = None) -> NoReturn:
-        """Raise an error about one clip, which is saved, or about a batch, of which nobody knows which one it was."""
-        message = f"reward {scorer.label} {what} {clips}" + (f": {_said(error)}" if error is not None else "")
+    def _raise(self, scorer: _Scorer, action: str, clips: _Clips, error: Exception | None = None) -> NoReturn:
+        """Raise an error about one clip, which is saved, or about a batch with an unknown failing clip."""
+        message = f"reward {scorer.label} {action} {clips}" + (f": {_describe(error)}" if error is not None else "")
         note = clips.save(self.failures, scorer.label) if len(clips) == 1 and self.failures is not None else ""
         raise RewardError(message + note) from error
 
@@ -228,7 +236,7 @@ class RewardSet:
 
 @dataclass(frozen=True)
 class _Scorer:
-    """A reward with its options, and by the label of each entry that wants it, the head and its normalization."""
+    """A reward with its options, and the head and normalization of each entry, by label."""
 
     label: str
     reward: Reward
@@ -236,41 +244,43 @@ class _Scorer:
     heads: Mapping[str, tuple[str, Head]]
 
     def ask(self, clips: _Clips, heads: Sequence[str]) -> Tensor:
-        """Raw scores `[heads, b]` fp64, one for every clip but perhaps not finite; with a graph if the clips have one.
+        """Return raw scores `[heads, b]` fp64, one for every clip, but perhaps not finite.
+
+        They have a graph if the clips have one.
 
         Raises:
-            RewardError: it gives something else, or changes the clips.
+            RewardError: it returns something else, or changes the clips.
         """
         pixels = clips.pixels if clips.graph is None else clips.graph
         version = pixels._version
         with torch.set_grad_enabled(clips.graph is not None):
-            ask = self.reward.score if clips.graph is None else self.reward.differentiate
-            given = ask(pixels, clips.prompts, fps=clips.fps, **self._images(clips, pixels.device))
+            compute = self.reward.score if clips.graph is None else self.reward.differentiate
+            outputs = compute(pixels, clips.prompts, fps=clips.fps, **self._images(clips, pixels.device))
         if pixels._version != version:
             raise RewardError(f"reward {self.label} changed the clips that it scored; let it change a copy")
-        rows = [self._row(given, head, len(clips)) for head in heads]
+        rows = [self._row(outputs, head, len(clips)) for head in heads]
         fault_point("reward", rows)
         return torch.stack(rows)
 
     def _images(self, clips: _Clips, device: torch.device) -> dict[str, Tensor | None]:
-        """The keyword by which a reward is given images, if it takes them."""
+        """Return the keyword with images for a reward, if it takes them."""
         if self.reward.images == "none":
             return {}
         if self.reward.images == "required" and clips.images is None:
             raise RewardError(f"reward {self.label} needs the image that clips start from, and these start from text")
         return {"images": None if clips.images is None else clips.images.to(device)}
 
-    def _row(self, given: object, head: str, count: int) -> Tensor:
-        scores = given.get(head) if isinstance(given, Mapping) else None
+    def _row(self, outputs: object, head: str, count: int) -> Tensor:
+        scores = outputs.get(head) if isinstance(outputs, Mapping) else None
         if isinstance(scores, Tensor) and scores.shape == (count,) and not scores.is_complex():
             return scores.to("cpu", torch.float64)
-        if isinstance(given, Mapping) and head in given:
-            found = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            what = f"gave {found} as {head!r}"
+        if isinstance(outputs, Mapping) and head in outputs:
+            description = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            action = f"gave {description} as {head!r}"
         else:
-            what = f"gave no {head!r} but {list(given) if isinstance(given, Mapping) else type(given).__name__}"
+            action = f"gave no {head!r} but {list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__}"
         raise RewardError(
-            f"reward {self.label} {what} of {plural(count, 'clip')}; wanted a tensor [{count}], one number a clip"
+            f"reward {self.label} {action} of {plural(count, 'clip')}; wanted a tensor [{count}], one number a clip"
         )
 
 
@@ -279,9 +289,11 @@ def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
     reward = make_reward(first.reward, first.options)
     heads = {}
     for label, entry in entries.items():
-        head = head_of(entry, reward.heads)
-        own = reward.heads[head]
-        scale = Head(own.mean if entry.mean is None else entry.mean, own.std if entry.std is None else entry.std)
+        head = select_head(entry, reward.heads)
+        default = reward.heads[head]
+        scale = Head(
+            default.mean if entry.mean is None else entry.mean, default.std if entry.std is None else entry.std
+        )
         heads[label] = (head, scale)
     sizes = [entry.batch_size for entry in entries.values() if entry.batch_size is not None]
     return _Scorer(name, reward, min(sizes, default=reward.batch_size), heads)
@@ -289,9 +301,9 @@ def _make_scorer(name: str, entries: Mapping[str, RewardEntry]) -> _Scorer:
 
 @dataclass(frozen=True)
 class _Clips:
-    """Clips to be scored, the first of which is the rollout's `first`-th; as text, their numbers.
+    """Clips to score, starting at the rollout's clip number `first`; their numbers as a string.
 
-    `graph` are the same pixels on the device with a graph, where gradients are wanted.
+    `graph` are their pixels on the device with a graph, if gradients are needed.
     """
 
     pixels: Tensor
@@ -311,7 +323,7 @@ class _Clips:
         return f"clips {self.first} to {self.first + len(self) - 1} of rollout {self.rollout}"
 
     def part(self, start: int, stop: int) -> _Clips:
-        """Some of them."""
+        """Return some of the clips."""
         graph = None if self.graph is None else self.graph[start:stop]
         return replace(
             self,
@@ -323,24 +335,24 @@ class _Clips:
         )
 
     def without_graph(self) -> _Clips:
-        """The same, of which no gradient is wanted."""
+        """Return the clips without the graph."""
         return replace(self, graph=None)
 
     def split(self, size: int) -> list[_Clips]:
-        """All of them, so many at a time."""
+        """Return all clips in parts of `size`."""
         return [self.part(start, start + size) for start in range(0, len(self), size)]
 
     def save(self, folder: Path, label: str) -> str:
-        """Save the only clip; a sentence about it. A clip that cannot be saved must not hide the error."""
+        """Save the only clip, and return a phrase about it. A clip that cannot be saved must not hide the error."""
         path = folder / f"rollout-{self.rollout:06d}-clip-{self.first:04d}-{slug(label)}.mp4"
         try:
             write_mp4(path, to_uint8(self.pixels[0]).numpy(), fps=self.fps)
         except (OSError, ValueError, av.FFmpegError) as problem:
-            return f" (saving the clip failed: {_said(problem)})"
+            return f" (saving the clip failed: {_describe(problem)})"
         return f" (the clip is {path})"
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -348,7 +360,7 @@ def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_cl
     """Check clips, and convert them to fp32 on the CPU.
 
     Raises:
-        ValueError: they are not what `RewardSet.score` wants.
+        ValueError: they do not fit `RewardSet.score`.
     """
     if videos.ndim != 5 or videos.shape[2] != 3 or 0 in videos.shape:
         hint = "; the channels come third" if videos.ndim == 5 and 3 in (videos.shape[1], videos.shape[4]) else ""
@@ -360,15 +372,15 @@ def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_cl
     if not (math.isfinite(fps) and fps > 0):
         raise ValueError(f"fps={fps}: clips to be scored need a frame rate above 0")
     clips = videos.detach().to("cpu", torch.float32)
-    if clips.is_inference():  # such tensors do not count their changes
+    if clips.is_inference():  # inference tensors do not count changes
         clips = clips.clone()
     low, high = clips.flatten(1).aminmax(dim=1)
     # NaN is neither below 0 nor above 1, but it is not between them either.
     for index in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
-        found = f"{float(low[index]):.4g} to {float(high[index]):.4g}"
+        value_range = f"{float(low[index]):.4g} to {float(high[index]):.4g}"
         broken = not (math.isfinite(low[index]) and math.isfinite(high[index]))
         hint = "; the model that made it has diverged" if broken else "; clamp decoded clips to it"
         raise ValueError(
-            f"clip {first_clip + index}, prompt {prompts[index]!r}: values {found} are not in [0, 1]{hint}"
+            f"clip {first_clip + index}, prompt {prompts[index]!r}: values {value_range} are not in [0, 1]{hint}"
         )
     return clips

@@ -1,4 +1,4 @@
-"""A reward that another process computes: `--reward http://host:8000`, or `http://host:8000#vq` for one of its heads."""
+"""Reward that another process computes: `--reward http://host:8000`, or `http://host:8000#vq` for one of its heads."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from .server import TOKEN_VARIABLE, Description, Request
 logger = logging.getLogger(__name__)
 
 _CONNECT = 10.0  # seconds to wait for a connection
-_LONGEST_PAUSE = 60.0  # seconds between two tries
+_LONGEST_PAUSE = 60.0  # seconds between two attempts
 
 
 class ServedReward(Reward):
     """A reward computed by a server; the protocol is in `server.py`.
 
-    What a server gives is known only when it is asked. A class that `at` makes asks nothing: a configuration can be
-    checked before the server is up. An object asks when it is made, so that a wrong address or head is found before
-    anything is sampled; from then on its `heads` hold the server's own scale. It has always one head, `score`: which of
-    the server's that is, the address says. Two heads are two rewards; the server knows the clips when the second asks.
+    A class from `at` contacts no server, so that a configuration can be checked before the server is up. An object
+    contacts it when it is made, so that a wrong address or head is found before anything is sampled; from then on its
+    `heads` have the server's own scale. It always has one head, `score`; the address selects the server's head. Two
+    heads are two rewards; the server caches the scores of a clip for the second.
 
-    A token that the server wants is read from the variable FINETRAINERS_REWARD_TOKEN.
+    The server's token is read from the variable FINETRAINERS_REWARD_TOKEN.
 
-    Clips are sent in eight bits a channel, so scores may differ in the last digits from those of the same reward in this
-    process, and connections are direct: no proxy is used.
+    Clips are sent with eight bits a channel, so scores may differ in the last digits from those of the reward in this
+    process. Connections are direct: no proxy is used.
     """
 
     address: ClassVar[SplitResult]
 
     @classmethod
     def at(cls, url: str) -> type[ServedReward]:
-        """The reward of a server, `http://host:port[/path][#head]`, which is not contacted.
+        """Return the class for the server at `http://host:port[/path][#head]`, which is not contacted.
 
         Raises:
-            ValueError: that is no such address.
+            ValueError: it is not such an address.
         """
         split = urlsplit(url)
         try:
             usable = split.scheme in ("http", "https") and split.hostname and (split.port is None or split.port > 0)
-        except ValueError:  # of the port
+        except ValueError:  # an invalid port
             usable = False
         if not usable or split.query or "@" in split.netloc:
             raise ValueError(f"{url!r} is no address of a reward server, such as http://localhost:8000#head")
@@ -70,12 +70,12 @@ class ServedReward(Reward):
         """Ask the server for its description.
 
         Args:
-            timeout: seconds to wait for an answer; scoring, and waiting for the requests of others, takes its time.
-            retries: further tries if there is no connection or the server is busy. Other errors are final.
+            timeout: seconds to wait for an answer, including the queue of the server and scoring.
+            retries: further attempts without a connection or if the server is busy. Other errors are final.
             pause: seconds before the first of these; each next pause is twice as long, up to a minute.
 
         Raises:
-            ValueError: an option out of range, or the server has no such head or another protocol.
+            ValueError: an option is out of range, or the server has another protocol or no such head.
             ConnectionError: there is no server.
             TimeoutError: it did not answer in time.
         """
@@ -85,17 +85,17 @@ class ServedReward(Reward):
             )
         self.timeout, self.retries, self.pause = timeout, retries, pause
         try:
-            described = Description.model_validate(self._ask("GET", "/"))
+            description = Description.model_validate(self._ask("GET", "/"))
         except ValidationError as error:
             raise ValueError(f"{self._url} is no reward server of protocol 1: {error}") from None
-        given = described.heads
-        self._head = self.address.fragment or next(iter(given))
-        if self._head not in given or (len(given) > 1 and not self.address.fragment):
+        heads = description.heads
+        self._head = self.address.fragment or next(iter(heads))
+        if self._head not in heads or (len(heads) > 1 and not self.address.fragment):
             problem = f"gives no {self._head!r}" if self.address.fragment else "gives several numbers"
-            raise ValueError(f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in given)}")
-        self._max_bytes, self._max_clips, self.images = described.max_bytes, described.max_clips, described.images
-        # The class cannot know them.
-        self.heads = {"score": given[self._head]}  # type: ignore[misc]
+            raise ValueError(f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in heads)}")
+        self._max_bytes, self._max_clips, self.images = description.max_bytes, description.max_clips, description.images
+        # Only the server knows them, not the class.
+        self.heads = {"score": heads[self._head]}  # type: ignore[misc]
 
     def score(
         self, videos: Tensor, prompts: Sequence[str], *, fps: float, images: Tensor | None = None
@@ -104,17 +104,17 @@ class ServedReward(Reward):
 
         Raises:
             ValueError: the server refuses the clips or prompts, or they are more than it takes at once.
-            RuntimeError: the reward failed there, or the answer is none.
-            ConnectionError: the server is gone, or busy for long.
+            RuntimeError: the reward failed on the server, or the answer is invalid.
+            ConnectionError: the server does not answer, or stays busy.
             TimeoutError: it did not answer in time.
         """
         if self._max_clips is not None and len(videos) > self._max_clips:
             raise ValueError(
-                f"{len(videos)} clips, and {self._url} takes {self._max_clips} at once; lower this reward's batch_size or "
-                "raise the server's limit"
+                f"{len(videos)} clips, and {self._url} takes {self._max_clips} at once; "
+                "lower this reward's batch_size or raise the server's limit"
             )
-        pictures = None if images is None else to_uint8(images)
-        body = Request(to_uint8(videos), tuple(prompts), fps, pictures).pack()
+        image_bytes = None if images is None else to_uint8(images)
+        body = Request(to_uint8(videos), tuple(prompts), fps, image_bytes).pack()
         if len(body) > self._max_bytes:
             raise ValueError(
                 f"{len(videos)} clips are {len(body)} bytes, and {self._url} takes {self._max_bytes} at once; "
@@ -131,7 +131,7 @@ class ServedReward(Reward):
         return self.address._replace(fragment="").geturl().rstrip("/")
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        """The server's answer, with retries."""
+        """Return the server's answer, with retries."""
         failure = ""
         for attempt in range(self.retries + 1):
             if attempt:
@@ -152,18 +152,21 @@ class ServedReward(Reward):
         raise ConnectionError(f"reward server {self._url}: {failure}, after {self.retries + 1} tries")
 
     def _headers(self) -> dict[str, str]:
-        """The token of the servers, if the environment has one; never in a configuration, which is written to disk."""
+        """Return the token of the servers, if the environment has one.
+
+        It is never in a configuration, which is written to disk.
+        """
         token = os.environ.get(TOKEN_VARIABLE)
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
-        """Status and content of one answer."""
-        kind = HTTPSConnection if self.address.scheme == "https" else HTTPConnection
-        connection = kind(self.address.hostname or "", self.address.port, timeout=_CONNECT)
+        """Return status and content of one answer."""
+        connection_class = HTTPSConnection if self.address.scheme == "https" else HTTPConnection
+        connection = connection_class(self.address.hostname or "", self.address.port, timeout=_CONNECT)
         try:
             try:
                 connection.connect()
-            except OSError as error:  # also an unknown host, or one that does not react
+            except OSError as error:  # including an unknown or unresponsive host
                 raise ConnectionError(f"no connection: {error}") from error
             connection.sock.settimeout(self.timeout)
             connection.request(method, self.address.path.rstrip("/") + path, body, self._headers())
@@ -174,7 +177,7 @@ class ServedReward(Reward):
         except IncompleteRead:
             raise
         except HTTPException as error:
-            if isinstance(error, ConnectionError):  # it hung up without a word
+            if isinstance(error, ConnectionError):  # the server closed the connection without an answer
                 raise
             raise RuntimeError(f"{self._url} does not speak HTTP: {error!r}") from error
         finally:

@@ -1,30 +1,32 @@
-"""Scores clips for other processes over HTTP: a reward on another GPU, or one whose packages clash with the trainer's.
+"""HTTP server that scores clips for other processes.
 
-The protocol, version 1. Answers are JSON objects; anyone who speaks it can serve rewards, in any language.
+It serves a reward on another GPU, or one whose packages clash with the trainer's.
+
+The protocol, version 1. Answers are JSON objects; a server in any language can implement it.
 
 `GET /` describes the server:
 
     200 {"protocol": 1, "reward": NAME, "max_bytes": N, "max_clips": N, "heads": {HEAD: {"mean": 3.7, "std": 2.2}, ...},
          "images": "none"}
 
-    `max_bytes` is the largest body it takes, and `max_clips`, which may be missing, how many clips; `(score - mean) / std`
-    brings a head to a common scale. `images`, which may be missing, says whether the reward is given the images that clips
-    start from: `none`, `optional` or `required`.
+    `max_bytes` is the largest body it takes, and `max_clips`, which may be missing, the maximum number of clips;
+    `(score - mean) / std` brings a head to a common scale. `images`, which may be missing, is the use of the images
+    that clips start from: `none`, `optional` or `required`.
 
-`POST /score` scores clips. The body, of a `Content-Length` that is said, is a safetensors file with one tensor, `videos`,
-uint8 `[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B texts, and `fps`, a number written out. Where the server
+`POST /score` scores clips. The body, with a `Content-Length`, is a safetensors file with one tensor, `videos`, uint8
+`[B, T, H, W, 3]`, and the metadata `prompts`, a JSON list of B strings, and `fps`, a number as text. If the server
 takes images and clips start from some, `images`, uint8 `[B, H, W, 3]`, is a second tensor:
 
     200 {HEAD: [B numbers], ...}
 
-    These are raw scores, `null` for one that is not finite. The same request always has the same answer.
+    These are raw scores, `null` for a non-finite one. Equal requests have equal answers.
 
-What goes wrong is answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 401 no token or another,
-404 no such path, 408 the body came too slowly, 411 no length, 413 too large, 422 the reward refuses these clips or prompts,
-500 the reward failed, 503 busy or not ready yet. Only a 503 is worth another try.
+Errors are answered with `{"error": MESSAGE}` and one of these: 400 the body is not as above, 401 a missing or wrong
+token, 404 no such path, 408 the body came too slowly, 411 no length, 413 too large, 422 the reward refuses these clips
+or prompts, 500 the reward failed, 503 busy or not ready yet. Only a 503 is worth another attempt.
 
-A server with a token answers requests with `Authorization: Bearer TOKEN` only. Nothing is encrypted, neither token nor clips:
-listen on the loopback address or in a network that is trusted.
+A server with a token answers requests with `Authorization: Bearer TOKEN` only. Nothing is encrypted, neither token nor
+clips: listen on the loopback address or in a trusted network.
 """
 
 from __future__ import annotations
@@ -61,13 +63,13 @@ logger = logging.getLogger(__name__)
 PORT = 8000
 MAX_BYTES = 2**30  # eight clips of 81 frames of 480x832 have 0.8 * 2**30
 MAX_CLIPS = 256
-#: The variable that holds the token of a server, on both sides.
+#: Environment variable with the token, of the server and its clients.
 TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
 _AT_ONCE = 8  # requests held in memory; the next ones wait before their bodies are read
-_PATIENCE = 30.0  # seconds that they wait before they are told to come back
-_IDLE = 60.0  # seconds after which an answer that nobody takes is given up
+_PATIENCE = 30.0  # seconds that they wait before a 503
+_IDLE = 60.0  # seconds after which an answer that is not read is dropped
 _GRACE, _RATE = 10.0, 2**20  # seconds and bytes a second within which a request must arrive, see `TimedReader`
-_REMEMBERED = 64  # answers
+_REMEMBERED = 64  # cached answers
 _LONGEST = 500  # characters of an error
 _LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
 
@@ -85,7 +87,7 @@ class Description(BaseModel):
 
 @dataclass(frozen=True)
 class Request:
-    """Clips `[B, T, H, W, 3]` uint8 to be scored, their prompts and frame rate, and the images `[B, H, W, 3]` they start from."""
+    """Clips `[B, T, H, W, 3]` uint8, their prompts and frame rate, and the images `[B, H, W, 3]` they start from."""
 
     videos: Tensor
     prompts: tuple[str, ...]
@@ -93,7 +95,7 @@ class Request:
     images: Tensor | None = None
 
     def pack(self) -> bytes:
-        """The body of a request."""
+        """Return the body of the request."""
         metadata = {"prompts": json.dumps(self.prompts), "fps": repr(float(self.fps))}
         tensors = {"videos": self.videos} if self.images is None else {"videos": self.videos, "images": self.images}
         return safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()}, metadata=metadata)
@@ -103,13 +105,13 @@ class Request:
         """Read the body of a request.
 
         Raises:
-            ValueError: it is not as the protocol has it.
+            ValueError: it does not follow the protocol.
         """
         try:
             tensors = safetensors.torch.load(body)
         except SafetensorError as error:
             raise ValueError(f"the body is no safetensors file: {error}") from None
-        # The library has checked the header, but gives the metadata only of files on disk.
+        # The library has checked the header, but returns metadata only for files on disk.
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
         if not {"videos"} <= tensors.keys() <= {"videos", "images"} or not {"prompts", "fps"} <= metadata.keys():
             raise ValueError("wanted: the tensor 'videos', perhaps 'images', and the metadata 'prompts' and 'fps'")
@@ -130,16 +132,16 @@ class Request:
         return cls(videos, tuple(prompts), fps, images)
 
     def digest(self) -> str:
-        """Hash of a request, the key of its cached answer."""
-        found = hashlib.sha256(json.dumps([list(self.videos.shape), self.prompts, self.fps]).encode())
-        found.update(self.videos.contiguous().numpy().data)
+        """Return the hash of the request, the key of its cached answer."""
+        sha256 = hashlib.sha256(json.dumps([list(self.videos.shape), self.prompts, self.fps]).encode())
+        sha256.update(self.videos.contiguous().numpy().data)
         if self.images is not None:
-            found.update(self.images.contiguous().numpy().data)
-        return found.hexdigest()
+            sha256.update(self.images.contiguous().numpy().data)
+        return sha256.hexdigest()
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Serves one reward; `serve_forever` until `shutdown`, both of the standard library."""
+    """Server of one reward; `serve_forever` until `shutdown`, both of the standard library."""
 
     request_queue_size = 128  # every rank of a large run may call at once
 
@@ -158,17 +160,17 @@ class RewardServer(ThreadingHTTPServer):
         """Listen, without answering yet.
 
         Args:
-            reward: what scores; one call at a time.
-            name: what the server calls it.
+            reward: to serve; one call at a time.
+            name: of the reward in descriptions.
             host: address to listen on; `0.0.0.0` for all.
             port: 0 for any free one.
             max_bytes: larger bodies are refused.
             max_clips: more clips in a request are refused.
             batch_size: clips scored at once; default: the reward's own.
-            token: requests without it are refused; None: no request needs any.
+            token: requests without it are refused; by default, no request needs one.
 
         Raises:
-            OSError: the address cannot be listened on.
+            OSError: the server cannot listen on the address.
         """
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -186,12 +188,12 @@ class RewardServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Address of the server."""
         host, port = self.server_address[:2]
         return f"http://[{host!s}]:{port}" if self.address_family == socket.AF_INET6 else f"http://{host!s}:{port}"
 
     def score(self, request: Request, *, client: str = "") -> dict[str, list[float | None]]:
-        """The scores of a request; cached for repeated ones, for another head or after a broken connection."""
+        """Return the scores of a request, cached for its repetition for another head or after a broken connection."""
         digest = request.digest()
         with self._turn.place(client):
             if digest not in self._answers:
@@ -201,7 +203,7 @@ class RewardServer(ThreadingHTTPServer):
             return self._answers[digest]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log what went wrong with a connection, in a line rather than a traceback if the other side has left."""
+        """Log a connection's error, as a line instead of a traceback if the client has left."""
         error = sys.exc_info()[1]
         if isinstance(error, ConnectionError | TimeoutError):
             logger.warning("%s has left: %s", client_address[0], error)
@@ -222,7 +224,7 @@ class RewardServer(ThreadingHTTPServer):
 
 
 class _RequestError(Exception):
-    """A request that is answered with an error."""
+    """Error that is answered to a request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -230,13 +232,13 @@ class _RequestError(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection."""
+    """Handler of the requests of one connection."""
 
     server: RewardServer
     timeout = _IDLE  # of the socket, by socketserver
 
     def setup(self) -> None:
-        """Read with a deadline, headers included."""
+        """Read with a deadline, including headers."""
         super().setup()
         self.rfile.close()
         self._reader = TimedReader(self.connection, grace=_GRACE, rate=_RATE)
@@ -269,8 +271,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, scores)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with an error as JSON instead of the library's HTML, also where the library finds it."""
-        # It may quote the request, and the log is read in terminals.
+        """Answer with an error as JSON instead of the library's HTML, including errors that the library finds."""
+        # The message may quote the request, and the log is read in terminals.
         text = shortened(printable(message or self.responses[code][0]), _LONGEST)
         logger.warning("%s: %s %s", self.client_address[0], code, text)
         self._answer(code, {"error": text})
@@ -282,13 +284,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_token(self) -> None:
         """Refuse a request without the server's token, without reading its body."""
         token = self.server.token
-        given = self.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            problem = "the token is not this server's" if given else "this server wants a token"
+        header = self.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
+            problem = "the token is not this server's" if header else "this server wants a token"
             raise _RequestError(401, f"{problem}; set {TOKEN_VARIABLE}")
 
     def _length(self) -> int:
-        """Length of the body, if it is acceptable."""
+        """Return the length of the body, if it is acceptable."""
         text = self.headers.get("Content-Length", "")
         limit = self.server.max_bytes
         if not text.isascii() or not text.isdecimal():
@@ -305,12 +307,12 @@ class _Handler(BaseHTTPRequestHandler):
         return length
 
     def _discard(self, length: int) -> None:
-        """Read and drop a body: else its sender sees a broken connection instead of the answer."""
-        left = min(length, 4 * self.server.max_bytes)
+        """Read and drop a body; otherwise its sender sees a broken connection instead of the answer."""
+        remaining = min(length, 4 * self.server.max_bytes)
         self._reader.begin()
         try:
-            while left > 0 and (part := self.rfile.read(min(left, 2**20))):
-                left -= len(part)
+            while remaining > 0 and (part := self.rfile.read(min(remaining, 2**20))):
+                remaining -= len(part)
         except TimeoutError:
             return
 
@@ -335,7 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.server.score(request, client=self.client_address[0])
         except ValueError as error:
             raise _RequestError(422, str(error)) from None
-        except Exception as error:  # whatever the reward raises belongs to this request: the server goes on
+        except Exception as error:  # any error of the reward concerns only this request
             logger.error("the reward failed\n%s", _trace())
             raise _RequestError(500, f"{type(error).__name__}: {error}") from None
 
@@ -349,20 +351,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, list[float | None]]:
-    """Raw scores of all heads, some clips at a time."""
-    found: dict[str, list[float | None]] = {head: [] for head in reward.heads}
+    """Return raw scores of all heads, computed in batches."""
+    scores_by_head: dict[str, list[float | None]] = {head: [] for head in reward.heads}
     if reward.images == "required" and request.images is None:
         raise ValueError("this reward needs the images that clips start from")
     for part in _parts(request, batch_size):
         prompts, images = part.prompts, None if part.images is None else part.images.movedim(-1, -3).float() / 255
-        given = {} if reward.images == "none" else {"images": images}
+        keywords = {} if reward.images == "none" else {"images": images}
         with torch.no_grad():
-            scores = reward.score(part.videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps, **given)
-        for head, values in found.items():
+            scores = reward.score(part.videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps, **keywords)
+        for head, values in scores_by_head.items():
             if head not in scores or scores[head].shape != (len(prompts),):
                 raise RuntimeError(f"the reward gave no {head!r} of shape [{len(prompts)}]")
             values += [value if math.isfinite(value) else None for value in scores[head].tolist()]
-    return found
+    return scores_by_head
 
 
 def _parts(request: Request, size: int) -> list[Request]:
@@ -376,12 +378,12 @@ def _parts(request: Request, size: int) -> list[Request]:
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # invalid JSON, a number of thousands of digits, or deeply nested lists
         return None
 
 
 def _number(text: str) -> float:
-    """A JSON number; NaN for anything else, and for what no float can hold."""
+    """Return a JSON number, or NaN for anything else, including numbers beyond a float."""
     value = _parsed(text)
     try:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
@@ -390,5 +392,5 @@ def _number(text: str) -> float:
 
 
 def _trace() -> str:
-    """The traceback of the exception that is handled, without escapes for terminals that its message may quote."""
+    """Return the traceback of the handled exception, without terminal escapes that its message may quote."""
     return "\n".join(map(printable, traceback.format_exc().rstrip().split("\n")))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .base import Head, Reward
 from .frames import normalize_rgb, resize_as_torchvision, to_bytes
-from .videoalign_input import PAIR, PATCH, fitting_size, frame_indices, patches_of
+from .videoalign_input import PAIR, PATCH, fitting_size, frame_indices, to_patches
 from .videoalign_model import Judge, backbone_names, base_weights, merge_adapter, working_bytes
 from .weights import DTYPES, WIDTHS, Device, DType, WeightsPath, fetch, read_tensors
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 MARKS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 
-#: The words around a prompt, as in the published model's training (github.com/KwaiVGI/VideoAlign, `detailed_special`),
-#: trailing blanks included: any other words are an input that the network has never seen. The marks of visual and of
-#: motion quality come before the prompt, and the network reads from left to right.
+#: The text around a prompt, as in the published model's training (github.com/KwaiVGI/VideoAlign, `detailed_special`),
+#: including trailing blanks: the network has never seen any other text. The marks of visual and of motion quality come
+#: before the prompt, and the network reads from left to right.
 QUESTION = (
     "\n"
     "You are tasked with evaluating a generated video based on three distinct criteria: Visual Quality, Motion Quality,"
@@ -87,22 +87,22 @@ QUESTION = (
 )
 
 _MIN_PIXELS = 128 * 28 * 28  # of a frame; the checkpoint's configuration has the upper limit
-#: Of the published checkpoint, for the memory estimate.
+#: Settings of the published checkpoint, for the memory estimate.
 _PUBLISHED_FPS, _PUBLISHED_PIXELS = 2.0, 448 * 448
 
 
 class VideoAlign(Reward):
     """VideoReward (Liu et al., 2025, arXiv:2501.13918): Qwen2-VL-2B with a head for each of three judgments.
 
-    `vq` and `mq` never see the prompt: they are read before it. Training for them alone lets the prompt be forgotten,
-    so pair them with `ta` or another reward for the prompt. Two frames a second are looked at, hence the frame rate at
-    which clips are scored changes the scores: keep it within a run, and give it with results.
+    `vq` and `mq` never see the prompt: they are read before it. Training with them alone makes a model forget the
+    prompt, so pair them with `ta` or another reward for the prompt. Two frames a second are scored, so the scores
+    depend on the frame rate of the clips: keep it within a run, and report it with results.
 
-    The published scores are of videos read from mp4 files; frames are scored here as they are, without compression.
+    The published scores are of videos read from mp4 files; frames are scored here without compression.
     """
 
     min_frames = PAIR
-    #: The constants that the published checkpoint comes with.
+    #: Constants of the published checkpoint.
     heads: ClassVar[Mapping[str, Head]] = {
         "vq": Head(3.6757, 2.2476),
         "mq": Head(1.1646, 1.3811),
@@ -120,10 +120,9 @@ class VideoAlign(Reward):
         dtype: DType = "bf16",
     ) -> None:
         """Args:
-            path: hub id or folder of the checkpoint: `model_config.json`, and in `checkpoint-*` either `model.pth` or
+            path: Hub id or folder of the checkpoint: `model_config.json`, and in `checkpoint-*` either `model.pth` or
                 `adapter_model.safetensors` with `non_lora_state_dict.pth`.
-            base: hub id or folder of the Qwen2-VL that was finetuned; of its weights only those are read that the
-                checkpoint lacks.
+            base: Hub id or folder of the finetuned Qwen2-VL; only weights that the checkpoint lacks are read from it.
             device: `auto` for this process's GPU if there is one, or a torch device.
             dtype: `bf16` as in training, `fp16` or `fp32`.
 
@@ -165,32 +164,32 @@ class VideoAlign(Reward):
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`; in bf16, scores of one call depend on each other by rounding (about 1e-2)."""
         # Every mark has all three outputs; each was trained at its own mark only.
-        own = self.judge.outputs(prompts, *self.patches(videos, fps=fps)).diagonal(dim1=1, dim2=2).cpu()
-        return {name: own[:, i] for i, name in enumerate(self.heads)}
+        scores = self.judge.outputs(prompts, *self.patches(videos, fps=fps)).diagonal(dim1=1, dim2=2).cpu()
+        return {name: scores[:, i] for i, name in enumerate(self.heads)}
 
     def patches(self, videos: Tensor, *, fps: float) -> tuple[Tensor, Tensor]:
-        """Patches `[N, 1176]` of all clips and their grids `[B, 3]`."""
+        """Return patches `[N, 1176]` of all clips and their grids `[B, 3]`."""
         frames = to_bytes(videos[:, frame_indices(videos.shape[1], fps=fps, sample_fps=self.sample_fps)])
         size = fitting_size(*frames.shape[-2:], min_pixels=_MIN_PIXELS, max_pixels=self.max_pixels)
-        clips = [patches_of(normalize_rgb(resize_as_torchvision(clip, size))) for clip in frames]
+        clips = [to_patches(normalize_rgb(resize_as_torchvision(clip, size))) for clip in frames]
         return torch.cat([patches for patches, _ in clips]), torch.stack([grid for _, grid in clips])
 
 
 def _settings(root: Path) -> dict[str, Any]:
-    """The checkpoint's `model_config.json`, if it describes the kind of network and input that is built here."""
+    """Return the checkpoint's `model_config.json`, if its network and input are supported."""
     file = root / "model_config.json"
     if not file.is_file():
         raise ValueError(f"{root} holds no model_config.json; path= wants a folder or hub id of VideoReward")
     settings = json.loads(file.read_text(encoding="utf-8"))
-    wanted: dict[str, dict[str, Any]] = {
+    supported: dict[str, dict[str, Any]] = {
         "data_config": {"prompt_template_type": "detailed_special", "sample_type": "uniform", "num_frames": None},
         "model_config": {"output_dim": len(MARKS), "use_special_tokens": True},
     }
-    for section, values in wanted.items():
+    for section, values in supported.items():
         for name, value in values.items():
-            found = settings.get(section, {}).get(name, value)
-            if found != value:
-                raise ValueError(f"{file}: {section}.{name} is {found!r}; only {value!r} is supported")
+            setting = settings.get(section, {}).get(name, value)
+            if setting != value:
+                raise ValueError(f"{file}: {section}.{name} is {setting!r}; only {value!r} is supported")
     for section, name in (
         ("data_config", "fps"),
         ("data_config", "max_frame_pixels"),
@@ -209,16 +208,21 @@ def _settings(root: Path) -> dict[str, Any]:
 
 
 def _newest(root: Path) -> Path:
-    """The checkpoint with the most steps, or the folder itself if that holds the weights."""
-    found = {int(folder.name[11:]): folder for folder in root.glob("checkpoint-*") if folder.name[11:].isdigit()}
-    folder = found[max(found)] if found else root
+    """Return the checkpoint with the most steps, or the folder itself if that has the weights."""
+    folders_by_step = {
+        int(folder.name[11:]): folder for folder in root.glob("checkpoint-*") if folder.name[11:].isdigit()
+    }
+    folder = folders_by_step[max(folders_by_step)] if folders_by_step else root
     if not (folder / "model.pth").is_file() and not (folder / "adapter_model.safetensors").is_file():
         raise ValueError(f"{folder} holds neither model.pth nor adapter_model.safetensors")
     return folder
 
 
 def _read(folder: Path, base: Path, *, rows: int) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, adapters not yet merged; what it leaves out comes from the base, for `rows` tokens."""
+    """Return all tensors of a checkpoint, adapters not yet merged.
+
+    Tensors that it lacks come from the base, for `rows` tokens.
+    """
     if (folder / "model.pth").is_file():
         return backbone_names(read_tensors(folder / "model.pth"))
     if not (folder / "non_lora_state_dict.pth").is_file():

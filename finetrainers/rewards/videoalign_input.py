@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 PATCH = 14
-#: Patches of two frames and 2 x 2 places become one token, so sizes are multiples of 28 and frame counts even.
+#: Patches of two frames and 2 x 2 positions become one token, so sizes are multiples of 28 and frame counts even.
 PAIR = 2
 MERGE = 2
 FACTOR = PATCH * MERGE
@@ -26,26 +26,26 @@ _MAX_RATIO = 200
 
 
 def frame_indices(total: int, *, fps: float, sample_fps: float) -> Tensor:
-    """Indices of the frames that are scored: an even number, at least 4 if there are, spread over the whole clip.
+    """Return indices of the scored frames: an even number, at least 4 if there are, spread over the whole clip.
 
     Args:
         total: frames of the clip.
-        fps: rate at which it plays: the same frames at a lower rate last longer, and more of them are looked at.
-        sample_fps: how many are looked at per second.
+        fps: rate at which it plays: at a lower rate, the clip lasts longer, and more of its frames are scored.
+        sample_fps: scored frames per second.
 
     Raises:
         ValueError: the clip has a single frame.
     """
     if total < PAIR:
         raise ValueError(f"a clip of {total} frame cannot be judged as a video, at least {PAIR} are needed")
-    most = min(_MAX_FRAMES, total) // PAIR * PAIR
-    wanted = min(max(total / fps * sample_fps, _MIN_FRAMES), most)
+    max_frames = min(_MAX_FRAMES, total) // PAIR * PAIR
+    count = min(max(total / fps * sample_fps, _MIN_FRAMES), max_frames)
     # Python's round, to even at halves, as in training.
-    return torch.linspace(0, total - 1, round(wanted / PAIR) * PAIR).round().long()
+    return torch.linspace(0, total - 1, round(count / PAIR) * PAIR).round().long()
 
 
 def fitting_size(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Multiples of 28 near a frame's size, with about its shape, and between so many pixels.
+    """Return multiples of 28 near a frame's size, with about its shape, and a number of pixels within limits.
 
     Raises:
         ValueError: the frame is more than 200 times as long as wide.
@@ -65,16 +65,16 @@ def fitting_size(height: int, width: int, *, min_pixels: int, max_pixels: int) -
     return high, wide
 
 
-def patches_of(frames: Tensor) -> tuple[Tensor, Tensor]:
-    """A normalized clip as Qwen2-VL's patches.
+def to_patches(frames: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a normalized clip as Qwen2-VL's patches.
 
-    Patches come in blocks of 2 x 2, those that become one token, and within one the order is channel, frame, row, column.
+    Patches come in blocks of 2 x 2, which become one token. Within a patch the order is channel, frame, row, column.
 
     Args:
         frames: `[T, 3, H, W]`, T even, H and W multiples of 28.
 
     Returns:
-        Patches `[N, 1176]` and their numbers along time, height and width, `[3]`.
+        Patches `[N, 1176]` and their counts along time, height and width, `[3]`.
     """
     pairs, high, wide = len(frames) // PAIR, frames.shape[2] // FACTOR, frames.shape[3] // FACTOR
     split = frames.reshape(pairs, PAIR, 3, high, MERGE, PATCH, wide, MERGE, PATCH)
@@ -84,12 +84,12 @@ def patches_of(frames: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chat(vision: str, tokens: int, text: str) -> str:
-    """One user's message, a video or image before a text, in Qwen2-VL's chat format and open for the answer.
+    """Return one user's message in Qwen2-VL's chat format, open for the answer: a video or image before a text.
 
     Args:
         vision: name of the token that stands for a token of the video or image.
-        tokens: how many there are.
-        text: what follows.
+        tokens: their number.
+        text: after the video or image.
     """
     return (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -99,31 +99,33 @@ def chat(vision: str, tokens: int, text: str) -> str:
 
 
 def tokenise(tokenizer: Any, texts: Sequence[str], *, expected: dict[int, int]) -> Tensor:
-    """Token ids `[B, L]` of texts, padded on the right.
+    """Return token ids `[B, L]` of prompts in chat format, padded on the right.
 
     Args:
         tokenizer: a transformers tokenizer.
-        texts: what is read.
-        expected: how often each of these token ids must occur in every text.
+        texts: to tokenize.
+        expected: required count of each of these token ids in every text.
 
     Raises:
-        ValueError: a token occurs more or less often: a prompt spells it out, or the tokenizer does not know it.
+        ValueError: a count differs: a prompt spells a token out, or the tokenizer does not know it.
     """
     rows = [torch.tensor(ids) for ids in tokenizer(list(texts))["input_ids"]]
     for row in rows:
-        for token, times in expected.items():
-            found = int((row == token).sum())
-            if found != times:
+        for token, expected_count in expected.items():
+            count = int((row == token).sum())
+            if count != expected_count:
                 name = tokenizer.convert_ids_to_tokens(token)
-                raise ValueError(f"{name} occurs {found} times instead of {times}; a prompt must not contain it")
+                raise ValueError(
+                    f"{name} occurs {count} times instead of {expected_count}; a prompt must not contain it"
+                )
     return pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
 
 
 def added_tokens(tokenizer: Any, names: Sequence[str]) -> list[int]:
-    """Ids of special tokens, which are added to the tokenizer.
+    """Add special tokens to the tokenizer, and return their ids.
 
     Raises:
-        ValueError: two of them, or one and another token, share an id.
+        ValueError: two tokens share an id.
     """
     tokenizer.add_tokens(list(names), special_tokens=True)
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(names))]
@@ -133,12 +135,12 @@ def added_tokens(tokenizer: Any, names: Sequence[str]) -> list[int]:
 
 
 def placeholder_id(tokenizer: Any, name: str, *, expected: int) -> int:
-    """The id of the token that stands for a token of a video or image.
+    """Return the id of the token that stands for a token of a video or image.
 
     Raises:
-        ValueError: it is not the one in the model's configuration.
+        ValueError: it differs from the model's configuration.
     """
-    found = tokenizer.convert_tokens_to_ids(name)
-    if found != expected:
-        raise ValueError(f"the tokenizer gives {name} the id {found}, the model's config.json {expected}")
+    token_id = tokenizer.convert_tokens_to_ids(name)
+    if token_id != expected:
+        raise ValueError(f"the tokenizer gives {name} the id {token_id}, the model's config.json {expected}")
     return expected

@@ -1,10 +1,10 @@
 """Qwen2-VL as a reward model: hidden states at marked tokens, and a head that maps them to scores.
 
-Two things differ from Qwen2-VL as it is used for chat, because the published reward models were trained so:
+Two things differ from Qwen2-VL for chat, because the published reward models were trained this way:
 
-- Positions are plain 0, 1, 2, ... also within a video. Training ran the language model on embeddings into which the
-  frames had been merged already, and then it cannot know which tokens are frames. Calling the whole model with token ids
-  and grids would use positions in time, height and width, and give other scores without a warning.
+- Positions are plain 0, 1, 2, ..., even within a video. Training ran the language model on embeddings with the frames
+  already merged, so it could not know which tokens are frames. Calling the whole model with token ids and grids would
+  use positions in time, height and width, and return other scores without a warning.
 - Training cast the network to bf16 with its rotary frequencies, and in the vision tower computed angles, cosines and
   sines in bf16 as well. Weights were fitted to the rounded values, so these are kept at every dtype.
 """
@@ -25,7 +25,7 @@ from .videoalign_input import MERGE, added_tokens, chat, placeholder_id, tokenis
 from .weights import build, load_settings, load_tokenizer, read_sharded, torch_device
 
 _EMBEDDINGS = "language_model.embed_tokens.weight"
-#: Where checkpoints keep the two towers: saved by transformers before 4.52, and since. The first match counts.
+#: Prefixes of the two towers in checkpoints, saved by transformers before 4.52 and since. The first match counts.
 _TOWERS = (
     (re.compile(r"^model\.visual\."), "visual."),
     (re.compile(r"^model\.language_model\."), "language_model."),
@@ -35,7 +35,7 @@ _ADAPTER = re.compile(r"\.lora_([AB])(?:\.default)?\.weight$")
 
 
 class RewardNetwork(nn.Module):
-    """Qwen2-VL with a head, its head in fp32 in any case, so that close scores do not round to the same number."""
+    """Qwen2-VL with a head that is always in fp32, so that close scores do not round to the same number."""
 
     def __init__(self, backbone: modeling_qwen2_vl.Qwen2VLModel, head: nn.Module) -> None:
         super().__init__()
@@ -46,58 +46,58 @@ class RewardNetwork(nn.Module):
     def forward(
         self, tokens: Tensor, patches: Tensor, grids: Tensor, *, vision_token: int, marks: Sequence[int]
     ) -> Tensor:
-        """The head's outputs at each mark, `[B, marks, outputs]` fp32.
+        """Return the head's outputs at each mark, `[B, marks, outputs]` fp32.
 
         Args:
             tokens: ids `[B, L]`, padded on the right; every mark occurs once in a row.
             patches: `[N, 1176]` of all rows, in their order.
             grids: patches along time, height and width of every video or image, `[V, 3]`.
             vision_token: the id that stands for a token of a video or image.
-            marks: the ids at which states are read.
+            marks: token ids whose states are read.
         """
         embedded = self.backbone.get_input_embeddings()(tokens)
-        seen = self.backbone.visual(patches.to(embedded.dtype), grid_thw=grids).pooler_output
-        is_seen = (tokens == vision_token).unsqueeze(-1).expand_as(embedded)
+        vision_states = self.backbone.visual(patches.to(embedded.dtype), grid_thw=grids).pooler_output
+        is_vision = (tokens == vision_token).unsqueeze(-1).expand_as(embedded)
         # No mask: a causal network never looks at the padding on the right.
         states = self.backbone.language_model(
-            inputs_embeds=embedded.masked_scatter(is_seen, seen.to(embedded.dtype)),
+            inputs_embeds=embedded.masked_scatter(is_vision, vision_states.to(embedded.dtype)),
             position_ids=torch.arange(tokens.shape[1], device=tokens.device).expand(3, *tokens.shape),
             use_cache=False,
         ).last_hidden_state
-        places = torch.stack([(tokens == mark).int().argmax(dim=1) for mark in marks], dim=1)
+        positions = torch.stack([(tokens == mark).int().argmax(dim=1) for mark in marks], dim=1)
         rows = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
-        return self.head(states[rows, places].float())
+        return self.head(states[rows, positions].float())
 
 
 def working_bytes(
     *, patches: int, rows: int, text_tokens: int, hidden: int, intermediate: int, bytes_per_number: int
 ) -> float:
-    """Bytes that `RewardNetwork` takes at its peak besides its weights: of the vision tower, or of the language model.
+    """Return the peak bytes of `RewardNetwork`, excluding its weights: of its vision tower or its language model.
 
-    Counted on the operations of both: a patch takes 17 of the tower's 1280 numbers, its pixels in fp32 and in the dtype of
-    computation, and its rotary angles; a token 5 hidden states and 3 of the feed-forward layer.
+    Counted on the operations of both: a patch takes 17 of the tower's 1280 numbers, its pixels in fp32 and in the dtype
+    of computation, and its rotary angles; a token 5 hidden states and 3 of the feed-forward layer.
 
     Args:
         patches: of each row's videos or images.
-        rows: that are judged at once.
-        text_tokens: of a row's question, about.
+        rows: scored at once.
+        text_tokens: approximate number in a row's question.
         hidden, intermediate: of the language model.
-        bytes_per_number: as it computes.
+        bytes_per_number: of the dtype of computation.
     """
-    seen = rows * patches * ((17 * 1280 + 1176) * bytes_per_number + 1176 * 4 + 640)
-    read = rows * (patches / MERGE**2 + text_tokens) * (5 * hidden + 3 * intermediate) * bytes_per_number
-    return max(seen, read)
+    vision_bytes = rows * patches * ((17 * 1280 + 1176) * bytes_per_number + 1176 * 4 + 640)
+    language_bytes = rows * (patches / MERGE**2 + text_tokens) * (5 * hidden + 3 * intermediate) * bytes_per_number
+    return max(vision_bytes, language_bytes)
 
 
 class Judge:
-    """A reward model that is asked a question about videos or images, and judges at the marks in it."""
+    """A reward model that is asked a question about videos or images, and scores them at the marks in it."""
 
     def __init__(self, base: Path, *, question: str, vision: str, marks: Sequence[str], device: str) -> None:
         """Args:
-            base: folder with the configuration and tokenizer of the Qwen2-VL that was finetuned.
-            question: the words of its training, with `{text_prompt}` where the prompt belongs.
-            vision: what is judged: `video` or `image`.
-            marks: names of the tokens at which it judges.
+            base: folder with the configuration and tokenizer of the finetuned Qwen2-VL.
+            question: the text of its training, with `{text_prompt}` in place of the prompt.
+            vision: the input, `video` or `image`.
+            marks: names of the tokens whose states it scores.
             device: see `torch_device`.
 
         Raises:
@@ -115,9 +115,9 @@ class Judge:
         """Load the network of a checkpoint.
 
         Args:
-            state: tensors as `backbone_names` names them, adapters merged.
+            state: tensors with the names of `backbone_names`, adapters merged.
             head: the head on the meta device; the checkpoint has its weights under `rm_head.`.
-            dtype: of everything but the head.
+            dtype: of all tensors but those of the head.
             source: the checkpoint, for messages.
 
         Raises:
@@ -128,9 +128,11 @@ class Judge:
                 f"transformers {transformers.__version__} builds Qwen2-VL in another way than 5.23, with which this "
                 "reward is tested: pip install -U transformers"
             )
-        own = {name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")}
+        head_state = {
+            name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")
+        }
         try:
-            head.load_state_dict(own, assign=True)
+            head.load_state_dict(head_state, assign=True)
         except RuntimeError as error:
             raise ValueError(f"{source}: {error}") from error
         if _EMBEDDINGS in state:
@@ -138,22 +140,26 @@ class Judge:
             rows = len(state[_EMBEDDINGS])
             if self.marks != list(range(rows - len(self.marks), rows)):
                 raise ValueError(
-                    f"{source} was trained with tokens numbered to {rows - 1}, but with the tokenizer of {self.base} the"
-                    f" reward tokens have the ids {self.marks}: it is not the tokenizer of training"
+                    f"{source} was trained with tokens numbered to {rows - 1}, but with the tokenizer of {self.base}"
+                    f" the reward tokens have the ids {self.marks}: it is not the tokenizer of training"
                 )
             self.config.text_config.vocab_size = rows
         backbone = build(modeling_qwen2_vl.Qwen2VLModel, self.config, state, dtype=dtype, source=source)
         self.network = RewardNetwork(backbone, head).to(self.device)
 
     def tokens(self, prompts: Sequence[str], *, grid: Tensor) -> Tensor:
-        """Token ids `[B, L]` of the question about videos or images with this grid, one prompt each."""
-        seen = int(grid.prod()) // MERGE**2
-        texts = [chat(self.placeholder, seen, self.question.replace("{text_prompt}", prompt)) for prompt in prompts]
-        return tokenise(self.tokenizer, texts, expected={self.vision_token: seen, **dict.fromkeys(self.marks, 1)})
+        """Return token ids `[B, L]` of the question about videos or images with this grid, one prompt each."""
+        vision_tokens = int(grid.prod()) // MERGE**2
+        texts = [
+            chat(self.placeholder, vision_tokens, self.question.replace("{text_prompt}", prompt)) for prompt in prompts
+        ]
+        return tokenise(
+            self.tokenizer, texts, expected={self.vision_token: vision_tokens, **dict.fromkeys(self.marks, 1)}
+        )
 
     @torch.no_grad()
     def outputs(self, prompts: Sequence[str], patches: Tensor, grids: Tensor) -> Tensor:
-        """The head's outputs at each mark, `[B, marks, outputs]` fp32; see `patches_of` for what is judged."""
+        """Return the head's outputs at each mark, `[B, marks, outputs]` fp32; see `to_patches` for the patches."""
         inputs = (self.tokens(prompts, grid=grids[0]), patches, grids)
         return self.network(
             *(tensor.to(self.device) for tensor in inputs), vision_token=self.vision_token, marks=self.marks
@@ -161,13 +167,13 @@ class Judge:
 
 
 def backbone_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names that `Qwen2VLModel` gives them, and the head's under `rm_head.`; no output layer."""
+    """Return tensors with the names of `Qwen2VLModel`, the head's under `rm_head.`, without the output layer."""
     renamed = {}
     for name, tensor in state.items():
         name = name.removeprefix("base_model.model.")
         for pattern, tower in _TOWERS:
-            name, found = pattern.subn(tower, name)
-            if found:
+            name, match_count = pattern.subn(tower, name)
+            if match_count:
                 break
         if not name.startswith("lm_head."):
             renamed[name] = tensor
@@ -177,12 +183,12 @@ def backbone_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def merge_adapter(
     state: Mapping[str, Tensor], *, alpha: float, rank_stabilised: bool, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Weights with their LoRA matrices added in fp32, the sums then in `dtype`.
+    """Return weights with their LoRA matrices added in fp32, the sums then in `dtype`.
 
     `W + alpha / r B A` of LoRA (Hu et al., 2021), or `W + alpha / sqrt(r) B A` of its rank-stabilised form.
 
     Raises:
-        ValueError: a matrix without its partner or without the weight that it changes.
+        ValueError: a matrix lacks its partner or the weight that it changes.
     """
     merged: dict[str, Tensor] = {}
     matrices: dict[str, dict[str, Tensor]] = {}
@@ -202,10 +208,10 @@ def merge_adapter(
 
 
 def base_config(base: Path) -> Any:
-    """Configuration of the Qwen2-VL in a folder.
+    """Load the configuration of the Qwen2-VL in a folder.
 
     Raises:
-        ValueError: there is none, or it is of another model.
+        ValueError: there is none, or it belongs to another model.
     """
     if not (base / "config.json").is_file():
         raise ValueError(f"{base} holds no config.json; base= wants a folder or hub id of Qwen2-VL")
@@ -216,7 +222,10 @@ def base_config(base: Path) -> Any:
 
 
 def base_weights(base: Path, *, rows: int) -> dict[str, Tensor]:
-    """Weights of the Qwen2-VL in a folder as `backbone_names` names them, the embeddings cut to so many tokens."""
+    """Load the weights of the Qwen2-VL in a folder, with the names of `backbone_names`.
+
+    The embeddings are cut to `rows` tokens.
+    """
     state = backbone_names(read_sharded(base))
     if _EMBEDDINGS in state:
         state[_EMBEDDINGS] = state[_EMBEDDINGS][:rows]
@@ -233,7 +242,7 @@ class _VisionRotary(nn.Module):
         self.register_buffer("frequencies", frequencies.bfloat16(), persistent=False)
 
     def forward(self, states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[N, head size]` of rows and columns `position_ids [N, 2]`."""
+        """Return cosines and sines `[N, head size]` of rows and columns `position_ids [N, 2]`."""
         angles = (position_ids[:, :, None].bfloat16() * self.frequencies.bfloat16()).flatten(1)
         angles = torch.cat([angles, angles], dim=1)
         return angles.cos().float(), angles.sin().float()

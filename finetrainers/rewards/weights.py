@@ -1,4 +1,4 @@
-"""Weights of learned rewards: from hub ids or paths, read without running any code from them."""
+"""Weights of learned rewards: from Hub ids or paths, read without running any code from them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of an option: `auto` is this process's GPU if there is one, else the CPU.
+    """Return the device of an option: `auto` is this process's GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: there is no such device here.
+        ValueError: this process has no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,10 +36,10 @@ def torch_device(name: str) -> torch.device:
 
 
 def check_device(name: str) -> str:
-    """Return a name of a device that torch knows; whether this machine has it is another question.
+    """Return a device name that torch knows, whether or not this machine has the device.
 
     Raises:
-        ValueError: torch knows none of this name.
+        ValueError: torch does not know the name.
     """
     try:
         _ = name == "auto" or torch.device(name)
@@ -49,7 +49,7 @@ def check_device(name: str) -> str:
 
 
 def check_path(path: str) -> str:
-    """A path that exists, or could be a hub id.
+    """Return a path that exists, or could be a Hub id.
 
     Raises:
         ValueError: it cannot be either.
@@ -62,17 +62,17 @@ def check_path(path: str) -> str:
 #: Bytes of a number.
 WIDTHS: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-#: The option of a reward that says where its weights are; checked before anything is loaded.
+#: Option with the path of a reward's weights; checked before anything is loaded.
 WeightsPath = Annotated[str, AfterValidator(check_path)]
-#: `auto`, or a device of torch.
+#: Option with `auto` or a device of torch.
 Device = Annotated[str, AfterValidator(check_device)]
 
 
 def fetch(path: str, *, files: Sequence[str]) -> Path:
-    """The file or folder at `path`; for a hub id, a folder with those of its files that match the patterns `files`.
+    """Return the file or folder at `path`, or for a Hub id a folder with its files that match the patterns `files`.
 
     Raises:
-        ValueError: there is no such file or folder, nor such a repository on the hub.
+        ValueError: there is no such file or folder, nor such a repository on the Hub.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -88,7 +88,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
 
 
 def on_disk(path: str) -> Path | None:
-    """The file or folder at `path`, or what the hub's cache holds of a hub id; None: nothing. It asks no hub."""
+    """Return the file or folder at `path`, or the cached folder of a Hub id, or None. It does not contact the Hub."""
     local = Path(path).expanduser()
     if local.exists():
         return local
@@ -104,29 +104,29 @@ def on_disk(path: str) -> Path | None:
 
 
 def fetch_file(path: str, *, names: Sequence[str]) -> Path:
-    """The file at `path`, or the first of `names` that the folder or hub repository `path` holds.
+    """Return the file at `path`, or the first of `names` in the folder or Hub repository `path`.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither exists.
     """
-    found = fetch(path, files=names)
-    if found.is_file():
-        return found
+    local_path = fetch(path, files=names)
+    if local_path.is_file():
+        return local_path
     for name in names:
-        if (found / name).is_file():
-            return found / name
-    raise ValueError(f"{found} holds none of: {', '.join(names)}")
+        if (local_path / name).is_file():
+            return local_path / name
+    raise ValueError(f"{local_path} holds none of: {', '.join(names)}")
 
 
 def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Named tensors of a safetensors file, or of a torch file that holds nothing but tensors and plain values.
+    """Read named tensors of a safetensors file, or of a torch file with only tensors and plain values.
 
     Args:
         path: the file.
-        within: keys under which a torch file may keep the tensors; what else it holds is then left alone.
+        within: keys under which a torch file may keep the tensors; its other content is then ignored.
 
     Raises:
-        ValueError: the file could run code, or holds other things.
+        ValueError: the file could run code, or has other content.
     """
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -147,7 +147,7 @@ def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]
 
 
 def read_sharded(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors files of a model folder.
+    """Read all tensors of the safetensors files of a model folder.
 
     Raises:
         ValueError: it has none.
@@ -158,55 +158,59 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
 
-def check_names(found: Iterable[str], wanted: Iterable[str], *, source: Path) -> None:
+def check_names(present: Iterable[str], expected: Iterable[str], *, source: Path) -> None:
     """Check that a checkpoint has exactly the tensors of a network.
 
     Raises:
-        ValueError: some are missing or left over; a few are named.
+        ValueError: some are missing or left over; the message names a few.
     """
-    missing, unexpected = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-    parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("also has", unexpected)) if names]
+    missing, unexpected = sorted(set(expected) - set(present)), sorted(set(present) - set(expected))
+    parts = [f"{verb} {_list_names(names)}" for verb, names in (("lacks", missing), ("also has", unexpected)) if names]
     if parts:
         raise ValueError(f"{source} does not fit the network: it {' and '.join(parts)}")
 
 
 def build(cls: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> Any:
-    """A transformers model of this configuration that holds exactly these weights.
+    """Build a transformers model of this configuration with exactly these weights.
 
     Raises:
-        ValueError: names or shapes differ from what the configuration makes.
+        ValueError: names or shapes differ from those of the configuration.
     """
     with torch.device("meta"):
-        wanted = cls(config).state_dict()
-    check_names(state, wanted, source=source)
-    wrong = [name for name, tensor in state.items() if tensor.shape != wanted[name].shape]
-    if wrong:
-        example = f"{tuple(state[wrong[0]].shape)}, not {tuple(wanted[wrong[0]].shape)}"
-        raise ValueError(f"{source} does not fit the network: sizes of {_some(wrong)} differ, the first is {example}")
+        expected = cls(config).state_dict()
+    check_names(state, expected, source=source)
+    mismatched = [name for name, tensor in state.items() if tensor.shape != expected[name].shape]
+    if mismatched:
+        example = f"{tuple(state[mismatched[0]].shape)}, not {tuple(expected[mismatched[0]].shape)}"
+        raise ValueError(
+            f"{source} does not fit the network: sizes of {_list_names(mismatched)} differ, the first is {example}"
+        )
     model = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 
 def load_pretrained(cls: Any, path: str, *, dtype: torch.dtype) -> Any:
-    """A transformers model from a hub id or folder that has all of its weights, ready to score.
+    """Load a transformers model from a Hub id or folder that has all of its weights, ready to score.
 
     Raises:
-        ValueError: there is no such path, or weights are missing; transformers would make them up.
+        ValueError: there is no such path, or weights are missing, which transformers would initialize at random.
     """
     check_path(path)
-    model, found = cls.from_pretrained(
+    model, loading_info = cls.from_pretrained(
         path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, trust_remote_code=False
     )
-    if found["missing_keys"]:
-        raise ValueError(f"{path} does not fit {cls.__name__}: it lacks {_some(sorted(found['missing_keys']))}")
+    if loading_info["missing_keys"]:
+        raise ValueError(
+            f"{path} does not fit {cls.__name__}: it lacks {_list_names(sorted(loading_info['missing_keys']))}"
+        )
     return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a hub id or folder.
+    """Load the tokenizer of a Hub id or folder.
 
     Raises:
-        ValueError: there is none, or it needs code of its own, which is never run.
+        ValueError: there is none, or it needs code from its repository, which is never run.
     """
     from transformers import AutoTokenizer
 
@@ -215,7 +219,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def load_settings(cls: Any, path: str | Path) -> Any:
-    """A transformers configuration or processor (`cls`) of a hub id or folder.
+    """Load a transformers configuration or processor (`cls`) of a Hub id or folder.
 
     Raises:
         ValueError: see `load_tokenizer`.
@@ -226,6 +230,6 @@ def load_settings(cls: Any, path: str | Path) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _list_names(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest

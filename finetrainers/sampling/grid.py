@@ -1,4 +1,4 @@
-"""Samples side by side: a contact sheet, and a part of an HTML page with the videos themselves."""
+"""Samples side by side: a contact sheet, and an HTML fragment with the videos."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TEMPLATES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Cell:
-    """A clip, or why there is none.
+    """A clip, or the reason why there is none.
 
     Attributes:
-        video: its file; None: there is none.
-        facts: what is told when it is enlarged, by name.
-        problem: why there is no video; empty: nobody asked for it.
-        caption: what stands below it.
+        video: its file, or None without a clip.
+        facts: shown when it is enlarged, by name.
+        problem: reason why there is no video; empty if none was requested.
+        caption: text below it.
     """
 
     video: Path | None
@@ -60,9 +60,9 @@ class Grid:
     Attributes:
         columns: their headings.
         groups: of rows.
-        missing: what stands where there is no clip.
-        widest: pixels of a clip's width at first.
-        open: how many groups are seen before the others are asked for.
+        missing: text in place of a missing clip.
+        widest: initial maximum width of a clip, in pixels.
+        open: number of groups that are initially unfolded.
     """
 
     columns: Sequence[str]
@@ -73,12 +73,12 @@ class Grid:
 
     @property
     def cells(self) -> list[Cell]:
-        """All of them."""
+        """All cells, by group and row."""
         return [cell for group in self.groups for row in group.rows for cell in row.cells]
 
 
 def sheet(grid: Grid) -> Image.Image:
-    """The contact sheet of a grid: of each clip the middle frame, over a strip of its frames."""
+    """Return the contact sheet of a grid: the middle frame of each clip, over a strip of its frames."""
     groups = [
         (
             f"{shortened(' '.join(group.heading.split()), 400)}\n{group.note}",
@@ -97,7 +97,7 @@ def _tile(cell: Cell) -> Tile:
 
 
 def grid_html(grid: Grid) -> Markup:
-    """A part of a page: the grid with its videos within it, and what plays them. The page has to include `head.html`."""
+    """Return an HTML fragment: the grid with its videos and their player. The page has to include `head.html`."""
     return Markup(render_page(_TEMPLATES / "grid.html", filters={"data_url": _data_url}, grid=grid))
 
 
@@ -105,13 +105,13 @@ def page(
     grid: Grid, *, title: str, facts: Sequence[tuple[str, str]], problems: Sequence[str] = (),
     table: Sequence[Sequence[str]] = (),
 ) -> str:  # fmt: skip
-    """A whole page that needs no other file and no network.
+    """Return a page that needs no other file and no network.
 
     Args:
         grid: the clips.
         title: of the page.
-        facts: what all clips have in common, by name.
-        problems: what went wrong.
+        facts: of all clips, by name.
+        problems: of clips.
         table: numbers below the grid; its first row and its first column are headings.
     """
     return render_page(

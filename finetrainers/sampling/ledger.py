@@ -1,4 +1,4 @@
-"""The ledger of a folder of samples: one JSON line for each clip, so that a second call draws only what is missing."""
+"""Ledger of a folder of samples: one JSON line for each clip, so that a second call samples only missing ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "ledger"
 
 
 class Ledger:
-    """What has been drawn into a folder. Each process writes a file of its own, and reads those of all."""
+    """Index of the clips in a folder. Each process writes a separate file, and reads those of all."""
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
         self.folder = folder
@@ -34,13 +34,13 @@ class Ledger:
             self._files[key] = name
 
     def find(self, sample: Sample) -> Path | None:
-        """The file of a clip that is there."""
+        """Return the file of a clip, or None if it does not exist."""
         name = self._files.get(sample.key)
         return None if name is None else self.folder / name
 
     def names(self, plan: SamplePlan, samples: list[Sample]) -> dict[str, str]:
-        """File names of clips by key; none of them is a name that another clip has."""
-        found: dict[str, str] = {}
+        """Return file names of clips by key; no name belongs to another clip."""
+        names_by_key: dict[str, str] = {}
         for sample in samples:
             stem, number = plan.stem(sample), 1
             name = f"{stem}.mp4"
@@ -50,8 +50,8 @@ class Ledger:
                 number += 1
                 name = f"{stem}-{number}.mp4"
             self._names[name] = sample.key
-            found[sample.key] = name
-        return found
+            names_by_key[sample.key] = name
+        return names_by_key
 
     def add(self, sample: Sample, name: str, *, seconds: float) -> None:
         """Record a clip whose file is written."""

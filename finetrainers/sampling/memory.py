@@ -1,4 +1,4 @@
-"""The memory that sampling takes, estimated, and whether parts of the model wait in host memory for it."""
+"""Estimated memory of sampling, and the choice whether idle components wait in host memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .plan import SamplePlan
 
 
 def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
-    """Bytes on the device at the peak of denoising and decoding, without a LoRA's own weights."""
+    """Return the bytes on the device at the peak of denoising and decoding, without a LoRA's own weights."""
     config, sizes = plan.config, plan.sizes
     widest = config.model.transformer_dtype
-    if any(one.weights.kind == "full" and one.weights.is_checkpoint for one in plan.variants):
+    if any(v.weights.kind == "full" and v.weights.is_checkpoint for v in plan.variants):
         widest = "fp32" if trainable_dtype(config) == torch.float32 else "bf16"
     # Nothing is trained, and text encoders are freed before the network is loaded.
     tables = {
@@ -40,18 +40,19 @@ def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
 
 
 def offloads(plan: SamplePlan, spec: ModelSpec, *, device: torch.device) -> tuple[bool, str]:
-    """Whether parts of the model that are not in use wait in host memory, as asked for or as it would not fit otherwise.
+    """Return whether idle components wait in host memory: as the option says, or else if sampling would not fit.
 
     Returns:
-        That, and what to tell the user; empty: nothing.
+        The choice, and a note for the user, which may be empty.
     """
-    asked = plan.config.validation.enable_model_cpu_offload
-    if asked is not None or device.type != "cuda":
-        return bool(asked), ""
-    planned, has = sampling_bytes(plan, spec), torch.cuda.mem_get_info(device)[1]
-    if fits(planned, has):
+    option = plan.config.validation.enable_model_cpu_offload
+    if option is not None or device.type != "cuda":
+        return bool(option), ""
+    planned, total = sampling_bytes(plan, spec), torch.cuda.mem_get_info(device)[1]
+    if fits(planned, total):
         return False, ""
     return True, (
-        f"note: parts of the model that are not in use wait in host memory: about {file_size(reserved(planned))} are needed otherwise, and "
-        f"the GPU has {file_size(has)} (--no-enable_model_cpu_offload)"
+        f"note: parts of the model that are not in use wait in host memory: "
+        f"about {file_size(reserved(planned))} are needed otherwise, and the GPU has {file_size(total)} "
+        "(--no-enable_model_cpu_offload)"
     )

@@ -1,4 +1,4 @@
-"""Which clips `finetrainers sample` draws, checked before anything is loaded. Imports no torch."""
+"""Plan of `finetrainers sample`: the clips to sample, checked before anything is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from finetrainers.utils.video import slug
 from .weights import BASE, Target, Weights, find_target, in_order, named_apart, under
 
 Size = tuple[int, int, int]
-#: Options of a run that no pixel depends on, or that are named by what they lead to.
+#: Options of a run that no pixel depends on, or that other facts stand for.
 _WITHOUT_EFFECT = ("enable_model_cpu_offload", "verbose", "cache_dir")
 
 
@@ -43,8 +43,8 @@ class Variant:
     """A column: weights, and the scale of a LoRA.
 
     Attributes:
-        label: tells it from the other columns.
-        name: what it is called in file names.
+        label: distinguishes it from the other columns.
+        name: of the column in file names.
     """
 
     weights: Weights
@@ -55,12 +55,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sample:
-    """One clip.
+    """A clip to sample.
 
     Attributes:
         prompt: index of its prompt.
-        key: digest of everything that decides over its frames.
-        facts: that, and what else is recorded.
+        key: digest of everything that determines its frames.
+        facts: everything that determines its frames, and further facts to record.
     """
 
     variant: Variant
@@ -72,18 +72,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What is drawn, checked.
+    """A checked plan of samples.
 
     Attributes:
-        given: what is sampled, as the user named it.
-        config: the model and how it computes; its `validation` has steps, guidance and frame rate.
+        given: sampled runs, checkpoints, LoRA files or models, as the user named them.
+        config: of the model and its computation; its `validation` has steps, guidance and frame rate.
         family, facts: of the model.
         prompts: all with a size.
         variants: the columns.
         seeds: of each prompt.
         negative: the negative prompt.
         output_dir: where clips are written.
-        warnings: what the user should know.
+        warnings: for the user.
     """
 
     given: Sequence[str]
@@ -108,10 +108,10 @@ class SamplePlan:
         return list(dict.fromkeys(prompt.size for prompt in self.prompts if prompt.size is not None))
 
     def samples(self) -> list[Sample]:
-        """All clips, by column, then by prompt, then by seed."""
+        """Return all clips, by column, then by prompt, then by seed."""
         common = self._common()
         images = [_content(prompt) for prompt in self.prompts]
-        found = []
+        samples = []
         for variant in self.variants:
             for index, prompt in enumerate(self.prompts):
                 for seed in self.seeds:
@@ -124,97 +124,107 @@ class SamplePlan:
                     text = json.dumps(facts, sort_keys=True)
                     key = hashlib.sha256(text.encode()).hexdigest()[:20]
                     facts["column"], facts["path"] = variant.name, str(weights.path or "")
-                    found.append(Sample(variant, index, seed, key, facts))
-        return found
+                    samples.append(Sample(variant, index, seed, key, facts))
+        return samples
 
     def stem(self, sample: Sample) -> str:
-        """The name of a clip's file, without its ending."""
+        """Return the file name of a clip, without its suffix."""
         return f"{slug(self.prompts[sample.prompt].prompt)}_{sample.variant.name}_seed-{sample.seed}"
 
     def _common(self) -> dict[str, Any]:
-        """What decides over the frames of all clips: the model's files, and how it computes."""
+        """Return the facts that determine the frames of all clips: the model's files, and the options."""
         config, validation = self.config, self.config.validation
         plain = config.plain()
-        places = {name: plain[name] for name in options_of_runs() if name not in _WITHOUT_EFFECT}
+        options = {name: plain[name] for name in options_of_runs() if name not in _WITHOUT_EFFECT}
         model = config.model
         digests = [text_encoders_digest(model), vae_digest(model)]
-        digests += [] if all(one.weights.kind == "full" for one in self.variants) else [transformer_digest(model)]
-        if None not in digests:  # then it does not matter where they are
-            places = {name: value for name, value in places.items() if not name.endswith(("_id", "_or_path"))}
+        digests += (
+            [] if all(variant.weights.kind == "full" for variant in self.variants) else [transformer_digest(model)]
+        )
+        if None not in digests:  # then their paths do not matter
+            options = {name: value for name, value in options.items() if not name.endswith(("_id", "_or_path"))}
         return {
-            "model": digests, "options": {name: value for name, value in places.items() if value is not None},
+            "model": digests, "options": {name: value for name, value in options.items() if value is not None},
             "num_inference_steps": validation.validation_inference_steps,
             "guidance_scale": validation.validation_guidance_scale, "frame_rate": self.frame_rate,
             "negative_prompt": self.negative,
         }  # fmt: skip
 
 
-def plan_samples(given: Sequence[str], options: SampleSection, flags: Given) -> SamplePlan:
-    """Find out what to draw, and check it.
+def plan_samples(names: Sequence[str], options: SampleSection, flags: Given) -> SamplePlan:
+    """Plan the clips to sample, and check the plan.
 
     Args:
-        given: runs, checkpoints, LoRA files or models.
+        names: of runs, checkpoints, LoRA files or models.
         options: of the command.
         flags: options of a run that override its own.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems, at once.
     """
-    found = Findings()
-    found.errors += _launcher_problems()
-    targets = named_apart(in_order(_targets(given, options, found)))
-    if len(targets) < len(given):
-        raise ConfigError(found.errors)
-    return plan_targets(given, targets, options, flags, found)
+    findings = Findings()
+    findings.errors += _launcher_problems()
+    targets = named_apart(in_order(_targets(names, options, findings)))
+    if len(targets) < len(names):
+        raise ConfigError(findings.errors)
+    return plan_targets(names, targets, options, flags, findings)
 
 
 def plan_targets(
-    given: Sequence[str], targets: Sequence[Target], options: SampleSection, flags: Given, found: Findings, *,
+    names: Sequence[str], targets: Sequence[Target], options: SampleSection, flags: Given, findings: Findings, *,
     fixed_size: bool = False,
 ) -> SamplePlan:  # fmt: skip
-    """Plan samples of what has been found.
+    """Plan samples of targets.
 
     Args:
-        given, options, flags: see `plan_samples`.
+        names, options, flags: see `plan_samples`.
         targets: with weights whose labels differ.
-        found: what is known to be wrong.
-        fixed_size: whether the size of the options replaces those of prompts, whoever gave them.
+        findings: problems found so far.
+        fixed_size: replace all sizes of prompts by the size of the options.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems, at once.
     """
-    config = _one_model(targets, flags, found)
+    config = _one_model(targets, flags, findings)
     if config is None:
-        raise ConfigError(found.errors)
+        raise ConfigError(findings.errors)
     try:
         config, family = resolve_family(config)
     except ConfigError as error:
-        raise ConfigError([*found.errors, *error.problems]) from None
-    check_paths(config, found)
-    for weights in [] if found.errors else dict.fromkeys(one.weights for one in targets):
-        found.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
-    found.errors[:] = dict.fromkeys(found.errors)
-    if found.errors:  # a model that is not there says nothing of its sizes
-        raise ConfigError(found.errors)
+        raise ConfigError([*findings.errors, *error.problems]) from None
+    check_paths(config, findings)
+    for weights in [] if findings.errors else dict.fromkeys(target.weights for target in targets):
+        findings.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
+    findings.errors[:] = dict.fromkeys(findings.errors)
+    if findings.errors:  # without the model's files, its sizes are unknown
+        raise ConfigError(findings.errors)
     _fetch(family, config)
     facts = family.facts_of(config.model)
-    config, prompts = _prompts(config, options, targets[0], found, fixed_size=fixed_size)
-    _check(config, facts, prompts, options, targets, found)
-    variants = _variants(targets, options, found)
+    config, prompts = _prompts(config, options, targets[0], findings, fixed_size=fixed_size)
+    _check(config, facts, prompts, options, targets, findings)
+    variants = _variants(targets, options, findings)
     output_dir = options.output_dir or _default_place(targets[0])
     if (problem := folder_problem(output_dir)) is not None or (problem := samples_problem(output_dir)) is not None:
-        found.error("output_dir", problem)
-    if found.errors:
-        raise ConfigError(_renamed(found.errors))
+        findings.error("output_dir", problem)
+    if findings.errors:
+        raise ConfigError(_renamed(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
     return SamplePlan(
-        given, config, family, facts, prompts, variants, range(first, first + options.num), options.negative_prompt, output_dir,
-        [*_warnings(config, prompts), *found.warnings],
-    )  # fmt: skip
+        names,
+        config,
+        family,
+        facts,
+        prompts,
+        variants,
+        range(first, first + options.num),
+        options.negative_prompt,
+        output_dir,
+        [*_warnings(config, prompts), *findings.warnings],
+    )
 
 
 def _launcher_problems() -> Iterator[Problem]:
-    """Prompts are divided among processes that each hold the whole network."""
+    """Yield a problem if the launcher splits the network, since each process samples with all of it."""
     options = with_launcher(ParallelSection())
     if options.fsdp is not None or options.deepspeed:
         kind = "DeepSpeed" if options.deepspeed else "FSDP2"
@@ -224,67 +234,73 @@ def _launcher_problems() -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _targets(given: Sequence[str], options: SampleSection, found: Findings) -> list[Target]:
+def _targets(names: Sequence[str], options: SampleSection, findings: Findings) -> list[Target]:
     targets = []
-    for one in given:
+    for name in names:
         try:
-            targets.append(find_target(one, use_ema=not options.no_ema))
+            targets.append(find_target(name, use_ema=not options.no_ema))
         except ConfigError as error:
-            found.errors += error.problems
+            findings.errors += error.problems
         except ValueError as error:
-            found.errors.append(Problem("TARGET", str(error)))
+            findings.errors.append(Problem("TARGET", str(error)))
     return targets
 
 
-def _one_model(targets: Sequence[Target], flags: Given, found: Findings) -> TrainConfig | None:
-    """The configuration that all of them are sampled with, without what concerns training; None, and errors, if there is none."""
-    known = [one for one in targets if one.source.values]
+def _one_model(targets: Sequence[Target], flags: Given, findings: Findings) -> TrainConfig | None:
+    """Return the one configuration of all targets without training options, or None, with errors, if there is none."""
+    with_source = [target for target in targets if target.source.values]
     configs = []
-    for target in known or targets[:1]:
-        given = Given(dict(flags.values), dict(flags.where), list(flags.problems))
+    for target in with_source or targets[:1]:
+        overrides = Given(dict(flags.values), dict(flags.where), list(flags.problems))
         try:
-            configs.append(build_config([target.source, given]))
+            configs.append(build_config([target.source, overrides]))
         except ConfigError as error:
-            unknown = not known and "pretrained_model_name_or_path" not in flags.values
+            unknown = not with_source and "pretrained_model_name_or_path" not in flags.values
             hint = f"the base model of {target.given} is not known; name it"
-            found.errors += [
+            findings.errors += [
                 Problem("--pretrained_model_name_or_path", hint)
                 if unknown and "is required" in problem.message
                 else problem
                 for problem in error.problems
             ]
             return None
-    for target, other in zip(known, configs, strict=False):
+    for target, other in zip(with_source, configs, strict=False):
         differing = [
             name for name in options_of_runs()
             if name not in (*_WITHOUT_EFFECT, "model_name") and other.get(name) != configs[0].get(name)
         ]  # fmt: skip
         if differing:
             name = differing[0]
-            found.errors.append(Problem(
-                "TARGET", f"{target.given} has {name} {other.get(name)}, and {known[0].given} {configs[0].get(name)}; sample "
-                f"them one after the other, or give --{name} for both",
-            ))  # fmt: skip
+            findings.errors.append(
+                Problem(
+                    "TARGET",
+                    f"{target.given} has {name} {other.get(name)}, and {with_source[0].given} {configs[0].get(name)}; "
+                    f"sample them one after the other, or give --{name} for both",
+                )
+            )
     return configs[0].model_copy(update={"parallel": ParallelSection()})
 
 
 def _fetch(family: Family, config: TrainConfig) -> None:
-    """Bring the configs of a model on the hub onto this disk.
+    """Download the configs of a model on the Hub.
 
     Raises:
-        ConfigError: they cannot be had.
+        ConfigError: they are neither on this disk nor can be downloaded.
     """
     fetched = family.fetch_configs(config.model)
     if fetched.missing:
-        message = f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}; {fetched.way_out}, or give a directory"
+        message = (
+            f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}; "
+            f"{fetched.way_out}, or give a directory"
+        )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
 
 
 def _prompts(
-    config: TrainConfig, options: SampleSection, target: Target, found: Findings, *, fixed_size: bool
+    config: TrainConfig, options: SampleSection, target: Target, findings: Findings, *, fixed_size: bool
 ) -> tuple[TrainConfig, list[ValidationPrompt]]:
-    """The prompts, each with a size, and the configuration with how they are sampled as its validation."""
-    own, section = options.prompts is None, config.validation
+    """Return the configuration with sampling settings as its validation, and the prompts, each with a size."""
+    use_run_prompts, section = options.prompts is None, config.validation
     values: dict[str, Any] = {
         "validation_inference_steps": options.num_inference_steps or section.validation_inference_steps,
         "validation_frame_rate": options.frame_rate or section.validation_frame_rate,
@@ -292,31 +308,31 @@ def _prompts(
     }  # fmt: skip
     if options.guidance_scale is not None:
         values["validation_guidance_scale"] = options.guidance_scale
-    if not own:
+    if not use_run_prompts:
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     section = section.model_copy(update=values)
     if section.validation_prompts is None:
-        found.error(
+        findings.error(
             "prompts", "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
         )
         return _with(config, section), []
     try:
         count = len(parse_validation_prompts(section))
     except ConfigError as error:
-        found.errors += error.problems
+        findings.errors += error.problems
         return _with(config, section), []
     for medium, name in MEDIA_OPTIONS.items():
-        if (media := getattr(options, medium)) is not None:
+        if (text := getattr(options, medium)) is not None:
             separator = section.validation_separator
-            one_for_all = separator not in media
-            value = separator.join([media] * count) if one_for_all else media
+            one_for_all = separator not in text
+            value = separator.join([text] * count) if one_for_all else text
             section = section.model_copy(update={name: value})
     config = _with(config, section)
-    prompts = read_prompts(config, found)
+    prompts = read_prompts(config, findings)
     size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:
-        found.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768")
-    override = (own or fixed_size) and options.size is not None
+        findings.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768")
+    override = (use_run_prompts or fixed_size) and options.size is not None
     return config, [prompt.model_copy(update={"size": size if override else prompt.size or size}) for prompt in prompts]
 
 
@@ -325,11 +341,15 @@ def _with(config: TrainConfig, section: Section) -> TrainConfig:
 
 
 def size_of_run(config: TrainConfig, target: Target) -> Size | None:
-    """The size that the run's validation samples: the largest that it trains on."""
+    """Return the size of the run's validation samples, the largest that it trains on, or None if it is unknown."""
     sizes: list[Size] = []
     if target.home is not None and (target.home / "manifest.jsonl").is_file():
         records, _ = read_jsonl(target.home / "manifest.jsonl")
-        buckets = {str(one["bucket"]) for one in records if one.get("bucket") and one.get("use", "train") == "train"}
+        buckets = {
+            str(record["bucket"])
+            for record in records
+            if record.get("bucket") and record.get("use", "train") == "train"
+        }
         parts = [text.split("x") for text in buckets]
         sizes = [(int(p[0]), int(p[1]), int(p[2])) for p in parts if len(p) == 3 and all(map(str.isdecimal, p))]
     if not sizes and config.training.method in method_names():
@@ -338,50 +358,58 @@ def size_of_run(config: TrainConfig, target: Target) -> Size | None:
 
 
 def _check(
-    config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], options: SampleSection, targets: Sequence[Target],
-    found: Findings,
-) -> None:  # fmt: skip
+    config: TrainConfig,
+    facts: Facts,
+    prompts: list[ValidationPrompt],
+    options: SampleSection,
+    targets: Sequence[Target],
+    findings: Findings,
+) -> None:
     rules = check_sampling(config, facts=facts, prompts=prompts)
     device = likely_device_type()
     kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))
-    found.errors += [*rules.errors, *kernels.errors, *quantization_problems(config, device_type=device)]
+    findings.errors += [*rules.errors, *kernels.errors, *quantization_problems(config, device_type=device)]
     if prompts and prompts[0].size is not None:
-        check_prompt_videos(config, facts, prompts, prompts[0].size, found)
+        check_prompt_videos(config, facts, prompts, prompts[0].size, findings)
     scale = config.validation.validation_guidance_scale
     if options.negative_prompt and (facts.guidance is not None or (scale is not None and scale <= 1)):
-        why = (
+        reason = (
             "this model takes guidance as an input"
             if facts.guidance is not None
             else f"the guidance scale is {scale:g}"
         )
-        found.error(
-            "negative_prompt", f"has no effect: {why}, so that nothing is sampled for a second prompt; remove it"
+        findings.error(
+            "negative_prompt", f"has no effect: {reason}, so that nothing is sampled for a second prompt; remove it"
         )
     kinds = {target.weights.kind for target in targets}
     if options.lora_scale and "lora" not in kinds:
-        found.error("lora_scale", "has no effect: there is no LoRA; remove it")
+        findings.error("lora_scale", "has no effect: there is no LoRA; remove it")
     if options.compare and "base" in kinds:
-        found.error("compare", "is what is sampled already; remove it")
+        findings.error("compare", "is what is sampled already; remove it")
 
 
-def _variants(targets: Sequence[Target], options: SampleSection, found: Findings) -> list[Variant]:
-    """The columns: the base first, then all weights, each at all scales."""
+def _variants(targets: Sequence[Target], options: SampleSection, findings: Findings) -> list[Variant]:
+    """Return the columns: the base first, then all weights, each at all scales."""
     scales = list(dict.fromkeys(options.lora_scale or [1.0]))
     weights = list(dict.fromkeys(target.weights for target in targets))
     if len(weights) < len(targets):
-        found.warnings.append("some of the weights are named twice; they are sampled once")
+        findings.warnings.append("some of the weights are named twice; they are sampled once")
     has_base = BASE in weights or options.compare is not None or 0.0 in scales
-    found_variants = [Variant(BASE, 0.0, "base", "base")] if has_base else []
-    for one in weights:
-        if one.kind == "base":
+    variants = [Variant(BASE, 0.0, "base", "base")] if has_base else []
+    for column_weights in weights:
+        if column_weights.kind == "base":
             continue
-        for scale in [s for s in scales if s != 0] if one.kind == "lora" else [1.0]:
+        for scale in [s for s in scales if s != 0] if column_weights.kind == "lora" else [1.0]:
             several = len([s for s in scales if s != 0]) > 1
-            at = f"scale {scale:g}" if one.kind == "lora" and (several or scale != 1) else ""
-            label = ", ".join(part for part in (one.label if len(weights) > 1 or not at else "", at) if part)
-            name = slug(one.label) + (f"_scale-{scale:g}" if one.kind == "lora" else "")
-            found_variants.append(Variant(one, scale, label, name))
-    return found_variants
+            scale_label = f"scale {scale:g}" if column_weights.kind == "lora" and (several or scale != 1) else ""
+            label = ", ".join(
+                part
+                for part in (column_weights.label if len(weights) > 1 or not scale_label else "", scale_label)
+                if part
+            )
+            name = slug(column_weights.label) + (f"_scale-{scale:g}" if column_weights.kind == "lora" else "")
+            variants.append(Variant(column_weights, scale, label, name))
+    return variants
 
 
 def _default_place(target: Target) -> Path:
@@ -400,27 +428,27 @@ def _warnings(config: TrainConfig, prompts: Sequence[ValidationPrompt]) -> Itera
 
 
 def _content(prompt: ValidationPrompt) -> list[str]:
-    """What names the images and videos that a prompt brings: their content, or the address."""
+    """Return digests of a prompt's image and video files, or their addresses."""
 
-    def content(place: str | Path) -> str:
-        return file_sha256(Path(place)) if Path(place).is_file() else str(place)
+    def content(source: str | Path) -> str:
+        return file_sha256(Path(source)) if Path(source).is_file() else str(source)
 
-    found = [content(one) for one in (prompt.image, prompt.video) if one]
+    contents = [content(source) for source in (prompt.image, prompt.video) if source]
     if prompt.last_image:
-        found.append(f"last {content(prompt.last_image)}")
+        contents.append(f"last {content(prompt.last_image)}")
     if prompt.prefix:
         path, frames = prompt.prefix
-        found.append(f"prefix {frames} {content(path)}")
-    return found
+        contents.append(f"prefix {frames} {content(path)}")
+    return contents
 
 
 def _renamed(problems: Sequence[Problem]) -> list[Problem]:
-    """Problems under the names that options have here."""
-    found = []
+    """Return problems with the names that options have in this command."""
+    renamed = []
     for problem in problems:
         where, message = problem.where, problem.message
-        for name, ours in VALIDATION_NAMES.items():
-            where = f"--{ours}" if where == f"--{name}" else where
-            message = message.replace(f"--{name}", f"--{ours}").replace(name, f"--{ours}")
-        found.append(Problem(where, message.replace("each validation prompt", "each prompt")))
-    return found
+        for name, sample_name in VALIDATION_NAMES.items():
+            where = f"--{sample_name}" if where == f"--{name}" else where
+            message = message.replace(f"--{name}", f"--{sample_name}").replace(name, f"--{sample_name}")
+        renamed.append(Problem(where, message.replace("each validation prompt", "each prompt")))
+    return renamed

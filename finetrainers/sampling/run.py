@@ -1,4 +1,4 @@
-"""Draw the samples of a plan, on one process or several, and write clips, ledger, contact sheet and page."""
+"""Sampling of a plan, on one process or several, which writes clips, ledger, contact sheet and page."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drawn:
-    """What came of a plan.
+    """Result of a plan.
 
     Attributes:
         clips: files by key, of this call and of earlier ones.
-        new: how many this call has drawn.
-        problems: why clips are missing, by key.
-        sheet, page: the contact sheet and the page; None where not one clip is there, and on other processes than the first.
+        new: number of clips that this call has sampled.
+        problems: reasons for missing clips, by key.
+        sheet, page: the contact sheet and the page, or None without any clip and on other processes than the first.
     """
 
     clips: dict[str, Path]
@@ -58,10 +58,10 @@ class Drawn:
 
 
 def draw(plan: SamplePlan) -> Drawn:
-    """Draw what is missing, and write the sheet and the page of all; every process of a launcher must call it.
+    """Sample missing clips, and write the sheet and the page of all; every process of a launcher must call it.
 
     Raises:
-        ConfigError: weights do not belong to the model; another process uses the folder, or nothing can be written to it.
+        ConfigError: weights do not belong to the model, or the folder is in use or not writable.
     """
     check_weights(plan)
     with contextlib.closing(join(plan.config)) as parallel, exclusive(plan.output_dir, parallel):
@@ -72,17 +72,17 @@ def draw(plan: SamplePlan) -> Drawn:
 def draw_missing(
     plan: SamplePlan, parallel: Strategy, *, sampler: Sampler | None = None, encoded: EncodedPrompts | None = None
 ) -> Drawn:
-    """Draw what the ledger does not have, in a folder that nobody else uses.
+    """Sample the clips that the ledger lacks, in a folder that no other process uses.
 
     Args:
-        plan: whose weights have been checked.
+        plan: with checked weights.
         parallel: the processes that share the work.
-        sampler: what draws, and stays loaded; None: one for this call.
-        encoded: the plan's prompts and perhaps others; None: they are encoded here.
+        sampler: stays loaded after the call; by default, a new one for this call.
+        encoded: the plan's prompts and perhaps others; by default, they are encoded here.
     """
     ledger = Ledger(plan.output_dir, rank=parallel.rank)
     samples = plan.samples()
-    # A prompt that is given twice, or a checkpoint that is the result, too, is drawn once.
+    # A prompt that is listed twice, or a checkpoint that is also the result, is sampled once.
     missing = list({sample.key: sample for sample in reversed(samples) if ledger.find(sample) is None}.values())[::-1]
     names = ledger.names(plan, missing)
     problems: dict[str, str] = {}
@@ -90,13 +90,13 @@ def draw_missing(
         with phase(VALIDATION):
             problems = _Drawing(plan, parallel, ledger, names, sampler, encoded).draw(missing)
     problems = dict(parallel.gather_objects(list(problems.items())))
-    found = Ledger(plan.output_dir)  # with what the others have drawn
-    clips = {sample.key: file for sample in samples if (file := found.find(sample)) is not None}
+    complete_ledger = Ledger(plan.output_dir)  # with the clips of the other processes
+    clips = {sample.key: file for sample in samples if (file := complete_ledger.find(sample)) is not None}
     return Drawn(clips, sum(sample.key in clips for sample in missing), problems)
 
 
 def check_weights(plan: SamplePlan) -> None:
-    """Compare all weight files with the classes that take them, by their headers and by LoRAs' layers, before any is loaded.
+    """Compare headers of weight files with their classes, and LoRAs' layers with the network, before loading any.
 
     Raises:
         ConfigError: they do not fit.
@@ -104,7 +104,7 @@ def check_weights(plan: SamplePlan) -> None:
     spec = plan.family.load(plan.config.model)
     problems, _ = spec.examine()
     weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
-    loras = [one.path for one in weights if one.kind == "lora" and one.path is not None]
+    loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:
         network = spec.transformer_on_meta()
         for path in loras:
@@ -113,14 +113,16 @@ def check_weights(plan: SamplePlan) -> None:
             except ValueError as error:
                 problems.append(Problem("TARGET", str(error)))
     expected = spec.parts[spec.facts.trained].__name__
-    for one in weights:
-        if one.kind == "full" and one.path is not None and one.path.is_file():
-            problems += under("TARGET", plan.family.load(one.on(plan.config.model)).examine()[0], one)
-        elif one.kind == "full" and one.path is not None:
-            found = json.loads((one.path / "config.json").read_text(encoding="utf-8")).get("_class_name", expected)
-            if found != expected:
+    for candidate in weights:
+        if candidate.kind == "full" and candidate.path is not None and candidate.path.is_file():
+            problems += under("TARGET", plan.family.load(candidate.on(plan.config.model)).examine()[0], candidate)
+        elif candidate.kind == "full" and candidate.path is not None:
+            class_name = json.loads((candidate.path / "config.json").read_text(encoding="utf-8")).get(
+                "_class_name", expected
+            )
+            if class_name != expected:
                 problems.append(
-                    Problem("TARGET", f"{one.path} holds a {found}, and {plan.family.name} is a {expected}")
+                    Problem("TARGET", f"{candidate.path} holds a {class_name}, and {plan.family.name} is a {expected}")
                 )
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), of="these samples")
@@ -128,7 +130,7 @@ def check_weights(plan: SamplePlan) -> None:
 
 @dataclass
 class _Drawing:
-    """The share of a process."""
+    """The share of one process in sampling a plan."""
 
     plan: SamplePlan
     parallel: Strategy
@@ -140,33 +142,35 @@ class _Drawing:
     _steps: int = 0
 
     def draw(self, missing: Sequence[Sample]) -> dict[str, str]:
-        """Draw this process's share; why clips of it are missing, by key."""
+        """Sample this process's share, and return the reasons for its missing clips, by key."""
         plan, parallel = self.plan, self.parallel
-        by_variant = {variant: [one for one in missing if one.variant == variant] for variant in self._order()}
-        mine = {variant: some[parallel.rank :: parallel.world_size] for variant, some in by_variant.items() if some}
+        by_variant = {variant: [sample for sample in missing if sample.variant == variant] for variant in self._order()}
+        local_samples = {
+            variant: samples[parallel.rank :: parallel.world_size] for variant, samples in by_variant.items() if samples
+        }
         spec = plan.family.load(plan.config.model)
         offload, note = offloads(plan, spec, device=parallel.device)
         if note and parallel.is_main and self.sampler is None:
             logger.warning("%s", note)
         sampler = self.sampler or Sampler(plan.config, plan.family, parallel, offload=offload)
-        used = sorted({sample.prompt for some in mine.values() for sample in some})
+        used = sorted({sample.prompt for samples in local_samples.values() for sample in samples})
         failed: dict[int, Exception] = {}
         encoded = self.encoded or sampler.encode(
             [plan.prompts[index] for index in used], negative=plan.negative, failed=failed
         )
-        total = plan.config.validation.validation_inference_steps * sum(map(len, mine.values()))
-        stays = self.sampler is not None  # of a process that tells of each plan in a line of its own
-        with Meter("denoised", "steps", enabled=parallel.is_main, transient=stays) as meter:
+        total = plan.config.validation.validation_inference_steps * sum(map(len, local_samples.values()))
+        is_kept = self.sampler is not None  # by a process that prints a line for each plan
+        with Meter("denoised", "steps", enabled=parallel.is_main, transient=is_kept) as meter:
             settings = self._settings(sampler.spec, meter, total)
-            for variant, some in mine.items():
+            for variant, samples in local_samples.items():
                 requests = self._requests(
-                    some, sampler.spec, encoded, settings, {used[k]: e for k, e in failed.items()}
+                    samples, sampler.spec, encoded, settings, {used[k]: e for k, e in failed.items()}
                 )
                 clips = sampler.sample(variant.weights, variant.scale, list(requests.values()))
-                begun = time.monotonic()
-                for one, clip in zip(requests, clips, strict=True):
-                    self._write(one, clip, seconds=time.monotonic() - begun)
-                    begun = time.monotonic()
+                started = time.monotonic()
+                for sample, clip in zip(requests, clips, strict=True):
+                    self._write(sample, clip, seconds=time.monotonic() - started)
+                    started = time.monotonic()
         if self.sampler is None:
             sampler.free()
         return self.problems
@@ -175,31 +179,31 @@ class _Drawing:
         self, samples: Sequence[Sample], spec: ModelSpec, encoded: EncodedPrompts, settings: SamplingSettings,
         failed: Mapping[int, Exception],
     ) -> dict[Sample, PromptRequest]:  # fmt: skip
-        """A request for each clip, but for those whose prompt or control video has failed."""
-        found = {}
-        for one in samples:
-            prompt = self.plan.prompts[one.prompt]
+        """Return a request for each clip, except those with a prompt or control video that has failed."""
+        requests = {}
+        for sample in samples:
+            prompt = self.plan.prompts[sample.prompt]
             assert prompt.size is not None
             try:
-                if one.prompt in failed:
-                    raise failed[one.prompt]
-                found[one] = prompt_request(
+                if sample.prompt in failed:
+                    raise failed[sample.prompt]
+                requests[sample] = prompt_request(
                     spec,
                     encoded,
                     list(encoded.prompts).index(prompt),
                     size=prompt.size,
                     settings=settings,
-                    seed=one.seed,
+                    seed=sample.seed,
                 )
             except Exception as error:
-                self._failed(one, error)
-        return found
+                self._failed(sample, error)
+        return requests
 
     def _write(self, sample: Sample, clip: np.ndarray | Exception, *, seconds: float) -> None:
         """Write a clip and its line of the ledger.
 
         Raises:
-            OSError: the disk is full, say, which ends all of it.
+            OSError: no clip can be written, for example since the disk is full.
         """
         plan, name = self.plan, self.names[sample.key]
         if isinstance(clip, Exception):
@@ -217,21 +221,21 @@ class _Drawing:
             self.ledger.add(sample, name, seconds=seconds)
 
     def _order(self) -> list[Variant]:
-        """Variants whose network is the same follow each other, and the base comes after the LoRAs on it."""
+        """Return the variants so that those with the same network are adjacent, and the base follows its LoRAs."""
         kinds = ("lora", "base", "full")
-        return sorted(self.plan.variants, key=lambda one: kinds.index(one.weights.kind))
+        return sorted(self.plan.variants, key=lambda variant: kinds.index(variant.weights.kind))
 
     def _failed(self, sample: Sample, error: Exception) -> None:
-        """A clip that cannot be drawn is reported, and the others are drawn."""
+        """Report a clip that cannot be sampled; the others still are."""
         prompt = " ".join(self.plan.prompts[sample.prompt].prompt.split())
         sentence = sentence_of(error)
-        what = f"{sample.variant.label}, seed {sample.seed}, {shortened(prompt, 60)!r}"
-        said = sentence or f"{type(error).__name__}: {error}"
-        self.problems[sample.key] = f"{what}: {said}"
-        logger.error("%s: %s", what, said, exc_info=error if sentence is None else None)
+        clip = f"{sample.variant.label}, seed {sample.seed}, {shortened(prompt, 60)!r}"
+        reason = sentence or f"{type(error).__name__}: {error}"
+        self.problems[sample.key] = f"{clip}: {reason}"
+        logger.error("%s: %s", clip, reason, exc_info=error if sentence is None else None)
 
     def _settings(self, spec: ModelSpec, meter: Meter, total: int) -> SamplingSettings:
-        """How clips are denoised, with a count of the steps where the pipeline tells when one is done."""
+        """Return the sampling settings, with a count of denoising steps if the pipeline has a callback for them."""
         validation = self.plan.config.validation
 
         def count(*arguments: Any) -> dict[str, Any]:
@@ -240,21 +244,21 @@ class _Drawing:
             return {}
 
         classes = (spec.pipeline_class, spec.image_pipeline_class or spec.pipeline_class)
-        tells = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
-        extra = {"callback_on_step_end": count} if tells else {}
+        has_callback = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
+        extra = {"callback_on_step_end": count} if has_callback else {}
         return SamplingSettings(
             self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale, extra
         )
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a page tells besides the samples and how they were drawn.
+class PageText:
+    """Content of a page besides the samples and their settings.
 
     Attributes:
         title: of the page.
         facts: at its top, by name.
-        of_clips: of a clip, by its key.
+        of_clips: facts of clips, by their keys.
         table: below the samples; its first row and its first column are headings.
     """
 
@@ -264,25 +268,25 @@ class Told:
     table: Sequence[Sequence[str]] = ()
 
 
-def show(plan: SamplePlan, drawn: Drawn, *, told: Told | None = None) -> Drawn:
+def show(plan: SamplePlan, drawn: Drawn, *, text: PageText | None = None) -> Drawn:
     """Write the contact sheet and the page.
 
     Args:
-        plan: with the columns that are shown.
+        plan: with the columns to show.
         drawn: the clips.
-        told: what else the page tells.
+        text: further content of the page.
     """
-    told = told or Told(f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}")
-    grid = _grid(plan, drawn, told.of_clips)
-    places = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
-    unfinished = places[0].with_name(".sheet.unfinished.png")
+    text = text or PageText(f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}")
+    grid = _grid(plan, drawn, text.of_clips)
+    paths = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
+    unfinished = paths[0].with_name(".sheet.unfinished.png")
     sheet(grid).save(unfinished)
-    unfinished.replace(places[0])
+    unfinished.replace(paths[0])
     weights = [variant.weights for variant in plan.variants if variant.weights.path is not None]
     guidance = plan.config.validation.validation_guidance_scale
     common = [
         ("model", plan.config.model.pretrained_model_name_or_path),
-        *(("weights", f"{one.label}: {one.path}") for one in dict.fromkeys(weights)),
+        *(("weights", f"{w.label}: {w.path}") for w in dict.fromkeys(weights)),
         ("denoising", ", ".join([
             plural(plan.config.validation.validation_inference_steps, "step"),
             "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}",
@@ -292,14 +296,17 @@ def show(plan: SamplePlan, drawn: Drawn, *, told: Told | None = None) -> Drawn:
         ("seeds", ", ".join(map(str, plan.seeds)) if len(plan.seeds) <= 12 else f"{plan.seeds[0]} to {plan.seeds[-1]}"),
         ("sampled", time.strftime("%Y-%m-%d %H:%M")),
     ]  # fmt: skip
-    facts, problems = [*told.facts, *common], list(drawn.problems.values())
-    text = page(grid, title=told.title, facts=facts, problems=problems, table=told.table)
-    write_text_atomic(places[1], text)
-    return replace(drawn, sheet=places[0], page=places[1])
+    facts, problems = [*text.facts, *common], list(drawn.problems.values())
+    html = page(grid, title=text.title, facts=facts, problems=problems, table=text.table)
+    write_text_atomic(paths[1], html)
+    return replace(drawn, sheet=paths[0], page=paths[1])
 
 
-def _grid(plan: SamplePlan, drawn: Drawn, told: Mapping[str, Mapping[str, str]]) -> Grid:
-    """A group for each prompt. Columns are the variants, with a row for each seed; of one variant they are the seeds."""
+def _grid(plan: SamplePlan, drawn: Drawn, clip_facts: Mapping[str, Mapping[str, str]]) -> Grid:
+    """Return a group for each prompt.
+
+    Columns are the variants, with a row for each seed; a single variant has a column for each seed.
+    """
     by_place = {(sample.variant, sample.prompt, sample.seed): sample for sample in plan.samples()}
 
     def cell(variant: Variant, prompt: int, seed: int) -> Cell:
@@ -307,12 +314,15 @@ def _grid(plan: SamplePlan, drawn: Drawn, told: Mapping[str, Mapping[str, str]])
         video = drawn.clips.get(sample.key)
         text = plan.prompts[prompt].prompt
         facts = {
-            "prompt": text, "seed": str(seed), **told.get(sample.key, {}), "weights": str(variant.weights.path or "the base model"),
+            "prompt": text,
+            "seed": str(seed),
+            **clip_facts.get(sample.key, {}),
+            "weights": str(variant.weights.path or "the base model"),
             **({"LoRA scale": f"{variant.scale:g}"} if variant.weights.kind == "lora" else {}),
             "file": "" if video is None else video.name,
             "in diffusers": f"generator=torch.Generator().manual_seed({sample_seed(seed, text)})",
-        }  # fmt: skip
-        caption = "\n".join(f"{name} {value}" for name, value in told.get(sample.key, {}).items())
+        }
+        caption = "\n".join(f"{name} {value}" for name, value in clip_facts.get(sample.key, {}).items())
         return Cell(video, facts, drawn.problems.get(sample.key, ""), caption)
 
     groups = []
@@ -324,8 +334,10 @@ def _grid(plan: SamplePlan, drawn: Drawn, told: Mapping[str, Mapping[str, str]])
             rows = [Row(label.format(s), [cell(variant, index, s) for variant in plan.variants]) for s in plan.seeds]
         frames, height, width = prompt.size or (0, 0, 0)
         seeds = "" if len(plan.variants) == 1 or len(plan.seeds) > 1 else f", seed {plan.seeds[0]}"
-        given = f", {prompt.given}" if prompt.given else ""
-        groups.append(Group(prompt.prompt, rows, f"{frames} frames of {height} x {width}{seeds}{given}"))
-    one = len(plan.variants) == 1
-    columns = [f"seed {seed}" for seed in plan.seeds] if one else [variant.label for variant in plan.variants]
+        conditioning = f", {prompt.given}" if prompt.given else ""
+        groups.append(Group(prompt.prompt, rows, f"{frames} frames of {height} x {width}{seeds}{conditioning}"))
+    has_one_variant = len(plan.variants) == 1
+    columns = (
+        [f"seed {seed}" for seed in plan.seeds] if has_one_variant else [variant.label for variant in plan.variants]
+    )
     return Grid(columns, groups)

@@ -1,4 +1,7 @@
-"""Sample clips with several weights of one model: the base, LoRAs at several scales, whole networks; each part is loaded once."""
+"""Sample clips with several weights of one model: the base, LoRAs at several scales, full networks.
+
+Each component is loaded once.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from .weights import Weights
 
 
 class Sampler:
-    """Draws samples as validation does: the same pipeline, dtypes and memory options give the same frames.
+    """Sampler with the pipeline, dtypes and memory options of validation, which give the same frames.
 
-    Text encoders are loaded to encode prompts, and freed. The VAE and one network stay loaded. A LoRA of the shape of the one
-    before it is set without loading the network again, and so is a scale.
+    Text encoders are loaded to encode prompts, and freed. The VAE and one network stay loaded. A LoRA with the shape of
+    the previous one, and a scale, are set without loading the network again.
     """
 
     def __init__(self, config: TrainConfig, family: Family, parallel: Strategy, *, offload: bool = False) -> None:
@@ -38,7 +41,7 @@ class Sampler:
         config: the model, and the dtypes and memory options of sampling.
         family: of the model.
         parallel: device and mixed precision; for processes that do not share weights.
-        offload: whether parts of the pipeline that are not in use wait in host memory.
+        offload: keep idle components of the pipeline in host memory.
         """
         self.config = config
         self.spec = family.load(config.model)
@@ -47,7 +50,7 @@ class Sampler:
         self._scheduler = self.spec.load_scheduler()
         self._vae: nn.Module | None = None
         self._network: nn.Module | None = None
-        self._held: Weights | None = None  # whose weights the network has
+        self._held: Weights | None = None  # weights of the loaded network
 
     def encode(
         self, prompts: Sequence[ValidationPrompt], *, negative: str = "", failed: dict[int, Exception] | None = None
@@ -84,21 +87,21 @@ class Sampler:
             self._vae.to(device)
         parts = SamplingParts(network, self._vae, self._scheduler, device, offload=self.offload)
         waiting = [
-            replace(one, conditions=one.conditions.to("cpu", dtype), negative=one.negative.to("cpu", dtype))
-            for one in requests
+            replace(request, conditions=request.conditions.to("cpu", dtype), negative=request.negative.to("cpu", dtype))
+            for request in requests
         ]
         while waiting:
             clips = sample_prompts(self.spec, parts, waiting)
             while waiting:
                 try:
                     with self._autocast():
-                        found: Any = next(clips)
-                except Exception as error:  # one clip's; the others are still drawn
-                    found = error
+                        frames: Any = next(clips)
+                except Exception as error:  # it concerns one clip; the others are still sampled
+                    frames = error
                 waiting = waiting[1:]
-                yield found
-                if isinstance(found, Exception):
-                    found.__traceback__ = None  # whose frames hold tensors
+                yield frames
+                if isinstance(frames, Exception):
+                    frames.__traceback__ = None  # its stack frames hold tensors
                     del clips
                     free_memory()
                     break
@@ -112,12 +115,12 @@ class Sampler:
         return self.parallel.autocast() if self.parallel.uses_autocast else nullcontext()
 
     def _dtype(self, weights: Weights) -> torch.dtype:
-        """The dtype that a network is loaded in: of a checkpoint of all weights, the one that they were trained in."""
+        """Return the dtype to load a network in: for a checkpoint of all weights, that of training."""
         is_trained = weights.kind == "full" and weights.is_checkpoint
         return trainable_dtype(self.config) if is_trained else DTYPES[self.config.model.transformer_dtype]
 
     def _with(self, weights: Weights, scale: float) -> nn.Module:
-        """The network with these weights."""
+        """Return the network with these weights."""
         if self._network is None or not self._put(weights):
             if self._network is not None:
                 self._network = self._held = None
@@ -129,7 +132,7 @@ class Sampler:
         return self._network
 
     def _put(self, weights: Weights) -> bool:
-        """Whether the network that is loaded has these weights now."""
+        """Set these weights on the loaded network, and return whether that was possible."""
         assert self._network is not None
         held = self._held
         if held is not None and weights == held:
@@ -160,7 +163,7 @@ class Sampler:
 
 
 def _set_scale(network: nn.Module, scale: float) -> None:
-    """Set the scale of an attached adapter relative to its own alpha; 0 leaves it out, so that the base computes alone."""
+    """Set the scale of an attached adapter relative to its own alpha; 0 disables it."""
     for module in network.modules():
         if isinstance(module, BaseTunerLayer):
             module.enable_adapters(enabled=scale != 0)

@@ -1,4 +1,4 @@
-"""What a run directory, a checkpoint, a LoRA file or a model has to sample with. Reads headers only and imports no torch."""
+"""Weights to sample with: of a run, checkpoint, LoRA file or model. Reads headers only and imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.versions import __version__
 
-#: The moving average of the trained weights in a checkpoint.
+#: File of the EMA of the trained weights in a checkpoint.
 AVERAGES = "ema.safetensors"
 _CONFIG = "config.toml"
 
@@ -32,10 +32,10 @@ class Weights:
     """Weights to sample with.
 
     Attributes:
-        label: names them in file names and pictures: `step 500`.
+        label: in file names and contact sheets, such as `step 500`.
         kind: a `lora`, all weights of the network (`full`), or those of the `base` model.
         path: the LoRA's file, or the network's folder.
-        averages: file of their moving average, which replaces them.
+        averages: file of their EMA, which replaces them.
         digest: changes with the weights; empty for the base.
         is_checkpoint: whether they are in the dtype that they were trained in.
     """
@@ -48,7 +48,7 @@ class Weights:
     is_checkpoint: bool = False
 
     def on(self, model: ModelSection) -> ModelSection:
-        """The model with these weights as its transformer, where they are a single file, so that its files can be examined."""
+        """Return the model with these weights as its transformer if they are a single file, to examine it."""
         if self.kind != "full" or self.path is None or not self.path.is_file():
             return model
         return model.model_copy(update={"transformer_id": str(self.path)})
@@ -60,13 +60,13 @@ BASE = Weights("base", "base")
 
 @dataclass(frozen=True)
 class Target:
-    """What a user names to sample from.
+    """A run, checkpoint, LoRA file or model to sample from.
 
     Attributes:
-        given: the name.
-        weights: what it has.
+        given: as the user named it.
+        weights: to sample with.
         source: the options of the run that made them, or the model; empty where neither is known.
-        home: the run directory; None: there is none.
+        home: the run directory, or None without one.
     """
 
     given: str
@@ -76,139 +76,155 @@ class Target:
 
     @property
     def origin(self) -> str:
-        """The name of the run or file, to tell equal labels of several apart."""
+        """Name of the run or file, which distinguishes equal labels."""
         return (self.home or Path(self.given)).resolve().name
 
 
-def find_target(given: str, *, use_ema: bool = True) -> Target:
-    """What a path, a hub id or `demo://NAME` has to sample with.
+def find_target(name_or_path: str, *, use_ema: bool = True) -> Target:
+    """Return the weights at a path, a Hub id or `demo://NAME`, with their origin.
 
-    A run has its result, or its newest whole checkpoint, if that is newer. A checkpoint has its moving average, if any.
+    A run has its result, or its newest complete checkpoint, if that is newer. A checkpoint has its EMA, if any.
 
     Args:
-        given: as the user named it.
-        use_ema: whether a moving average replaces the trained weights.
+        name_or_path: as the user named it.
+        use_ema: replace the trained weights by their EMA.
 
     Raises:
         ValueError: nothing to sample with.
         ConfigError: the options of the run cannot be read.
     """
-    path = Path(given).expanduser()
-    if given.startswith(SCHEME) or not path.exists():
-        return _model(given, path)
+    path = Path(name_or_path).expanduser()
+    if name_or_path.startswith(SCHEME) or not path.exists():
+        return _model(name_or_path, path)
     if path.is_dir():
         if (path / MANIFEST).is_file() or (path / "state.json").is_file():
-            return _checkpoint(given, path, use_ema=use_ema)
+            return _checkpoint(name_or_path, path, use_ema=use_ema)
         if (path / _CONFIG).is_file() or checkpoints_dir(path).is_dir():
-            return _run(given, path, use_ema=use_ema)
+            return _run(name_or_path, path, use_ema=use_ema)
         if (path / "model_index.json").is_file():
-            return Target(given, BASE, _values(pretrained_model_name_or_path=given))
-    found = find_initial_weights(given)
-    if found.kind == "full":
-        name = found.path.stem if found.path.is_file() else found.path.name
-        return Target(given, Weights(name, "full", found.path, digest=_digest(found.path)))
-    home = found.path.parent if (found.path.parent / _CONFIG).is_file() else None
-    source = run_source(home) if home is not None else _base_of(found.path)
-    name = found.path.parent.resolve().name if found.path.name == LORA_FILE else found.path.stem
-    return Target(given, Weights(name, "lora", found.path, digest=file_sha256(found.path)), source, home)
+            return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))
+    initial = find_initial_weights(name_or_path)
+    if initial.kind == "full":
+        name = initial.path.stem if initial.path.is_file() else initial.path.name
+        return Target(name_or_path, Weights(name, "full", initial.path, digest=_digest(initial.path)))
+    home = initial.path.parent if (initial.path.parent / _CONFIG).is_file() else None
+    source = run_source(home) if home is not None else _find_base(initial.path)
+    name = initial.path.parent.resolve().name if initial.path.name == LORA_FILE else initial.path.stem
+    return Target(name_or_path, Weights(name, "lora", initial.path, digest=file_sha256(initial.path)), source, home)
 
 
 def run_source(home: Path) -> Given:
-    """The options of a run; if they are not all known here, and another version made it, that is a problem as well.
+    """Return the options of a run, and a problem if another version made it and not all of them are known here.
 
     Raises:
         ConfigError: `config.toml` cannot be read.
     """
-    found = file_source(home / _CONFIG)
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a run need not say its version
+    source = file_source(home / _CONFIG)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the version of a run may be unknown
         made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
-        if found.problems and made_by != __version__:
-            why = f"the run is of finetrainers {made_by}, and this is {__version__}; install that version, or correct {_CONFIG}"
-            found.problems.append(Problem(str(home), why))
-    return found
+        if source.problems and made_by != __version__:
+            message = (
+                f"the run is of finetrainers {made_by}, and this is {__version__}; "
+                f"install that version, or correct {_CONFIG}"
+            )
+            source.problems.append(Problem(str(home), message))
+    return source
 
 
 def under(where: str, problems: Iterable[Problem], weights: Weights) -> list[Problem]:
-    """What is wrong with a single file of a network, under the argument that named it, `TARGET` or `SOURCE`."""
+    """Return problems of a network's single file under the argument that named it, `TARGET` or `SOURCE`."""
     path = str(weights.path)
     return [Problem(where, p.message) if p.where == "--transformer_id" and path in p.message else p for p in problems]
 
 
 def in_order(targets: list[Target]) -> list[Target]:
-    """Checkpoints of one run by their steps, since a shell puts step-500 behind step-1000; anything else as it was given."""
-    places = [one.weights.path.parent if one.weights.path is not None else Path() for one in targets]
-    steps = [step_of(place) or step_of(place.parent) for place in places]
-    if len({one.home and one.home.resolve() for one in targets}) > 1 or None in steps:
+    """Return checkpoints of one run by step, since a shell puts step-500 after step-1000; others keep their order."""
+    folders = [target.weights.path.parent if target.weights.path is not None else Path() for target in targets]
+    steps = [step_of(folder) or step_of(folder.parent) for folder in folders]
+    if len({target.home and target.home.resolve() for target in targets}) > 1 or None in steps:
         return targets
     by_step = sorted(zip(steps, range(len(targets)), strict=True), key=lambda pair: (pair[0] or 0, pair[1]))
-    return [targets[place] for _, place in by_step]
+    return [targets[index] for _, index in by_step]
 
 
 def named_apart(targets: list[Target]) -> list[Target]:
-    """Targets whose labels differ: equal ones get the names of their runs or files in front, or the whole name."""
-    for name in (lambda one: f"{one.origin} {one.weights.label}", lambda one: one.given):
-        labels = [one.weights.label for one in targets]
+    """Return targets with distinct labels.
+
+    Equal labels get the name of their run or file as prefix, or else are replaced by the whole name.
+    """
+    for name in (lambda target: f"{target.origin} {target.weights.label}", lambda target: target.given):
+        labels = [target.weights.label for target in targets]
         targets = [
-            one if labels.count(one.weights.label) == 1 else replace(one, weights=replace(one.weights, label=name(one)))
-            for one in targets
+            target
+            if labels.count(target.weights.label) == 1
+            else replace(target, weights=replace(target.weights, label=name(target)))
+            for target in targets
         ]
     return targets
 
 
-def _model(given: str, path: Path) -> Target:
-    """A packaged model, or one on the hub, as far as the name may be one."""
-    if given.startswith(SCHEME):
-        model_path(given)
+def _model(name_or_path: str, path: Path) -> Target:
+    """Return a demo model, or one on the Hub as far as the name can be a Hub id."""
+    if name_or_path.startswith(SCHEME):
+        model_path(name_or_path)
     elif (
-        given.startswith((".", "/", "~"))
-        or given.count("/") != 1
+        name_or_path.startswith((".", "/", "~"))
+        or name_or_path.count("/") != 1
         or path.parent.is_dir()
         or path.suffix == ".safetensors"
     ):
         raise ValueError(
-            f"{not_there(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model (a folder, a hub id or "
-            "demo://NAME)"
+            f"{not_there(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
+            "(a folder, a hub id or demo://NAME)"
         )
-    return Target(given, BASE, _values(pretrained_model_name_or_path=given))
+    return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))
 
 
-def _checkpoint(given: str, path: Path, *, use_ema: bool) -> Target:
-    found = find_initial_weights(given)  # reads every byte
+def _checkpoint(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
+    initial = find_initial_weights(name_or_path)  # reads every byte
     manifest = read_manifest(path)
     averages = path / AVERAGES if use_ema and (path / AVERAGES).is_file() else None
-    of = [averages] if averages is not None else [found.path] if found.path.is_file() else sorted(found.path.iterdir())
-    digest = " ".join(manifest["files"][file.relative_to(path).as_posix()]["sha256"] for file in of)
+    files = (
+        [averages]
+        if averages is not None
+        else [initial.path]
+        if initial.path.is_file()
+        else sorted(initial.path.iterdir())
+    )
+    digest = " ".join(manifest["files"][file.relative_to(path).as_posix()]["sha256"] for file in files)
     step = step_of(path)
     label = path.name if step is None else f"step {step}"
     home, near = path.resolve().parent.parent, path.parent.parent
-    home = near if near.resolve() == home else home  # as the user spells it, where that is the same
-    weights = Weights(label, found.kind, found.path, averages, digest, is_checkpoint=True)
+    home = near if near.resolve() == home else home  # as the user spells it, where both are the same folder
+    weights = Weights(label, initial.kind, initial.path, averages, digest, is_checkpoint=True)
     if (home / _CONFIG).is_file():
-        return Target(given, weights, run_source(home), home)
-    return Target(given, weights, _values(**by_current_names(manifest.get("config", {}))), None)
+        return Target(name_or_path, weights, run_source(home), home)
+    return Target(name_or_path, weights, _values(**by_current_names(manifest.get("config", {}))), None)
 
 
-def _run(given: str, path: Path, *, use_ema: bool) -> Target:
+def _run(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
     source = run_source(path) if (path / _CONFIG).is_file() else Given()
-    whole = [one for one in scan_checkpoints(path, weights_only=True) if one.damage is None]
+    complete = [checkpoint for checkpoint in scan_checkpoints(path, weights_only=True) if checkpoint.damage is None]
     result = None
     with contextlib.suppress(ValueError):
-        result = find_initial_weights(given)
+        result = find_initial_weights(name_or_path)
     if result is not None and not result.path.is_relative_to(checkpoints_dir(path)):
         file = result.path if result.path.is_file() else result.path / "config.json"
         # A run that was continued has a checkpoint that is newer than its result, until it ends.
-        continued = bool(whole) and whole[-1].saved_at > file.stat().st_mtime + 1
-        # The result of a run with a moving average is that average.
+        continued = bool(complete) and complete[-1].saved_at > file.stat().st_mtime + 1
+        # The result of a run with an EMA is the EMA.
         if not continued and (use_ema or not source.values.get("use_ema")):
-            return Target(given, Weights("result", result.kind, result.path, digest=_digest(result.path)), source, path)
+            return Target(
+                name_or_path, Weights("result", result.kind, result.path, digest=_digest(result.path)), source, path
+            )
     newest = find_checkpoint("latest", path, weights_only=True)
     assert newest is not None
-    found = _checkpoint(str(newest), newest, use_ema=use_ema)
-    return Target(given, found.weights, source if source.values else found.source, path)
+    target = _checkpoint(str(newest), newest, use_ema=use_ema)
+    return Target(name_or_path, target.weights, source if source.values else target.source, path)
 
 
-def _base_of(lora: Path) -> Given:
-    """The base model of a LoRA file, as its metadata or a model card next to it tells."""
+def _find_base(lora: Path) -> Given:
+    """Return the base model of a LoRA file, from its metadata or a model card next to it."""
     _, settings = read_lora_header(lora)
     base = settings.get("base_model_name_or_path") or _exported_from(lora)
     card = lora.parent / "README.md"
@@ -223,14 +239,17 @@ def _base_of(lora: Path) -> Given:
 
 
 def _exported_from(lora: Path) -> str | None:
-    """The base model that an exported file's header names, if it can be found here or on the hub; others write file names."""
-    named = read_header(lora).metadata.get("ss_sd_model_name", "")
+    """Return the base model in an exported file's header, or None if it is neither here nor on the Hub.
+
+    Other programs write file names there.
+    """
+    base = read_header(lora).metadata.get("ss_sd_model_name", "")
     on_hub = (
-        named.count("/") == 1
-        and not named.startswith((".", "/", "~"))
-        and not named.endswith((".safetensors", ".ckpt", ".pt"))
+        base.count("/") == 1
+        and not base.startswith((".", "/", "~"))
+        and not base.endswith((".safetensors", ".ckpt", ".pt"))
     )
-    return named if named.startswith(SCHEME) or on_hub or (named and Path(named).is_dir()) else None
+    return base if base.startswith(SCHEME) or on_hub or (base and Path(base).is_dir()) else None
 
 
 def _values(**values: Any) -> Given:
@@ -238,5 +257,5 @@ def _values(**values: Any) -> Given:
 
 
 def _digest(path: Path) -> str:
-    """Of a weight file, or of those in a folder, every byte."""
+    """Return the SHA-256 of a weight file, or of those in a folder."""
     return " ".join(file_sha256(file) for file in ([path] if path.is_file() else sorted(path.glob("*.safetensors"))))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 
-def same_name(one: Any, other: Any) -> bool:
-    """Return whether two objects, or addresses of objects, are the same by module and name: one may replace the other."""
-    return one is other or (_name(one) is not None and _name(one) == _name(other))
+def same_name(first: Any, second: Any) -> bool:
+    """Return whether two objects, or their addresses, have one module and name: one may replace the other."""
+    return first is second or (_name(first) is not None and _name(first) == _name(second))
 
 
 def _name(value: Any) -> str | None:
@@ -21,28 +21,28 @@ def _name(value: Any) -> str | None:
 
 
 def resolve(address: str) -> Any:
-    """The object at `module:attribute`, imported now; modules in the working directory are found, too.
+    """Return the object at `module:attribute`, imported now; includes modules in the working directory.
 
-    A console script, unlike `python -m`, does not search that directory. It is appended to `sys.path`, where it hides no
-    other module, and stays there: what was found may import its neighbors later.
+    A console script, unlike `python -m`, does not search that directory. It is appended to `sys.path`, where it hides
+    no other module, and stays there: the imported module may import its neighbors later.
 
     Raises:
-        ModuleNotFoundError: there is no such module, or it imports one that is not there.
+        ModuleNotFoundError: there is no such module, or it imports a missing one.
         AttributeError: the module has no such attribute.
     """
     module, _, attribute = address.partition(":")
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        here = str(Path.cwd())
-        if error.name != module.partition(".")[0] or here in sys.path:
+        working_directory = str(Path.cwd())
+        if error.name != module.partition(".")[0] or working_directory in sys.path:
             raise
-        sys.path.append(here)
+        sys.path.append(working_directory)
         importlib.invalidate_caches()
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except ModuleNotFoundError as second:
             if second.name == error.name:
-                sys.path.remove(here)
+                sys.path.remove(working_directory)
             raise
-    return getattr(found, attribute)
+    return getattr(imported, attribute)

@@ -11,15 +11,15 @@ class Listener(Protocol):
     """A watchdog of this process."""
 
     def beat(self) -> None:
-        """The running work has made progress."""
+        """Record that the running work has made progress."""
         ...
 
     def work(self, kind: Hashable | None, *, by_beats: bool = False) -> None:
-        """This thread begins work of another kind; see `work` and `counted`."""
+        """Begin work of another kind in this thread; see `work` and `counted`."""
         ...
 
     def pause(self, waiting: bool) -> None:
-        """This process starts (True) or stops (False) waiting for other processes."""
+        """Start (True) or stop (False) waiting for other processes."""
         ...
 
 
@@ -43,14 +43,14 @@ def beat() -> None:
 
 
 def work(kind: Hashable | None) -> None:
-    """Begin work that takes about as long as other work of its kind; None: it is not comparable with anything."""
+    """Begin work that takes about as long as other work of its `kind`, or incomparable work if `kind` is None."""
     for listener in _listeners:
         listener.work(kind)
 
 
 @contextmanager
 def counted(kind: Hashable) -> Iterator[None]:
-    """Within the block, each heartbeat ends a piece of work, and all pieces take about as long."""
+    """End a piece of work at each heartbeat within the block; all pieces take about as long."""
     for listener in _listeners:
         listener.work(kind, by_beats=True)
     try:
@@ -61,7 +61,7 @@ def counted(kind: Hashable) -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Pause the watchdogs within the block: this process waits for others, each of which has a watchdog of its own."""
+    """Pause the watchdogs within the block: this process waits for others, which have their own watchdogs."""
     for listener in _listeners:
         listener.pause(True)
     try:

@@ -1,8 +1,7 @@
-"""An append-only log: lines in a folder that many processes on many machines add to at once, and that survive a kill.
+"""An append-only log: lines in a folder that processes of many machines add to concurrently, and that survive a kill.
 
-Each process appends to a file of its own, since no network file system promises that two may append to one. Readers
-take the whole lines of every file: a line that a kill has cut short counts as not written. So losing a line must be
-harmless.
+Each process appends to a separate file, since no network file system supports two writers of one file. Readers take the
+complete lines of every file: a line that a kill has truncated counts as not written. So losing a line must be harmless.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _SUFFIX = ".log"
 
 
 class AppendLog:
-    """Lines of ASCII text."""
+    """A log of lines of ASCII text."""
 
     def __init__(self, directory: Path, *, prefix: str = "", length: int | None = None) -> None:
         """Args:
         directory: made when the first line is added.
-        prefix: of the names of files that are read and written; others may be in the same folder.
-        length: of every line, without its end; others count as damaged. None: lines have any length.
+        prefix: of the files to read and write; the folder may have others.
+        length: of every line, without its end, or None for any length; other lines count as damaged.
         """
         self.directory = directory
         self.prefix = prefix
@@ -38,7 +37,7 @@ class AppendLog:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was read: another process reads for itself, and has a file of its own."""
+        """Return the state without the record of read lines: other processes read and write separately."""
         return {"directory": self.directory, "prefix": self.prefix, "length": self.length}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -56,16 +55,16 @@ class AppendLog:
         with self._lock:
             file = self._file or self._open()
             try:
-                file.write(data)  # without a buffer, so that a kill costs none
+                file.write(data)  # without a buffer, so that a kill loses none
             finally:
                 if self._stays_open:
                     self._file = file
-                else:  # what is closed, other machines can read
+                else:  # other machines can read only closed files
                     file.close()
 
     @contextlib.contextmanager
     def kept_open(self) -> Iterator[None]:
-        """Within the block the file stays open, for many lines: opening one takes long on network file systems."""
+        """Keep the file open within the block, for many lines: opening one takes long on network file systems."""
         self._stays_open = True
         try:
             yield
@@ -76,17 +75,17 @@ class AppendLog:
                 self._file = None
 
     def news(self) -> Iterator[str]:
-        """The lines that anyone has added since this was last asked, one file after the other in the order of their names."""
+        """Yield the lines that any process has added since the last call, file by file in the order of their names."""
         for name in self.files():
-            known = self._read.get(name, 0)
-            with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
-                lines, self._read[name] = whole_lines(self.directory / name, known)
+            offset = self._read.get(name, 0)
+            with contextlib.suppress(FileNotFoundError):  # replaced in the meantime
+                lines, self._read[name] = whole_lines(self.directory / name, offset)
                 for line in lines:
                     if line.isascii() and self.length in (None, len(line)):
                         yield line.decode("ascii")
 
     def files(self) -> list[str]:
-        """Names of the files, oldest first."""
+        """Return the names of the files, oldest first."""
         try:
             names = [entry.name for entry in os.scandir(self.directory)]
         except OSError:
@@ -94,9 +93,9 @@ class AppendLog:
         return sorted(name for name in names if name.startswith(self.prefix) and not name.startswith("."))
 
     def replace(self, lines: Iterable[str], files: Iterable[str] | None = None) -> None:
-        """One file with these lines instead of `files`, by default all that have been read. It counts as the oldest.
+        """Replace `files`, by default all that have been read, by one file with these lines. It counts as the oldest.
 
-        Lines that are added to them meanwhile are lost.
+        Lines that are added to them in the meantime are lost.
         """
         old = list(self._read if files is None else files)
         text = "".join(f"{line}\n" for line in lines)
@@ -108,12 +107,12 @@ class AppendLog:
             self._read[name] = len(text)
         if self._writer is not None and self._writer[1] in old:
             self._writer = None
-        for gone in old:
-            self._read.pop(gone, None)
-            (self.directory / gone).unlink(missing_ok=True)
+        for old_name in old:
+            self._read.pop(old_name, None)
+            (self.directory / old_name).unlink(missing_ok=True)
 
     def _open(self) -> IO[bytes]:
-        # A process that was forked is another writer.
+        # A forked process is another writer.
         if self._writer is None or self._writer[0] != os.getpid():
             self.directory.mkdir(parents=True, exist_ok=True)
             self._writer = (os.getpid(), f"{self.prefix}{time.time_ns():019d}-{secrets.token_hex(4)}{_SUFFIX}")
@@ -121,7 +120,7 @@ class AppendLog:
 
 
 def whole_lines(path: Path, start: int = 0) -> tuple[list[bytes], int]:
-    """The lines of a file from a byte on, without one that has no end yet, and the byte after the last of them."""
+    """Return the complete lines of a file from a byte on, and the byte after the last of them."""
     with open(path, "rb") as file:
         file.seek(start)
         data = file.read()

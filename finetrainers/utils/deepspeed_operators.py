@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operators, which it compiles when it first uses them on a machine."""
+"""DeepSpeed's C++ operators, which it compiles on their first use on a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .logs import NOTES
 
 
 def operators_to_compile(names: Sequence[str]) -> list[str]:
-    """Return those of the named operators that DeepSpeed can compile and has not compiled yet on this machine."""
+    """Return the named operators that DeepSpeed can compile and has not compiled yet on this machine."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops import __compatible_ops__ as compatible_ops
     from torch.utils.cpp_extension import get_default_build_root
@@ -25,7 +25,7 @@ def operators_to_compile(names: Sequence[str]) -> list[str]:
 
 
 def note_compiling(names: Sequence[str]) -> None:
-    """Note which of the named operators DeepSpeed compiles next, since it prints nothing for minutes."""
+    """Log a note with the named operators that DeepSpeed compiles next, since it prints nothing for minutes."""
     if launched_rank() == 0 and (operators := operators_to_compile(names)):
         NOTES.warning(
             "DeepSpeed now compiles %s, once on each machine; this takes minutes, without output",

@@ -1,4 +1,4 @@
-"""The device: which type it will probably be, so that wrong options are refused before torch is imported; and copies to it."""
+"""The device: its probable type, so that wrong options are refused before torch is imported; and copies to it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-#: Variables that configure torch's allocator on CUDA, and how it was called before torch 2.9.
+#: Variables that configure torch's allocator on CUDA: the current one, and the one before torch 2.9.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-#: One of them is there where an NVIDIA driver is loaded: on Linux, in containers, under WSL2.
+#: Files of a loaded NVIDIA driver; at least one exists on Linux, in containers and under WSL2.
 _SIGNS_OF_A_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
 def likely_device_type() -> str:
-    """`cuda` where an NVIDIA driver and a torch build that can use it are present, and nothing hides the GPU; else `cpu`.
+    """Return `cuda` if an NVIDIA driver and a CUDA build of torch are present and the GPU is not hidden, else `cpu`.
 
-    Whoever joins the processes compares it with what torch finds (`device_problem`).
+    When processes join, it is compared with torch's device (`device_problem`).
     """
     try:
         can_use_cuda = "+cpu" not in version("torch")
@@ -34,14 +34,15 @@ def likely_device_type() -> str:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is loaded."""
+    """Return whether an NVIDIA driver is loaded."""
     return any(Path(sign).exists() for sign in _SIGNS_OF_A_DRIVER)
 
 
 def use_expandable_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, which fragments less, unless the user has configured it; before torch is used.
+    """Let torch's CUDA allocator grow its segments, which fragments less; call it before torch is used.
 
-    On Linux with a GPU only. The allocator reads its variable when it is used first; forked and spawned processes inherit it.
+    Only on Linux with a GPU, and unless the user has configured the allocator. The allocator reads its variable on
+    first use; forked and spawned processes inherit it.
     """
     if likely_device_type() != "cuda" or not sys.platform.startswith("linux") or allocator_settings():
         return
@@ -50,14 +51,14 @@ def use_expandable_segments() -> None:
 
 
 def allocator_settings() -> str:
-    """How torch's CUDA allocator is configured: `NAME=VALUE`; empty: not at all."""
+    """Return the configuration of torch's CUDA allocator, `NAME=VALUE`, or an empty string without one."""
     return next((f"{name}={os.environ[name]}" for name in ALLOCATOR if os.environ.get(name)), "")
 
 
 def device_problem() -> str | None:
-    """Why torch cannot use a GPU that seems to be there, and how to fix it; None if it can, or there is none.
+    """Return why torch cannot use an apparent GPU, and the remedy, or None if it can or there is none.
 
-    Training would otherwise begin on the CPU, a thousand times slower, and one line of its output would say so.
+    Training would otherwise run on the CPU, a thousand times slower, with only one line of output about it.
     """
     import torch
 
@@ -69,14 +70,15 @@ def device_problem() -> str | None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split(". ", 1)[0].rstrip(".")
     return (
-        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU: {reason}. Update the driver, or "
-        "install a torch build for the driver's CUDA version (`nvidia-smi` names it); to train on the CPU all the same, set "
+        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU: {reason}. "
+        "Update the driver, or install a torch build for the driver's CUDA version (`nvidia-smi` names it); "
+        "to train on the CPU all the same, set "
         "ACCELERATE_USE_CPU=true"
     )
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on a device. From the host to CUDA through page-locked memory, so that nobody waits for what the GPU is at."""
+    """Return a tensor on a device; from the host to CUDA through page-locked memory, without waiting for the GPU."""
     if tensor.device.type != "cpu" or not str(device).startswith("cuda"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

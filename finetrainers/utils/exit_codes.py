@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 #: The run is done and its results are on disk.
 DONE = 0
-#: It failed; the traceback says why. (What Python exits with on any exception.)
+#: The run failed; see its traceback. (Python's exit code on any exception.)
 FAILED = 1
-#: The options or the data cannot be trained with, or another run has the output directory. Nothing was changed.
+#: The options or the data are not usable, or another run has the output directory. Nothing was changed.
 CONFIGURATION = 2
-#: The options are valid, and the data cannot be trained on: unreadable, or too few items of it can be used (EX_DATAERR).
+#: The options are valid, but the data is not usable: unreadable, or with too few usable items (EX_DATAERR).
 UNUSABLE_DATA = 65
-#: Stopped as asked, with a checkpoint: start it again to resume (EX_TEMPFAIL of sysexits.h).
+#: Stopped on request, with a checkpoint: start it again to resume (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
-#: Stopped by a guard, with a checkpoint, because to train on would do harm: read its message first.
+#: Stopped by a guard, with a checkpoint, because further training would do harm: read its message first.
 GUARDED = 76
 #: A section took longer than its time limit (as `timeout` exits).
 HUNG = 124
@@ -26,5 +26,8 @@ def refused(places: Sequence[str]) -> int:
 
 
 def killed_by(signal_number: int) -> int:
-    """Exit code of a process that a signal killed, as shells report it; a second stop signal ends a run with it."""
+    """Return the exit code of a process that a signal killed, as shells report it.
+
+    A second stop signal ends a run with it.
+    """
     return 128 + signal_number

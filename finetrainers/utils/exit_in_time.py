@@ -1,4 +1,4 @@
-"""The last resort of a command: once it has ended, its process exits in a bounded time. Imports no torch."""
+"""Time limit for the exit of a process after its command has ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .faults import ten_minutes
 
 logger = logging.getLogger(__name__)
 
-#: How much later the kernel's timer ends a process whose interpreter runs no thread any more.
+#: Additional seconds before the kernel's timer ends a process whose interpreter no longer runs threads.
 _BACKSTOP_S = 10.0
 _stacks: Path | None = None
 
 
 def leave_stacks_in(file: Path) -> None:
-    """Set the file that gets the stacks of a process that does not exit; the default is stderr."""
+    """Set the file for the stacks of a process that does not exit; the default is stderr."""
     global _stacks
     _stacks = file
 
@@ -32,8 +32,9 @@ def leave_stacks_in(file: Path) -> None:
 def exit_in_time(command: Callable[[], int]) -> int:
     """Return the exit code of a command; end the process with it if it has not exited ten minutes later.
 
-    Threads that never end, libraries that wait in their exit handlers, and drivers that do not answer keep a process, and
-    what it has allocated, long after its work is done. Only for programs that exit after the command, not for hosts.
+    Threads that never end, libraries that wait in their exit handlers, and drivers that do not answer keep a process,
+    and what it has allocated, long after its work is done. Only for programs that exit after the command, not for
+    hosts.
     """
     code = exit_codes.FAILED
     try:
@@ -52,10 +53,10 @@ def exit_in_time(command: Callable[[], int]) -> int:
 def _limit_exit(code: int) -> None:
     limit = ten_minutes()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream is closed or None
             stream.flush()
     threading.Thread(target=_end, args=(code, limit), name="exit-limit", daemon=True).start()
-    # Python ends its threads before libraries' own exit handlers; a callback may use the timer for itself.
+    # Python ends its threads before libraries' exit handlers; a callback may use the timer itself.
     if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # stderr is not a file
             faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
@@ -64,7 +65,7 @@ def _limit_exit(code: int) -> None:
 
 def _end(code: int, limit: float) -> None:
     time.sleep(limit)
-    where = "above"
+    place = "above"
     if _stacks is None:
         faulthandler.dump_traceback(all_threads=True)
     else:
@@ -72,10 +73,10 @@ def _end(code: int, limit: float) -> None:
             _stacks.parent.mkdir(parents=True, exist_ok=True)
             with _stacks.open("w") as file:
                 faulthandler.dump_traceback(file=file, all_threads=True)
-            where = f"in {_stacks}"
+            place = f"in {_stacks}"
     logger.error(
         "the command ended %g s ago, but its process does not exit; it is ended with exit code %d. The stacks are %s",
-        limit, code, where,
+        limit, code, place,
     )  # fmt: skip
     sys.stderr.flush()
     os._exit(code)

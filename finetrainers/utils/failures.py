@@ -1,4 +1,4 @@
-"""Expected errors, of data, memory, disks, numbers and connections: their message is enough, without a traceback."""
+"""Expected errors of data, memory, disks, numbers and connections: their message is enough, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ import os
 import re
 
 #: Error numbers of disks that are full or cannot be written.
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _FULL = os.strerror(errno.ENOSPC)
-#: In what allocators say: torch's on a device and on the host; CUDA's own (page-locked memory, a context, within NCCL);
-#: cuBLAS's, cuDNN's and cuFFT's.
+#: Parts of messages of allocators: torch's on a device and on the host; CUDA's own (page-locked memory, a context,
+#: within NCCL); cuBLAS's, cuDNN's and cuFFT's.
 _SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
-#: In what gloo and NCCL say when another process does not take part in a collective.
+#: Parts of messages of gloo and NCCL when another process does not take part in a collective.
 _CONNECTIONS = ("gloo/transport/", "ncclRemoteError")
-#: In what they say when it has not ended, as far as is known here.
+#: Parts of their messages when that process has not ended, as far as known.
 _LATE = ("Timed out waiting", "Connection timed out", "No route to host")
 
 
 class ExpectedError(Exception):
-    """An error whose message names the cause and the way out; a command prints it without its traceback."""
+    """An error whose message names the cause and the remedy; a command prints it without its traceback."""
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """The sentence that a command prints for an expected error; None for errors that need their traceback."""
+    """Return the sentence that a command prints for an expected error, or None for errors that need a traceback."""
     if isinstance(error, ExpectedError):
         return str(error)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTIONS):
         return _lost_connection(str(error))
-    of_disk = isinstance(error, OSError) and error.errno in _OF_DISKS
-    # Libraries written in other languages say it in words alone.
-    if not of_disk and _FULL not in str(error):
+    is_disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+    # Libraries written in other languages have only the text.
+    if not is_disk_error and _FULL not in str(error):
         return None
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
     if "make room" in text.lower():
-        return text  # it says how already
+        return text  # it has the remedy already
     return f"{text}. Earlier checkpoints are intact: make room, and continue with --resume_from_checkpoint latest"
 
 
-def _lost_connection(said: str) -> str:
-    """The sentence for a collective that failed because of another process."""
-    # Gloo begins with a place in its source and ends with advice.
-    said = re.sub(r"^\[/\S*\] ", "", said.splitlines()[0]).partition(". This is typically")[0].rstrip(".")
-    late = any(sign in said for sign in _LATE)
-    what = "does not answer: it hangs, or its machine is lost" if late else "has ended: its own output says why"
+def _lost_connection(message: str) -> str:
+    """Return the sentence for a collective that failed because of another process."""
+    # Gloo begins with a position in its source and ends with advice.
+    message = re.sub(r"^\[/\S*\] ", "", message.splitlines()[0]).partition(". This is typically")[0].rstrip(".")
+    is_late = any(sign in message for sign in _LATE)
+    problem = "does not answer: it hangs, or its machine is lost" if is_late else "has ended: its own output says why"
     return (
-        f"another process of the run {what} ({said}). Checkpoints are intact: start the command on all machines again, and "
-        "with --resume_from_checkpoint auto it continues from the newest one"
+        f"another process of the run {problem} ({message}). Checkpoints are intact: start the command on all machines "
+        "again, and with --resume_from_checkpoint auto it continues from the newest one"
     )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator, on a device or on the host, had nothing left."""
+    """Return whether an error comes from an allocator, on a device or on the host, without free memory."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -3,7 +3,7 @@
     FINETRAINERS_FAULT=kill@save.write:2,nan@loss:5:rank=1
 
 is a list of `KIND@POINT[:COUNT][:rank=RANK]`: the fault, the point, at which visit of a process (default: the first;
-`3+`: the third and all later ones), and on which rank (default: all). Without the variable, a point costs two look-ups.
+`3+`: the third and all later ones), and on which rank (default: all). Without the variable, a point costs two lookups.
 Imports no torch.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "FINETRAINERS_FAULT"
-#: Seconds that stand for the ten minutes of `ten_minutes`, so that a test need not wait for them.
+#: Seconds that replace the ten minutes of `ten_minutes`, so that a test need not wait for them.
 PATIENCE = "FINETRAINERS_FAULT_PATIENCE"
 
 #: Points at which a fault can be injected. A data worker counts its own visits.
@@ -94,7 +94,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """Parse a specification; an empty one has no faults.
 
     Raises:
-        ValueError: it is wrong; the message names the valid values.
+        ValueError: it is invalid; the message names the valid values.
     """
     return tuple(_parse(part.strip()) for part in text.split(",")) if text.strip() else ()
 
@@ -115,10 +115,10 @@ def _parse(text: str) -> Fault:
 
 
 def ten_minutes() -> float:
-    """Return the seconds after which, at the earliest, something without a limit of the user counts as hung.
+    """Return the seconds after which work without a limit of the user counts as hung, at the earliest.
 
     Raises:
-        ValueError: the environment sets something that is not a positive number.
+        ValueError: the environment's value is not a positive number.
     """
     text = os.environ.get(PATIENCE, "")
     try:
@@ -130,7 +130,7 @@ def ten_minutes() -> float:
     return seconds
 
 
-#: Faults of this process; None until the first point, so that a process that is started for a run reads its own.
+#: Faults of this process; None until the first point, so that a process that is started for a run reads its faults.
 _faults: tuple[Fault, ...] | None = None
 _visits: Counter[str] = Counter()
 
@@ -152,7 +152,7 @@ def fault_point(name: str, poison: Iterable[Tensor] = ()) -> None:
 
     Args:
         name: one of `POINTS`.
-        poison: the tensors that `nan` overwrites in place; iterated over only then.
+        poison: tensors that `nan` overwrites in place; only `nan` iterates over them.
     """
     if _faults is None:
         arm_faults()
@@ -173,7 +173,7 @@ def _visit(name: str, poison: Iterable[Tensor]) -> None:
 
 def _happen(kind: str, message: str, poison: Iterable[Tensor]) -> None:
     if kind in ("kill", "term"):
-        # Windows has no SIGKILL, and any other signal ends the process there as it does.
+        # Windows has no SIGKILL, but any other signal has its effect there.
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM) if kind == "kill" else signal.SIGTERM)
     elif kind == "hang":
         while True:
@@ -188,7 +188,7 @@ def _happen(kind: str, message: str, poison: Iterable[Tensor]) -> None:
         raise torch.OutOfMemoryError(message)
     else:
         tensors = list(poison)
-        if not tensors:  # DeepSpeed, say, has used and dropped its gradients
+        if not tensors:  # for example, DeepSpeed has used and dropped its gradients
             raise RuntimeError(f"{message}: there is nothing to poison here")
         for tensor in tensors:
             tensor.data.fill_(float("nan"))  # not a change that autograd counts

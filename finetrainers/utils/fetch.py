@@ -1,4 +1,4 @@
-"""Downloads of images that prompts name by an address: bounded in time and size, and each once in a process. No torch."""
+"""Downloads of images that prompts name by an address: limited in time and size, once each in a process. No torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from contextlib import closing
 from .text import file_size
 from .versions import __version__
 
-#: Seconds for an answer and for all of a download, and bytes of one; finding an address obeys no time limit of its own.
+#: Seconds for an answer and for a complete download, and bytes of one; resolving an address has no separate time limit.
 TIMEOUT_S, DEADLINE_S, MAX_BYTES = 10.0, 30.0, 64 << 20
 _SCHEMES = ("http://", "https://")
 _CHUNK = 1 << 16
 
 
 class FetchError(OSError):
-    """An address gives no content; the message starts with the address."""
+    """Error of an address without content; the message starts with the address."""
 
 
 class _Download:
-    """A download in a thread: its content, or why there is none."""
+    """A download in a thread: its content, or the reason for a failure."""
 
     def __init__(self, url: str) -> None:
         self.url, self.content, self.reason = url, b"", ""
@@ -35,7 +35,7 @@ class _Download:
         """Wait for the content until the deadline.
 
         Raises:
-            FetchError: there is none.
+            FetchError: the download failed or is late.
         """
         self._thread.join(max(0.0, self.began + DEADLINE_S - time.monotonic()))
         reason = f"no content within {DEADLINE_S:g} s" if self._thread.is_alive() else self.reason
@@ -48,7 +48,7 @@ class _Download:
             self.content = self._read()
         except urllib.error.HTTPError as error:
             self.reason = f"status {error.code}"
-        except Exception as error:  # urllib, http.client, ssl and codecs for names have errors of their own
+        except Exception as error:  # urllib, http.client, ssl and codecs for names have their own errors
             cause = getattr(error, "reason", error)
             self.reason = str(getattr(cause, "strerror", None) or cause).strip() or type(error).__name__
 
@@ -75,17 +75,17 @@ def is_url(place: str) -> bool:
 
 
 def start_fetching(places: Iterable[str | None]) -> None:
-    """Begin to download those that are addresses, all at once, so that `fetch` waits for the slowest and not for each."""
+    """Begin to download all addresses among the places at once, so that `fetch` waits only for the slowest."""
     for place in places:
         if place is not None and is_url(place) and place not in _downloads:
             _downloads[place] = _Download(place)
 
 
 def fetch(url: str) -> bytes:
-    """Return what an address gives, downloaded once in this process.
+    """Return the content of an address, downloaded once in this process.
 
     Raises:
-        FetchError: it gives nothing, too much, or too slowly; asking again tries again.
+        FetchError: the content is missing, too large, or too slow; another call tries again.
     """
     start_fetching([url])
     try:

@@ -32,23 +32,26 @@ def write_text_atomic(path: Path, text: str | Iterable[str], *, errors: str = "s
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """`write_text_atomic` of indented JSON."""
+    """Write indented JSON by `write_text_atomic`."""
     write_text_atomic(path, json.dumps(value, indent=2, sort_keys=True, default=str) + "\n")
 
 
 def write_json_lines_atomic(path: Path, values: Iterable[Any]) -> None:
-    """`write_text_atomic` of JSON lines with readable text; file names that are not UTF-8 are written as escapes."""
+    """Write JSON lines with readable text by `write_text_atomic`.
+
+    File names that are not UTF-8 are written as escapes.
+    """
     write_text_atomic(path, (f"{_readable(value)}\n" for value in values), errors="backslashreplace")
 
 
 def append_jsonl(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line by one write; a truncated line before it stays a line of its own.
+    """Append one JSON line by one write; a truncated line before it stays a separate line.
 
-    The file is opened each time: it may have been moved away, and other machines can read what is closed. Python's own file
-    object would take several times as long to make as the line takes to write.
+    The file is opened each time: it may have been moved away, and other machines can read only closed files. Making
+    Python's own file object would take several times as long as writing the line.
 
     Raises:
-        OSError: it cannot be written, or not as a whole.
+        OSError: it cannot be written completely.
     """
     line = json.dumps(record).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
@@ -57,14 +60,14 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
             os.lseek(descriptor, -1, os.SEEK_END)
             if os.read(descriptor, 1) != b"\n":
                 line = b"\n" + line
-        if os.write(descriptor, line) != len(line):  # the next write would say why
+        if os.write(descriptor, line) != len(line):  # the next write would raise the reason
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """The JSON objects of a file of JSON lines, and the lines that are none: truncated, not UTF-8, anything else."""
+    """Return the JSON objects of a file of JSON lines, and the invalid lines: truncated, not UTF-8, not objects."""
     records: list[dict[str, Any]] = []
     damaged: list[bytes] = []
     for line in path.read_bytes().splitlines():
@@ -91,12 +94,15 @@ def fsync_tree(root: Path) -> None:
 
 def fsync_file(path: Path) -> None:
     """Flush a file to disk."""
-    with open(path, "r+b" if os.name == "nt" else "rb") as file:  # Windows flushes what is open for writing
+    with open(path, "r+b" if os.name == "nt" else "rb") as file:  # Windows flushes only files open for writing
         os.fsync(file.fileno())
 
 
 def fsync_dir(path: Path) -> None:
-    """Flush a directory's entries (names of files in it) to disk; Windows opens no directories, and does so itself."""
+    """Flush a directory's entries (names of files in it) to disk.
+
+    Windows does not open directories, and flushes their entries itself.
+    """
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -107,24 +113,24 @@ def fsync_dir(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. A pipe would wait for somebody to write into it, and a device may never end.
+    """Open a regular file for reading. A pipe would wait for a writer, and a device may never end.
 
     Raises:
         OSError: it is something else, or cannot be opened.
     """
 
     def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # regular files do not know it
-        if (why := not_a_file(os.fstat(descriptor).st_mode)) is not None:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # it has no effect on regular files
+        if (problem := not_a_file(os.fstat(descriptor).st_mode)) is not None:
             os.close(descriptor)
-            raise OSError(errno.EINVAL, why, name)
+            raise OSError(errno.EINVAL, problem, name)
         return descriptor
 
     return open(path, "rb", opener=opener)
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a regular file's content, in hexadecimal.
+    """Return the SHA-256 of a regular file's content, in hexadecimal.
 
     Raises:
         OSError: it cannot be read; the error names it.
@@ -135,46 +141,46 @@ def file_sha256(path: Path) -> str:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
                 beat()
-    except OSError as error:  # what a disk fails with while it is read names no file
+    except OSError as error:  # an error of a disk while it is read has no file name
         raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()
 
 
 def not_there(path: Path, *, folder: bool = False) -> str:
-    """Why there is no file (or folder) at a path: what is there instead, or where the path ends, and the nearest name.
+    """Return why there is no file (or folder) at a path: its type, or where the path ends, and the nearest name.
 
-    A clause for a message that begins with the option and the path.
+    It is a clause for a message that begins with the option and the path.
     """
     if not folder and path.is_dir():
         return "is a folder, not a file"
     if folder and path.exists():
         return f"is not a folder but a file; give the folder that contains it, {quoted(str(path.parent))}"
     if os.sep == "/" and re.match(r"[A-Za-z]:[\\/]", text := str(path)):
-        there = f"/mnt/{text[0].lower()}/" + text[3:].replace("\\", "/")
-        return f"is a path of Windows, and this is another system; in WSL it is {quoted(there)}"
-    whole = path.absolute()
-    base = next(parent for parent in whole.parents if parent.is_dir())
-    name = whole.relative_to(base).parts[0]
+        wsl_path = f"/mnt/{text[0].lower()}/" + text[3:].replace("\\", "/")
+        return f"is a path of Windows, and this is another system; in WSL it is {quoted(wsl_path)}"
+    absolute = path.absolute()
+    base = next(parent for parent in absolute.parents if parent.is_dir())
+    name = absolute.relative_to(base).parts[0]
     try:
-        names = [entry.name for entry in os.scandir(base) if entry.is_dir() or (not folder and base == whole.parent)]
+        names = [entry.name for entry in os.scandir(base) if entry.is_dir() or (not folder and base == absolute.parent)]
     except OSError:
         names = []
     close = get_close_matches(name, names, n=1)
-    meant = (
-        f"; did you mean {quoted(str(path.parents[len(whole.relative_to(base).parts) - 1] / close[0]))}?"
+    suggestion = (
+        f"; did you mean {quoted(str(path.parents[len(absolute.relative_to(base).parts) - 1] / close[0]))}?"
         if close
         else ""
     )
-    where = f"the working directory {quoted(str(Path.cwd()))}" if base == Path.cwd() else quoted(str(base))
-    return f"does not exist: there is no {quoted(name)} in {where}{meant}"
+    place = f"the working directory {quoted(str(Path.cwd()))}" if base == Path.cwd() else quoted(str(base))
+    return f"does not exist: there is no {quoted(name)} in {place}{suggestion}"
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Why a folder cannot be made or written to; None if it can, as far as that is known."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
-    if not there.is_dir():
-        return f"{there} is a file; give a folder"
-    return None if os.access(there, os.W_OK) else f"nothing can be written to {there}"
+    """Return why a folder cannot be made or written to, or None if it can, as far as known."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
+    if not existing.is_dir():
+        return f"{existing} is a file; give a folder"
+    return None if os.access(existing, os.W_OK) else f"nothing can be written to {existing}"
 
 
 _KINDS = {
@@ -188,7 +194,7 @@ _KINDS = {
 
 
 def not_a_file(mode: int) -> str | None:
-    """Why a file of this mode (`st_mode`) must not be opened; None for a regular file."""
+    """Return why a file of this mode (`st_mode`) must not be opened, or None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     return f"is not a regular file but {_KINDS.get(stat.S_IFMT(mode), 'something else')}"

@@ -1,4 +1,4 @@
-"""GPUs to plan for, by name or by size: the memory that such a card has, and its compute capability. Imports no torch."""
+"""GPUs to plan for, by name or by size: their memory and compute capability. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Gpu:
     """A GPU to plan for.
 
     Attributes:
-        name: as messages print it.
+        name: in messages.
         gib: memory as CUDA reports it (`torch.cuda.mem_get_info()[1]`), in GiB.
         capability: compute capability, or None if only the size is known.
     """
@@ -31,12 +31,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Card:
-    """A card that is sold.
+    """A graphics card.
 
     Attributes:
         name: without the maker's name.
-        sold: its size as it is sold, in GB.
-        gib: memory as CUDA reports it, in GiB; the least figure of those in `docs/reference/memory-figures.md`.
+        sold: nominal size, in GB.
+        gib: memory as CUDA reports it, in GiB; the smallest figure in `docs/reference/memory-figures.md`.
         capability: compute capability.
     """
 
@@ -46,7 +46,7 @@ class Card:
     capability: Capability
 
 
-#: Of cards of one size, the first is the one that the size alone stands for.
+#: The first card of a size represents that size.
 CARDS: tuple[Card, ...] = (
     Card("RTX 4060", 8, 7.6, (8, 9)),
     Card("RTX 3070", 8, 7.6, (8, 6)),
@@ -89,14 +89,14 @@ CARDS: tuple[Card, ...] = (
 _SIZE = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(gi?b?)?\s*", re.IGNORECASE)
 #: More GiB than any machine has.
 _MOST = 10_000
-#: Words of a card's full name that do not tell it from others.
+#: Words of a card's full name that do not distinguish it.
 _NO_PART_OF_A_NAME = re.compile(
     r"nvidia|geforce|tesla|quadro|rtx|sxm\d*|pcie|hbm\w*|blackwell|generation|(?:workstation|server) edition"
 )
 
 
 def read_gib(text: str) -> float:
-    """Return the GiB of a text such as `24GB`, `24GiB` or `24`, which all are the same.
+    """Return the GiB of a text such as `24GB`, `24GiB` or `24`, which are all equal.
 
     Raises:
         ValueError: the text is not a size.
@@ -108,28 +108,28 @@ def read_gib(text: str) -> float:
 
 
 def read_gpu(text: str) -> Gpu:
-    """Return the GPU that a text names: a card (`h100`, `RTX 4090`, `a100-40gb`), or a size.
+    """Return the GPU of a text: a card (`h100`, `RTX 4090`, `a100-40gb`), or a size.
 
-    `24GB` is a card that is sold with 24 GB, and has less; `24GiB` and `24` are exact.
+    `24GB` is a card with a nominal size of 24 GB, which has less; `24GiB` and `24` are exact.
 
     Raises:
         ValueError: the text is neither a known card nor a size.
     """
-    named = [card for card in CARDS if _key(text) in (_key(card.name), f"{_key(card.name)}{card.sold}gb")]
-    if len(named) > 1:
-        sizes = " or ".join(f"{_key(card.name)}-{card.sold}gb" for card in named)
+    matching = [card for card in CARDS if _key(text) in (_key(card.name), f"{_key(card.name)}{card.sold}gb")]
+    if len(matching) > 1:
+        sizes = " or ".join(f"{_key(card.name)}-{card.sold}gb" for card in matching)
         raise ValueError(f"{shortened(quoted(text))} is sold in several sizes; use {sizes}")
-    if named:
-        return _gpu(named[0], f"{named[0].name} {named[0].sold} GB")
+    if matching:
+        return _gpu(matching[0], f"{matching[0].name} {matching[0].sold} GB")
     size = _size(text)
     if size is None:
         near = nearest(_key(text), dict.fromkeys(_key(card.name) for card in CARDS), listed=0)
         raise ValueError(
             f"expected a memory size such as 24GB or a card such as h100, got {shortened(quoted(text))}{near}"
         )
-    number, unit = size
-    card = next((card for card in CARDS if unit in ("g", "gb") and card.sold == number), None)
-    return Gpu(f"{number:g} GiB", number) if card is None else Gpu(f"{number:g} GB", card.gib)
+    amount, unit = size
+    card = next((card for card in CARDS if unit in ("g", "gb") and card.sold == amount), None)
+    return Gpu(f"{amount:g} GiB", amount) if card is None else Gpu(f"{amount:g} GB", card.gib)
 
 
 def _size(text: str) -> tuple[float, str] | None:
@@ -145,5 +145,5 @@ def _gpu(card: Card, name: str) -> Gpu:
 
 
 def _key(text: str) -> str:
-    """Return a name without spaces, punctuation, case, and the words that all cards have."""
+    """Return a name without spaces, punctuation, case, and words that all cards have."""
     return re.sub(r"[^0-9a-z.]", "", _NO_PART_OF_A_NAME.sub("", text.lower()))

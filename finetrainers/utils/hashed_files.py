@@ -1,4 +1,4 @@
-"""Files whose SHA-256 is computed while they are written, so that nobody has to read them again; safetensors among them."""
+"""Files whose SHA-256 is computed while they are written, so that they need not be read again, such as safetensors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,36 @@ from torch import Tensor
 
 from .alive import beat
 
-#: What is hashed and written at a time: the second of the two finds it in the processor's cache.
+#: Bytes that are hashed and written together, so that the second operation finds them in the processor's cache.
 _PIECE = 1 << 20
-#: The format's name of each dtype. The order is that of the tensors in a file: larger elements come first, so that all are aligned.
+#: The format's name of each dtype, in the order of the tensors in a file: larger elements come first, so that all are
+#: aligned.
 _DTYPES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
-    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ORDER = {dtype: index for index, dtype in enumerate(_DTYPES)}
 
 
 class Written(NamedTuple):
-    """What a file has to hold.
+    """Size and digest of a written file.
 
     Attributes:
-        size: bytes.
+        size: in bytes.
         sha256: of its content, in hexadecimal.
     """
 
@@ -40,7 +53,7 @@ class Written(NamedTuple):
 
 
 class HashedFile:
-    """A file that is written from its beginning to its end, within `with`; one that is there is replaced."""
+    """A file that is written from its beginning to its end, within `with`; an existing one is replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,7 +70,7 @@ class HashedFile:
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes, which stay as they are until this returns; their number."""
+        """Append bytes, which must not change until this returns, and return their number."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
@@ -68,11 +81,11 @@ class HashedFile:
         return len(view)
 
     def flush(self) -> None:
-        """Pass what is buffered to the system."""
+        """Pass buffered bytes to the system."""
         self._file.flush()
 
     def written(self) -> Written:
-        """What has been written."""
+        """Return size and digest of the written bytes."""
         return Written(self._size, self._digest.hexdigest())
 
 
@@ -81,8 +94,8 @@ def save_safetensors(
 ) -> Written:
     """Write tensors to a safetensors file, in the layout of `safetensors.torch.save_file`.
 
-    The library's own function gives no way to see the bytes that it writes. Each tensor is written by itself: of two that
-    share memory, the file has both.
+    The library's function does not expose the bytes that it writes. Each tensor is written separately: if two share
+    memory, the file has both.
 
     Args:
         tensors: dense, in host memory.
@@ -102,24 +115,24 @@ def save_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name in ordered:
             if tensors[name].numel():
-                file.write(_bytes_of(tensors[name]))
+                file.write(_content(tensors[name]))
     return file.written()
 
 
 def data_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the weights in a file that `save_safetensors` writes, without its header, in hexadecimal."""
+    """Return the SHA-256 of the weights in a file of `save_safetensors`, without its header, in hexadecimal."""
     digest = hashlib.sha256()
     for name in _ordered(tensors):
         if tensors[name].numel():
-            digest.update(_bytes_of(tensors[name]))
+            digest.update(_content(tensors[name]))
     return digest.hexdigest()
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names in the order of a file."""
-    return sorted(tensors, key=lambda name: (_PLACES[tensors[name].dtype], name))
+    """Return names in the order of a file."""
+    return sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The content of a tensor in host memory; a copy only where its elements are not in order."""
+def _content(tensor: Tensor) -> memoryview:
+    """Return the content of a tensor in host memory, copied only if its elements are not in order."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data

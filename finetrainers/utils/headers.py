@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from .text import file_size
 
-_LENGTH_BYTES = 8  # before the header stands its length
-_MAX_HEADER = 100_000_000  # as the library
+_LENGTH_BYTES = 8  # the header follows its length
+_MAX_HEADER = 100_000_000  # the library's limit
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -22,7 +22,7 @@ class Header:
 
     Attributes:
         shapes: of its tensors, by name.
-        dtypes: likewise, as the format calls them: `BF16`, `F8_E4M3`.
+        dtypes: of its tensors, by name, with the format's names: `BF16`, `F8_E4M3`.
         metadata: free text by key.
     """
 
@@ -32,22 +32,23 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file, checked against the file's size.
+    """Return the header of a safetensors file, checked against the file's size.
 
     Raises:
-        ValueError: it is no safetensors file, or not a whole one; the message says which file and why.
+        ValueError: it is not a complete safetensors file; the message has the file and the reason.
     """
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
-            return Header(shapes, dict(file.metadata() or {}), {n: one.get_dtype() for n, one in slices.items()})
+            shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+            dtypes = {name: tensor.get_dtype() for name, tensor in slices.items()}
+            return Header(shapes, dict(file.metadata() or {}), dtypes)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} {_what_it_is(path) or f'is not a safetensors file: {error}'}") from None
+        raise ValueError(f"{path} {_find_damage(path) or f'is not a safetensors file: {error}'}") from None
 
 
-def _what_it_is(path: Path) -> str | None:
-    """What a file is that is not a complete safetensors file, where that is recognizable."""
+def _find_damage(path: Path) -> str | None:
+    """Return the problem of a file that is not a complete safetensors file, or None if it is not recognized."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Host memory: what this process and its workers take, how much is left on the machine or in the container, and reuse. No torch."""
+"""Host memory: use by this process and its workers, free memory of the machine or container, and reuse. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import psutil
 
 _SELF = Path("/proc/self")
-#: Where control groups of the two versions are mounted, and their files: the limit, what is in use, and of that what the
-#: kernel can drop at once (cached files).
+#: Mount points of control groups of the two versions, and their files: the limit, the used bytes, and among these the
+#: bytes that the kernel can drop at once (cached files).
 _GROUPS = (
     (Path("sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-_UNLIMITED = 2**60  # version 1 says about 2**63
-#: Options of glibc's `mallopt`, their values under `freed_memory_is_reused`, and those that follow it: as many mapped blocks as by
-#: default, and the thresholds that glibc itself raises up to when a program frees large blocks.
+_UNLIMITED = 2**60  # version 1 reports about 2**63
+#: Options of glibc's `mallopt`, their values under `freed_memory_is_reused`, and their values after it: the default
+#: number of mapped blocks, and the highest thresholds that glibc itself sets when a program frees large blocks.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _REUSED = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1}
 _NOT_REUSED = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
@@ -29,11 +29,11 @@ _NOT_REUSED = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 6
 
 @dataclass(frozen=True)
 class Room:
-    """How much host memory there is, in bytes.
+    """Host memory, in bytes.
 
     Attributes:
         total: of the machine, or the limit of the container if that is less.
-        available: what can still be taken before the kernel ends a process.
+        available: bytes before the kernel ends a process.
         limited_by: `machine` or `container`.
     """
 
@@ -43,34 +43,34 @@ class Room:
 
 
 def take_peak() -> int:
-    """The most resident memory of this process, in bytes, since the last call.
+    """Return the peak resident memory of this process since the last call, in bytes.
 
-    Linux can reset its peak. Where that is not possible, it is the peak since the process started; on other systems, what is
-    resident now.
+    Linux can reset its peak. Where it cannot, this is the peak since the process started; on other systems, the current
+    resident memory.
     """
     global _reader
     if _reader is None or _reader.pid != os.getpid():
         if _reader is not None:
-            _reader.close()  # in a forked process, its files are about the other one
+            _reader.close()  # in a forked process, its files describe the parent
         _reader = _PeakReader()
     return _reader.take()
 
 
 class _PeakReader:
-    """Reads and resets the peak of this process by files that stay open: opening them at every step takes as long again.
+    """Reader of this process's peak by files that stay open, since opening them at every step takes as long again.
 
-    `getrusage` says the same as `VmHWM` in a tenth of the time, but never less than what the process that started this one had
-    taken. So it counts only above what it said after the first reset.
+    `getrusage` reports the same as `VmHWM` in a tenth of the time, but never less than the peak of the parent process.
+    So its value counts only above the one after the first reset.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._status = self._clear = -1
-        with contextlib.suppress(OSError):  # no Linux
+        with contextlib.suppress(OSError):  # not Linux
             self._status = os.open(_SELF / "status", os.O_RDONLY)
         with contextlib.suppress(OSError):  # /proc may be read-only
             self._clear = os.open(_SELF / "clear_refs", os.O_WRONLY)
-        self._least: int | None = None
+        self._floor: int | None = None
 
     def close(self) -> None:
         """Close the files."""
@@ -82,26 +82,26 @@ class _PeakReader:
         """See `take_peak`."""
         if self._status < 0:
             return psutil.Process().memory_info().rss
-        said = _max_rss()
-        peak = self._high_water_mark() if said is None or self._least is None or said <= self._least else said
+        max_rss = _max_rss()
+        peak = self._high_water_mark() if max_rss is None or self._floor is None or max_rss <= self._floor else max_rss
         if self._clear >= 0:
             with contextlib.suppress(OSError):
                 os.pwrite(self._clear, b"5", 0)
-        if self._least is None:
-            self._least = _max_rss()
+        if self._floor is None:
+            self._floor = _max_rss()
         return peak
 
     def _high_water_mark(self) -> int:
         text = os.pread(self._status, 4096, 0)
-        at = text.find(b"VmHWM:")
-        return psutil.Process().memory_info().rss if at < 0 else 1024 * int(text[at + 6 :].split(None, 1)[0])
+        index = text.find(b"VmHWM:")
+        return psutil.Process().memory_info().rss if index < 0 else 1024 * int(text[index + 6 :].split(None, 1)[0])
 
 
 _reader: _PeakReader | None = None
 
 
 def _max_rss() -> int | None:
-    """What `getrusage` says, in bytes; None where there is none."""
+    """Return the peak resident memory of `getrusage` in bytes, or None where there is none."""
     try:
         import resource
     except ImportError:
@@ -110,24 +110,24 @@ def _max_rss() -> int | None:
 
 
 def workers_bytes() -> int:
-    """Memory of the processes that this one has started, as those of the data loader, in bytes.
+    """Return the memory of the processes that this one has started, such as data loader workers, in bytes.
 
-    A page that several processes share counts for each by its share: forked workers share most of theirs with this process.
+    A page that several processes share counts in parts: forked workers share most of their pages with this process.
     """
-    return sum(_share_of(pid) for pid in _children())
+    return sum(_proportional_bytes(pid) for pid in _children())
 
 
 def _children() -> list[int]:
     try:
         texts = [path.read_text(encoding="ascii") for path in _SELF.glob("task/*/children")]
-    except OSError:  # a thread has ended meanwhile
+    except OSError:  # a thread has ended in the meantime
         return []
     if not texts and not _SELF.exists():
         return [child.pid for child in psutil.Process().children()]
     return [int(pid) for text in texts for pid in text.split()]
 
 
-def _share_of(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
             if line.startswith("Pss:"):
@@ -139,26 +139,26 @@ def _share_of(pid: int) -> int:
 
 
 def room(root: Path = Path("/")) -> Room:
-    """What is left, of the machine and of every control group that this process is in; the least counts.
+    """Return the free memory of the machine or of a control group of this process, whichever has the least.
 
     Args:
         root: where `proc` and `sys` are.
     """
     machine = psutil.virtual_memory()
     rooms = [Room(machine.total, machine.available)]
-    for folder, limit, used, cached in _groups(root):
-        with contextlib.suppress(OSError, ValueError):  # `max` is no number; a file is not there
-            total = int((folder / limit).read_text(encoding="ascii"))
+    for folder, limit_file, used_file, cached_file in _groups(root):
+        with contextlib.suppress(OSError, ValueError):  # `max` is not a number, or a file is missing
+            total = int((folder / limit_file).read_text(encoding="ascii"))
             if total >= _UNLIMITED:
                 continue
             stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-            taken = int((folder / used).read_text(encoding="ascii")) - int(stat.get(cached, 0))
-            rooms.append(Room(total, max(0, total - taken), "container"))
-    return min(rooms, key=lambda one: one.available)
+            used = int((folder / used_file).read_text(encoding="ascii")) - int(stat.get(cached_file, 0))
+            rooms.append(Room(total, max(0, total - used), "container"))
+    return min(rooms, key=lambda candidate: candidate.available)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Folders of the control groups of this process, with the names of their files."""
+    """Yield folders of the control groups of this process, with the names of their files."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -169,14 +169,14 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
             continue
         mount, *files = _GROUPS[1 if controllers else 0]
         folder = root / mount / path.lstrip("/")
-        # In a container the path may be that of the host; what is mounted is then the container's own group.
+        # In a container the path may be that of the host; the mounted group is then the container's.
         for group in (folder, *folder.parents):
             if group.is_relative_to(root / mount):
                 yield group, files[0], files[1], files[2]
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, so that the next peak is not that of what was there before (glibc)."""
+    """Return freed memory to the system, so that the next peak does not include it (glibc)."""
     library: Any = ctypes.CDLL(None) if os.name == "posix" else None
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(ctypes.c_size_t(0))
@@ -184,11 +184,11 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def freed_memory_is_reused() -> Iterator[None]:
-    """Within the block, memory that this process frees serves its next tensors; afterwards what is free goes back to the system.
+    """Reuse memory that this process frees within the block; afterwards free memory returns to the system.
 
-    glibc maps every block above 32 MiB from the system and unmaps it when it is freed, so that each page causes a page fault
-    again: nearly half of the time that a small VAE takes on one CPU thread. Results are the same. Other C libraries stay as they
-    are, and so does glibc where the environment says what it maps and keeps (`MALLOC_MMAP_THRESHOLD_`, say).
+    glibc maps every block above 32 MiB from the system and unmaps it when it is freed, so that each page causes a page
+    fault again: nearly half of the time of a small VAE on one CPU thread. Results do not change. Other C libraries are
+    left alone, and so is glibc if the environment configures its mapping (such as `MALLOC_MMAP_THRESHOLD_`).
     """
     library: Any = ctypes.CDLL(None) if os.name == "posix" else None
     names = [name for name in os.environ if name.startswith("MALLOC_")]

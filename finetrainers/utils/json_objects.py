@@ -1,7 +1,7 @@
 """Objects of this package as JSON text, for another process of the same run, and back: equal, and of the same types.
 
-Unlike a pickle, the text can make nothing but plain values, paths, and dataclasses, named tuples and options of this package;
-and unlike pydantic's JSON it needs no declared types, which protocols and `Any` do not give.
+Unlike a pickle, the text can only make plain values, paths, and dataclasses, named tuples and options of this package.
+Unlike pydantic's JSON, it needs no declared types, which protocols and `Any` do not have.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _TEXTS: dict[str, Callable[[str], Any]] = {"Path": Path, "SecretStr": SecretStr}
 
 
 def to_json(value: Any) -> str:
-    """The text of a value.
+    """Return the text of a value.
 
     Raises:
-        TypeError: something in it is of a kind that cannot be written.
+        TypeError: a part of it has a type that cannot be written.
     """
     return json.dumps(_written(value), separators=(",", ":"))  # ASCII, so that names that are not UTF-8 survive
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a text that `to_json` has written.
+    """Return the value of a text that `to_json` has written.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is another text.
     """
     return _read(json.loads(text))
 
 
 def _written(value: Any) -> Any:
-    """What is not plain is a list: its kind, then its parts."""
+    """Return a JSON value; a value that is not plain is a list of its type and its parts."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -75,29 +75,29 @@ def _read(written: Any) -> Any:
         return dict(zip(values[:half], values[half:], strict=True))
     if kind in _TEXTS:
         return _TEXTS[kind](*values)
-    found = _class(kind)
-    if issubclass(found, BaseModel):
-        # It was validated when it was made.
-        return found.model_construct(**dict(zip(_names(found), values, strict=True)))
-    return found(*values)
+    cls = _class(kind)
+    if issubclass(cls, BaseModel):
+        # It was validated when it was created.
+        return cls.model_construct(**dict(zip(_names(cls), values, strict=True)))
+    return cls(*values)
 
 
 @cache
 def _class(address: str) -> type:
-    """The class of this package at an address.
+    """Return the class of this package at an address.
 
     Raises:
-        TypeError: it is another one, or one that is more than its fields.
+        TypeError: it is another class, or one with more state than its fields.
     """
-    found = resolve(address) if address.startswith(f"{_PACKAGE}.") else None
-    if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or issubclass(found, (BaseModel, tuple))):
+    cls = resolve(address) if address.startswith(f"{_PACKAGE}.") else None
+    if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, (BaseModel, tuple))):
         raise TypeError(f"{address} is no dataclass, named tuple or table of options of {_PACKAGE}")
-    return found
+    return cls
 
 
 @cache
 def _names(kind: Any) -> tuple[str, ...]:
-    """The fields, in the order in which the class takes them."""
+    """Return the fields in the order of the class's arguments."""
     if issubclass(kind, tuple):
         return kind._fields
     if issubclass(kind, BaseModel):

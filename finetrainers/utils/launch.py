@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: Variables that hold a whole number, and the least of it.
+#: Variables with an integer, and its minimum.
 _COUNTS = {
     "WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
     **{f"PARALLELISM_CONFIG_{name}_SIZE": 1 for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")},
@@ -21,43 +21,45 @@ _FIRST_PRINTS_S = 10.0
 
 
 def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: bool = True) -> list[tuple[str, str]]:
-    """Problems with the environment variables of a launcher, each with its name: they may be left over.
+    """Return problems with the environment variables of a launcher, which may be left over, each with its name.
 
     Args:
         environment: the variables.
-        joining: whether the processes will join a group, so that the address must be set.
+        joining: whether the processes will join a group, which needs the address.
     """
-    found = []
+    problems = []
     numbers: dict[str, int] = {}
-    for name, least in _COUNTS.items():
+    for name, minimum in _COUNTS.items():
         try:
-            numbers[name] = int(environment.get(name) or least)
+            numbers[name] = int(environment.get(name) or minimum)
         except ValueError:
-            numbers[name] = least - 1
-        if numbers[name] < least:
+            numbers[name] = minimum - 1
+        if numbers[name] < minimum:
             message = (
-                f"must be a whole number of at least {least}, got {environment[name]!r}; unset it, or launch again"
+                f"must be a whole number of at least {minimum}, got {environment[name]!r}; unset it, or launch again"
             )
-            found.append((name, message))
-    if not found:
+            problems.append((name, message))
+    if not problems:
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-            found.append(("RANK", f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"))
+            problems.append(("RANK", f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"))
         elif joining and (numbers["WORLD_SIZE"] > 1 or numbers["LOCAL_RANK"] >= 0):
             missing = [n for n in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
             if missing:
-                told = "WORLD_SIZE" if numbers["WORLD_SIZE"] > 1 else "LOCAL_RANK"
+                variable = "WORLD_SIZE" if numbers["WORLD_SIZE"] > 1 else "LOCAL_RANK"
                 message = (
                     f"says that a launcher started this process, and {', '.join(missing)} is not set; start it by "
                 )
-                found.append((told, f"{message}`accelerate launch` or `torchrun`, or unset {told}"))
+                problems.append((variable, f"{message}`accelerate launch` or `torchrun`, or unset {variable}"))
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if stage not in _ZERO_STAGES:
-        found.append(("ACCELERATE_DEEPSPEED_ZERO_STAGE", f"{_stage_message(stage)}; it comes from the launcher's file"))
+        problems.append(
+            ("ACCELERATE_DEEPSPEED_ZERO_STAGE", f"{_stage_message(stage)}; it comes from the launcher's file")
+        )
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in _PRECISIONS:
         message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it comes from the launcher's file"
-        found.append(("ACCELERATE_MIXED_PRECISION", message))
-    return found
+        problems.append(("ACCELERATE_MIXED_PRECISION", message))
+    return problems
 
 
 def _stage_message(stage: str) -> str:
@@ -65,9 +67,10 @@ def _stage_message(stage: str) -> str:
 
 
 def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why processes that torchrun restarts (`--max-restarts`) will not find each other; None where it restarts none, or they will.
+    """Return why processes that torchrun restarts (`--max-restarts`) will not find each other, or None if they will.
 
-    Its agents then keep one store for all starts, where gloo and NCCL find the addresses of processes that have ended.
+    It is also None if torchrun restarts none. The agents keep one store for all starts, where gloo and NCCL find the
+    addresses of processes that have ended.
     """
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts in ("", "0") or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -79,12 +82,12 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def says_yes(name: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a variable of a launcher is set, in any way that accelerate reads."""
+    """Return whether a launcher's variable is set, in any way that accelerate reads."""
     return environment.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
 def launched_to_split_weights(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The strategy in the launcher's file if it shards the weights: `FSDP2` or `ZeRO-3`; else None."""
+    """Return the strategy in the launcher's file if it shards weights, `FSDP2` or `ZeRO-3`, else None."""
     if says_yes("ACCELERATE_USE_FSDP", environment):
         return "FSDP2"
     if says_yes("ACCELERATE_USE_DEEPSPEED", environment) and environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
@@ -93,20 +96,20 @@ def launched_to_split_weights(environment: Mapping[str, str] = os.environ) -> st
 
 
 def launched_processes() -> int:
-    """World size: processes that accelerate, torchrun or deepspeed launched on all machines; 1 without a launcher."""
+    """Return the world size: processes that a launcher started on all machines; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launched_rank() -> int:
-    """Rank of this process; 0 without a launcher."""
+    """Return the rank of this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def print_refusal(text: str) -> None:
-    """Print to standard error in the first process, before every process exits; all of them have found the same.
+    """Print to standard error in the first process, before every process exits with the same problems.
 
-    The others wait for the launcher to end them: it ends all processes as soon as one exits with an error, and one that
-    is quicker than the first would keep it from printing. On a machine without the first process they exit after 10 s.
+    The others wait for the launcher, which ends all processes as soon as one exits with an error: a quicker one would
+    keep the first from printing. On a machine without the first process they exit after 10 s.
     """
     if launched_rank() == 0:
         sys.stderr.write(f"{text}\n")
@@ -115,40 +118,40 @@ def print_refusal(text: str) -> None:
 
 
 def local_world_size() -> int:
-    """Local world size: processes on this machine."""
+    """Return the local world size: processes on this machine."""
     # DeepSpeed's launcher sets the first; on CPUs accelerate then sets the second, to 1.
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or launched_processes())
 
 
 def launched_local_rank() -> int:
-    """Local rank: index of this process on this machine; 0 without a launcher."""
+    """Return the local rank: index of this process on this machine; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def launcher_environment(path: Path) -> dict[str, str]:
-    """The variables that `accelerate launch` would set for a configuration file, and `NUM_MACHINES`.
+    """Return the variables that `accelerate launch` would set for a configuration file, and `NUM_MACHINES`.
 
     Raises:
         ValueError: the file cannot be read, or has values of other types.
     """
     settings = _read_settings(path)
-    found = {"WORLD_SIZE": _count(settings, "num_processes"), "NUM_MACHINES": _count(settings, "num_machines")}
+    variables = {"WORLD_SIZE": _count(settings, "num_processes"), "NUM_MACHINES": _count(settings, "num_machines")}
     if settings.get("mixed_precision") not in (None, False):
-        found["ACCELERATE_MIXED_PRECISION"] = _text(settings["mixed_precision"])
+        variables["ACCELERATE_MIXED_PRECISION"] = _text(settings["mixed_precision"])
     kind = settings.get("distributed_type")
     if kind == "FSDP":
-        found["ACCELERATE_USE_FSDP"] = "true"
-        found |= {str(name).upper(): _text(value) for name, value in _table(settings, "fsdp_config").items()}
+        variables["ACCELERATE_USE_FSDP"] = "true"
+        variables |= {str(name).upper(): _text(value) for name, value in _table(settings, "fsdp_config").items()}
     elif kind == "DEEPSPEED":
         deepspeed = _table(settings, "deepspeed_config")
         stage = _text(deepspeed.get("zero_stage", 2))
         if stage not in _ZERO_STAGES:
             raise ValueError(f"zero_stage {_stage_message(stage)}")
-        found["ACCELERATE_USE_DEEPSPEED"] = "true"
-        found["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = stage
+        variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+        variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = stage
         for name in ("offload_optimizer_device", "offload_param_device"):
-            found[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = _text(deepspeed.get(name, "none"))
-    return found
+            variables[f"ACCELERATE_DEEPSPEED_{name.upper()}"] = _text(deepspeed.get(name, "none"))
+    return variables
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Logging: our own messages, and fewer start-up messages of other packages."""
+"""Logging: messages of this package, and fewer start-up messages of other packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-#: Loggers that announce optional parts which are simply not installed, on every start.
+#: Loggers that announce, on every start, optional parts that are not installed.
 _CHATTER = (
     "bitsandbytes",
     "torchao",
@@ -17,14 +17,14 @@ _CHATTER = (
     "diffusers.quantizers.torchao.torchao_quantizer",
     "diffusers.utils.torch_utils",
 )
-#: Warnings of torch about what is meant: the prediction is a view, which nobody changes in place, norms get fp32 weights or
-#: inputs on purpose, and the compiled step of torchao's quantized optimizers is not kept on disk.
+#: Warnings of torch about intended behavior: the prediction is a view, which is not changed in place, norms get fp32
+#: weights or inputs on purpose, and the compiled step of torchao's quantized optimizers is not cached on disk.
 _NO_NEWS = (
     "FSDP2-wrapped module .* returned a view tensor",
     "Mismatch dtype between input and weight",
     "OptimState.* does not implement _stable_hash_for_caching",
 )
-#: Logger of what a command has to say to its user besides results: `note: ...`, without level and module.
+#: Logger of a command's notes to its user, apart from results: `note: ...`, without level and module.
 NOTES = logging.getLogger("finetrainers").getChild("notes")
 
 
@@ -55,16 +55,16 @@ class _Format(logging.Formatter):
 
 
 def quiet_progress_bars() -> None:
-    """Switch off messages and progress bars of the libraries that load models, until the process ends; for commands."""
+    """Disable messages and progress bars of the libraries that load models, until the process ends; for commands."""
     _quiet_loading(contextlib.ExitStack())
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Within the block, libraries log errors only: no missing optional packages, deprecations, or loading bars.
+    """Let libraries log errors only within the block: no missing optional packages, deprecations, or loading bars.
 
-    Downloads still show their bars on a terminal. Afterwards levels, filters and bars are as before. Imports transformers
-    and diffusers, since what they say on their import is a part of it. FINETRAINERS_LOG_LEVEL=DEBUG leaves all as it is.
+    Downloads still have bars on a terminal. Afterwards levels, filters and bars are restored. Imports transformers and
+    diffusers, since they log on import. FINETRAINERS_LOG_LEVEL=DEBUG changes nothing.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
@@ -78,7 +78,7 @@ def _level() -> str:
 
 
 def _quiet_chatter(undo: contextlib.ExitStack) -> None:
-    """Switch off the messages that libraries log on import; imports none of them."""
+    """Disable the messages that libraries log on import; imports none of them."""
     if _level() == "DEBUG":
         return
     for category in (FutureWarning, DeprecationWarning):
@@ -99,14 +99,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _quiet_loading(undo: contextlib.ExitStack) -> None:
-    """Switch off the messages and bars of the libraries that load models; bars of downloads stay on terminals."""
+    """Disable messages and bars of the libraries that load models; download bars stay on terminals."""
     if _level() == "DEBUG":
         return
     import diffusers
     import transformers
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    # transformers switches the bars of downloads, too, off and on.
+    # transformers also switches the download bars off and on.
     downloads = not are_progress_bars_disabled()
     undo.callback(enable_progress_bars if downloads else disable_progress_bars)
     for library in (diffusers, transformers):

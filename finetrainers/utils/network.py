@@ -1,4 +1,4 @@
-"""Network traffic of this machine: bytes that its Ethernet interfaces and InfiniBand ports have sent and received. No torch."""
+"""Network traffic of this machine: bytes sent and received by Ethernet interfaces and InfiniBand ports. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-#: What a machine sends and receives.
+#: Directions of a machine's traffic.
 DIRECTIONS = ("ethernet_sent", "ethernet_received", "infiniband_sent", "infiniband_received")
 _SYS = Path("/sys/class")
-#: Linux's numbers of kinds of interfaces (`if_arp.h`).
+#: Linux's numbers of interface types (`if_arp.h`).
 _INFINIBAND, _LOOPBACK = "32", "772"
-#: Counters of an InfiniBand port count words of so many bytes.
+#: Bytes of a word, the unit of an InfiniBand port's counters.
 _WORD = 4
 _COUNTERS = {"infiniband_sent": "port_xmit_data", "infiniband_received": "port_rcv_data"}
 
@@ -24,7 +24,7 @@ class Traffic:
 
     Attributes:
         counted: by direction (see `DIRECTIONS`) and interface or port.
-        problem: why a part cannot be read; empty if all can.
+        problem: why some counters cannot be read; empty if all can.
     """
 
     counted: Mapping[tuple[str, str], int]
@@ -32,7 +32,7 @@ class Traffic:
 
 
 def read_traffic(sys: Path = _SYS) -> Traffic:
-    """What has been counted until now. It is that of the whole machine, whichever program sends and receives.
+    """Return the traffic until now, of the whole machine, whichever program sends and receives.
 
     Args:
         sys: where `net` and `infiniband` are.
@@ -57,34 +57,35 @@ def read_traffic(sys: Path = _SYS) -> Traffic:
 
 
 def ethernet(names: Iterable[str], sys: Path = _SYS) -> list[str]:
-    """The interfaces that count: those of hardware, so that what passes a bridge or a bond counts once.
+    """Return the hardware interfaces, so that traffic over a bridge or a bond counts once.
 
-    In a container none may be hardware; then all count. Loopback does not, nor does IP over InfiniBand, which the port counts.
+    In a container no interface may be hardware; then all count. Loopback is excluded, and so is IP over InfiniBand,
+    which the port counts.
     """
-    found = [name for name in names if not _is_loopback(name, sys) and _kind(name, sys) != _INFINIBAND]
-    return [name for name in found if (sys / "net" / name / "device").exists()] or found
+    external = [name for name in names if not _is_loopback(name, sys) and _kind(name, sys) != _INFINIBAND]
+    return [name for name in external if (sys / "net" / name / "device").exists()] or external
 
 
 def bytes_per_s(before: Traffic, now: Traffic, seconds: float) -> dict[str, float]:
-    """Bytes a second, by direction, for those that both readings have.
+    """Return bytes a second, by direction, for the counters that both readings have.
 
     Args:
-        before: what was counted then. A counter that has been reset since counts nothing.
-        now: what is counted now.
+        before: the earlier reading. A counter that has been reset since counts nothing.
+        now: the later reading.
         seconds: between the two.
     """
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for key, count in now.counted.items():
         if key in before.counted:
-            found[key[0]] = found.get(key[0], 0.0) + max(0, count - before.counted[key]) / seconds
-    return found
+            rates[key[0]] = rates.get(key[0], 0.0) + max(0, count - before.counted[key]) / seconds
+    return rates
 
 
 def _kind(name: str, sys: Path) -> str:
     try:
         return (sys / "net" / name / "type").read_text(encoding="ascii").strip()
     except OSError:
-        return ""  # no Linux
+        return ""  # not Linux
 
 
 def _is_loopback(name: str, sys: Path) -> bool:

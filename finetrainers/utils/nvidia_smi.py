@@ -1,4 +1,4 @@
-"""GPUs of this machine as nvidia-smi reports them: names, memory, load, power, temperature, memory errors. Imports no torch."""
+"""GPUs of this machine from nvidia-smi: names, memory, load, power, temperature, memory errors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from finetrainers.utils.device import has_nvidia_driver
 
-#: Columns of nvidia-smi that every driver of the last years has, by our names; it refuses the whole query over one that it lacks.
+#: Columns of nvidia-smi by the names of this package. Every driver of the last years has them; one missing column makes
+#: the query fail.
 _QUERY = {
     "index": "index",
     "name": "name",
@@ -26,37 +27,40 @@ _QUERY = {
     "clock_max_mhz": "clocks.max.sm",
 }
 _TEXTS = {"name", "driver"}
-#: Seconds; a GPU that has fallen off the bus makes nvidia-smi wait for minutes.
+#: Seconds; a GPU that has fallen off the bus makes nvidia-smi hang for minutes.
 _TIMEOUT_S = 30
 
 
 def gpu_facts(only: str | None = None) -> dict[str, Any]:
-    """`gpus`, a list of what is known of each, and `driver`; or `gpu_error`, why nothing is known. Nothing where there is no GPU.
+    """Return `gpus`, a list of facts of each, and `driver`; or `gpu_error`, why they are unknown; empty without a GPU.
 
     Args:
-        only: the one to ask about, by its UUID.
+        only: UUID of a single GPU to query.
     """
     if shutil.which("nvidia-smi") is None:
-        said = "the NVIDIA driver is loaded, but nvidia-smi is not installed, or not in PATH"
-        return {"gpus": [], **({"gpu_error": said} if has_nvidia_driver() else {})}
+        reason = "the NVIDIA driver is loaded, but nvidia-smi is not installed, or not in PATH"
+        return {"gpus": [], **({"gpu_error": reason} if has_nvidia_driver() else {})}
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY.values())}", "--format=csv,noheader,nounits"]
     command += [] if only is None else [f"--id={only}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return {"gpus": [], "gpu_error": f"nvidia-smi has not answered in {_TIMEOUT_S} s"}
     except OSError as error:
         return {"gpus": [], "gpu_error": f"nvidia-smi cannot be run: {error.strerror}"}
-    if done.returncode:
-        lines = (done.stdout + done.stderr).split("\n")
-        said = next((line.strip() for line in lines if line.strip()), "it says no more")
-        return {"gpus": [], "gpu_error": f"nvidia-smi failed with exit code {done.returncode}: {said}"}
-    gpus = read_gpus(done.stdout)
+    if process.returncode:
+        lines = (process.stdout + process.stderr).split("\n")
+        reason = next((line.strip() for line in lines if line.strip()), "it says no more")
+        return {"gpus": [], "gpu_error": f"nvidia-smi failed with exit code {process.returncode}: {reason}"}
+    gpus = read_gpus(process.stdout)
     return {"gpus": gpus, **({"driver": gpus[0]["driver"]} if gpus else {})}
 
 
 def read_gpus(text: str) -> list[dict[str, Any]]:
-    """GPUs of nvidia-smi's table, one a line; None for what a card cannot tell (`[N/A]`), as consumer cards their memory errors."""
+    """Return GPUs of nvidia-smi's table, one a line; values that a card does not report (`[N/A]`) are None.
+
+    For example, consumer cards do not report memory errors.
+    """
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     return [
         {name: value if name in _TEXTS else _number(value) for name, value in zip(_QUERY, row, strict=True)}

@@ -1,7 +1,7 @@
-"""Models and configs that ship with the package: `demo://NAME` is accepted wherever a model's directory or hub id is.
+"""Models and configs that ship with the package: `demo://NAME` is accepted wherever a model directory or Hub id is.
 
-Configs of a published repository, for families of `models/configs/`, take the place of those of the repository where all
-weights come from single files.
+Packaged configs of published repositories, for families of `models/configs/`, replace those of the repository where
+all weights come from single files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _CONFIGS = Path(__file__).parents[1] / "models" / "configs"
 
 
 def packaged_models() -> list[str]:
-    """Names of the packaged models, scheme included."""
+    """Return the names of the demo models, including the scheme."""
     return sorted(f"{SCHEME}{path.parent.name}" for path in _ROOT.glob("*/model_index.json"))
 
 
 def model_path(name: str) -> str:
-    """The directory of a packaged model; any other directory or hub id unchanged.
+    """Return the directory of a demo model, and any other directory or Hub id unchanged.
 
     Raises:
-        ValueError: no model of this name is packaged.
+        ValueError: there is no demo model of this name.
     """
     if not name.startswith(SCHEME):
         return name
@@ -35,12 +35,12 @@ def model_path(name: str) -> str:
 
 
 def published_base(family: str) -> str | None:
-    """Return the hub id of the repository of a family whose configs are packaged, or None if there is none."""
+    """Return the Hub id of the repository of a family with packaged configs, or None if it has none."""
     index = _CONFIGS / family / "model_index.json"
     return str(json.loads(index.read_text(encoding="utf-8"))["_name_or_path"]) if index.is_file() else None
 
 
 def packaged_configs(hub_id: str) -> Path | None:
-    """Return the folder with the configs of a repository of the hub, or None if they are not packaged."""
+    """Return the folder with the configs of a Hub repository, or None if they are not packaged."""
     folders = (path.parent for path in _CONFIGS.glob("*/model_index.json"))
     return next((folder for folder in folders if published_base(folder.name) == hub_id), None)

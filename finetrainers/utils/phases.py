@@ -1,4 +1,4 @@
-"""Phases of a run, which differ in what takes memory: their names, and which one this process is in. Imports no torch."""
+"""Phases of a run, which differ in their memory use: their names, and the phase of this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PHASES = (LOADING, ENCODING_TEXT, ENCODING_CLIPS, ROLLOUT, REWARD, TRAINING_STEP
 
 
 class Listener(Protocol):
-    """Something of this process that records by phase."""
+    """An object of this process that records by phase."""
 
     def enter(self, phase: str | None) -> None:
-        """The process is in this phase from now on; None: outside of all."""
+        """Enter a phase, or leave all phases if it is None."""
         ...
 
 
@@ -31,13 +31,13 @@ _current: str | None = None
 
 
 def label(phase: str) -> str:
-    """What people call a phase: `training step`."""
+    """Return the title of a phase: `training step`."""
     return phase.replace("_", " ")
 
 
 @contextmanager
 def observed_by(listener: Listener) -> Iterator[None]:
-    """Tell the listener of every change of the phase within the block."""
+    """Report every change of the phase within the block to the listener."""
     _listeners.append(listener)
     try:
         yield
@@ -47,9 +47,9 @@ def observed_by(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """This process is in the phase within the block, and after it again in the one before. Only for the main thread.
+    """Enter the phase within the block, and the previous one after it. Only for the main thread.
 
-    An exception that leaves the block remembers the phase that it was raised in; see `phase_of`.
+    An exception that leaves the block keeps the phase that it was raised in; see `phase_of`.
     """
     assert name in PHASES, name
     outer = _current
@@ -66,12 +66,12 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_of(error: BaseException | None) -> str | None:
-    """The phase that an exception, or the one that caused it, was raised in; None if in none."""
-    found = None
+    """Return the phase that an exception, or its cause, was raised in, or None if in none."""
+    raised_in = None
     while error is not None:
-        found = vars(error).get("phase", found)  # the cause was raised first
+        raised_in = vars(error).get("phase", raised_in)  # the cause was raised first
         error = error.__cause__
-    return found
+    return raised_in
 
 
 def _enter(name: str | None) -> None:

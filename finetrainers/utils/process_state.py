@@ -22,13 +22,13 @@ _FEW = 10_000
 def restored() -> Iterator[list[str]]:
     """Run the block under PyTorch's and accelerate's default state, and restore that of the host program at the end.
 
-    Set to its default and restored: default dtype and device, autocast, grad and inference mode, precision flags, choice of
-    kernels, accelerate's state. Restored: random generators of Python, numpy and torch, number of threads, environment
-    variables, levels of loggers. Determinism, anomaly detection and the number of threads stay as the host has set them.
-    Imports torch and accelerate.
+    Set to their defaults and restored: default dtype and device, autocast, grad and inference mode, precision flags,
+    choice of kernels, accelerate's state. Restored: random generators of Python, numpy and torch, number of
+    threads, environment variables, levels of loggers. Determinism, anomaly detection and the number of threads stay
+    as the host has set them. Imports torch and accelerate.
 
     Yields:
-        The settings of the host that have no effect within the block and would have changed results.
+        Settings of the host that would have changed results, and have no effect within the block.
     """
     with contextlib.ExitStack() as undo:
         undo.callback(_restore_environment, dict(os.environ))
@@ -68,7 +68,7 @@ def _restore_random_later(undo: contextlib.ExitStack) -> None:
 
     undo.callback(random.setstate, random.getstate())
     undo.callback(np.random.set_state, np.random.get_state())
-    # The state of a GPU in use before; asking for that of another would take memory there, from each process of a launch.
+    # Only the state of a GPU in use: asking for another's would take memory there, in each process of a launch.
     in_use = torch.cuda.is_available() and (torch.cuda.is_initialized() or launched_processes() == 1)
     undo.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if in_use else []))
     if in_use:
@@ -86,7 +86,7 @@ def _reset_accelerate(undo: contextlib.ExitStack) -> None:
 
 
 def _reset_modes(undo: contextlib.ExitStack) -> Iterator[str]:
-    """Set the default dtype and device, and leave the modes that the host program is in; yields what differed."""
+    """Set the default dtype and device, leave the modes of the host program, and yield the settings that differed."""
     import torch
 
     dtype = torch.get_default_dtype()
@@ -119,7 +119,10 @@ def _set_default_device(device: Any) -> None:
 
 
 def _reset_kernels(undo: contextlib.ExitStack) -> Iterator[str]:
-    """Set the flags that choose kernels and their precision; yields what differed and would change results on this machine."""
+    """Set the flags that choose kernels and their precision.
+
+    Yields the settings that differed and would change results on this machine.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -132,18 +135,18 @@ def _reset_kernels(undo: contextlib.ExitStack) -> Iterator[str]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     defaults = {"enabled": True, "benchmark": False}
     products = dict.fromkeys(("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"), True)
-    for place, flags in ((cudnn, defaults), (cuda.matmul, products | {"allow_fp16_accumulation": False})):
+    for module, flags in ((cudnn, defaults), (cuda.matmul, products | {"allow_fp16_accumulation": False})):
         for name, default in flags.items():
             with contextlib.suppress(AttributeError):  # torch before 2.7 has no fp16 accumulation
-                undo.callback(_set, place, name, getattr(place, name))
-                _set(place, name, default)
+                undo.callback(_set, module, name, getattr(module, name))
+                _set(module, name, default)
     undo.callback(_set, cudnn, "deterministic", cudnn.deterministic)
     enabled = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
     if not all(enabled):
         yield "sdpa_kernel"
     backends = [backend for name, backend in SDPBackend.__members__.items() if name != "ERROR"]
     undo.enter_context(sdpa_kernel(backends))
-    # Networks without a backend of their own follow it.
+    # Networks without their own backend follow it.
     if (dispatch := sys.modules.get("diffusers.models.attention_dispatch")) is not None:
         default = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
         if (active := dispatch._AttentionBackendRegistry.get_active_backend()[0]) != default:
@@ -156,30 +159,32 @@ def _reset_precision(undo: contextlib.ExitStack) -> None:
     import torch
 
     cuda, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
-    parts = [getattr(place, part, None) for place in (mkldnn, cudnn) for part in ("rnn", "conv", "matmul")]
-    precisions = [place for place in (*parts, mkldnn, cudnn, cuda, torch.backends) if hasattr(place, "fp32_precision")]
-    # Last in, first out: the older flags are put back first, since each sets several of the newer ones (torch 2.9), and
+    parts = [getattr(module, part, None) for module in (mkldnn, cudnn) for part in ("rnn", "conv", "matmul")]
+    precisions = [
+        module for module in (*parts, mkldnn, cudnn, cuda, torch.backends) if hasattr(module, "fp32_precision")
+    ]
+    # Last in, first out: the older flags are restored first, since each sets several of the newer ones (torch 2.9), and
     # among these the wider ones first.
-    for place, name in [
-        *((place, "fp32_precision") for place in precisions),
+    for module, name in [
+        *((module, "fp32_precision") for module in precisions),
         (cudnn, "allow_tf32"),
         (cuda, "allow_tf32"),
     ]:
-        with contextlib.suppress(RuntimeError):  # torch does not say what an older flag is that newer ones contradict
-            undo.callback(_set, place, name, getattr(place, name))
+        with contextlib.suppress(RuntimeError):  # torch cannot report an older flag that newer ones contradict
+            undo.callback(_set, module, name, getattr(module, name))
     with contextlib.suppress(RuntimeError):
         undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    for place in reversed(precisions):
-        _set(place, "fp32_precision", "none")
+    for module in reversed(precisions):
+        _set(module, "fp32_precision", "none")
     torch.set_float32_matmul_precision("highest")
     cuda.allow_tf32, cudnn.allow_tf32 = False, True  # torch's own defaults
 
 
-def _set(place: Any, name: str, value: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # newer flags contradict it
-        if getattr(place, name) == value:
+def _set(module: Any, name: str, value: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # newer flags contradict this one
+        if getattr(module, name) == value:
             return
-    setattr(place, name, value)
+    setattr(module, name, value)
 
 
 def process_groups() -> list[Any]:
@@ -190,25 +195,29 @@ def process_groups() -> list[Any]:
 
 
 def leave_groups(kept: Sequence[Any]) -> None:
-    """Leave all process groups except these, which the host program has joined. Every rank must call it."""
+    """Leave all process groups except `kept`, which the host program has joined. Every rank must call it."""
     for group in process_groups():
         if group not in kept:
             sys.modules["torch.distributed"].destroy_process_group(group)
 
 
 def host_group_problem() -> str | None:
-    """Return why a run cannot use the host program's process group, or None if it can, or there is none."""
+    """Return why a run cannot use the host program's process group, or None if it can or there is none."""
     if not process_groups():
         return None
     dist = sys.modules["torch.distributed"]
     size, rank, backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend_config())
     if (size, rank) != (launched_processes(), launched_rank()):
         message = (
-            f"this program has joined one as rank {rank} of {size}, and WORLD_SIZE and RANK say rank {launched_rank()} of "
-            f"{launched_processes()}: start it with torchrun or accelerate launch"
+            f"this program has joined one as rank {rank} of {size}, "
+            f"and WORLD_SIZE and RANK say rank {launched_rank()} of {launched_processes()}: "
+            "start it with torchrun or accelerate launch"
         )
     elif size > 1 and (needed := "nccl" if likely_device_type() == "cuda" else "gloo") not in backend:
-        message = f"this program has joined one by {backend}, and a run on this device needs {needed}: initialize it with that"
+        message = (
+            f"this program has joined one by {backend}, and a run on this device needs {needed}: "
+            "initialize it with that"
+        )
     else:
         return None
     return f"{message}, or call torch.distributed.destroy_process_group() before the run"
@@ -216,9 +225,9 @@ def host_group_problem() -> str | None:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the garbage collector within the block, where millions of objects are made that all stay alive.
+    """Pause the garbage collector within the block, for millions of new objects that all stay alive.
 
-    Collections would walk them again and again, and find nothing.
+    Collections would walk them repeatedly, and free nothing.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -227,7 +236,7 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_on:
             if gc.get_count()[0] > _FEW and not gc.get_freeze_count():
-                # Both at once make the objects old, without a walk; old ones are left alone for long.
+                # Both calls make the objects old without a walk; old ones are rarely collected.
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -237,8 +246,8 @@ def gc_paused() -> Iterator[None]:
 def planning() -> Iterator[None]:
     """Import libraries faster, for a command that computes nothing: no garbage collection, no compiler of PyTorch.
 
-    bitsandbytes, which diffusers and PEFT import, decorates functions with `torch.compile`. That imports the compiler, unless
-    PyTorch's own variable says that nothing will be compiled.
+    bitsandbytes, which diffusers and PEFT import, decorates functions with `torch.compile`. That imports the compiler,
+    unless PyTorch's variable disables it.
     """
     with gc_paused(), environment_restored():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -248,7 +257,8 @@ def planning() -> Iterator[None]:
 def free_memory() -> None:
     """Free unreachable objects (reference cycles) and the unused device memory in torch's caching allocator.
 
-    As `diffusers.training_utils.free_memory`, which imports every network of diffusers, bitsandbytes, torchao and scipy.
+    It does the same as `diffusers.training_utils.free_memory`, which imports every network of diffusers, bitsandbytes,
+    torchao and scipy.
     """
     import torch
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Called with (done, total).
 Progress = Callable[[int, int], None]
-#: Called with (stage, done, total); a stage is a verb and what is counted: `read headers`.
+#: Called with (stage, done, total); a stage is a verb and a noun: `read headers`.
 StageProgress = Callable[[str, int, int], None]
 
 _INTERVAL_S = 10.0  # between lines
@@ -33,7 +33,7 @@ _ONLY = TaskID(0)  # of a bar, which has one task
 
 
 class Meter:
-    """Call it with (done, total) as often as you like, within a `with` block."""
+    """A progress meter: call it with (done, total) as often as you like, within a `with` block."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Meter:
     ) -> None:
         """Args:
         verb, noun: `encoded`, `clips`.
-        enabled: whether anything is shown.
-        bar: whether a terminal gets a bar instead of lines.
-        transient: whether the bar goes when the work is done, and quick work says nothing elsewhere.
+        enabled: print progress.
+        bar: print a bar instead of lines on a terminal.
+        transient: remove the bar when the work is done, and print no line for quick work.
         """
         self.verb = verb
         self.noun = noun
@@ -56,12 +56,12 @@ class Meter:
         self.bar = bar
         self.transient = transient
         self.console = Console(stderr=True, soft_wrap=True)
-        self._begun = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._progress: Bar | None = None
         self._counted = ExitStack()
 
     def __enter__(self) -> Meter:
-        self._begun = self._told = time.monotonic()
+        self._started = self._last_line = time.monotonic()
         self._counted.enter_context(counted(self.noun))
         return self
 
@@ -71,27 +71,27 @@ class Meter:
             return
         if self.bar and self.console.is_terminal:
             self._bar(total).update(_ONLY, completed=done)
-        elif (done == total and not self._is_quick) or time.monotonic() - self._told >= _INTERVAL_S:
-            self._told = time.monotonic()
+        elif (done == total and not self._is_quick) or time.monotonic() - self._last_line >= _INTERVAL_S:
+            self._last_line = time.monotonic()
             logger.info("%s", self.line(done, total))
 
     @property
     def has_shown(self) -> bool:
-        """Whether there was anything to see yet."""
-        return self._progress is not None or self._told > self._begun
+        """True if progress has been printed."""
+        return self._progress is not None or self._last_line > self._started
 
     @property
     def _is_quick(self) -> bool:
-        """Whether the end of the work would be its first line, which nobody wants."""
+        """True if the end of the work would be its first line, which is not worth printing."""
         return self.transient and not self.has_shown
 
     def line(self, done: int, total: int) -> str:
-        """`encoded 120 of 5000 clips, 3.2/s, 25 min left`."""
-        seconds = max(time.monotonic() - self._begun, 1e-6)
+        """Return `encoded 120 of 5000 clips, 3.2/s, 25 min left`."""
+        seconds = max(time.monotonic() - self._started, 1e-6)
         rate = done / seconds
-        shown = f"{rate:.3g}/s" if rate >= 1 else f"{seconds / max(done, 1):.3g} s each"
-        left = "" if done == total else f", {duration((total - done) / rate) if rate else 'unknown time'} left"
-        return f"{self.verb} {done} of {total} {self.noun}, {shown}{left}"
+        rate_text = f"{rate:.3g}/s" if rate >= 1 else f"{seconds / max(done, 1):.3g} s each"
+        left_text = "" if done == total else f", {duration((total - done) / rate) if rate else 'unknown time'} left"
+        return f"{self.verb} {done} of {total} {self.noun}, {rate_text}{left_text}"
 
     def __exit__(self, *_: object) -> None:
         self._counted.close()
@@ -119,11 +119,11 @@ class Meter:
 class Stages:
     """A meter for each stage of some work; call it with (stage, done, total) within a `with` block.
 
-    A stage that is over before its first line is due says nothing.
+    A stage that ends before its first line is due prints nothing.
     """
 
     def __init__(self, *, bars: bool = True) -> None:
-        """With `bars`, a terminal gets bars instead of lines."""
+        """Make the meters; with `bars`, a terminal gets bars instead of lines."""
         self.bars = bars
         self._stage = ""
         self._meter: Meter | None = None

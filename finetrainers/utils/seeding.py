@@ -1,4 +1,4 @@
-"""Stateless random seeds, derived from a purpose: no generator state to save, the same at any world size."""
+"""Stateless random seeds, derived from a purpose: without generator state to save, and equal at any world size."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a tuple of integers and names, stable over processes and versions."""
+    """Return a 63-bit seed from a tuple of integers and names, stable over processes and versions."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
-    """A fresh generator on `device`, seeded by `derive_seed(*parts)`."""
+    """Return a new generator on `device`, seeded by `derive_seed(*parts)`."""
     import torch
 
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))

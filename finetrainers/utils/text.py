@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, valid: Iterable[str], *, listed: int = 12) -> str:
-    """A clause to append to an error: the nearest valid name, whatever its case, else the list of at most `listed`."""
+    """Return a clause for an error: the nearest valid name, ignoring case, else the list of at most `listed` names."""
     names = sorted(valid)
-    by_lower_case = {one.lower(): one for one in names}
+    by_lower_case = {valid_name.lower(): valid_name for valid_name in names}
     close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {by_lower_case[close[0]]!r}?"
@@ -17,17 +17,20 @@ def nearest(name: str, valid: Iterable[str], *, listed: int = 12) -> str:
 
 
 def shortened(text: str, limit: int = 100) -> str:
-    """The text, or its beginning and how long it is."""
+    """Return the text, or its beginning and its length."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def quoted(text: str) -> str:
-    """A value as the user wrote it, in quotes: backslashes of Windows paths stay single, and no control character remains."""
+    """Return a value in quotes as the user wrote it, without control characters.
+
+    Backslashes of Windows paths stay single.
+    """
     return f"'{printable(text)}'"
 
 
 def file_size(count: float) -> str:
-    """`1.5 GiB`."""
+    """Return `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 999.5:  # of three digits
             return f"{count:.3g} {unit}"
@@ -36,7 +39,7 @@ def file_size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `45 s`, `12 min`, `3.4 h`, `5 d`; a negative one, of clocks that differ, counts as 0."""
+    """Return `0.4 s`, `45 s`, `12 min`, `3.4 h`, `5 d`; a negative duration, from clocks that differ, counts as 0."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:.{int(unit == 'h')}f} {unit}"
@@ -44,22 +47,22 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:
-    """`1 clip`, `2 clips`; `many` is the plural of a noun that takes no plain s."""
+    """Return `1 clip`, `2 clips`; `many` is the plural of a noun that takes no plain s."""
     return f"{count} {noun}" if count == 1 else f"{count} {many or noun + 's'}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Return `a`, `a and b`, `a, b and c`."""
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def printable(text: str) -> str:
-    """The text with line breaks, escapes for terminals and bytes that are not UTF-8 made visible, for untrusted names."""
+    """Return untrusted text with visible line breaks, terminal escapes and bytes that are not UTF-8."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def aligned(rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
-    """Lines of a table: the first column to the left, numbers to the right."""
+    """Return lines of a table: the first column to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         (" " * gap)

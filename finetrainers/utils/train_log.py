@@ -1,4 +1,4 @@
-"""A log file of what a process prints and logs, with the time of each line."""
+"""Log file of the printed and logged lines of a process, with the time of each line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Logger of what is printed; without a file, nothing becomes of it.
+#: Logger of printed lines; without a file, they are dropped.
 PRINTED = logging.getLogger("finetrainers").getChild("printed")
 PRINTED.propagate = False
 PRINTED.setLevel(logging.INFO)
@@ -17,7 +17,7 @@ PRINTED.addHandler(logging.NullHandler())
 
 @contextlib.contextmanager
 def train_log(path: Path | None) -> Iterator[None]:
-    """Within the block, what is logged, and what is given to `PRINTED`, is also appended to a file; None: to no file.
+    """Append logged lines, and lines of `PRINTED`, to a file within the block, or to no file if it is None.
 
     The exception that ends the block is its last line.
     """
@@ -28,7 +28,7 @@ def train_log(path: Path | None) -> Iterator[None]:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_Format("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     loggers = (logging.getLogger(), PRINTED)
-    # Without handlers Python prints warnings to stderr by its last resort, which any handler would replace.
+    # Without handlers Python prints warnings to stderr by its last-resort handler, which any handler would replace.
     last_resort = None if loggers[0].handlers else logging.lastResort
     for logger in loggers:
         logger.addHandler(handler)
@@ -48,16 +48,16 @@ def train_log(path: Path | None) -> Iterator[None]:
 
 
 class PrintedLines(io.StringIO):
-    """A file whose lines go to `PRINTED`."""
+    """A text file whose lines go to `PRINTED`."""
 
     def write(self, text: str) -> int:
         for line in text.splitlines():
             PRINTED.info("%s", line.rstrip())
-        return len(text)  # of which nothing is kept here
+        return len(text)  # nothing is buffered
 
 
 class _Format(logging.Formatter):
-    """The format of log lines; what is printed has no level."""
+    """The format of log lines; printed lines have no level."""
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name != PRINTED.name:

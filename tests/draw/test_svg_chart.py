@@ -51,9 +51,12 @@ def test_a_logarithmic_axis() -> None:
     assert not wants_log([0.1, 1.0])
 
 
-@pytest.mark.parametrize(("low", "high", "found"), [(0, 100, [0, 20, 40, 60, 80, 100]), (-0.03, 0.31, [0, 0.1, 0.2, 0.3]), (7, 8, [7, 7.2, 7.4, 7.6, 7.8, 8])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "high", "found"),
+    [(0, 100, [0, 20, 40, 60, 80, 100]), (-0.03, 0.31, [0, 0.1, 0.2, 0.3]), (7, 8, [7, 7.2, 7.4, 7.6, 7.8, 8])],
+)
 def test_ticks_are_round(low: float, high: float, found: list[float]) -> None:
-    assert list(round_places(low, high, most=5)) == found
+    assert list(round_places(low, high, limit=5)) == found
 
 
 def test_one_point_and_equal_values_can_be_drawn() -> None:

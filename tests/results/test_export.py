@@ -61,12 +61,18 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
     checked = SimpleNamespace(
         start=SimpleNamespace(origin=None),
         plan=SimpleNamespace(
-            example='MY a fox, "quoted"', size=(9, 64, 96), count=3, noun="clip",
-            buckets={(9, 64, 96): 3}, table=lambda: [("bucket", "clips"), ("9x64x96", "3")], step_of=lambda config: "2 clips",
+            example='MY a fox, "quoted"',
+            size=(9, 64, 96),
+            count=3,
+            noun="clip",
+            buckets={(9, 64, 96): 3},
+            table=lambda: [("bucket", "clips"), ("9x64x96", "3")],
+            step_of=lambda config: "2 clips",
         ),
         frame_rate=25.0,
-        prompts=[ValidationPrompt(prompt="a fox: at night"), ValidationPrompt(prompt="a dog")], config=config,
-    )  # fmt: skip
+        prompts=[ValidationPrompt(prompt="a fox: at night"), ValidationPrompt(prompt="a dog")],
+        config=config,
+    )
     return state, checked
 
 
@@ -97,14 +103,17 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "![a fox: at night](samples/00-a-fox-at-night-0.png)" in card
     assert "| 9x64x96 | 3 |" in card
     assert "| training steps took | 2 min on 2 x CPU |" in card
-    assert "| peak memory of a training step | 12.35 GiB allocated, 13.50 GiB reserved on the GPU; 3.00 GiB of host memory, per process |" in card  # fmt: skip
+    assert (
+        "| peak memory of a training step | 12.35 GiB allocated, 13.50 GiB reserved on the GPU; "
+        "3.00 GiB of host memory, per process |" in card
+    )
     assert "memory before training" not in card
     assert "| samples | 50 denoising steps, the pipeline's own guidance, seed 42, 25 fps |" in card
     assert "| measured on held-out clips | step 0 | step 12 | best |\n|---|---|---|---|\n" in card
     assert "|\n| `eval_loss` | 0.5 | 0.25 | 0.125 (step 5) |\n" in card
     assert (
-        "\n\n| phase | GPU, allocated | GPU, reserved | host |\n|---|---|---|---|\n| training step | 12.35 | 13.50 | 3.00 |\n\n</details>"
-        in card
+        "\n\n| phase | GPU, allocated | GPU, reserved | host |\n|---|---|---|---|\n"
+        "| training step | 12.35 | 13.50 | 3.00 |\n\n</details>" in card
     )
     assert (
         "\n\n| base model | [owner/base](https://huggingface.co/owner/base) |\n|---|---|\n| strength | 1.0 is as"
@@ -127,7 +136,10 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     ("no metadata", {}), ("---\n[: {\n---\n", {}), (None, {}),
 ])  # fmt: skip
 def test_the_license_is_the_base_models(tmp_path, card, expected):
-    """As its own card says; a model in a folder is no base model on the hub, and the folder's place nobody's business."""
+    """The license is that of the model's own card.
+
+    A model in a folder is not a base model on the Hub, and its path stays private.
+    """
     base = tmp_path / "private" / "LTX"
     base.mkdir(parents=True)
     if card is not None:
@@ -170,7 +182,10 @@ def shown(path):
     ("cogvideox", "control", "lora"),
 ])  # fmt: skip
 def test_the_cards_code_runs(options, run, tmp_path, monkeypatch, family, version, training_type):
-    """As pasted, but for device and dtype: from the weights in the run directory to an mp4 file, which is that of validation."""
+    """The card's code runs as pasted, but for device and dtype.
+
+    It makes an mp4 file from the weights in the run directory, equal to that of validation.
+    """
     prompts = {"validation_prompts": "a cat:::a dog", "validation_steps": 1, "validation_inference_steps": 2}
     done = run(
         **options(family, version=version, training_type=training_type, train_steps=1, **({} if version else prompts))

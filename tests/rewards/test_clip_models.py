@@ -199,7 +199,10 @@ def texts(model: CLIPModel) -> Tensor:
 
 @pytest.mark.parametrize(("height", "width"), [(480, 720), (97, 61), (224, 224), (33, 200), (225, 224)])
 def test_crop_is_that_of_transformers(height: int, width: int) -> None:
-    """Pixels differ by one of 255 at most, and few do: PIL rounds between its two passes. Those with a gradient, too."""
+    """Few pixels differ, by at most one of 255: PIL rounds between its two passes.
+
+    The same holds with a gradient.
+    """
     image = torch.randint(0, 256, (3, height // 4 + 1, width // 4 + 1), generator=torch.Generator().manual_seed(3))
     image = F.interpolate(image[None].float(), (height, width), mode="bilinear").round().to(torch.uint8)
     wanted = CLIPImageProcessorPil()(Image.fromarray(image[0].permute(1, 2, 0).numpy()), return_tensors="pt")

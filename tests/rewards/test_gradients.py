@@ -1,4 +1,7 @@
-"""Gradients of rewards: of the same scores, in the direction of finite differences; and what has none is refused by name."""
+"""Gradients of rewards: of the same scores, in the direction of finite differences.
+
+Rewards without a gradient are refused by name.
+"""
 
 from __future__ import annotations
 

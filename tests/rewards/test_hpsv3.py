@@ -33,7 +33,7 @@ WORDS = QUESTION + " ".join(PROMPTS)
 
 
 class Published:
-    """A tiny checkpoint in the layout of MizzenAI/HPSv3: everything in one file, the head as `rm_head.0`, `.3`, `.5`."""
+    """A tiny checkpoint in the layout of MizzenAI/HPSv3: one file, with the head as `rm_head.0`, `.3`, `.5`."""
 
     def __init__(self, root: Path) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -130,7 +130,7 @@ def test_evenness_counts_and_speed_does_not() -> None:
 
 
 def test_points_are_followed() -> None:
-    """A thing that glides over a background is as smooth as a whole picture that does, though what it covers changes."""
+    """A thing that glides over a background is as smooth as a frame that does, whatever it covers."""
     clip = torch.from_numpy(render(Scene("green", "star", "left", "white", speed="quickly"), height=64))
     assert value(Smoothness(), clip.permute(0, 3, 1, 2) / 255) > -0.2
 

@@ -1,4 +1,4 @@
-"""How a reward is named: the text of an entry, the registry, and what is wrong with either, found before anything loads."""
+"""How a reward is named: the text of an entry, the registry, and problems of either, found before anything loads."""
 
 from __future__ import annotations
 
@@ -82,13 +82,16 @@ def problems(text: str) -> list[str]:
         ("brightness", {}),
         ("brightness=0.5", {"weight": 0.5}),
         ("brightness=-1e-2", {"weight": -0.01}),
-        ("brightness=0,every=5,batch_size=2,mean=0.5,std=2", {"weight": 0, "every": 5, "batch_size": 2, "mean": 0.5, "std": 2}),
+        (
+            "brightness=0,every=5,batch_size=2,mean=0.5,std=2",
+            {"weight": 0, "every": 5, "batch_size": 2, "mean": 0.5, "std": 2},
+        ),
         ("color,target=#ff0000", {"options": {"target": "#ff0000"}}),
         ("x=2,path=/a=b/c d", {"weight": 2, "options": {"path": "/a=b/c d"}}),
         ("  x=2, path=p, mean=1 ", {"weight": 2, "mean": 1, "options": {"path": "p"}}),
         ("x,path=", {"options": {"path": ""}}),
     ],
-)  # fmt: skip
+)
 def test_text_becomes_fields(text: str, expected: dict[str, Any]) -> None:
     found = entry(text)
     name = text.strip().partition("=")[0].partition(",")[0]
@@ -154,7 +157,10 @@ def test_tables_are_entries() -> None:
 
 @pytest.mark.parametrize("name", reward_names())
 def test_every_registered_name_is_a_reward(name: str) -> None:
-    """Importable, documented, with options that text can become, and with no required option where it has no weights."""
+    """Registered rewards are importable, documented, and take options as text.
+
+    A reward without weights has no required option.
+    """
     cls = resolve_reward(name)
     assert issubclass(cls, Reward)
     assert not inspect.isabstract(cls)
@@ -314,7 +320,9 @@ def test_values_of_another_type_are_refused_before_anything_loads(option: str, t
 
 
 def test_text_becomes_the_types_of_the_options() -> None:
-    made = make_reward("mine:Mine", {"path": "7", "scale": "2", "frames": "3", "flip": "true", "limit": "0.5", "dtype": "bf16"})  # fmt: skip
+    made = make_reward(
+        "mine:Mine", {"path": "7", "scale": "2", "frames": "3", "flip": "true", "limit": "0.5", "dtype": "bf16"}
+    )
     assert isinstance(made, Mine)
     assert made.options == ("7", 2.0, 3, True, 0.5, "bf16")
     assert [type(value) for value in made.options] == [str, float, int, bool, float, str]
@@ -352,7 +360,8 @@ def test_names_need_no_torch() -> None:
 def test_weights_that_are_nowhere_are_found_before_anything_is_loaded(option: str) -> None:
     entry = TypeAdapter(Entry).validate_python(f"videoalign.vq=1,{option}=/nowhere/weights")
     assert reward_problems(entry) == [
-        f"videoalign.vq: {option}='/nowhere/weights': '/nowhere/weights' is no file or folder here, and no hub id (owner/name)"
+        f"videoalign.vq: {option}='/nowhere/weights': '/nowhere/weights' is no file or folder here, "
+        "and no hub id (owner/name)"
     ]
     assert reward_problems(TypeAdapter(Entry).validate_python(f"videoalign.vq=1,{option}=somebody/weights")) == []
 

@@ -1,4 +1,4 @@
-"""The rewards of a run together: each made and asked once, every clip for itself, and nothing that fails goes unseen."""
+"""The rewards of a run together: each is made and asked once, scores each clip alone, and no failure goes unseen."""
 
 from __future__ import annotations
 

@@ -135,7 +135,10 @@ def near(videos: Tensor, prompts: Sequence[str], *, images: Tensor) -> Tensor:
 
 
 def test_images_that_clips_start_from_reach_rewards_that_ask() -> None:
-    """Of the same clip and image the same score in this process and over HTTP; a reward that cannot do without says so."""
+    """Scores of a clip and image are equal in this process and over HTTP.
+
+    A reward that requires images reports that they are missing.
+    """
     videos, entry = clips(), RewardEntry(name=f"{__name__}:near")
     images = videos[:, 1].flip(0)
     wanted = near(videos, [""] * 3, images=images).double()
@@ -244,7 +247,9 @@ def test_an_address_alone_contacts_nobody(url: str, monkeypatch: pytest.MonkeyPa
     assert url in cls.__name__
 
 
-@pytest.mark.parametrize("url", ["http://", "http://:80", "http://a:b", "http://a:99999", "http://a/?x=1", "http://u:p@a", "ftp://a", "a:80"])  # fmt: skip
+@pytest.mark.parametrize(
+    "url", ["http://", "http://:80", "http://a:b", "http://a:99999", "http://a/?x=1", "http://u:p@a", "ftp://a", "a:80"]
+)
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="is no address of a reward server"):
         ServedReward.at(url)
@@ -646,7 +651,9 @@ def test_too_many_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch
         assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
 
 
-def test_serve_says_where_and_stops_at_an_interrupt(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_serve_says_where_and_stops_at_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def interrupted(self: RewardServer) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""VideoAlign against the same network written by hand in float64, on a tiny random checkpoint in the published layouts."""
+"""VideoAlign against the same network written by hand in float64, on a tiny random checkpoint in published layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from finetrainers.config.rewards import RewardEntry, parse_reward
 from finetrainers.rewards.registry import reward_problems
 from finetrainers.rewards.videoalign import MARKS, QUESTION, VideoAlign
-from finetrainers.rewards.videoalign_input import added_tokens, fitting_size, frame_indices, patches_of
+from finetrainers.rewards.videoalign_input import added_tokens, fitting_size, frame_indices, to_patches
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_patches_are_those_of_qwens_processor() -> None:
     processor = Qwen2VLImageProcessorPil(do_resize=False)
     wanted = processor(image.numpy(), input_data_format="channels_first", return_tensors="pt")
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
-    patches, grid = patches_of(((image / 255 - mean) / std).expand(2, -1, -1, -1))
+    patches, grid = to_patches(((image / 255 - mean) / std).expand(2, -1, -1, -1))
     assert torch.equal(grid[None], wanted["image_grid_thw"])
     assert torch.allclose(patches, wanted["pixel_values"], atol=1e-5)
 

@@ -134,7 +134,10 @@ def qwen(*, hidden: int, intermediate: int, heads: int, width: int) -> Qwen2VLCo
 
 
 def test_published_judges() -> None:
-    """Two frames a second, at least four: 512 tokens of a clip of 49 frames. HPSv3 reads four frames of 1024 patches."""
+    """VideoAlign reads two frames a second, at least four: 512 tokens of a clip of 49 frames.
+
+    HPSv3 reads four frames of 1024 patches.
+    """
     clip = (49, 512, 768)
     align = VideoAlign.working_bytes({}, clip, clips=1, fps=24.0)
     assert align == pytest.approx(qwen_bytes(

@@ -19,8 +19,14 @@ from torch.nn import functional as F
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLModel
 
 SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 CONFIG = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
     "model_type": "qwen2_vl",
@@ -112,7 +118,7 @@ class Reference:
         self.lora = lora or {}
 
     def states(self, ids: list[int], vision_token: int, frames: Tensor) -> Tensor:
-        """Last states `[L, 32]` of one row of tokens, in which the frames `[T, 3, H, W]`, normalized, take their places."""
+        """Return the last states `[L, 32]` of one row of tokens; normalized frames `[T, 3, H, W]` replace theirs."""
         x = self.state["language_model.embed_tokens.weight"][ids]
         x[torch.tensor(ids) == vision_token] = self.vision(frames.double())
         length, heads, groups = len(ids), 4, 2

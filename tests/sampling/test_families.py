@@ -83,9 +83,16 @@ def test_samples_are_those_of_the_pipeline(
             pipeline.load_lora_weights(str(tmp_path / "lora"), adapter_name="mine")
             pipeline.set_adapters(["mine"], [scale])
         made = pipeline(
-            prompt=PROMPT, height=64, width=64, num_inference_steps=2, guidance_scale=2.5, output_type="np", **size, **given,
+            prompt=PROMPT,
+            height=64,
+            width=64,
+            num_inference_steps=2,
+            guidance_scale=2.5,
+            output_type="np",
+            **size,
+            **given,
             generator=torch.Generator().manual_seed(sample_seed(SEED, PROMPT)),
-        ).frames[0]  # fmt: skip
+        ).frames[0]
         name = f"pattern-number-0_{f'lora_scale-{scale:g}' if scale else 'base'}_seed-7.mp4"
         off = np.abs(frames[name].astype(int) - (np.asarray(made) * 255).round()).max()
         assert off <= rounding, name

@@ -1,4 +1,7 @@
-"""Samples of runs: as validation drew them, whatever else is drawn; what is there is not drawn again, and one clip's failure is its own."""
+"""Samples of runs: as validation drew them, whatever else is drawn.
+
+Existing samples are not drawn again, and one clip's failure leaves the others alone.
+"""
 
 from __future__ import annotations
 

@@ -15,13 +15,24 @@ from finetrainers.utils.device import ALLOCATOR, allocator_settings, use_expanda
     [
         ("cuda", "linux", "2.13.0", {}, "PYTORCH_ALLOC_CONF=expandable_segments:True"),
         ("cuda", "linux", "2.8.1+cu128", {}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
-        ("cuda", "linux", "2.13.0", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "PYTORCH_CUDA_ALLOC_CONF=backend:native"),
-        ("cuda", "linux", "2.6.0", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
-         "PYTORCH_ALLOC_CONF=expandable_segments:False"),
+        (
+            "cuda",
+            "linux",
+            "2.13.0",
+            {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"},
+            "PYTORCH_CUDA_ALLOC_CONF=backend:native",
+        ),
+        (
+            "cuda",
+            "linux",
+            "2.6.0",
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            "PYTORCH_ALLOC_CONF=expandable_segments:False",
+        ),
         ("cuda", "win32", "2.13.0", {}, ""),
         ("cpu", "linux", "2.13.0", {}, ""),
     ],
-)  # fmt: skip
+)
 def test_expandable_segments(
     kind: str, platform: str, torch: str, given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

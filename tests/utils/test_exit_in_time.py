@@ -1,4 +1,4 @@
-"""A command that has ended exits soon after, whatever keeps its process, with the code that it would have exited with."""
+"""A command that has ended exits soon after, whatever keeps its process, with its own exit code."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ import pytest
 from finetrainers.utils.failures import sentence_of
 
 _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
-_NCCL = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, remote process exited or there was a network error, NCCL version 2.21.5
+_NCCL = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, remote process exited \
+or there was a network error, NCCL version 2.21.5
 ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
 Last error:
 """
@@ -19,8 +20,8 @@ _SILENT = "another process of the run does not answer: it hangs, or its machine 
     ("said", "expected"),
     [
         (
-            f"{_GLOO}Read error [10.77.0.2]:24789: Connection reset by peer. This is typically caused by a remote worker "
-            "hanging or bugs in the application.",
+            f"{_GLOO}Read error [10.77.0.2]:24789: Connection reset by peer. This is typically caused by a "
+            "remote worker hanging or bugs in the application.",
             f"{_ENDED} (Read error [10.77.0.2]:24789: Connection reset by peer).",
         ),
         (

@@ -14,13 +14,25 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "memory-figures.md"
 @pytest.mark.parametrize(
     ("text", "gib", "capability"),
     [
-        ("h100", 79.1, (9, 0)), ("NVIDIA H100 80GB HBM3", 79.1, (9, 0)), ("NVIDIA A100-SXM4-40GB", 39.2, (8, 0)),
-        ("a100-80gb", 79.1, (8, 0)), ("4090", 23.5, (8, 9)), ("NVIDIA GeForce RTX 4090", 23.5, (8, 9)),
-        ("rtx5090", 31.3, (12, 0)), ("Tesla T4", 14.5, (7, 5)), ("v100-32gb", 31.7, (7, 0)),
-        ("NVIDIA RTX 6000 Ada Generation", 47.4, (8, 9)), ("l40s", 44.3, (8, 9)), ("24GB", 23.5, None),
-        ("80 gb", 79.1, None), ("24GiB", 24.0, None), ("24", 24.0, None), ("39.4GiB", 39.4, None), ("100GB", 100.0, None),
+        ("h100", 79.1, (9, 0)),
+        ("NVIDIA H100 80GB HBM3", 79.1, (9, 0)),
+        ("NVIDIA A100-SXM4-40GB", 39.2, (8, 0)),
+        ("a100-80gb", 79.1, (8, 0)),
+        ("4090", 23.5, (8, 9)),
+        ("NVIDIA GeForce RTX 4090", 23.5, (8, 9)),
+        ("rtx5090", 31.3, (12, 0)),
+        ("Tesla T4", 14.5, (7, 5)),
+        ("v100-32gb", 31.7, (7, 0)),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4, (8, 9)),
+        ("l40s", 44.3, (8, 9)),
+        ("24GB", 23.5, None),
+        ("80 gb", 79.1, None),
+        ("24GiB", 24.0, None),
+        ("24", 24.0, None),
+        ("39.4GiB", 39.4, None),
+        ("100GB", 100.0, None),
     ],
-)  # fmt: skip
+)
 def test_cards_and_sizes(text: str, gib: float, capability: tuple[int, int] | None) -> None:
     gpu = read_gpu(text)
     assert (gpu.gib, gpu.capability) == (gib, capability)

@@ -1,4 +1,7 @@
-"""Freed memory that serves the next tensors; what is measured of host memory is in `tests/training/test_memory_recorder.py`."""
+"""Freed memory that serves the next tensors.
+
+Measurements of host memory are in `tests/training/test_memory_recorder.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 _BYTES, _TIMES = 48 * 2**20, 5
-#: A process of its own: what other threads and earlier tests have allocated and freed decides what glibc does with a block.
+#: A separate process: allocations of other threads and earlier tests decide what glibc does with a block.
 _SCRIPT = f"""
 import json, psutil, resource
 from finetrainers.utils.host_memory import freed_memory_is_reused
@@ -38,7 +41,7 @@ print(json.dumps(said | {{"left": resident(), "after": faults_of_use()}}))
 
 
 def used(**settings: str) -> dict[str, int]:
-    """Page faults before, within and after the block, of blocks that are filled and freed one after the other; and resident bytes."""
+    """Return resident bytes, and page faults before, within and after filling and freeing blocks in turn."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     plain.pop("GLIBC_TUNABLES", None)
     done = subprocess.run([sys.executable, "-c", _SCRIPT], env=plain | settings, capture_output=True, text=True)

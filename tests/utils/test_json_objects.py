@@ -16,9 +16,19 @@ from finetrainers.data.buckets.clip import Clip, Further
 from finetrainers.utils.json_objects import from_json, to_json
 
 CLIP = Clip(
-    3, Path(b"folder/caf\xe9.mp4".decode(errors="surrogateescape")), "a 'caption'\n\u4e2d", "video", (9, 64, 64), 8.0, 9, 8.0,
-    64, 64, lower=(((5, 64, 64), 4.0),), further=(Further("control_video", Path("c.mp4")),),
-)  # fmt: skip
+    3,
+    Path(b"folder/caf\xe9.mp4".decode(errors="surrogateescape")),
+    "a 'caption'\n\u4e2d",
+    "video",
+    (9, 64, 64),
+    8.0,
+    9,
+    8.0,
+    64,
+    64,
+    lower=(((5, 64, 64), 4.0),),
+    further=(Further("control_video", Path("c.mp4")),),
+)
 FACTS = Facts(Geometry(8, 32, 1, 1, 25.0), first_frame_noise=(-3.0, 0.5))
 CONFIG = load_config(
     model_name="ltx_video", pretrained_model_name_or_path="x", data_root="clips", video_resolution_buckets=["9x64x64"],
@@ -39,11 +49,28 @@ def types_of(value: Any) -> Any:
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 0, -(2**70), 0.1, float("inf"), "", "\ud800", [], (), {}, [(1, [2.5]), {"a": (None,)}],
-        {(9, 64, 64): "3", (5, 64, 64): "~2"}, frozenset({"data", "step"}), {Path("a")}, SecretStr("s"), CLIP, FACTS, CONFIG,
+        None,
+        True,
+        0,
+        -(2**70),
+        0.1,
+        float("inf"),
+        "",
+        "\ud800",
+        [],
+        (),
+        {},
+        [(1, [2.5]), {"a": (None,)}],
+        {(9, 64, 64): "3", (5, 64, 64): "~2"},
+        frozenset({"data", "step"}),
+        {Path("a")},
+        SecretStr("s"),
+        CLIP,
+        FACTS,
+        CONFIG,
         {Path("run/step-3"): "damaged"},
     ],
-)  # fmt: skip
+)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     text = to_json(value)
     assert text.isascii()

@@ -21,10 +21,16 @@ TORCHRUN = {
 @pytest.mark.parametrize(
     "environment",
     [
-        {}, TORCHRUN, TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"},
-        {"WORLD_SIZE": ""}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"LOCAL_RANK": "-1"},
+        {},
+        TORCHRUN,
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
+        {"RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": ""},
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        {"LOCAL_RANK": "-1"},
     ],
-)  # fmt: skip
+)
 def test_what_launchers_set_is_right(environment):
     assert launch_problems(environment) == []
 
@@ -67,14 +73,18 @@ def test_a_refusal_is_printed_by_the_first_process_and_the_others_wait_for_it(co
         ({"RANK": "1"}, "RANK", "1 is none of 1 processes"),
         (TORCHRUN | {"RANK": "2"}, "RANK", "2 is none of 2 processes"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT is not set"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE", "MASTER_ADDR, MASTER_PORT is not set; start it by `accelerate launch`"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "WORLD_SIZE",
+            "MASTER_ADDR, MASTER_PORT is not set; start it by `accelerate launch`",
+        ),
         ({"ACCELERATE_MIXED_PRECISION": "bogus"}, "ACCELERATE_MIXED_PRECISION", "one of no, fp16, bf16, got 'bogus'"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION", "got 'fp8'"),
         ({"LOCAL_SIZE": "abc"}, "LOCAL_SIZE", "whole number"),
         ({"PARALLELISM_CONFIG_TP_SIZE": "x"}, "PARALLELISM_CONFIG_TP_SIZE", "whole number"),
         ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "9"}, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "one of 0, 1, 2, 3, got '9'"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_right_is_named(environment, name, said):
     [(found, message)] = launch_problems(environment)
     assert found == name

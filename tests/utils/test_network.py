@@ -12,13 +12,21 @@ from finetrainers.utils.network import bytes_per_s, ethernet, read_traffic
 
 #: Names of interfaces, Linux's number of their kind, and whether they are hardware.
 INTERFACES = {
-    "lo": (772, False), "eno1": (1, True), "eno2": (1, True), "bond0": (1, False), "docker0": (1, False), "ib0": (32, True),
-}  # fmt: skip
+    "lo": (772, False),
+    "eno1": (1, True),
+    "eno2": (1, True),
+    "bond0": (1, False),
+    "docker0": (1, False),
+    "ib0": (32, True),
+}
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `/sys/class` with interfaces and two InfiniBand ports; interface number k (from 0) has sent 10**k bytes, and received twice that."""
+    """Make a `/sys/class` with interfaces and two InfiniBand ports.
+
+    Interface k, from 0, has sent 10**k bytes and received twice as many.
+    """
     for name, (kind, is_hardware) in INTERFACES.items():
         folder = tmp_path / "net" / name
         folder.mkdir(parents=True)

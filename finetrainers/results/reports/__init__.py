@@ -1,1 +1,1 @@
-"""`finetrainers report`: a page about run directories."""
+"""Report pages of run directories, for `finetrainers report`."""

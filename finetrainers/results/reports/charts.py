@@ -1,4 +1,7 @@
-"""Which charts a page has: of one run a line for each number, of several a chart for each number, with a line for each run."""
+"""Charts of a page.
+
+One run has a line for each number; several runs have a chart for each number, with a line for each run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _WATCHED = "Watched checkpoints"
 
 @dataclass(frozen=True)
 class ChartGroup:
-    """Charts under a heading; `constant` says which numbers have no chart, since they never change."""
+    """Charts under a heading; `constant` lists the numbers that never change and so have no chart."""
 
     title: str
     charts: list[Chart]
@@ -33,18 +36,18 @@ class ChartGroup:
 
 
 def chart_groups(runs: Sequence[RunRecords]) -> list[ChartGroup]:
-    """The charts of runs, most important first."""
+    """Return the charts of runs, most important first."""
     names = dict.fromkeys(name for run in runs for name in run.names)
-    found: dict[str, tuple[list[Chart], list[str]]] = {}
+    groups: dict[str, tuple[list[Chart], list[str]]] = {}
     for group, panel in panels_of(names):
         recorded = [name for name in matching(names, panel.names) if any(_points(run, name, panel)[0] for run in runs)]
         if not recorded:
             continue
-        charts, constant = found.setdefault(group, ([], []))
+        charts, constant = groups.setdefault(group, ([], []))
         varying = [name for name in recorded if not _is_constant(runs, name, panel)]
         if len(runs) == 1 and panel.x == "step":
             constant += [
-                f"{_said(panel, n, recorded)} {_points(runs[0], n, panel)[1][0]:.4g}"
+                f"{_constant_label(panel, n, recorded)} {_points(runs[0], n, panel)[1][0]:.4g}"
                 for n in recorded
                 if n not in varying and not (varying and panel.style == "band")
             ]
@@ -52,33 +55,33 @@ def chart_groups(runs: Sequence[RunRecords]) -> list[ChartGroup]:
             continue
         if len(runs) == 1:
             # A reward of held-out prompts that stays the same is seen next to that of rollouts.
-            charts.append(_of_one(runs[0], panel, recorded if panel.style == "band" else varying))
+            charts.append(_single_run_chart(runs[0], panel, recorded if panel.style == "band" else varying))
         elif panel.x == "step":
             # Rank 3 of one run is not rank 3 of another.
             shared = [name for name in varying if OF_A_RANK not in name]
-            charts += [_of_several(runs, panel, name, alone=len(recorded) == 1) for name in shared]
+            charts += [_multi_run_chart(runs, panel, name, is_only=len(recorded) == 1) for name in shared]
     return [
         ChartGroup(_TITLES[group], charts, ", ".join(dict.fromkeys(constant)))
-        for group, (charts, constant) in found.items()
+        for group, (charts, constant) in groups.items()
         if charts or constant
     ]
 
 
-def _said(panel: Panel, name: str, recorded: Sequence[str]) -> str:
-    """What a number that has no chart is called."""
+def _constant_label(panel: Panel, name: str, recorded: Sequence[str]) -> str:
+    """Return the label of a number that has no chart."""
     title = panel.heading if len(recorded) == 1 and name in panel.names else panel.heading_of(name)
     return title[0].lower() + title[1:] if title[1:2].islower() else title
 
 
 def watched_charts(runs: Sequence[RunRecords], watched: Sequence[Watched]) -> ChartGroup | None:
-    """Mean scores of the checkpoints that were watched: a chart for each reward, a line for each preset."""
+    """Return charts of the mean scores of watched checkpoints: one for each reward, a line for each preset."""
     charts = []
-    for label in dict.fromkeys(label for one in watched for label in one.labels):
+    for label in dict.fromkeys(label for preset in watched for label in preset.labels):
         series = []
-        for color, one in enumerate(watched):
-            points = one.means(label)
+        for color, preset in enumerate(watched):
+            points = preset.means(label)
             if points[0]:
-                name = " ".join([*([one.run.name] if len(runs) > 1 else []), one.preset])
+                name = " ".join([*([preset.run.name] if len(runs) > 1 else []), preset.preset])
                 series.append(Series(name if len(watched) > 1 else "", points, color % COLORS))
         if series:
             charts.append(Chart(f"Reward of checkpoints: {label}", series))
@@ -89,8 +92,8 @@ def _points(run: RunRecords, name: str, panel: Panel) -> Points:
     xs, ys = run.points(name, panel.x)
     if panel.x == "step" or not xs:
         return xs, ys
-    order = sorted(range(len(xs)), key=lambda place: xs[place])
-    return [xs[place] for place in order], [ys[place] for place in order]
+    order = sorted(range(len(xs)), key=lambda index: xs[index])
+    return [xs[index] for index in order], [ys[index] for index in order]
 
 
 def _is_constant(runs: Sequence[RunRecords], name: str, panel: Panel) -> bool:
@@ -98,8 +101,8 @@ def _is_constant(runs: Sequence[RunRecords], name: str, panel: Panel) -> bool:
     return len(values) > len(runs) and len(set(values)) == 1
 
 
-def _of_one(run: RunRecords, panel: Panel, names: Sequence[str]) -> Chart:
-    """A line for each number."""
+def _single_run_chart(run: RunRecords, panel: Panel, names: Sequence[str]) -> Chart:
+    """Return a chart with a line for each number."""
     series = []
     several = len(names) > 1 or (names[0] not in panel.names)
     for color, name in enumerate(names):
@@ -110,8 +113,8 @@ def _of_one(run: RunRecords, panel: Panel, names: Sequence[str]) -> Chart:
     return _chart(panel, panel.heading, series, list(marks_of(run)) if panel.x == "step" else [])
 
 
-def _of_several(runs: Sequence[RunRecords], panel: Panel, name: str, *, alone: bool) -> Chart:
-    """A line for each run that has the number."""
+def _multi_run_chart(runs: Sequence[RunRecords], panel: Panel, name: str, *, is_only: bool) -> Chart:
+    """Return a chart with a line for each run that has the number."""
     style = "line" if panel.style_of(name) == "line" else "smoothed"
     series: list[Series] = []
     marks: list[Mark] = []
@@ -119,57 +122,57 @@ def _of_several(runs: Sequence[RunRecords], panel: Panel, name: str, *, alone: b
         if (points := _points(run, name, panel))[0]:
             series.append(Series(run.name, points, color % COLORS, style))
             marks += marks_of(run, color % COLORS)
-    return _chart(panel, panel.heading if alone else panel.heading_of(name), series, marks)
+    return _chart(panel, panel.heading if is_only else panel.heading_of(name), series, marks)
 
 
 def _chart(panel: Panel, title: str, series: list[Series], marks: list[Mark]) -> Chart:
-    values = [y for one in series for y in one.points[1]]
+    values = [y for line in series for y in line.points[1]]
     x = {"step": "step", "kl": "KL"}.get(panel.x, panel.x)
     is_log = panel.may_be_log and wants_log(values)
-    has_band = any(one.spread for one in series)
+    has_band = any(line.spread for line in series)
     note = [panel.note if has_band else panel.note.partition(";")[0], *(["logarithmic"] if is_log else [])]
     return Chart(title, series, x=x, is_log=is_log, marks=marks, note=", ".join(filter(None, note)))
 
 
-# ---- events ------------------------------------------------------------------------------------------------------------
+# ---- events ----------------------------------------------------------------------------------------------------------
 
 
 def marks_of(run: RunRecords, color: int | None = None) -> Iterator[Mark]:
-    """What happened at which step: resumes and rollbacks, spikes, and failures that training has survived.
+    """Yield the events of a run by step: resumes and rollbacks, spikes, and failures that training has survived.
 
     Args:
-        run: with its events.
-        color: of its line, where there are several.
+        run: the run with its events.
+        color: of its line, where there are several runs.
     """
-    of = "" if color is None else f"{run.name}: "
+    prefix = "" if color is None else f"{run.name}: "
     for event in run.events:
         kind, step = event.get("event"), event_step(event, run)
         if step is None:
             continue
         if kind == "start" and step:
-            yield Mark(step, f"{of}resumed from step {step:g}", color=color)
+            yield Mark(step, f"{prefix}resumed from step {step:g}", color=color)
         elif kind == "rollback":
-            yield Mark(step, f"{of}rolled back to step {step:g}", color=color)
+            yield Mark(step, f"{prefix}rolled back to step {step:g}", color=color)
         elif kind == "spike":
-            yield Mark(step, f"{of}spike at step {step:g}: {event.get('values')}", "spike", color)
+            yield Mark(step, f"{prefix}spike at step {step:g}: {event.get('values')}", "spike", color)
         elif kind == "reward_hacking":
-            yield Mark(step, f"{of}reward hacking at step {step:g}: {hacking_of(event)}", "failure", color)
+            yield Mark(step, f"{prefix}reward hacking at step {step:g}: {hacking_of(event)}", "failure", color)
         elif kind == "nonfinite":
-            yield Mark(step, f"{of}not finite at step {step:g}: {event.get('values')}", "failure", color)
+            yield Mark(step, f"{prefix}not finite at step {step:g}: {event.get('values')}", "failure", color)
         elif kind == "out_of_memory":
             now = event.get("now")
             yield Mark(
-                step, f"{of}out of memory at step {step:g}, retried with {now} samples at once", "failure", color
+                step, f"{prefix}out of memory at step {step:g}, retried with {now} samples at once", "failure", color
             )
 
 
 def event_step(event: Event, run: RunRecords) -> float | None:
-    """The step of an event; of one that does not say it, that of the last record before it."""
+    """Return the step of an event, or else that of the last record before it, or None without either."""
     step: Any = event.get("step")
     if is_number(step):
         return float(step)
     moment = event.get("time")
     if not is_number(moment) or not run.times:
         return None
-    place = bisect_right(run.times, moment)
-    return float(run.metrics[max(0, place - 1)]["step"])
+    index = bisect_right(run.times, moment)
+    return float(run.metrics[max(0, index - 1)]["step"])

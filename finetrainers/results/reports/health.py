@@ -1,4 +1,4 @@
-"""What the page says of the machines of a run, as `finetrainers doctor --every` has read them beside it."""
+"""Health of the machines of a run, from the readings that `finetrainers doctor --every` writes next to it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _Reading = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunHealth:
-    """Machines of a run.
+    """Health of a run's machines.
 
     Attributes:
         charts: step time and what the machines did at the same steps.
-        rises: rows of host, counter, by how much it rose, and the steps between which it did.
+        rises: rows of host, counter, its increase, and the first and last step of the increase.
         silent: rows of host, number of readings without an answer, and the last reason.
         total: number of readings and machines, as text.
     """
@@ -55,21 +55,21 @@ def health_of(run: RunRecords) -> RunHealth | None:
 def _rise_rows(
     run: RunRecords, risen: Sequence[tuple[_Reading, Mapping[str, float]]]
 ) -> list[tuple[str, str, str, str]]:
-    found: dict[tuple[str, str], list[tuple[float, float | None]]] = {}
+    by_counter: dict[tuple[str, str], list[tuple[float, float | None]]] = {}
     for record, rises in risen:
-        for name, by in rises.items():
-            found.setdefault((str(record["host"]), name), []).append((by, event_step(record, run)))
+        for name, increase in rises.items():
+            by_counter.setdefault((str(record["host"]), name), []).append((increase, event_step(record, run)))
     rows = []
-    for (host, name), changes in found.items():
+    for (host, name), changes in by_counter.items():
         steps = [f"{step:g}" for _, step in (changes[0], changes[-1]) if step is not None]
-        rows.append((host, name, f"{sum(by for by, _ in changes):g}", " to ".join(dict.fromkeys(steps))))
+        rows.append((host, name, f"{sum(increase for increase, _ in changes):g}", " to ".join(dict.fromkeys(steps))))
     return rows
 
 
 def _charts(
     run: RunRecords, by_host: Mapping[str, list[_Reading]], risen: Sequence[tuple[_Reading, Mapping[str, float]]]
 ) -> list[Chart]:
-    """Return charts by step; none of a run that has recorded no step."""
+    """Return charts by step, or an empty list if the run has recorded no step."""
     if not run.times:
         return []
     errors = dict.fromkeys(by_host, 0.0)
@@ -85,16 +85,19 @@ def _charts(
 
     charts = [
         _by_host(run, by_host, "Errors since the first reading", count),
-        _by_host(run, by_host, "Slowest GPU clock, MHz", _of_gpus("clock_mhz", min)),
-        _by_host(run, by_host, "Hottest GPU, C", _of_gpus("temperature_c", max)),
-        _by_host(run, by_host, "Power of all GPUs, W", _of_gpus("power_w", sum)),
+        _by_host(run, by_host, "Slowest GPU clock, MHz", _gpu_value("clock_mhz", min)),
+        _by_host(run, by_host, "Hottest GPU, C", _gpu_value("temperature_c", max)),
+        _by_host(run, by_host, "Power of all GPUs, W", _gpu_value("power_w", sum)),
     ]
-    found = [chart for chart in charts if chart.series]
+    host_charts = [chart for chart in charts if chart.series]
     steps = run.points("step_s")
-    return [*([Chart("Seconds per step", [Series("", steps, 0, "smoothed")])] if found and steps[0] else []), *found]
+    return [
+        *([Chart("Seconds per step", [Series("", steps, 0, "smoothed")])] if host_charts and steps[0] else []),
+        *host_charts,
+    ]
 
 
-def _of_gpus(name: str, choose: Callable[[list[float]], float]) -> Callable[[_Reading], float | None]:
+def _gpu_value(name: str, choose: Callable[[list[float]], float]) -> Callable[[_Reading], float | None]:
     def value(record: _Reading) -> float | None:
         values = [gpu[name] for gpu in record.get("gpus", ()) if name in gpu]
         return choose(values) if values else None
@@ -105,7 +108,7 @@ def _of_gpus(name: str, choose: Callable[[list[float]], float]) -> Callable[[_Re
 def _by_host(
     run: RunRecords, by_host: Mapping[str, list[_Reading]], title: str, value: Callable[[_Reading], float | None]
 ) -> Chart:
-    """Return a chart with a line for each machine; of many machines, for those that differ most from the median."""
+    """Return a chart with a line for each machine, or for those that differ most from the median if there are many."""
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for host, readings in by_host.items():
         for record in readings:

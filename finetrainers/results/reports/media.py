@@ -1,4 +1,4 @@
-"""The videos of a page: samples by prompt and step, by weights and strength, of watched checkpoints, and of rollouts."""
+"""Videos of a page: samples by prompt and step, by weights and strength, of watched checkpoints, and of rollouts."""
 
 from __future__ import annotations
 
@@ -18,216 +18,234 @@ from .watched import Watched
 
 _MOST_PROMPTS, _MOST_STEPS = 8, 6
 _MISSING = "not on this page"
-#: Pixels of a row of clips at first, and of one of them, so that curves are in sight.
+#: Initial widths in pixels of a row of clips and of one clip, so that curves stay in sight.
 _ROW, _WIDEST = 1100, 300
-#: Prompts that are seen before the others are asked for.
+#: Prompts that are open before the others are unfolded.
 _OPEN = 3
 
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """How much video a page may have.
+    """Limits for the videos of a page.
 
     Attributes:
-        count: of videos, at most.
-        own_size: whether only files that are small as they are may be on it, since encoding others takes time.
+        count: maximum number of videos.
+        own_size: allow only files that are small without encoding, since encoding takes time.
     """
 
     count: int
     own_size: bool = False
 
-    #: Bytes of a file that is small; `web_video` leaves it as it is.
+    #: Maximum bytes of a small file; `web_video` does not encode it.
     SMALL = 300_000
 
     def takes(self, path: Path) -> bool:
-        """Whether a file may be on the page."""
+        """Return whether a file may be on the page."""
         return self.count > 0 and (not self.own_size or path.stat().st_size <= self.SMALL)
 
 
 @dataclass(frozen=True)
 class Videos:
-    """A grid of videos, and how many that were found are not in it; no grid where there is nothing to show."""
+    """A grid of videos, or None without any, and the number of other videos that are left out."""
 
     grid: Grid | None
     left_out: int = 0
 
     @property
     def shown(self) -> int:
-        """How many are in the grid."""
+        """Number of videos in the grid."""
         return 0 if self.grid is None else sum(cell.video is not None for cell in self.grid.cells)
 
 
 def sample_videos(runs: Sequence[RunRecords], limits: VideoLimits) -> Videos:
-    """Samples by prompt (and run) and step; of many steps and prompts some, the last step among them."""
-    found = {run.root: dict(_by_step(run.root / "samples")) for run in runs}
-    every = [path for steps in found.values() for videos in steps.values() for path in videos.values()]
-    names = list(dict.fromkeys(path.stem for path in sorted(every, key=lambda path: path.stem)))
-    steps = sorted({step for of_run in found.values() for step in of_run})
+    """Return samples by prompt (and run) and step.
+
+    With many prompts and steps only some of them, including the last step.
+    """
+    by_run = {run.root: dict(_by_step(run.root / "samples")) for run in runs}
+    paths = [path for steps in by_run.values() for videos in steps.values() for path in videos.values()]
+    names = list(dict.fromkeys(path.stem for path in sorted(paths, key=lambda path: path.stem)))
+    steps = sorted({step for run_steps in by_run.values() for step in run_steps})
     if not names or limits.count < 1:
-        return Videos(None, len(every))
-    most = max(1, limits.count // len(runs))
-    names = names[: min(_MOST_PROMPTS, max(1, most // 2))]
-    shown = _some(steps, min(_MOST_STEPS, max(1, most // len(names))))
+        return Videos(None, len(paths))
+    videos_per_run = max(1, limits.count // len(runs))
+    names = names[: min(_MOST_PROMPTS, max(1, videos_per_run // 2))]
+    columns = _select_steps(steps, min(_MOST_STEPS, max(1, videos_per_run // len(names))))
     groups = []
     for name in names:
         rows = []
         for run in runs:
-            paths = [found[run.root].get(step, {}).get(name) for step in shown]
-            if any(paths):
-                rows.append(Row(run.name if len(runs) > 1 else "", [_cell(path, limits) for path in paths]))
+            row_paths = [by_run[run.root].get(step, {}).get(name) for step in columns]
+            if any(row_paths):
+                rows.append(Row(run.name if len(runs) > 1 else "", [_cell(path, limits) for path in row_paths]))
         if rows:
-            groups.append(Group(_heading(next(path for path in every if path.stem == name)), rows))
-    return _videos(Grid([f"step {step}" for step in shown], groups, open=_OPEN), len(every))
+            groups.append(Group(_heading(next(path for path in paths if path.stem == name)), rows))
+    return _videos(Grid([f"step {step}" for step in columns], groups, open=_OPEN), len(paths))
 
 
 def _videos(grid: Grid, count: int) -> Videos:
-    """A grid that has some of so many videos."""
+    """Return a grid as the videos of a page, where `count` videos exist."""
     videos = Videos(replace(grid, missing=_MISSING, widest=min(_WIDEST, _ROW // len(grid.columns))))
     return Videos(videos.grid if videos.shown else None, count - videos.shown)
 
 
 def _by_step(folder: Path) -> Iterator[tuple[int, dict[str, Path]]]:
-    """Videos by step and name."""
+    """Yield videos by step and name."""
     for path in sorted(folder.glob("step-*")):
-        number = path.name.removeprefix("step-")
-        if number.isdigit():
-            yield int(number), {video.stem: video for video in sorted(path.glob("[!.]*.mp4"))}
+        step = path.name.removeprefix("step-")
+        if step.isdigit():
+            yield int(step), {video.stem: video for video in sorted(path.glob("[!.]*.mp4"))}
 
 
-def _some(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many steps, the last and if there is room the first among them."""
-    return [steps[-1]] if most == 1 else [steps[place] for place in evenly_spaced(len(steps), most)]
+def _select_steps(steps: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` steps: the last and, if there is room, the first among them."""
+    return [steps[-1]] if count == 1 else [steps[index] for index in evenly_spaced(len(steps), count)]
 
 
 def _cell(path: Path | None, limits: VideoLimits, *, caption: str = "") -> Cell:
     if path is None or not limits.takes(path):
         return Cell(None, caption=caption)
-    return Cell(path, {"file": str(path), **_told(path)}, caption=caption)
+    return Cell(path, {"file": str(path), **_sampling_facts(path)}, caption=caption)
 
 
-def _told(path: Path) -> dict[str, str]:
-    """What the video says of itself."""
+def _sampling_facts(path: Path) -> dict[str, str]:
+    """Return the sampling settings in a video's comment."""
     _, _, rest = _comment(path).partition("\n")
     return {"sampled with": rest} if rest else {}
 
 
 def _heading(path: Path) -> str:
-    """The prompt of a sample; its name where the video does not say it."""
+    """Return the prompt of a sample, or its file name if the video's comment lacks it."""
     return _comment(path).partition("\n")[0] or path.stem
 
 
 def _comment(path: Path) -> str:
     try:
         return comment_of(path)
-    except (OSError, ValueError):  # cut off while it is copied; PyAV's errors are of these
+    except (OSError, ValueError):  # truncated while it is copied; PyAV's errors are subclasses of these
         return ""
 
 
-# ---- `finetrainers sample` and `finetrainers watch` --------------------------------------------------------------------
+# ---- `finetrainers sample` and `finetrainers watch` ------------------------------------------------------------------
 
 
 def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
-    """What `finetrainers sample` has drawn in the run's directory: a column for each LoRA and scale, newest settings first."""
-    found: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}  # by prompt, size and seed, then by column
+    """Return the samples of `finetrainers sample` in the run's directory.
+
+    They have a column for each LoRA and scale, newest settings first.
+    """
+    by_place: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}  # by prompt, size and seed, then by column
     for ledger in sorted((run.root / "samples").glob("*/ledger*.jsonl")):
-        for record in sorted(read_jsonl(ledger)[0], key=lambda one: str(one.get("time"))):
+        for record in sorted(read_jsonl(ledger)[0], key=lambda record: str(record.get("time"))):
             video = ledger.parent / str(record.get("file"))
             if isinstance(record.get("column"), str) and isinstance(record.get("seed"), int) and video.is_file():
                 place = str(record.get("prompt")), str(record.get("size")), record["seed"]
-                found.setdefault(place, {})[record["column"]] = {**record, "video": video}
-    columns = sorted(dict.fromkeys(name for clips in found.values() for name in clips), key=_column_order)
-    count = sum(map(len, found.values()))
+                by_place.setdefault(place, {})[record["column"]] = {**record, "video": video}
+    columns = sorted(dict.fromkeys(name for clips in by_place.values() for name in clips), key=_column_order)
+    count = sum(map(len, by_place.values()))
     if not columns or limits.count < 1:
         return Videos(None, count)
-    shown = columns[: max(1, min(_MOST_STEPS, limits.count))]
+    selected = columns[: max(1, min(_MOST_STEPS, limits.count))]
     rows: dict[tuple[str, str], list[Row]] = {}
-    for prompt, size, seed in _in_turns(found)[: max(1, limits.count // len(shown))]:
-        cells = [_drawn(found[prompt, size, seed].get(name), limits) for name in shown]
+    for prompt, size, seed in _in_turns(by_place)[: max(1, limits.count // len(selected))]:
+        cells = [_drawn(by_place[prompt, size, seed].get(name), limits) for name in selected]
         rows.setdefault((prompt, size), []).append(Row(f"seed {seed}", cells))
-    groups = [Group(prompt, some) for (prompt, _), some in rows.items()]
-    return _videos(Grid([_column(name) for name in shown], groups), count)
+    groups = [Group(prompt, seed_rows) for (prompt, _), seed_rows in rows.items()]
+    return _videos(Grid([_column(name) for name in selected], groups), count)
 
 
 def _in_turns(places: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """The first seed of each prompt, then the second one of each, and so on."""
+    """Return the first seed of each prompt, then the second one of each, and so on."""
     seeds: dict[tuple[str, str], list[int]] = {}
     for prompt, size, seed in places:
         seeds.setdefault((prompt, size), []).append(seed)
-    turns = [(turn, (*of, seed)) for of, some in seeds.items() for turn, seed in enumerate(sorted(some))]
-    return [place for _, place in sorted(turns, key=lambda one: one[0])]
+    ranked = [
+        (rank, (*prompt_size, seed))
+        for prompt_size, prompt_seeds in seeds.items()
+        for rank, seed in enumerate(sorted(prompt_seeds))
+    ]
+    return [place for _, place in sorted(ranked, key=lambda ranked_place: ranked_place[0])]
 
 
 def _column_order(name: str) -> tuple[bool, str, float]:
-    """The base model first, then the weights, each by scale."""
+    """Return the sort key of a column: the base model first, then the weights, each by scale."""
     weights, _, scale = name.partition("_scale-")
     return name != "base", weights, float(scale) if scale else 1.0
 
 
 def _column(name: str) -> str:
-    """`result, scale 0.5`: what a column of `finetrainers sample` is called."""
+    """Return the title of a column of `finetrainers sample`, such as `result, scale 0.5`."""
     return name.replace("_scale-", ", scale ").replace("base", "base model", name == "base")
 
 
 def _drawn(record: Mapping[str, Any] | None, limits: VideoLimits) -> Cell:
     if record is None or not limits.takes(record["video"]):
         return Cell(None)
-    told = {"prompt": "prompt", "seed": "seed", "size": "size", "num_inference_steps": "denoising steps",
-            "guidance_scale": "guidance scale", "frame_rate": "frames per second", "path": "weights", "scale": "LoRA scale"}  # fmt: skip
-    facts = {said: str(record[name]) for name, said in told.items() if record.get(name) is not None}
+    titles = {
+        "prompt": "prompt",
+        "seed": "seed",
+        "size": "size",
+        "num_inference_steps": "denoising steps",
+        "guidance_scale": "guidance scale",
+        "frame_rate": "frames per second",
+        "path": "weights",
+        "scale": "LoRA scale",
+    }
+    facts = {title: str(record[name]) for name, title in titles.items() if record.get(name) is not None}
     return Cell(record["video"], {**facts, "file": str(record["video"])})
 
 
 def watched_videos(watched: Watched, limits: VideoLimits) -> Videos:
-    """The clips of a preset by prompt, seed and checkpoint, with their scores."""
+    """Return the clips of a preset by prompt, seed and checkpoint, with their scores."""
     clips = {place: watched.folder / str(record.get("file")) for place, record in watched.records.items()}
     clips = {place: video for place, video in clips.items() if video.is_file()}
     steps = sorted({step for step, _, _ in clips})
     if not steps or limits.count < 1:
         return Videos(None, len(clips))
-    shown = _some(steps, min(_MOST_STEPS, limits.count))
-    if watched.best in steps and watched.best not in shown:
-        shown = sorted([*shown[1:], watched.best])
+    selected = _select_steps(steps, min(_MOST_STEPS, limits.count))
+    if watched.best in steps and watched.best not in selected:
+        selected = sorted([*selected[1:], watched.best])
     rows: dict[str, list[Row]] = {}
     pairs = dict.fromkeys((prompt, "", seed) for _, prompt, seed in clips)
-    for prompt, _, seed in _in_turns(pairs)[: max(1, limits.count // len(shown))]:
+    for prompt, _, seed in _in_turns(pairs)[: max(1, limits.count // len(selected))]:
         cells = []
-        for step in shown:
+        for step in selected:
             record, video = watched.records.get((step, prompt, seed), {}), clips.get((step, prompt, seed))
             scores = {k: "failed" if v is None else f"{v:.4g}" for k, v in (record.get("scores") or {}).items()}
             caption = "\n".join(f"{label} {score}" for label, score in scores.items())
             cells.append(_cell(video, limits, caption=caption))
         rows.setdefault(prompt, []).append(Row(f"seed {seed}", cells))
-    columns = [f"step {step}{', best' if step == watched.best else ''}" for step in shown]
-    groups = [Group(prompt, some) for prompt, some in rows.items()]
+    columns = [f"step {step}{', best' if step == watched.best else ''}" for step in selected]
+    groups = [Group(prompt, seed_rows) for prompt, seed_rows in rows.items()]
     return _videos(Grid(columns, groups), len(clips))
 
 
-# ---- rollouts ----------------------------------------------------------------------------------------------------------
+# ---- rollouts --------------------------------------------------------------------------------------------------------
 
 
 def rollout_videos(run: RunRecords, limits: VideoLimits) -> Videos:
-    """The best and the worst clip of some rollouts by advantage, and by each reward, with their scores."""
+    """Return the best and the worst clip of some rollouts by advantage, and by each reward, with their scores."""
     folders = [
         (folder, scores) for folder in sorted((run.root / "rollouts").glob("step-*")) if (scores := _scores(folder))
     ]
-    every = [path for folder, _ in folders for path in folder.glob("[!.]*.mp4")]
+    paths = [path for folder, _ in folders for path in folder.glob("[!.]*.mp4")]
     if not folders or limits.count < 2:
-        return Videos(None, len(every))
+        return Videos(None, len(paths))
     heads = ["", *dict.fromkeys(name for _, scores in folders for name in scores.get("heads") or {})]
-    most = min(_MOST_STEPS, max(1, limits.count // (2 * len(heads))))
-    shown = [folders[place] for place in _some(range(len(folders)), most)]
+    columns_per_page = min(_MOST_STEPS, max(1, limits.count // (2 * len(heads))))
+    selected = [folders[index] for index in _select_steps(range(len(folders)), columns_per_page)]
     groups = []
-    for head in heads[: max(1, limits.count // (2 * len(shown)))]:
-        kinds = [kind for kind in ("best", "worst") if any(_clip(scores, head, kind) for _, scores in shown)]
-        rows = [Row(kind, [_rollout(f, scores, head, kind, limits) for f, scores in shown]) for kind in kinds]
+    for head in heads[: max(1, limits.count // (2 * len(selected)))]:
+        kinds = [kind for kind in ("best", "worst") if any(_clip(scores, head, kind) for _, scores in selected)]
+        rows = [Row(kind, [_rollout(f, scores, head, kind, limits) for f, scores in selected]) for kind in kinds]
         several = len(heads) > 1
         groups.append(Group(f"by {head}" if head else "by advantage, over all rewards" if several else "", rows))
-    columns = [f"step {int(folder.name.removeprefix('step-'))}" for folder, _ in shown]
-    return _videos(Grid(columns, groups), len(every))
+    columns = [f"step {int(folder.name.removeprefix('step-'))}" for folder, _ in selected]
+    return _videos(Grid(columns, groups), len(paths))
 
 
 def _rollout(folder: Path, scores: Mapping[str, Any], head: str, kind: str, limits: VideoLimits) -> Cell:
-    """The best or the worst clip of a rollout by a reward, or by the advantage."""
+    """Return the cell of the best or the worst clip of a rollout by a reward, or by the advantage."""
     clip = _clip(scores, head, kind)
     if clip is None:
         return Cell(None)
@@ -236,21 +254,21 @@ def _rollout(folder: Path, scores: Mapping[str, Any], head: str, kind: str, limi
 
 
 def _clip(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str, Any] | None:
-    """What is known of that clip; None where a prompt has only one."""
+    """Return the record of a rollout's best or worst clip, or None where a prompt has only one clip."""
     clip = ((scores.get("heads") or {}).get(head) or {}).get(kind) if head else scores.get(kind)
     return clip if isinstance(clip, Mapping) else None
 
 
 def _scores(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "scores.json").read_bytes())
+        scores = json.loads((folder / "scores.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and folder.name.removeprefix("step-").isdigit() else {}
+    return scores if isinstance(scores, dict) and folder.name.removeprefix("step-").isdigit() else {}
 
 
 def _caption(scores: Mapping[str, Any], clip: Mapping[str, Any]) -> str:
-    """Scores, advantage and prompt of a clip."""
+    """Return scores, advantage and prompt of a clip."""
     lines = [f"{name} {value:.4g}" for name, value in (clip.get("reward") or {}).items()]
     if isinstance(clip.get("advantage"), int | float):
         lines.append(f"advantage {clip['advantage']:+.2f}")

@@ -12,19 +12,19 @@ from finetrainers.utils.phases import PHASES, TRAINING_STEP, label
 
 from .charts import marks_of
 
-#: What is measured, as `metrics.jsonl` and the plan call it, and as people do.
+#: Titles of memory types, by their names in `metrics.jsonl` and in the plan.
 _KINDS = {"allocated": "GPU memory, allocated", "reserved": "GPU memory, reserved", "host": "host memory"}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """The peak of a phase in GiB.
+    """Peak of a phase, in GiB.
 
     Attributes:
-        phase: as people call it.
-        peak: what was measured; None: nothing was.
-        reserved: what torch's allocator held for it; None on a CPU.
-        planned: what the estimate said; None: nothing.
+        phase: its title.
+        peak: measured, or None if it was not measured.
+        reserved: by torch's allocator, or None on a CPU.
+        planned: estimated, or None without an estimate.
     """
 
     phase: str
@@ -34,7 +34,7 @@ class Bar:
 
     @property
     def text(self) -> str:
-        """The numbers."""
+        """Numbers of the bar."""
         peak = "not measured" if self.peak is None else f"{self.peak:.2f}"
         reserved = "" if self.reserved is None else f", reserved {self.reserved:.2f}"
         return peak + reserved + ("" if self.planned is None else f", plan {self.planned:.2f}")
@@ -42,7 +42,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a run: what the bars are of, bars, and a table of all numbers."""
+    """Memory of a run: title, bars, and a table of all numbers."""
 
     title: str
     bars: Sequence[Bar]
@@ -50,13 +50,13 @@ class Memory:
 
     @property
     def most(self) -> float:
-        """The right end of the bars."""
+        """Right end of the bars."""
         values = [v for bar in self.bars for v in (bar.peak, bar.reserved, bar.planned) if v is not None]
         return max(values) or 1.0
 
 
-def memory_of(run: RunRecords) -> Memory | None:
-    """The peaks of each phase; None where nothing was measured."""
+def summarize_memory(run: RunRecords) -> Memory | None:
+    """Return the peaks of each phase, or None if nothing was measured."""
     measured, planned = run.measured_memory(), run.planned_memory()
     kind = next((kind for kind in _KINDS if any(kind in peak for peak in measured.values())), None)
     if kind is None:
@@ -77,46 +77,55 @@ def memory_of(run: RunRecords) -> Memory | None:
 def _table(
     measured: Mapping[str, Mapping[str, float]], planned: Mapping[str, Mapping[str, float]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of planned and measured peaks by phase, in GiB."""
-    columns = [(which, kind) for kind in _KINDS if any(kind in p for p in measured.values())
-               for which in ("planned", "measured")
-               if which == "measured" or any(kind in p for p in planned.values())]  # fmt: skip
+    """Return headings and rows of planned and measured peaks by phase, in GiB."""
+    columns = [(source, kind) for kind in _KINDS if any(kind in p for p in measured.values())
+               for source in ("planned", "measured")
+               if source == "measured" or any(kind in p for p in planned.values())]  # fmt: skip
     sources = {"planned": planned, "measured": measured}
     rows = [
-        [label(phase), *(f"{v:.2f}" if (v := sources[which].get(phase, {}).get(kind)) is not None else "" for which, kind in columns)]
+        [
+            label(phase),
+            *(
+                f"{v:.2f}" if (v := sources[source].get(phase, {}).get(kind)) is not None else ""
+                for source, kind in columns
+            ),
+        ]
         for phase in measured
-    ]  # fmt: skip
-    return ["phase", *(f"{_KINDS[kind]}, {which}" for which, kind in columns)], rows
+    ]
+    return ["phase", *(f"{_KINDS[kind]}, {source}" for source, kind in columns)], rows
 
 
 def memory_charts(runs: Sequence[RunRecords]) -> list[Chart]:
-    """Peaks over the steps with their plans: of one run a line for each phase, of several the training step of each."""
-    charts = [_of_one(runs[0], kind) if len(runs) == 1 else _of_several(runs, kind) for kind in _KINDS]
+    """Return charts of the peaks over the steps, with their plans.
+
+    One run has a line for each phase; several runs have a line each for their training step.
+    """
+    charts = [_single_run_chart(runs[0], kind) if len(runs) == 1 else _multi_run_chart(runs, kind) for kind in _KINDS]
     return [chart for chart in charts if chart.series]
 
 
-def _heading(kind: str, of: str) -> str:
-    return f"{_KINDS[kind][0].upper()}{_KINDS[kind][1:]}, {of} (GiB)"
+def _heading(kind: str, quantity: str) -> str:
+    return f"{_KINDS[kind][0].upper()}{_KINDS[kind][1:]}, {quantity} (GiB)"
 
 
-def _of_one(run: RunRecords, kind: str) -> Chart:
+def _single_run_chart(run: RunRecords, memory_type: str) -> Chart:
     series: list[Series] = []
     levels: list[Level] = []
     for phase in PHASES:
-        points = _peaks(run, phase, kind)
-        if len(points[0]) > (0 if phase == TRAINING_STEP else 2):  # what happens once has a bar
+        points = _peaks(run, phase, memory_type)
+        if len(points[0]) > (0 if phase == TRAINING_STEP else 2):  # a phase that happens once has a bar
             color = len(series) % COLORS
             series.append(Series(label(phase), points, color))
-            levels += _levels(run, phase, kind, color, label(phase))
-    return Chart(_heading(kind, "peak of each phase"), series, marks=list(marks_of(run)), levels=levels)
+            levels += _levels(run, phase, memory_type, color, label(phase))
+    return Chart(_heading(memory_type, "peak of each phase"), series, marks=list(marks_of(run)), levels=levels)
 
 
-def _of_several(runs: Sequence[RunRecords], kind: str) -> Chart:
+def _multi_run_chart(runs: Sequence[RunRecords], kind: str) -> Chart:
     series: list[Series] = []
     levels: list[Level] = []
     marks: list[Mark] = []
-    for number, run in enumerate(runs):
-        points, color = _peaks(run, TRAINING_STEP, kind), number % COLORS
+    for index, run in enumerate(runs):
+        points, color = _peaks(run, TRAINING_STEP, kind), index % COLORS
         if points[0]:
             series.append(Series(run.name, points, color))
             levels += _levels(run, TRAINING_STEP, kind, color, run.name)
@@ -125,11 +134,11 @@ def _of_several(runs: Sequence[RunRecords], kind: str) -> Chart:
 
 
 def _peaks(run: RunRecords, phase: str, kind: str) -> Points:
-    """The greatest of each step, which may have several records."""
-    found: dict[float, float] = {}
+    """Return the maximum of each step, which may have several records."""
+    maxima: dict[float, float] = {}
     for step, gib in zip(*run.points(f"memory/{phase}/{kind}_gib"), strict=True):
-        found[step] = max(gib, found.get(step, gib))
-    return list(found), list(found.values())
+        maxima[step] = max(gib, maxima.get(step, gib))
+    return list(maxima), list(maxima.values())
 
 
 def _levels(run: RunRecords, phase: str, kind: str, color: int, name: str) -> Iterator[Level]:

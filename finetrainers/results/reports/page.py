@@ -1,4 +1,4 @@
-"""The page of one run or several, and what writes it at the end of a run."""
+"""Report of one or several runs: an HTML page, also written at the end of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from . import sections
 from .charts import ChartGroup, chart_groups, watched_charts
 from .health import health_of
 from .media import VideoLimits, Videos, drawn_samples, rollout_videos, sample_videos, watched_videos
-from .memory import memory_charts, memory_of
-from .watched import Watched, watched_of
+from .memory import memory_charts, summarize_memory
+from .watched import Watched, read_watched
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +35,21 @@ _SIZE = "@page-size@"
 
 
 def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
-    """The page: a file that needs no other and no network.
+    """Return a page that needs no other file and no network.
 
     Args:
         runs: one, or several that are compared.
-        limits: how much video it may have.
+        limits: for the page's videos.
     """
-    watched = [one for run in runs for one in watched_of(run)]
-    shown = _shown(runs, watched, limits)
+    watched = [preset for run in runs for preset in read_watched(run)]
+    video_sections = _video_sections(runs, watched, limits)
     groups = chart_groups(runs)
     memory, scores = ChartGroup("Memory", memory_charts(runs)), watched_charts(runs, watched)
-    health = _of_each(runs, health_of)
-    # In the order of the template: the script finds the numbers of a chart by its place on the page.
-    machines = [ChartGroup("Machines", found.charts) for _, found in health]
+    health = _read_each(runs, health_of)
+    # In the order of the template: the script finds the numbers of a chart by its position on the page.
+    machines = [ChartGroup("Machines", run_health.charts) for _, run_health in health]
     charts = [c for group in [*groups, *machines, memory, *([scores] if scores else [])] for c in group.charts]
-    # Prompts, file names and messages are anybody's: the template escapes them, and the script puts them in as text.
+    # Prompts, file names and messages are untrusted: the template escapes them, and the script inserts them as text.
     page = render_page(
         Path(__file__).with_name("report.html"),
         filters={"code": with_code, "svg": chart_svg, "grid": grid_html},
@@ -57,22 +57,22 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         runs=runs,
         status_of=sections.status_of,
         facts_of=sections.facts_of,
-        figures=sections.figures_of(runs[0]),
+        figures=sections.summary_figures(runs[0]),
         compared=sections.compared(runs),
-        memory=_of_each(runs, memory_of),
+        memory=_read_each(runs, summarize_memory),
         memory_charts=memory.charts,
         health=health,
-        data=_of_each(runs, sections.data_of),
-        events=_of_each(runs, sections.events_of),
-        settings=sections.settings_of(runs),
-        commands=_of_each(runs, sections.commands_of),
+        data=_read_each(runs, sections.summarize_data),
+        events=_read_each(runs, sections.events_of),
+        settings=sections.list_settings(runs),
+        commands=_read_each(runs, sections.list_commands),
         groups=groups,
         scores=scores,
         watched=watched,
         marked={mark.kind for chart in charts for mark in chart.marks},
         chart_data=[chart_data(chart) for chart in charts],
-        shown=shown,
-        videos=_videos_text([one for _, some in shown.values() for _, one in some], runs, limits),
+        shown=video_sections,
+        videos=_videos_text([videos for _, titled in video_sections.values() for _, videos in titled], runs, limits),
         size=_SIZE,
     )
     # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
@@ -80,44 +80,63 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
     return page.replace(_SIZE, _size_text(len(page.encode())))
 
 
-def _of_each(runs: Sequence[RunRecords], read: Callable[[RunRecords], Any]) -> list[tuple[RunRecords, Any]]:
-    """What is read of each run that has it."""
-    return [(run, found) for run in runs if (found := read(run))]
+def _read_each(runs: Sequence[RunRecords], read: Callable[[RunRecords], Any]) -> list[tuple[RunRecords, Any]]:
+    """Return each run with the value that `read` returns for it, except where that is empty."""
+    return [(run, value) for run in runs if (value := read(run))]
 
 
-def _shown(
+def _video_sections(
     runs: Sequence[RunRecords], watched: Sequence[Watched], limits: VideoLimits
 ) -> dict[str, tuple[str, list[tuple[str, Videos]]]]:
-    """Titles and videos of the sections that have some, by name. Each gets a part, and the first one what the others leave."""
-    named = len(runs) > 1
+    """Return titles and videos of the sections with videos, by name.
+
+    Each section gets a share of the videos; the first one also gets those that the others leave.
+    """
+    is_comparison = len(runs) > 1
     makers: dict[str, tuple[str, list[tuple[str, Callable[[VideoLimits], Videos]]]]] = {
-        "rollouts": ("Best and worst clips of rollouts", [(run.name if named else "", partial(rollout_videos, run)) for run in runs]),
-        "drawn": ("Drawn with finetrainers sample", [(run.name if named else "", partial(drawn_samples, run)) for run in runs]),
-        "watched": ("Watched checkpoints", [
-            (f"{one.run.name}, {one.preset}" if named else f"preset {one.preset}", partial(watched_videos, one)) for one in watched
-        ]),
-    }  # fmt: skip
-    # Sections without a video get no part.
-    present = {name: [(of, make) for of, make in some if make(_NONE).left_out] for name, (_, some) in makers.items()}
-    parts = 1 + sum(bool(some) for some in present.values())
-    found = {}
-    for name, some in present.items():
-        share = replace(limits, count=limits.count // parts // max(1, len(some)) // 2 * 2)
-        found[name] = (makers[name][0], [(of, make(share)) for of, make in some])
-    left = limits.count - sum(one.shown for _, some in found.values() for _, one in some)
-    return {"samples": ("Samples", [("", sample_videos(runs, replace(limits, count=left)))]), **found}
+        "rollouts": (
+            "Best and worst clips of rollouts",
+            [(run.name if is_comparison else "", partial(rollout_videos, run)) for run in runs],
+        ),
+        "drawn": (
+            "Drawn with finetrainers sample",
+            [(run.name if is_comparison else "", partial(drawn_samples, run)) for run in runs],
+        ),
+        "watched": (
+            "Watched checkpoints",
+            [
+                (
+                    f"{preset.run.name}, {preset.preset}" if is_comparison else f"preset {preset.preset}",
+                    partial(watched_videos, preset),
+                )
+                for preset in watched
+            ],
+        ),
+    }
+    # Sections without a video get no share.
+    present = {
+        name: [(title, build) for title, build in entries if build(_NONE).left_out]
+        for name, (_, entries) in makers.items()
+    }
+    parts = 1 + sum(bool(entries) for entries in present.values())
+    section_videos = {}
+    for name, entries in present.items():
+        share = replace(limits, count=limits.count // parts // max(1, len(entries)) // 2 * 2)
+        section_videos[name] = (makers[name][0], [(title, build(share)) for title, build in entries])
+    remaining = limits.count - sum(videos.shown for _, entries in section_videos.values() for _, videos in entries)
+    return {"samples": ("Samples", [("", sample_videos(runs, replace(limits, count=remaining)))]), **section_videos}
 
 
 def _videos_text(videos: Sequence[Videos], runs: Sequence[RunRecords], limits: VideoLimits) -> str:
-    """How many videos are on the page, and how to have the others."""
-    shown, left_out = sum(one.shown for one in videos), sum(one.left_out for one in videos)
-    if not shown and not left_out:
+    """Return the number of videos on the page, and the command that includes those left out."""
+    count, left_out = sum(grid.shown for grid in videos), sum(grid.left_out for grid in videos)
+    if not count and not left_out:
         return ""
-    text = f"{plural(shown, 'video')} of {shown + left_out}" if left_out else plural(shown, "video")
+    text = f"{plural(count, 'video')} of {count + left_out}" if left_out else plural(count, "video")
     if not left_out:
         return text
     names = " ".join(str(run.root) for run in runs)
-    more = f"`finetrainers report {names} --videos {shown + left_out}`"
+    more = f"`finetrainers report {names} --videos {count + left_out}`"
     return f"{text}; {left_out} left out, {more} shows more"
 
 
@@ -126,7 +145,10 @@ def _size_text(size: int) -> str:
 
 
 def write_run_report(root: Path) -> None:
-    """Write the page of a run that has just ended into its directory. What goes wrong is a warning: the run is done."""
+    """Write the page of a run that has just ended into its directory.
+
+    Errors are logged as warnings: the run is done.
+    """
     try:
         write_text_atomic(root / REPORT, make_report([read_run(root)], VideoLimits(MOST_VIDEOS, own_size=True)))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What a page says of runs in words and tables: figures, memory, data, events, settings, and how to repeat it."""
+"""Text and tables of a report: figures, data, events, settings, and commands that repeat the run."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _STATUS = {
     "ended": ("ended without a result", "bad"),
 }
 _MOST_EVENTS = 200
-_NAMED = 5  # files that a reason lists
+_NAMED = 5  # files listed for a reason
 _LOWER_IS_BETTER = ("loss", "eval_loss")
 
 
 def status_of(run: RunRecords) -> tuple[str, str]:
-    """What became of a run, and the class of its color."""
+    """Return the outcome of a run, and its CSS class."""
     stops = run.of_kind("stopped", "stopped_by_guard")
     if run.status == "stopped" and stops[-1]["event"] == "stopped_by_guard":
         return f"stopped by {stops[-1].get('by')}, with a checkpoint", "bad"
@@ -45,61 +45,61 @@ def status_of(run: RunRecords) -> tuple[str, str]:
 
 
 def facts_of(run: RunRecords) -> list[tuple[str, str]]:
-    """What was trained how, when and where."""
-    given, environment = run.options, run.environment
-    found: list[tuple[str, str]] = []
-    if given.get("model_name"):
+    """Return the rows of a run's facts: method, model, steps, times, rewards, origin and versions."""
+    options, environment = run.options, run.environment
+    rows: list[tuple[str, str]] = []
+    if options.get("model_name"):
         kind = "LoRA" if option_value(run, "training_type") == "lora" else "full finetune"
         if kind == "LoRA":
             kind += f" of rank {option_value(run, 'rank')}"
-        found.append(("training", f"{option_value(run, 'method')}, {kind}"))
-        found.append(("model", f"{given['model_name']}, {given.get('pretrained_model_name_or_path', '')}"))
-    total = given.get("train_steps")
-    found.append(("steps", f"{run.last_step} of {total}" if total else str(run.last_step)))
+        rows.append(("training", f"{option_value(run, 'method')}, {kind}"))
+        rows.append(("model", f"{options['model_name']}, {options.get('pretrained_model_name_or_path', '')}"))
+    total = options.get("train_steps")
+    rows.append(("steps", f"{run.last_step} of {total}" if total else str(run.last_step)))
     times = [record["time"] for record in (*run.events, *run.metrics) if isinstance(record.get("time"), int | float)]
     if times:
-        begun, ended = (time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) for when in (min(times), max(times)))
-        found.append(("recorded", f"{begun} to {ended}"))
+        start, end = (time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) for when in (min(times), max(times)))
+        rows.append(("recorded", f"{start} to {end}"))
     if run.training_seconds:
-        found.append(("training steps took", duration(run.training_seconds)))
+        rows.append(("training steps took", duration(run.training_seconds)))
     for event in run.of_kind("reward_hacking")[-1:]:
-        back = f"; before it: {event['checkpoint']}" if event.get("checkpoint") else ""
-        found.append(("reward hacking", f"seen at step {event.get('step')}: {hacking_of(event)}{back}"))
+        good_checkpoint = f"; before it: {event['checkpoint']}" if event.get("checkpoint") else ""
+        rows.append(("reward hacking", f"seen at step {event.get('step')}: {hacking_of(event)}{good_checkpoint}"))
     resumes = [event for event in run.of_kind("start") if event.get("step")]
     if resumes:
         steps = ", ".join(str(event["step"]) for event in resumes)
-        found.append(("resumed", f"{plural(len(resumes), 'time')}, from step {steps}"))
-    found += [("and that from" if n else "began from", _origin(event)) for n, event in enumerate(ancestors(run.root))]
+        rows.append(("resumed", f"{plural(len(resumes), 'time')}, from step {steps}"))
+    rows += [("and that from" if n else "began from", _origin(event)) for n, event in enumerate(ancestors(run.root))]
     packages = environment.get("packages") or {}
     versions = [f"{name} {packages[name]}" for name in ("finetrainers", "torch", "diffusers") if packages.get(name)]
     if versions:
-        found.append(("made with", ", ".join([*versions, f"Python {environment.get('python', '?')}"])))
-    return found
+        rows.append(("made with", ", ".join([*versions, f"Python {environment.get('python', '?')}"])))
+    return rows
 
 
 def _origin(event: Event) -> str:
-    """What a run began from: which weights, of which run, and the checkpoint that has them."""
-    what = {"full": "all weights", "lora": "a LoRA", "state": "weights, optimizer state"}.get(
+    """Return the weights that a run began from, the run that made them, and their checkpoint."""
+    loaded = {"full": "all weights", "lora": "a LoRA", "state": "weights, optimizer state"}.get(
         str(event.get("load")), "weights"
     )
     if event.get("run") is None:
-        return f"{event.get('path')} ({what})"
+        return f"{event.get('path')} ({loaded})"
     step = "" if event.get("step") is None else f"step {event['step']} of "
     checkpoint = f"; checkpoint {str(event['checkpoint'])[:12]}" if event.get("checkpoint") else ""
-    return f"{step}{event['run']} ({what}{checkpoint})"
+    return f"{step}{event['run']} ({loaded}{checkpoint})"
 
 
-# ---- figures -----------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of a run, for a tile or the cell of a table.
+    """A number of a run, for a tile or a table cell.
 
     Attributes:
         name: of the number.
         value: as text.
-        note: what it was before, or what it consists of.
+        note: its earlier value, or its parts.
     """
 
     name: str
@@ -107,16 +107,16 @@ class Figure:
     note: str = ""
 
 
-def figures_of(run: RunRecords) -> list[Figure]:
-    """The numbers that say most of a run."""
+def summary_figures(run: RunRecords) -> list[Figure]:
+    """Return the most important numbers of a run."""
     return [*_progress(run), *_speed(run), *_memory_figure(run), *_power_figure(run)]
 
 
 def _progress(run: RunRecords) -> Iterator[Figure]:
-    """Losses and rewards, at first and at last."""
+    """Yield the first and last losses and rewards."""
     names = [n for n in run.names if n in ("eval_loss", "eval_accuracy") or n.startswith(("eval_reward/", "reward/"))]
     order = ("eval_loss", "eval_accuracy", "eval_reward", "reward")
-    scored = any(name.startswith("reward/") for name in names)  # the loss of such a run says little
+    scored = any(name.startswith("reward/") for name in names)  # the loss means little in a run with rewards
     for name in sorted(
         [*names, *([] if scored else ["loss"])],
         key=lambda n: order.index(k) if (k := n.partition("/")[0]) in order else 9,
@@ -128,19 +128,19 @@ def _progress(run: RunRecords) -> Iterator[Figure]:
         note = f"from {values[0]:.4g}" if len(values) > 1 else ""
         if len(values) > 2 and name.startswith("eval") and best != values[-1]:
             note += f"; best {best:.4g} at step {steps[values.index(best)]:g}"
-        called = (
+        title = (
             name.replace("weighted_sum", "weighted sum")
             .replace("eval_reward/", "held-out reward, ")
             .replace("reward/", "rollout reward, ")
         )
-        yield Figure(_NAMES.get(name, called), f"{values[-1]:.4g}", note)
+        yield Figure(_NAMES.get(name, title), f"{values[-1]:.4g}", note)
 
 
 _NAMES = {"loss": "training loss", "eval_loss": "held-out loss", "eval_accuracy": "held-out accuracy"}
 
 
 def _speed(run: RunRecords) -> Iterator[Figure]:
-    """Seconds of a step with their parts, and rates: medians."""
+    """Yield the median seconds of a step with their parts, and the median rates."""
     seconds = run.values("step_s")
     if not seconds:
         return
@@ -149,31 +149,31 @@ def _speed(run: RunRecords) -> Iterator[Figure]:
     for name in run.names:
         if name.startswith("seconds/") or name == "waiting_s":
             part = median(run.values(name) or [0.0])
-            called = "waiting for the slowest rank" if name == "waiting_s" else name.partition("/")[2]
-            parts.append(f"{called} {100 * part / step:.0f} %")
+            title = "waiting for the slowest rank" if name == "waiting_s" else name.partition("/")[2]
+            parts.append(f"{title} {100 * part / step:.0f} %")
     yield Figure("seconds per step", f"{step:.3g}", ", ".join(parts) or "median")
-    for name, called, shown in (("tokens_per_s", "tokens per second", "{:.4g}"), ("mfu", "MFU", "{:.1%}")):
+    for name, title, number_format in (("tokens_per_s", "tokens per second", "{:.4g}"), ("mfu", "MFU", "{:.1%}")):
         if values := run.values(name):
-            yield Figure(called, shown.format(median(values)).replace("%", " %"), "median")
+            yield Figure(title, number_format.format(median(values)).replace("%", " %"), "median")
 
 
 def _memory_figure(run: RunRecords) -> Iterator[Figure]:
     measured = run.measured_memory()
-    for what, called in (("allocated", "peak GPU memory"), ("host", "peak host memory")):
-        peaks = {phase: peak[what] for phase, peak in measured.items() if what in peak}
+    for memory, title in (("allocated", "peak GPU memory"), ("host", "peak host memory")):
+        peaks = {phase: peak[memory] for phase, peak in measured.items() if memory in peak}
         if peaks:
-            most = max(peaks, key=lambda phase: peaks[phase])
-            yield Figure(called, f"{peaks[most]:.3g} GiB", label(most))
+            peak_phase = max(peaks, key=lambda phase: peaks[phase])
+            yield Figure(title, f"{peaks[peak_phase]:.3g} GiB", label(peak_phase))
             return
 
 
 def _power_figure(run: RunRecords) -> Iterator[Figure]:
-    """Power of all GPUs, and what the hottest had."""
-    of_all = run.values("gpu_power_w/sum")
-    watts = of_all or run.values("gpu_power_w")
+    """Yield the power of all GPUs, with the temperature of the hottest."""
+    total_watts = run.values("gpu_power_w/sum")
+    watts = total_watts or run.values("gpu_power_w")
     if not watts:
         return
-    notes = ["median of all" if of_all else "median"]
+    notes = ["median of all" if total_watts else "median"]
     if degrees := run.values("gpu_temperature_c"):
         notes.append(f"hottest {max(degrees):.0f} C")
     if shares := run.values("gpu_utilization_percent"):
@@ -182,28 +182,28 @@ def _power_figure(run: RunRecords) -> Iterator[Figure]:
 
 
 def compared(runs: Sequence[RunRecords]) -> list[tuple[str, list[Figure | None]]]:
-    """Rows of a table of several runs: a figure of each, or None. One run has tiles instead."""
+    """Return the rows of a comparison table: a figure of each run, or None; a single run has tiles instead."""
     if len(runs) == 1:
         return []
-    of_runs = [{figure.name: figure for figure in figures_of(run)} for run in runs]
-    names = dict.fromkeys(name for figures in of_runs for name in figures)
-    return [(name, [figures.get(name) for figures in of_runs]) for name in names]
+    figures_by_run = [{figure.name: figure for figure in summary_figures(run)} for run in runs]
+    names = dict.fromkeys(name for figures in figures_by_run for name in figures)
+    return [(name, [figures.get(name) for figures in figures_by_run]) for name in names]
 
 
-# ---- data --------------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What became of the items of a run's data.
+    """Use of the items in a run's dataset.
 
     Attributes:
-        total: how many there are, with their noun.
+        total: number of items, with their noun.
         shares: of uses, as on the page of `finetrainers check`.
         buckets: size, clips trained on, clips held out.
-        reasons: why items are left out, and remarks.
+        reasons: for leaving items out, and remarks.
         rejected: names and reasons in full, the first ones.
-        later: what was found while training: text and count.
+        later: problems found while training, with counts.
     """
 
     total: str
@@ -214,10 +214,10 @@ class DataSummary:
     later: list[str]
 
 
-def data_of(run: RunRecords) -> DataSummary | None:
-    """What became of the data; None where nothing says so."""
+def summarize_data(run: RunRecords) -> DataSummary | None:
+    """Return the use of a run's data, or None if nothing is recorded."""
     items = [item for item in run.items if "use" in item]
-    later = list(_found_later(run))
+    later = list(_training_problems(run))
     if not items and not later:
         return None
     clips = [item for item in items if "status" in item and "name" in item]
@@ -236,8 +236,8 @@ def data_of(run: RunRecords) -> DataSummary | None:
     )
 
 
-def _found_later(run: RunRecords) -> Iterator[str]:
-    """What was left out while training."""
+def _training_problems(run: RunRecords) -> Iterator[str]:
+    """Yield the clips that were left out while training."""
     bad = {str(event.get("file")): str(event.get("reason", "")) for event in run.of_kind("bad_sample")}
     for file, reason in list(bad.items())[:_NAMED]:
         yield f"{file}: {reason}"
@@ -249,9 +249,9 @@ def _found_later(run: RunRecords) -> Iterator[str]:
         yield f"{min(counts)} to {max(counts)} clips an epoch fell through all buckets (bucket_keep_prob)"
 
 
-# ---- events ------------------------------------------------------------------------------------------------------------
+# ---- events ----------------------------------------------------------------------------------------------------------
 
-#: What an event says, and the class of its color. Events that are not here are told as they are written.
+#: CSS class and text of each event; other events are listed as recorded.
 _EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
     "start": ("", lambda e: f"resumed from step {e['step']}" if e.get("step") else "started"),
     "origin": ("", lambda e: "; ".join(f"{k.replace('_', ' ')}: {v}" for k, v in _details(e).items())),
@@ -264,7 +264,8 @@ _EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
     "nonfinite": ("bad", lambda e: f"not finite: {e.get('values')}{'; step skipped' if e.get('skipped') else ''}"),
     "rollback": ("bad", lambda e: f"rolled back, after step {e.get('failed')} was not finite"),
     "out_of_memory": ("bad", lambda e: (
-        f"out of memory with {e.get('samples')} samples of {e.get('latent_size')}; retried with at most {e.get('now')} at once"
+        f"out of memory with {e.get('samples')} samples of {e.get('latent_size')}; "
+        f"retried with at most {e.get('now')} at once"
     )),
     "host_memory_low": ("bad", lambda e: f"host memory nearly full: {e.get('available_gib', 0):.2f} GiB left"),
     "bad_sample": ("note", lambda e: f"clip left out: {e.get('file')}: {e.get('reason')}"),
@@ -277,14 +278,14 @@ _EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
     "tracker_failed": ("note", lambda e: f"{e.get('tracker')} failed: {e.get('error')}"),
     "dry_batch": ("", lambda e: f"dry batch of {e.get('samples')} x {e.get('size')}: {e.get('seconds')} s"),
 }  # fmt: skip
-#: They are counted, and not listed: the page shows them elsewhere.
+#: Events that are counted, not listed: the page shows them elsewhere.
 _COUNTED = {"checkpoint": "checkpoint", "checkpoint_removed": "removed checkpoint", "samples": "round of samples",
             "memory": "", "memory_planned": ""}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Events:
-    """What happened in a run: rows of time, step, text and color; what is only counted; and how many rows are left out."""
+    """Rows of time, step, text and color; events that are only counted; and the number of rows left out."""
 
     rows: list[tuple[str, str, str, str]]
     counted: list[str]
@@ -292,7 +293,7 @@ class Events:
 
 
 def events_of(run: RunRecords) -> Events | None:
-    """The events, those that need attention in color; None without any."""
+    """Return the events, or None without any; those that need attention have a color."""
     if not run.events:
         return None
     counts = Counter(_COUNTED[k] for event in run.events if (k := event.get("event")) in _COUNTED and _COUNTED[k])
@@ -310,7 +311,7 @@ def _event_row(event: Event) -> tuple[str, str, str, str]:
     text = say(event) if say else f"{kind.replace('_', ' ')} {_values(event)}".strip()
     moment = event.get("time")
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(moment)) if isinstance(moment, int | float) else ""
-    # The step of this event is one of the run that it began from, and is named in its text.
+    # The step of this event is one of the run that it began from, and its text has it.
     step = "" if kind == BEGAN_FROM else str(event.get("step", ""))
     return when, step, shortened(text, 600), color
 
@@ -323,12 +324,12 @@ def _values(event: Event) -> str:
     return ", ".join(f"{name} {value}" for name, value in _details(event).items())
 
 
-# ---- settings ----------------------------------------------------------------------------------------------------------
+# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An option with its value in each run; `differs` if they are not all equal."""
+    """Value of an option in each run; `differs` if they are not all equal."""
 
     table: str
     name: str
@@ -336,17 +337,17 @@ class Setting:
     differs: bool
 
 
-def settings_of(runs: Sequence[RunRecords]) -> list[Setting]:
-    """The options that differ from their defaults in any run, and before them those in which runs differ."""
+def list_settings(runs: Sequence[RunRecords]) -> list[Setting]:
+    """Return the options that differ from their defaults in any run, after those that differ between runs."""
     differing = differing_options(runs) if len(runs) > 1 else []
     changed = dict.fromkeys(name for run in runs for name in changed_options(run))
     return [
-        Setting(table_of(name), name, [_shown(option_value(run, name)) for run in runs], name in differing)
+        Setting(table_of(name), name, [_format_value(option_value(run, name)) for run in runs], name in differing)
         for name in [*differing, *(name for name in changed if name not in differing)]
     ]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, list):
@@ -354,21 +355,21 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def commands_of(run: RunRecords) -> list[tuple[str, str]]:
-    """Commands, each with what it does: what repeats the run, what continues it, and how it was started."""
+def list_commands(run: RunRecords) -> list[tuple[str, str]]:
+    """Return labeled commands that repeat the run and continue it, and the one that started it."""
     config = shlex.quote(str(run.root / "config.toml"))
-    found = []
+    commands = []
     if run.options:
-        found.append(
+        commands.append(
             ("the same training on the same data", f"finetrainers train --config {config} --output_dir repeated")
         )
         if run.status in ("stopped", "ended"):
             resume = f"finetrainers train --config {config} --resume_from_checkpoint latest"
-            found.append(("to continue it", resume))
+            commands.append(("to continue it", resume))
     command = run.environment.get("command")
     if isinstance(command, list) and command:
         program = "finetrainers" if str(command[0]).endswith(("finetrainers", "__main__.py")) else str(command[0])
         commit = run.environment.get("git")
-        at = f", at commit {str(commit)[:12]}" if commit else ""
-        found.append((f"how it was last started{at}", shlex.join([program, *map(str, command[1:])])))
-    return found
+        commit_note = f", at commit {str(commit)[:12]}" if commit else ""
+        commands.append((f"how it was last started{commit_note}", shlex.join([program, *map(str, command[1:])])))
+    return commands

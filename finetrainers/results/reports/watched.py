@@ -1,4 +1,4 @@
-"""What `finetrainers watch` has recorded next to a run: scores and clips of its checkpoints, by preset."""
+"""Records of `finetrainers watch` next to a run: scores and clips of its checkpoints, by preset."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from finetrainers.utils.files import read_jsonl
 
 @dataclass(frozen=True)
 class Watched:
-    """The clips of a preset.
+    """Clips of a preset.
 
     Attributes:
-        run: whose checkpoints they are of.
+        run: the run that saved the checkpoints.
         preset: its name.
         folder: where the clips are.
-        records: by step, prompt and seed; of a step that was saved again those of the last time.
-        best: step of the checkpoint that is marked as the best.
+        records: by step, prompt and seed; if a step was saved again, those of its newest checkpoint.
+        best: step of the checkpoint that is marked as the best, or None if there is none.
     """
 
     run: RunRecords
@@ -35,16 +35,16 @@ class Watched:
 
     @property
     def labels(self) -> list[str]:
-        """The rewards that have scored."""
+        """Rewards with scores."""
         return list(dict.fromkeys(label for record in self.records.values() for label in record["scores"]))
 
     @property
     def steps(self) -> list[int]:
-        """Of the checkpoints."""
+        """Steps of the checkpoints."""
         return sorted({step for step, _, _ in self.records})
 
     def means(self, label: str) -> Points:
-        """The mean score of each checkpoint by a reward."""
+        """Return the mean score of each checkpoint by a reward."""
         values: dict[int, list[float]] = defaultdict(list)
         for (step, _, _), record in self.records.items():
             if is_number(score := record["scores"].get(label)):
@@ -52,25 +52,25 @@ class Watched:
         return [float(step) for step in sorted(values)], [sum(values[s]) / len(values[s]) for s in sorted(values)]
 
 
-def watched_of(run: RunRecords) -> Iterator[Watched]:
-    """The presets of a run that have clips, also of those that another watch has sampled before."""
+def read_watched(run: RunRecords) -> Iterator[Watched]:
+    """Yield the presets of a run that have clips, including those of an earlier watch."""
     best = best_checkpoint(run.root)
     for file in sorted((run.root / "watch").glob("*/scores.jsonl")):
-        found: dict[str, dict[tuple[int, str, int], dict[str, Any]]] = {}  # by manifest
+        by_manifest: dict[str, dict[tuple[int, str, int], dict[str, Any]]] = {}
         newest: dict[int, str] = {}  # manifest of each step
         for record in read_jsonl(file)[0]:
             step, seed, manifest = record.get("step"), record.get("seed"), str(record.get("manifest"))
             if not isinstance(step, int) or not isinstance(seed, int) or not isinstance(record.get("scores"), dict):
                 continue
-            place, known = (step, str(record.get("prompt")), seed), found.setdefault(manifest, {})
-            scores = {**known.get(place, {}).get("scores", {}), **record["scores"]}  # a reward that was added later
-            known[place] = {**record, "scores": scores}
+            key, records = (step, str(record.get("prompt")), seed), by_manifest.setdefault(manifest, {})
+            scores = {**records.get(key, {}).get("scores", {}), **record["scores"]}  # a reward that was added later
+            records[key] = {**record, "scores": scores}
             newest[step] = manifest
         clips = {
-            place: one
+            key: record
             for step, manifest in newest.items()
-            for place, one in found[manifest].items()
-            if place[0] == step
+            for key, record in by_manifest[manifest].items()
+            if key[0] == step
         }
         if clips:
             yield Watched(run, file.parent.name, file.parent, clips, None if best is None else step_of(best))

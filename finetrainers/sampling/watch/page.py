@@ -1,4 +1,4 @@
-"""The contact sheet and the page of a watch: prompts by checkpoints, and the mean scores of all checkpoints."""
+"""The contact sheet and the page of a watch: prompts by checkpoints, and mean scores of all checkpoints."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..plan import SamplePlan, Variant
-from ..run import Drawn, Told, show
+from ..run import Drawn, PageText, show
 from .scores import Scores
 
-#: The newest checkpoints whose clips are shown, besides the best.
-_SHOWN = 8
+#: Number of newest checkpoints with clips on the page, excluding the best.
+_NEWEST = 8
 
 
 @dataclass(frozen=True)
 class Column:
-    """A checkpoint that has been sampled.
+    """A sampled checkpoint.
 
     Attributes:
         step: the optimizer steps that it holds.
@@ -49,36 +49,38 @@ def write_page(
         preset: its name.
         columns: all checkpoints, by step.
         scores: of the clips.
-        problems: why clips are missing, by key.
-        by: the reward by which a checkpoint is the best.
+        problems: reasons for missing clips, by key.
+        by: the reward that selects the best checkpoint.
     """
-    shown = [one for one in columns if one in columns[-_SHOWN:] or one.is_best]
-    variants = [replace(one.variant, label=f"{one.variant.label}{', best' * one.is_best}") for one in shown]
+    selected = [column for column in columns if column in columns[-_NEWEST:] or column.is_best]
+    variants = [
+        replace(column.variant, label=f"{column.variant.label}{', best' * column.is_best}") for column in selected
+    ]
     plan = replace(plan, variants=variants)
-    clips = {key: file for one in shown for key, file in one.clips.items()}
-    found = {sample.key: _of_clip(scores, sample.key) for sample in plan.samples()}
-    best = next((one for one in columns if one.is_best), None)
+    clips = {key: file for column in selected for key, file in column.clips.items()}
+    clip_facts = {sample.key: _clip_facts(scores, sample.key) for sample in plan.samples()}
+    best = next((column for column in columns if column.is_best), None)
     facts = [("preset", preset)]
     if best is not None:
         facts.append(("best", f"step {best.step}, by {by}"))
-    if len(shown) < len(columns):
-        facts.append(("shown", f"{len(shown)} of {len(columns)} checkpoints"))
-    told = Told(f"Watch of {plan.given[0]}", facts, found, _table(columns, scores.labels))
-    show(plan, Drawn(clips, 0, problems), told=told)
+    if len(selected) < len(columns):
+        facts.append(("shown", f"{len(selected)} of {len(columns)} checkpoints"))
+    text = PageText(f"Watch of {plan.given[0]}", facts, clip_facts, _table(columns, scores.labels))
+    show(plan, Drawn(clips, 0, problems), text=text)
 
 
-def _of_clip(scores: Scores, key: str) -> dict[str, str]:
-    known = scores.of_clip(key)
-    values = {label: known[label] for label in [*scores.labels, *known] if label in known}
+def _clip_facts(scores: Scores, key: str) -> dict[str, str]:
+    scores_by_label = scores.of_clip(key)
+    values = {label: scores_by_label[label] for label in [*scores.labels, *scores_by_label] if label in scores_by_label}
     return {label: "failed" if value is None else f"{value:.4g}" for label, value in values.items()}
 
 
 def _table(columns: Sequence[Column], labels: Sequence[str]) -> list[list[str]]:
-    """Mean scores, a row for each checkpoint, below the names of the rewards; nothing without rewards."""
+    """Return mean scores with a row for each checkpoint, headed by the rewards' names, or no row without rewards."""
     if not labels:
         return []
     rows = [["mean of all clips", *labels]]
-    for one in columns:
-        values = [f"{one.means[label]:.4g}" if label in one.means else "" for label in labels]
-        rows.append([f"step {one.step}{', best' * one.is_best}", *values])
+    for column in columns:
+        values = [f"{column.means[label]:.4g}" if label in column.means else "" for label in labels]
+        rows.append([f"step {column.step}{', best' * column.is_best}", *values])
     return rows

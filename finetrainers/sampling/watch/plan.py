@@ -1,4 +1,4 @@
-"""What `finetrainers watch` does with each checkpoint, checked before anything is loaded. Imports no torch but for rewards."""
+"""Plan of `finetrainers watch`, checked before anything is loaded. Imports torch for rewards only."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _TAKEN = ("prompts", *MEDIA_OPTIONS, "negative_prompt", "seed", "num", "frame_ra
 
 @dataclass(frozen=True)
 class WatchPlan:
-    """What is done with each checkpoint.
+    """A checked plan for each checkpoint.
 
     Attributes:
         run: the run directory.
-        presets: by name, the samples of a checkpoint, whose weights are still the base model's.
+        presets: by name, plans of a checkpoint's samples; their weights are still those of the base model.
         rewards: that score them.
-        labels: what the rewards are called in ledgers, in their order.
+        labels: of the rewards in ledgers, in their order.
         options: of the command.
         output_dir: has a folder for each preset.
-        identity: of the run, where it has one.
+        identity: of the run, if it has one.
     """
 
     run: Path
@@ -67,12 +67,12 @@ class WatchPlan:
 
     @property
     def config(self) -> TrainConfig:
-        """The model, and how it computes, which is the same for all presets."""
+        """Model and options, which all presets share."""
         return next(iter(self.presets.values())).config
 
 
 def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
-    """Find out what to sample of each checkpoint, and check it.
+    """Plan the samples of each checkpoint, and check the plan.
 
     Args:
         run: the run directory.
@@ -80,42 +80,42 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
         flags: options of a run that override its own.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems, at once.
     """
-    found = Findings()
+    findings = Findings()
     if launched_processes() > 1:
-        found.error(
+        findings.error(
             "launcher", "a watch is one process; start it without a launcher, on a device of its own (--device)"
         )
     if not (run / "config.toml").is_file():
-        why = "has no config.toml; give a run's --output_dir" if run.is_dir() else not_there(run, folder=True)
-        raise ConfigError([*found.errors, Problem("RUN", f"{run} {why}")])
-    wanted: dict[str, Preset | None] = {}
+        reason = "has no config.toml; give a run's --output_dir" if run.is_dir() else not_there(run, folder=True)
+        raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}")])
+    requested: dict[str, Preset | None] = {}
     try:
-        wanted = read_presets(options)
+        requested = read_presets(options)
     except ConfigError as error:
-        found.errors += error.problems
-        wanted = {AS_VALIDATION: Preset()}  # prompts and images are wrong or right for all
+        findings.errors += error.problems
+        requested = {AS_VALIDATION: Preset()}  # prompts and images are checked as for all presets
     target = Target(str(run), BASE, run_source(run), run)
     config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
     output_dir = options.output_dir or run / "watch"
-    rewards, best_by = _rewards(config, options, output_dir, found)
+    rewards, best_by = _rewards(config, options, output_dir, findings)
     labels = [label_of(entry, rewards) for entry in rewards]
     if not options.no_track:
-        check_tracker(config, found)
+        check_tracker(config, findings)
     identity = read_identity(run)
-    for name in wanted:
+    for name in requested:
         if are_different(read_identity_file(output_dir / name / WATCHED), identity):
-            found.error("output_dir", f"{output_dir / name} holds the clips of another run; give another directory")
+            findings.error("output_dir", f"{output_dir / name} holds the clips of another run; give another directory")
     presets: dict[str, SamplePlan] = {}
-    for name, preset in wanted.items():
+    for name, preset in requested.items():
         try:
             sized = preset or Preset(size=_class_size(name, config, options, target))
             presets[name] = _plan(target, options, flags, sized, output_dir / name)
         except ConfigError as error:
-            found.errors += error.problems
-    if found.errors:
-        raise ConfigError(list(dict.fromkeys(found.errors)), of="this watch")
+            findings.errors += error.problems
+    if findings.errors:
+        raise ConfigError(list(dict.fromkeys(findings.errors)), of="this watch")
     options = options.model_copy(update={"best_by": best_by})
     return WatchPlan(run, presets, rewards, labels, options, output_dir, identity)
 
@@ -137,7 +137,7 @@ def _plan(target: Target, options: WatchSection, flags: Given, preset: Preset, f
 
 
 def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
-    """The size that the run trains on, or else the largest that its prompts ask for.
+    """Return the size that the run trains on, or else the largest size of its prompts.
 
     Raises:
         ConfigError: neither is known.
@@ -150,7 +150,7 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
     sizes = (
         [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None] if size is None else []
     )
-    size = size or max(sizes, key=lambda one: one[0] * one[1] * one[2], default=None)
+    size = size or max(sizes, key=lambda size: size[0] * size[1] * size[2], default=None)
     if size is None:
         message = "the size that the run trains on is not known; give presets of your own: --preset NAME=49x512x768"
         raise ConfigError([Problem("--presets", message)])
@@ -158,7 +158,7 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
 
 
 def _class_size(name: str, config: TrainConfig, options: WatchSection, target: Target) -> Size:
-    """The size of a preset that follows from the run and its model, as far as the model's files are there."""
+    """Return the size of a preset that follows from the run and its model, as far as the model's files exist here."""
     native = _native(config, options, target)
     config, family = resolve_family(config)
     facts = family.facts_of(config.model)
@@ -167,50 +167,50 @@ def _class_size(name: str, config: TrainConfig, options: WatchSection, target: T
 
 
 def _rewards(
-    config: TrainConfig, options: WatchSection, output_dir: Path, found: Findings
+    config: TrainConfig, options: WatchSection, output_dir: Path, findings: Findings
 ) -> tuple[list[RewardEntry], str | None]:
-    """The rewards that are asked for, or else those that the run evaluates or trains with; and the label of the best's."""
+    """Return the requested rewards, or else those of the run, and the label of the reward that selects the best."""
     entries = list(options.reward) or rewards_of(config)
     for entry in entries:
-        found.errors += [Problem("--reward", message) for message in reward_problems(entry)]
+        findings.errors += [Problem("--reward", message) for message in reward_problems(entry)]
     label = options.best_by
     if label is not None:
-        entries, label = _with_best(label, entries, output_dir, found)
-    if not found.errors:
+        entries, label = _with_best(label, entries, output_dir, findings)
+    if not findings.errors:
         repositories = dict.fromkeys(repo for entry in entries for repo in weights_not_here(entry))
         away = ask(list(repositories))
-        found.errors += [Problem("--reward", not_to_be_had(repo, away)) for repo in repositories if away]
+        findings.errors += [Problem("--reward", not_to_be_had(repo, away)) for repo in repositories if away]
     return entries, label
 
 
 def _with_best(
-    asked: str, entries: list[RewardEntry], output_dir: Path, found: Findings
+    requested: str, entries: list[RewardEntry], output_dir: Path, findings: Findings
 ) -> tuple[list[RewardEntry], str]:
-    """The rewards with the one that decides over the best, and its label; a record's `eval_reward/NAME` names NAME."""
-    label = asked.removeprefix("eval_reward/").removeprefix("reward/")
+    """Return the rewards with the one that selects the best, and its label; `eval_reward/NAME` means NAME."""
+    label = requested.removeprefix("eval_reward/").removeprefix("reward/")
     labels = [label_of(entry, entries) for entry in entries]
     if label in labels:
         return entries, label
     if label == "weighted_sum":
-        message = f"{asked} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
-        found.error("best_by", message)
+        message = f"{requested} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
+        findings.error("best_by", message)
         return entries, label
     try:
         entry = RewardEntry.model_validate(parse_reward(label))
         problems = reward_problems(entry)
-    except ValueError:  # pydantic's, too
-        problems = [f"{asked!r} is not the name of a reward"]
+    except ValueError:  # pydantic's errors are subclasses
+        problems = [f"{requested!r} is not the name of a reward"]
     if problems:
         hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
-        messages = [f"no reward is called {asked!r}{hint}"] if hint else problems
-        found.errors += [Problem("--best_by", message) for message in messages]
+        messages = [f"no reward is called {requested!r}{hint}"] if hint else problems
+        findings.errors += [Problem("--best_by", message) for message in messages]
         return entries, label
-    entries = [*entries, entry]  # clips that have its score are not scored again
+    entries = [*entries, entry]  # clips with its score are not scored again
     return entries, label_of(entry, entries)
 
 
 def use_device(device: str | None) -> None:
-    """Let this process see one device alone, before torch is loaded.
+    """Make only one device visible to this process, before torch is loaded.
 
     Raises:
         ConfigError: there is no such device.
@@ -221,14 +221,14 @@ def use_device(device: str | None) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    number = device.removeprefix("cuda:")
-    if not number.isdecimal():
+    index = device.removeprefix("cuda:")
+    if not index.isdecimal():
         raise ConfigError([Problem("--device", f"{device!r} is neither cpu nor cuda:N")])
-    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-    if visible and int(number) >= len(visible):
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if visible and int(index) >= len(visible):
         message = f"{device}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)}, counted from cuda:0"
         raise ConfigError([Problem("--device", message)])
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(number)] if visible else number
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index
     if likely_device_type() != "cuda":
         message = f"{device}: torch can use no GPU here, and would use the CPU; give --device cpu if that is meant"
         raise ConfigError([Problem("--device", message)])

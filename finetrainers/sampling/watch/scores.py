@@ -1,4 +1,4 @@
-"""The ledger of a watch: a JSON line for each clip of a checkpoint with its scores, and what follows from it."""
+"""Index of a watch's scores: a JSON line for each clip of a checkpoint with its scores."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Checkpoint:
     Attributes:
         step: the optimizer steps that it holds.
         path: its directory.
-        manifest: SHA-256 of its manifest, which vouches for every byte.
-        averages: SHA-256 of its moving average, if it has one.
+        manifest: SHA-256 of its manifest, which has the digests of all files.
+        averages: SHA-256 of its EMA, if it has one.
     """
 
     step: int
@@ -36,41 +36,41 @@ class Checkpoint:
 
 
 class Scores:
-    """What a preset has of all checkpoints, those that are gone as well.
+    """Scores of a preset for all checkpoints, including removed ones.
 
-    A score that failed is None, and only in the process that tried: another one tries again.
+    A failed score is None, and only in the process that tried: another process tries again.
     """
 
     def __init__(self, folder: Path, labels: Sequence[str]) -> None:
         """Args:
         folder: of the preset.
-        labels: of the rewards that are wanted.
+        labels: of the requested rewards.
         """
         self._path = folder / FILE
         self.labels = list(labels)
         self._by_clip: dict[str, dict[str, float | None]] = {}
         self._recorded: dict[str, set[str]] = {}  # keys of clips by manifest
         self._variants: dict[str, dict[str, Variant]] = {}  # by manifest and digest of the weights
-        self._steps: dict[int, tuple[str, str]] = {}  # manifest and digest that were recorded last
+        self._steps: dict[int, tuple[str, str]] = {}  # manifest and digest of the last record
         for record in read_jsonl(self._path)[0] if self._path.is_file() else []:
             if isinstance(record.get("key"), str) and isinstance(record.get("manifest"), str):
-                found = {label: value for label, value in record.get("scores", {}).items() if value is not None}
-                self._take({**record, "scores": found})
+                finished = {label: value for label, value in record.get("scores", {}).items() if value is not None}
+                self._take({**record, "scores": finished})
 
     def _take(self, record: Mapping[str, Any]) -> None:
         manifest, key, digest, step = record["manifest"], record["key"], record["weights"], int(record["step"])
         self._by_clip.setdefault(key, {}).update(record["scores"])
         self._recorded.setdefault(manifest, set()).add(key)
         weights = Weights(f"step {step}", record["kind"], Path(record["checkpoint"]), digest=digest, is_checkpoint=True)
-        self._variants.setdefault(manifest, {})[digest] = variant_of(step, weights)
+        self._variants.setdefault(manifest, {})[digest] = checkpoint_variant(step, weights)
         self._steps[step] = manifest, digest
 
     def of_clip(self, key: str) -> dict[str, float | None]:
-        """The scores of a clip by all rewards, from whichever checkpoint it was recorded."""
+        """Return the scores of a clip by all rewards, from any checkpoint that recorded it."""
         return dict(self._by_clip.get(key, {}))
 
     def has(self, manifest: str, key: str) -> bool:
-        """Whether a clip is recorded for a checkpoint, with all scores that are wanted."""
+        """Return whether a clip is recorded for a checkpoint, with all requested scores."""
         return key in self._recorded.get(manifest, ()) and set(self.labels) <= self._by_clip[key].keys()
 
     def add(
@@ -88,35 +88,38 @@ class Scores:
         self._take(record)
 
     def values(self, samples: Sequence[Sample], label: str) -> list[float]:
-        """The scores of some clips by one reward, without those that are missing or failed."""
-        found = [self._by_clip.get(sample.key, {}).get(label) for sample in samples]
-        return [value for value in found if value is not None and math.isfinite(value)]
+        """Return the scores of some clips by one reward, without missing and failed ones."""
+        scores = [self._by_clip.get(sample.key, {}).get(label) for sample in samples]
+        return [value for value in scores if value is not None and math.isfinite(value)]
 
     def means(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """The mean score of some clips by each reward."""
+        """Return the mean score of some clips by each reward."""
         values = {label: self.values(samples, label) for label in self.labels}
-        return {label: sum(some) / len(some) for label, some in values.items() if some}
+        return {label: sum(numbers) / len(numbers) for label, numbers in values.items() if numbers}
 
     def variants(self, manifest: str) -> dict[str, Variant]:
-        """The weights of a checkpoint that clips are recorded of, by their digest: trained ones, or their average."""
+        """Return the weights of a checkpoint with recorded clips, by their digest: the trained ones, or their EMA."""
         return self._variants.get(manifest, {})
 
     def columns(self) -> Iterator[tuple[int, str, Variant]]:
-        """Step, manifest and weights of each checkpoint that has clips, by step; what was recorded last of a step counts."""
+        """Yield step, manifest and weights of each checkpoint that has clips, by step.
+
+        The last record of a step counts.
+        """
         for step, (manifest, digest) in sorted(self._steps.items()):
             yield step, manifest, self._variants[manifest][digest]
 
 
-def variant_of(step: int, weights: Weights) -> Variant:
-    """The column of a checkpoint."""
+def checkpoint_variant(step: int, weights: Weights) -> Variant:
+    """Return the column of a checkpoint."""
     return Variant(weights, 1.0, f"step {step}", f"step-{step:06d}")
 
 
 def recorded_labels(folder: Path) -> list[str]:
-    """The rewards by which clips of any preset below a folder have been scored."""
-    found: dict[str, None] = {}
+    """Return the rewards that have scored clips of any preset below a folder."""
+    labels: dict[str, None] = {}
     for path in sorted(folder.glob(f"*/{FILE}")):
         for record in read_jsonl(path)[0]:
             scores = record.get("scores")
-            found |= dict.fromkeys(scores if isinstance(scores, Mapping) else ())
-    return list(found)
+            labels |= dict.fromkeys(scores if isinstance(scores, Mapping) else ())
+    return list(labels)

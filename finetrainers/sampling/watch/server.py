@@ -1,4 +1,4 @@
-"""Follow the checkpoints of a run: sample, score, send and compare each one once, in a process of its own."""
+"""Follow the checkpoints of a run in a separate process: sample, score, send and compare each one once."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from ..sampler import Sampler
 from ..weights import AVERAGES, find_target
 from .page import Column, write_page
 from .plan import WATCHED, WatchPlan
-from .scores import Checkpoint, Scores, variant_of
+from .scores import Checkpoint, Scores, checkpoint_variant
 from .tracked import WatchTracker
-from .waiting import training_of
+from .waiting import training_state
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +50,19 @@ Say = Callable[[str], None]
 
 
 class WatchError(ExpectedError):
-    """Nothing can be sampled at all."""
+    """Error of a watch that can sample nothing."""
 
 
 @dataclass
 class Watch:
-    """A watch at work.
+    """A running watch.
 
     Attributes:
-        plan: what is done with each checkpoint.
+        plan: for each checkpoint.
         parallel: this process, and its device.
-        say: tells the user a line.
-        failed: what went wrong, by preset and manifest; not tried again by this process.
-        left_out: prompts that cannot be encoded, and why.
+        say: prints a line for the user.
+        failed: errors by preset and manifest; this process does not retry these checkpoints.
+        left_out: prompts that cannot be encoded, with reasons.
     """
 
     plan: WatchPlan
@@ -73,13 +73,13 @@ class Watch:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self._scores = {name: Scores(one.output_dir, plan.labels) for name, one in plan.presets.items()}
-        folders = {name: one.output_dir for name, one in plan.presets.items()}
+        self._scores = {name: Scores(preset.output_dir, plan.labels) for name, preset in plan.presets.items()}
+        folders = {name: preset.output_dir for name, preset in plan.presets.items()}
         self._tracker = None if plan.options.no_track else WatchTracker(plan.run, folders, plan.config)
         self._identity = plan.identity
-        self._said: set[int] = set()  # steps that have not arrived as a whole, and of which that is told
+        self._reported_steps: set[int] = set()  # incomplete steps that have been reported
         self._waiting = ""
-        self._shown: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # the best on the page
+        self._best_on_page: dict[str, Checkpoint | str | None] = dict.fromkeys(plan.presets, "")  # by preset
         self._problems: dict[str, dict[str, str]] = {name: {} for name in plan.presets}  # by key of the clip
         self._clips: dict[tuple[str, str], list[Sample]] = {}  # by preset and digest of the weights
         self._sampler: Sampler | None = None
@@ -99,34 +99,34 @@ class Watch:
             self.finish()
 
     def look(self) -> bool:
-        """Serve every checkpoint that is whole, the oldest first; whether there was anything to do."""
+        """Serve every complete checkpoint, the oldest first, and return whether there was anything to do."""
         worked = False
         self._check_run()
-        for found in scan_checkpoints(self.plan.run, weights_only=True):
+        for listed in scan_checkpoints(self.plan.run, weights_only=True):
             self._check_run()
             for name in self.plan.presets:
-                checkpoint = self._content(found)
+                checkpoint = self._content(listed)
                 if checkpoint is not None and not self._is_done(name, checkpoint):
-                    worked |= self._serve(name, found, checkpoint)
+                    worked |= self._serve(name, listed, checkpoint)
         best = None if self.plan.options.best_by is None else self._mark_best(self.plan.options.best_by)
-        for name, shown in self._shown.items():
-            if shown != best:
+        for name, best_on_page in self._best_on_page.items():
+            if best_on_page != best:
                 self._show(name, best)
         return worked
 
     def _check_run(self) -> None:
-        """Compare the run in the directory with the one that the watch has begun with.
+        """Check that the directory still belongs to the run that the watch has begun with.
 
         Raises:
-            WatchError: it is another run, whose prompts, sizes and scores are others.
+            WatchError: it belongs to another run, with other prompts, sizes and scores.
         """
-        now = read_identity(self.plan.run)
-        if are_different(self._identity, now):
+        current = read_identity(self.plan.run)
+        if are_different(self._identity, current):
             raise WatchError(f"{self.plan.run} is the directory of another run by now; start the watch again")
-        if now is not None and self._identity is None:
-            for one in self.plan.presets.values():
-                now.write(one.output_dir / WATCHED)
-        self._identity = now or self._identity
+        if current is not None and self._identity is None:
+            for preset in self.plan.presets.values():
+                current.write(preset.output_dir / WATCHED)
+        self._identity = current or self._identity
 
     def finish(self) -> None:
         """End the run at the tracker."""
@@ -134,9 +134,12 @@ class Watch:
             self._tracker.finish()
 
     def _wait(self) -> None:
-        """Pause, and tell what for, once for each state of the run. Its memory is free where no checkpoint is expected."""
+        """Pause, and print the reason once for each state of the run.
+
+        Models are freed where no checkpoint is expected.
+        """
         options, config = self.plan.options, self.plan.config
-        training = training_of(self.plan.run, total_steps=config.training.train_steps)
+        training = training_state(self.plan.run, total_steps=config.training.train_steps)
         state = training.sentence.partition(", step")[0]
         if state != self._waiting:
             self._waiting = state
@@ -153,36 +156,36 @@ class Watch:
             self._rewards = None
             free_memory()
 
-    def _content(self, found: Found) -> Checkpoint | None:
-        """What a checkpoint has; None for one that has not arrived as a whole, which is told once."""
-        if found.path.name.startswith("."):  # it is being replaced
+    def _content(self, listed: Found) -> Checkpoint | None:
+        """Return a listed checkpoint with its content, or None if it is incomplete, which is reported once."""
+        if listed.path.name.startswith("."):  # it is being replaced
             return None
-        if found.damage is not None:
-            self._waits(found.step, found.damage)
+        if listed.damage is not None:
+            self._waits(listed.step, listed.damage)
             return None
         with contextlib.suppress(OSError, ValueError):
-            averages = read_manifest(found.path)["files"].get(AVERAGES, {}).get("sha256")
-            return Checkpoint(found.step, found.path, file_sha256(found.path / MANIFEST), averages)
+            averages = read_manifest(listed.path)["files"].get(AVERAGES, {}).get("sha256")
+            return Checkpoint(listed.step, listed.path, file_sha256(listed.path / MANIFEST), averages)
         return None
 
-    def _waits(self, step: int, why: str) -> None:
-        if step not in self._said:
-            self._said.add(step)
-            self.say(f"step {step} is not whole yet: {why}")
+    def _waits(self, step: int, reason: str) -> None:
+        if step not in self._reported_steps:
+            self._reported_steps.add(step)
+            self.say(f"step {step} is not whole yet: {reason}")
 
     def _samples(self, name: str, variant: Variant) -> list[Sample]:
-        """The clips of a preset with some weights, each once: of a prompt that is given twice there is one."""
-        place = name, variant.weights.digest
-        if place not in self._clips:
-            found = replace(self.plan.presets[name], variants=[variant]).samples()
-            self._clips[place] = list({sample.key: sample for sample in found}.values())
-        return self._clips[place]
+        """Return the clips of a preset with some weights; a prompt that is listed twice has one clip."""
+        key = name, variant.weights.digest
+        if key not in self._clips:
+            samples = replace(self.plan.presets[name], variants=[variant]).samples()
+            self._clips[key] = list({sample.key: sample for sample in samples}.values())
+        return self._clips[key]
 
     def _recorded(self, name: str, checkpoint: Checkpoint) -> list[Sample]:
-        """The clips of a checkpoint, if any of them is recorded: before, its weights have not been read."""
-        wanted = None if self.plan.options.no_ema else checkpoint.averages
+        """Return the clips of a checkpoint if any of them is recorded; its weights are not read."""
+        averages = None if self.plan.options.no_ema else checkpoint.averages
         for digest, variant in self._scores[name].variants(checkpoint.manifest).items():
-            if digest == wanted or (wanted is None and digest != checkpoint.averages):
+            if digest == averages or (averages is None and digest != checkpoint.averages):
                 return self._samples(name, variant)
         return []
 
@@ -194,16 +197,16 @@ class Watch:
         is_scored = bool(samples) and all(scores.has(checkpoint.manifest, sample.key) for sample in samples)
         return is_scored and (tracker is None or tracker.has(name, checkpoint.manifest))
 
-    def _serve(self, name: str, found: Found, checkpoint: Checkpoint) -> bool:
-        """Sample and score a checkpoint; False if it has not arrived as a whole. An error is the checkpoint's own."""
-        begun = time.monotonic()
+    def _serve(self, name: str, listed: Found, checkpoint: Checkpoint) -> bool:
+        """Sample and score a checkpoint, and return False if it is incomplete. Its errors concern it alone."""
+        started = time.monotonic()
         try:
-            target = find_target(str(found.path), use_ema=not self.plan.options.no_ema)  # reads every byte
+            target = find_target(str(listed.path), use_ema=not self.plan.options.no_ema)  # reads every byte
         except (OSError, ValueError) as error:
-            self._waits(found.step, str(error))
+            self._waits(listed.step, str(error))
             return False
-        self._said.discard(found.step)
-        variant = variant_of(found.step, target.weights)
+        self._reported_steps.discard(listed.step)
+        variant = checkpoint_variant(listed.step, target.weights)
         try:
             drawn = self._draw(name, variant)
         except (WatchError, KeyboardInterrupt):
@@ -215,8 +218,8 @@ class Watch:
             return True
         samples = self._samples(name, variant)
         if _is_gone(checkpoint) and drawn.new:
-            self.say(f"step {found.step} was removed while it was sampled; its clips stay")
-        elif _is_other(checkpoint):  # which of the two the clips show, nobody knows
+            self.say(f"step {listed.step} was removed while it was sampled; its clips stay")
+        elif _is_other(checkpoint):  # the clips may show either of the two
             _forget(samples, drawn)
             return True
         if drawn.problems:
@@ -225,19 +228,18 @@ class Watch:
         means = self._scores[name].means(samples)
         self._problems[name] |= drawn.problems
         self._show(name, self._best(self.plan.options.best_by))
-        told = "".join(f", {label} {value:.4g}" for label, value in means.items())
-        self.say(
-            f"step {found.step}, {name}: {plural(len(drawn.clips), 'clip')}{told} ({duration(time.monotonic() - begun)})"
-        )
+        scores_text = "".join(f", {label} {value:.4g}" for label, value in means.items())
+        took = duration(time.monotonic() - started)
+        self.say(f"step {listed.step}, {name}: {plural(len(drawn.clips), 'clip')}{scores_text} ({took})")
         for problem in drawn.problems.values():
             self.say(f"not sampled: {problem}")
         return True
 
     def _went_wrong(self, name: str, checkpoint: Checkpoint, error: Exception) -> None:
-        """Tell why a checkpoint could not be sampled.
+        """Report why a checkpoint could not be sampled.
 
         Raises:
-            Exception: the disk is full, say, which no other checkpoint changes.
+            Exception: an error that other checkpoints would meet as well, such as a full disk.
         """
         if _is_gone(checkpoint) or _is_other(checkpoint):
             self.say(f"step {checkpoint.step} was removed while it was sampled")
@@ -245,58 +247,58 @@ class Watch:
         sentence = sentence_of(error)
         if sentence is not None and isinstance(error, OSError):
             raise error
-        said = sentence or (str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
-        self.failed[name, checkpoint.manifest] = said
-        self.say(f"step {checkpoint.step}, {name}: not sampled: {said}")
+        reason = sentence or (str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
+        self.failed[name, checkpoint.manifest] = reason
+        self.say(f"step {checkpoint.step}, {name}: not sampled: {reason}")
         logger.debug("step %d", checkpoint.step, exc_info=error)
 
     def _draw(self, name: str, variant: Variant) -> Drawn:
-        plan = self._plan_of(name, variant)
+        plan = self._column_plan(name, variant)
         check_weights(plan)
         ledger = Ledger(plan.output_dir)
         if all(ledger.find(sample) is not None for sample in plan.samples()):
             return draw_missing(plan, self.parallel)
         if self._sampler is None:
             self._sampler, self._encoded = self._ready()
-            plan = self._plan_of(name, variant)  # without the prompts that cannot be encoded
+            plan = self._column_plan(name, variant)  # without the prompts that cannot be encoded
         return draw_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
 
-    def _plan_of(self, name: str, variant: Variant) -> SamplePlan:
+    def _column_plan(self, name: str, variant: Variant) -> SamplePlan:
         return replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
 
     def _ready(self) -> tuple[Sampler, EncodedPrompts]:
-        """The sampler, and the prompts of all presets, which are encoded once; the rewards are loaded, too."""
-        largest = max(self.plan.presets.values(), key=lambda one: max(map(math.prod, one.sizes)))
+        """Return a sampler and the encoded prompts of all presets, and load the rewards."""
+        largest = max(self.plan.presets.values(), key=lambda preset: max(map(math.prod, preset.sizes)))
         spec: ModelSpec = largest.family.load(largest.config.model)
         offload, note = offloads(largest, spec, device=self.parallel.device)
         if note:
             self.say(note)
         sampler = Sampler(self.plan.config, largest.family, self.parallel, offload=offload)
-        prompts = list(dict.fromkeys(prompt for one in self.plan.presets.values() for prompt in one.prompts))
-        lost: dict[int, Exception] = {}
-        encoded = sampler.encode(prompts, negative=self.plan.options.negative_prompt, failed=lost)
-        for error in lost.values():
-            if isinstance(error, MemoryError | torch.OutOfMemoryError):  # which no prompt is to blame for
+        prompts = list(dict.fromkeys(prompt for preset in self.plan.presets.values() for prompt in preset.prompts))
+        failed: dict[int, Exception] = {}
+        encoded = sampler.encode(prompts, negative=self.plan.options.negative_prompt, failed=failed)
+        for error in failed.values():
+            if isinstance(error, MemoryError | torch.OutOfMemoryError):  # no prompt caused it
                 raise error
-        self._leave_out({prompts[index]: error for index, error in lost.items()})
-        self._panel()  # one that cannot be loaded costs no sample
+        self._leave_out({prompts[index]: error for index, error in failed.items()})
+        self._panel()  # before sampling, so that a reward that cannot be loaded wastes no sample
         return sampler, encoded
 
-    def _leave_out(self, lost: Mapping[ValidationPrompt, Exception]) -> None:
-        """Sample the prompts that can be encoded, and name the others once.
+    def _leave_out(self, failed: Mapping[ValidationPrompt, Exception]) -> None:
+        """Sample only the prompts that can be encoded, and report the others once.
 
         Raises:
-            WatchError: none is left.
+            WatchError: no prompt can be encoded.
         """
-        for prompt, error in lost.items():
-            said = sentence_of(error) or f"{type(error).__name__}: {error}"
+        for prompt, error in failed.items():
+            reason = sentence_of(error) or f"{type(error).__name__}: {error}"
             text = shortened(" ".join(prompt.prompt.split()), 60)
-            self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {said}")
+            self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {reason}")
             self.say(self.left_out[-1])
-        if not lost:
+        if not failed:
             return
         presets = {
-            name: replace(plan, prompts=[one for one in plan.prompts if one not in lost])
+            name: replace(plan, prompts=[prompt for prompt in plan.prompts if prompt not in failed])
             for name, plan in self.plan.presets.items()
         }
         if not all(plan.prompts for plan in presets.values()):
@@ -305,25 +307,25 @@ class Watch:
         self._clips.clear()
 
     def _score(self, name: str, samples: Sequence[Sample], checkpoint: Checkpoint, drawn: Drawn) -> None:
-        """Score the clips that have no scores yet, as their files show them, and record all."""
+        """Score the clips without scores, read from their files, and record all."""
         fault_point("watch.score")
         scores = self._scores[name]
         for sample in samples:
             if sample.key not in drawn.clips or scores.has(checkpoint.manifest, sample.key):
                 continue
-            known = scores.of_clip(sample.key)
-            found = {label: known[label] for label in scores.labels if label in known}
-            if len(found) < len(scores.labels):
-                found = self._scores_of(self.plan.presets[name].frame_rate, sample, drawn.clips[sample.key])
-            scores.add(checkpoint, name, sample, drawn.clips[sample.key], found)
+            recorded = scores.of_clip(sample.key)
+            clip_scores = {label: recorded[label] for label in scores.labels if label in recorded}
+            if len(clip_scores) < len(scores.labels):
+                clip_scores = self._score_clip(self.plan.presets[name].frame_rate, sample, drawn.clips[sample.key])
+            scores.add(checkpoint, name, sample, drawn.clips[sample.key], clip_scores)
 
     def _panel(self) -> RewardSet:
         if self._rewards is None:
             self._rewards = RewardSet(self.plan.rewards, on_error="mask")
         return self._rewards
 
-    def _scores_of(self, fps: float, sample: Sample, file: Path) -> dict[str, float | None]:
-        """The scores of a clip by all rewards; None for those that failed."""
+    def _score_clip(self, fps: float, sample: Sample, file: Path) -> dict[str, float | None]:
+        """Return the scores of a clip by all rewards, None for failed ones."""
         try:
             heads = self._panel().score(_pixels(file), [str(sample.facts["prompt"])], fps=fps).heads
         except (RewardError, ValueError) as error:
@@ -340,47 +342,50 @@ class Watch:
         for step, manifest, variant in scores.columns():
             samples = self._samples(name, variant)
             clips = {sample.key: file for sample in samples if (file := ledger.find(sample)) is not None}
-            if clips:  # else it has been sampled with other prompts
+            if clips:  # without clips, it was sampled with other prompts
                 is_best = best is not None and manifest == best.manifest
                 columns.append(Column(step, variant, clips, scores.means(samples), is_best))
             if clips and tracker is not None:
                 tracker.send(name, manifest, step, scores.means(samples), list(clips.values()))
-        self._shown[name] = best
+        self._best_on_page[name] = best
         if columns:
             plan = replace(plan, given=[str(self.plan.run)])
             write_page(plan, name, columns, scores, self._problems[name], by=self.plan.options.best_by)
 
     def _best(self, label: str | None) -> Checkpoint | None:
-        """Of the checkpoints that still exist and have all clips of all presets, the one with the highest mean score."""
-        found: list[tuple[float, Checkpoint]] = []
-        for one in scan_checkpoints(self.plan.run, weights_only=True) if label is not None else []:
-            checkpoint = self._content(one) if one.damage is None else None
+        """Return the checkpoint with the highest mean score, or None without any.
+
+        Only existing checkpoints that have all clips of all presets count.
+        """
+        candidates: list[tuple[float, Checkpoint]] = []
+        for listed in scan_checkpoints(self.plan.run, weights_only=True) if label is not None else []:
+            checkpoint = self._content(listed) if listed.damage is None else None
             values = [] if checkpoint is None else self._values(checkpoint, str(label))
             if checkpoint is not None and values:
-                found.append((sum(values) / len(values), checkpoint))
-        return max(found, key=lambda one: one[0], default=(0.0, None))[1]
+                candidates.append((sum(values) / len(values), checkpoint))
+        return max(candidates, key=lambda candidate: candidate[0], default=(0.0, None))[1]
 
     def _values(self, checkpoint: Checkpoint, label: str) -> list[float]:
-        """The scores of all clips of a checkpoint; none unless all clips of all presets have one."""
-        found: list[float] = []
+        """Return the scores of all clips of a checkpoint, or none unless all clips of all presets have one."""
+        all_values: list[float] = []
         for name, scores in self._scores.items():
             samples = self._recorded(name, checkpoint)
             values = scores.values(samples, label)
             if not samples or len(values) < len(samples):
                 return []
-            found += values
-        return found
+            all_values += values
+        return all_values
 
     def _mark_best(self, label: str) -> Checkpoint | None:
-        """Let the link lead to the best checkpoint, which is returned."""
+        """Point the link to the best checkpoint, and return it."""
         best = self._best(label)
         if best is None or best_checkpoint(self.plan.run) == best.path:
             return best
         fault_point("watch.best")
         mark_best(best.path)
         means = {n: s.means(self._recorded(n, best))[label] for n, s in self._scores.items()}
-        told = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
-        self.say(f"best by {label}: step {best.step} ({told})")
+        means_text = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
+        self.say(f"best by {label}: step {best.step} ({means_text})")
         return best
 
 
@@ -389,7 +394,7 @@ def _is_gone(checkpoint: Checkpoint) -> bool:
 
 
 def _is_other(checkpoint: Checkpoint) -> bool:
-    """Whether the step was saved again since."""
+    """Return whether the step was saved again since."""
     try:
         return file_sha256(checkpoint.path / MANIFEST) != checkpoint.manifest
     except OSError:
@@ -397,39 +402,39 @@ def _is_other(checkpoint: Checkpoint) -> bool:
 
 
 def _forget(samples: Sequence[Sample], drawn: Drawn) -> None:
-    """Remove clips, which the ledger then counts as missing."""
+    """Remove clips, so that the ledger counts them as missing."""
     for sample in samples:
         if sample.key in drawn.clips:
             drawn.clips[sample.key].unlink(missing_ok=True)
 
 
 def _pixels(file: Path) -> torch.Tensor:
-    """The frames of a clip `[1, T, 3, H, W]` in [0, 1]."""
+    """Return the frames of a clip `[1, T, 3, H, W]` in [0, 1]."""
     with av.open(str(file)) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     return torch.from_numpy(frames).permute(0, 3, 1, 2)[None].float() / 255
 
 
 def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
-    """Follow the checkpoints of a run; what went wrong, if it is to end by itself.
+    """Follow the checkpoints of a run, and return the problems when it ends by itself.
 
     Raises:
         ConfigError: another watch has one of the presets, or marks the best checkpoint.
     """
-    with contextlib.ExitStack() as held:
-        parallel = held.enter_context(contextlib.closing(join(plan.config)))
-        for name, one in plan.presets.items():
+    with contextlib.ExitStack() as stack:
+        parallel = stack.enter_context(contextlib.closing(join(plan.config)))
+        for name, preset in plan.presets.items():
             otherwise = "give --output_dir" if len(plan.presets) == 1 else f"leave {name} out"
-            held.enter_context(
-                exclusive(one.output_dir, parallel, where="--presets", holder="watch", otherwise=otherwise)
+            stack.enter_context(
+                exclusive(preset.output_dir, parallel, where="--presets", holder="watch", otherwise=otherwise)
             )
             if plan.identity is not None:
-                plan.identity.write(one.output_dir / WATCHED)
-        if plan.options.best_by is not None:  # one link leads to the best, wherever clips are written
+                plan.identity.write(preset.output_dir / WATCHED)
+        if plan.options.best_by is not None:  # a run has one link to its best checkpoint, wherever clips are written
             holder, otherwise = "watch with --best_by", "leave --best_by out here"
-            held.enter_context(
+            stack.enter_context(
                 exclusive(plan.run / "watch", parallel, where="--best_by", holder=holder, otherwise=otherwise)
             )
-        one_watch = Watch(plan, parallel, say)
-        one_watch.follow()
-        return [*one_watch.left_out, *one_watch.failed.values()]
+        server = Watch(plan, parallel, say)
+        server.follow()
+        return [*server.left_out, *server.failed.values()]

@@ -1,7 +1,7 @@
-"""Clips and scores of a watch at the tracker of the run: in the training's own run, where two processes may write to one.
+"""Clips and scores of a watch at the tracker of the run, in the training's run if two processes may write to it.
 
-That is so for tensorboard, whose run is a folder of files, for trackio, and for wandb where the training uses its shared mode.
-Elsewhere a watch has a run of its own in the training's group.
+Two processes may write for tensorboard, where a run is a folder of files, for trackio, and for wandb if the training
+uses its shared mode. Otherwise a watch has a separate run in the training's group.
 """
 
 from __future__ import annotations
@@ -20,41 +20,43 @@ from finetrainers.utils.video import comment_of
 
 logger = logging.getLogger(__name__)
 
-#: What the first tracker has; what a further one has is in `tracker-NAME.json`.
+#: Record of the first tracker; a further one has `tracker-NAME.json`.
 _STATE = "tracker.json"
 
 
 class WatchTracker:
-    """Sends what is made of a checkpoint to every tracker of the run, once."""
+    """Sender of clips and scores to every tracker of the run, once for each checkpoint."""
 
     def __init__(self, run: Path, folders: Mapping[str, Path], config: TrainConfig) -> None:
         """Args:
         run: the run directory.
-        folders: of the presets, by name; each remembers what was sent.
+        folders: of the presets, by name; each records the sent checkpoints.
         config: of the run.
         """
         self._all = []
-        for number, kind in enumerate(config.run.report_to):
-            name = f"tracker-{kind}.json" if number else _STATE
-            self._all.append(_One(run, {preset: folder / name for preset, folder in folders.items()}, config, kind))
+        for index, kind in enumerate(config.run.report_to):
+            name = f"tracker-{kind}.json" if index else _STATE
+            self._all.append(
+                _SingleTracker(run, {preset: folder / name for preset, folder in folders.items()}, config, kind)
+            )
 
     def send(self, preset: str, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
         """Send clips and mean scores of a checkpoint, unless they were sent before."""
-        for one in self._all:
-            one.send(preset, manifest, step, means, videos)
+        for tracker in self._all:
+            tracker.send(preset, manifest, step, means, videos)
 
     def has(self, preset: str, manifest: str) -> bool:
-        """Whether nothing of a checkpoint is left to be sent."""
-        return all(one.has(preset, manifest) for one in self._all)
+        """Return whether a checkpoint has been sent to all trackers."""
+        return all(tracker.has(preset, manifest) for tracker in self._all)
 
     def finish(self) -> None:
-        """Send what is left."""
-        for one in self._all:
-            one.finish()
+        """Send pending data."""
+        for tracker in self._all:
+            tracker.finish()
 
 
-class _One:
-    """Sends to one tracker. The first failure ends tracking by it, not the watch."""
+class _SingleTracker:
+    """Sender to one tracker. The first failure ends tracking by it, not the watch."""
 
     def __init__(self, run: Path, files: Mapping[str, Path], config: TrainConfig, kind: str) -> None:
         self.config, self.section, self.kind = config, config.run, kind
@@ -62,16 +64,16 @@ class _One:
         self._files = files
         self._tracked: TrackedRun | None = None  # of the whole process: wandb and trackio have one at a time
         self._off = False
-        self._own: str | None = None  # the run of its own that an earlier watch of the same presets has begun
+        self._own: str | None = None  # the separate run that an earlier watch of these presets has begun
         self._sent = {preset: self._read(file) for preset, file in self._files.items()}  # manifests
 
     def _read(self, file: Path) -> list[str]:
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if (known.get("tracker"), known.get("project")) != (self.kind, self.section.tracker_name):
+        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if (state.get("tracker"), state.get("project")) != (self.kind, self.section.tracker_name):
             return []
-        if known.get("presets") == self._presets:
-            self._own = known.get("own")
-        return known["sent"]
+        if state.get("presets") == self._presets:
+            self._own = state.get("own")
+        return state["sent"]
 
     def send(self, preset: str, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
         """Send clips and mean scores of a checkpoint, unless they were sent before."""
@@ -87,7 +89,7 @@ class _One:
             write_json_atomic(self._files[preset], state)
 
     def has(self, preset: str, manifest: str) -> bool:
-        """Whether nothing of a checkpoint is left to be sent."""
+        """Return whether a checkpoint has been sent, or tracking has ended."""
         return self._off or manifest in self._sent[preset]
 
     def _send(self, preset: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
@@ -102,15 +104,20 @@ class _One:
     def _open(self) -> TrackedRun:
         joined = training_run(self._run, self.config, self.kind)
         place = Place(
-            project=self.section.tracker_name, folder=self._run / self.section.logging_dir, name=self._run.resolve().name,
-            resumed=self._own if joined is None else None, step=0, beside=f"watch-{'-'.join(self._presets)}", joined=joined,
-        )  # fmt: skip
+            project=self.section.tracker_name,
+            folder=self._run / self.section.logging_dir,
+            name=self._run.resolve().name,
+            resumed=self._own if joined is None else None,
+            step=0,
+            beside=f"watch-{'-'.join(self._presets)}",
+            joined=joined,
+        )
         tracked = TRACKERS[self.kind](place)
         self._own = tracked.name if joined is None else None
         return tracked
 
     def finish(self) -> None:
-        """Send what is left."""
+        """Send pending data."""
         if self._tracked is not None:
             self._guard(self._tracked.finish)
 
@@ -124,16 +131,16 @@ class _One:
 
 
 def training_run(run: Path, config: TrainConfig, tracker: str) -> str | None:
-    """How the tracker knows the run of the training, if a second process may write to it; None: it may not, or there is none."""
+    """Return the tracker's name of the training's run, or None if a second process may not write to it."""
     events = run / "events.jsonl"
-    wanted = {"event": "tracker", "tracker": tracker, "project": config.run.tracker_name}
+    fields = {"event": "tracker", "tracker": tracker, "project": config.run.tracker_name}
     records = read_jsonl(events)[0] if events.is_file() else []
-    found: list[dict[str, Any]] = [one for one in records if wanted.items() <= one.items()]
-    return found[-1].get("run") if found and found[-1].get("shared") else None
+    matching: list[dict[str, Any]] = [record for record in records if fields.items() <= record.items()]
+    return matching[-1].get("run") if matching and matching[-1].get("shared") else None
 
 
 def whose_run(run: Path, config: TrainConfig, tracker: str) -> str:
-    """Which run at the tracker a watch writes to, in words."""
+    """Return the tracker run that a watch writes to, as a phrase."""
     kind = TRACKERS[tracker]
     if kind.is_one_folder or training_run(run, config, tracker) is not None:
         return "into the run of the training"

@@ -1,4 +1,4 @@
-"""What a watch waits for: whether its run is in training, has finished, or has ended otherwise. Imports no torch."""
+"""Training state of a watched run: in training, finished, or ended otherwise. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ class Training:
     """The state of a run.
 
     Attributes:
-        may_go_on: whether further checkpoints are to be expected.
-        sentence: the state in words.
+        may_go_on: whether further checkpoints may come.
+        sentence: the state, for the user.
     """
 
     may_go_on: bool
     sentence: str
 
 
-def training_of(run: Path, *, total_steps: int | None) -> Training:
-    """The state of a run, by its lock and its records.
+def training_state(run: Path, *, total_steps: int | None) -> Training:
+    """Return the state of a run, from its lock and its records.
 
     Args:
         run: its directory, or a copy of it.
-        total_steps: that it is to have; None: not known.
+        total_steps: planned for it, or None if unknown.
     """
     records = read_jsonl(run / "metrics.jsonl")[0] if (run / "metrics.jsonl").is_file() else []
     events = read_jsonl(run / "events.jsonl")[0] if (run / "events.jsonl").is_file() else []
-    steps = [int(one["step"]) for one in records if isinstance(one.get("step"), int | float)]
+    steps = [int(record["step"]) for record in records if isinstance(record.get("step"), int | float)]
     step = f"step {steps[-1] if steps else 0}" + (f" of {total_steps}" if total_steps else "")
-    last = next((one for one in reversed(events) if one.get("event") in (*_ENDS, "start")), None)
+    last = next((event for event in reversed(events) if event.get("event") in (*_ENDS, "start")), None)
     if in_use(run):
         return Training(True, f"the run is in training, {step}")
     if last is not None and last["event"] == "finished":

@@ -14,18 +14,18 @@ import pytest
 
 from finetrainers.results.reports.charts import chart_groups
 from finetrainers.results.reports.media import VideoLimits, drawn_samples, rollout_videos, sample_videos, watched_videos
-from finetrainers.results.reports.memory import memory_charts, memory_of
+from finetrainers.results.reports.memory import memory_charts, summarize_memory
 from finetrainers.results.reports.page import make_report, write_run_report
 from finetrainers.results.reports.sections import (
-    commands_of,
-    data_of,
     events_of,
     facts_of,
-    figures_of,
-    settings_of,
+    list_commands,
+    list_settings,
     status_of,
+    summarize_data,
+    summary_figures,
 )
-from finetrainers.results.reports.watched import watched_of
+from finetrainers.results.reports.watched import read_watched
 from finetrainers.rundir.best import mark_best
 from finetrainers.rundir.run_records import read_run
 from finetrainers.utils.video import write_mp4
@@ -89,12 +89,27 @@ def item(name: str, use: str, **more: Any) -> dict[str, Any]:
 
 METRICS = [
     {"step": 0, "eval_loss": 2.0, "eval_loss_0.10": 3.0, "eval_loss_0.90": 1.0},
-    *({"step": k, "loss": 1.0 / k, "lr": 1e-3, "grad_norm": 0.01 * 3**k, "step_s": 2.0, "seconds/data": 0.5 + k / 10,
-       "tokens_per_s": 100.0 * k, "mfu": 0.2 + k / 100, "memory/training_step/allocated_gib": 3.0 + k} for k in range(1, 5)),
+    *(
+        {
+            "step": k,
+            "loss": 1.0 / k,
+            "lr": 1e-3,
+            "grad_norm": 0.01 * 3**k,
+            "step_s": 2.0,
+            "seconds/data": 0.5 + k / 10,
+            "tokens_per_s": 100.0 * k,
+            "mfu": 0.2 + k / 100,
+            "memory/training_step/allocated_gib": 3.0 + k,
+        }
+        for k in range(1, 5)
+    ),
     # A resumed run that did not clear what it redid.
-    *({"step": k, "loss": 0.5 / k, "lr": 1e-3, "grad_norm": 0.1, "step_s": 1.0, "seconds/data": 0.25} for k in range(3, 7)),
+    *(
+        {"step": k, "loss": 0.5 / k, "lr": 1e-3, "grad_norm": 0.1, "step_s": 1.0, "seconds/data": 0.25}
+        for k in range(3, 7)
+    ),
     {"step": 6, "eval_loss": 1.5, "eval_loss_0.10": 2.5, "eval_loss_0.90": 0.5},
-]  # fmt: skip
+]
 EVENTS = [
     {"time": 1e9, "event": "start", "step": 0},
     {"time": 1e9 + 1, "event": "memory_planned", "step": 0, "gib": {"training_step": {"allocated": 4.5, "host": 1.0}}},
@@ -173,7 +188,7 @@ def test_the_page_of_a_run(run_dir: Path) -> None:
 
 def test_its_numbers_are_those_of_the_records(run_dir: Path) -> None:
     run = read_run(run_dir)
-    figures = {figure.name: (figure.value, figure.note) for figure in figures_of(run)}
+    figures = {figure.name: (figure.value, figure.note) for figure in summary_figures(run)}
     assert figures == {
         "held-out loss": ("1.5", "from 2"),
         "training loss": ("0.08333", "from 1"),
@@ -183,13 +198,13 @@ def test_its_numbers_are_those_of_the_records(run_dir: Path) -> None:
         "peak GPU memory": ("5 GiB", "training step"),
     }
     assert run.training_seconds == 2 * 2.0 + 4 * 1.0
-    memory = memory_of(run)
+    memory = summarize_memory(run)
     assert memory is not None
     headings = ["phase", "GPU memory, allocated, planned", "GPU memory, allocated, measured"]
     assert memory.table == (headings, [["training step", "4.50", "5.00"]])
     assert [(bar.phase, bar.text) for bar in memory.bars] == [("training step", "5.00, plan 4.50")]
     assert (memory.title, memory.most) == ("GPU memory, allocated", 5.0)
-    data = data_of(run)
+    data = summarize_data(run)
     assert data is not None
     assert [(share["text"], share["count"]) for share in data.shares] == [
         ("trained on", 1),
@@ -214,12 +229,14 @@ def test_its_numbers_are_those_of_the_records(run_dir: Path) -> None:
         ("6", f"of a later version what {EVIL}", ""),
     ]
     assert events.counted == ["1 checkpoint"]
-    settings = {setting.name: setting.values for setting in settings_of([run])}
+    settings = {setting.name: setting.values for setting in list_settings([run])}
     assert settings == {
         "model_name": ["ltx_video"], "pretrained_model_name_or_path": ["demo://ltx"], "train_steps": ["8"],
         "rank": ["32"], "an_option_of_another_version": ["1 2"],
     }  # fmt: skip
-    assert [command for _, command in commands_of(run)][1].endswith("first/config.toml --resume_from_checkpoint latest")
+    assert [command for _, command in list_commands(run)][1].endswith(
+        "first/config.toml --resume_from_checkpoint latest"
+    )
 
 
 def test_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
@@ -234,7 +251,7 @@ def test_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
     lines = [[s["label"] for s in chart["series"]] for chart in json.loads(page.data["charts"])]
     assert ["first", "second"] in lines  # the loss
     assert ["second"] in lines  # the reward
-    differing = [(setting.name, setting.values) for setting in settings_of(runs) if setting.differs]
+    differing = [(setting.name, setting.values) for setting in list_settings(runs) if setting.differs]
     assert differing == [("rank", ["32", "64"])]
 
 
@@ -321,8 +338,9 @@ def test_a_page_that_cannot_be_made_fails_no_run(run_dir: Path, caplog: pytest.L
 
 def test_rewards_come_first_and_spread_is_drawn(tmp_path: Path) -> None:
     records = [
-        {"step": k, "loss": 1.0 / k, "reward/a": 0.1 * k, "group_std/a": 0.05, "kl": 0.2 / k, "clipped_high": 0.0} for k in (1, 2, 3)
-    ]  # fmt: skip
+        {"step": k, "loss": 1.0 / k, "reward/a": 0.1 * k, "group_std/a": 0.05, "kl": 0.2 / k, "clipped_high": 0.0}
+        for k in (1, 2, 3)
+    ]
     write_lines(tmp_path / "metrics.jsonl", records)
     groups = chart_groups([read_run(tmp_path)])
     assert [group.title for group in groups] == ["Rewards", "Loss"]
@@ -398,7 +416,18 @@ def watched_run(root: Path, name: str) -> Path:
     for column, scale in (("result_scale-1", 1.0), ("result_scale-0.5", 0.5), ("base", None)):
         for seed in (7, 8):
             clip(sheet / f"{column}-{seed}.mp4", comment="c")
-            drawn_clips.append({"time": 1, "file": f"{column}-{seed}.mp4", "column": column, "prompt": EVIL, "seed": seed, "size": "9x32x32", "scale": scale, "path": "x"})  # fmt: skip
+            drawn_clips.append(
+                {
+                    "time": 1,
+                    "file": f"{column}-{seed}.mp4",
+                    "column": column,
+                    "prompt": EVIL,
+                    "seed": seed,
+                    "size": "9x32x32",
+                    "scale": scale,
+                    "path": "x",
+                }
+            )
     write_lines(
         sheet / "ledger.jsonl", [*drawn_clips, {**drawn_clips[0], "time": 2, "file": "gone.mp4"}, {"key": "cut"}]
     )
@@ -410,7 +439,7 @@ def watched_run(root: Path, name: str) -> Path:
 
 def test_watched_checkpoints_and_drawn_samples_are_shown(tmp_path: Path) -> None:
     run = read_run(watched_run(tmp_path / "run", "run"), name="run")
-    [watched] = watched_of(run)
+    [watched] = read_watched(run)
     assert (watched.preset, watched.best, watched.labels, watched.steps) == ("low", 1, ["motion", "bright"], [1, 2])
     assert watched.means("motion") == (
         [1.0, 2.0],
@@ -419,7 +448,10 @@ def test_watched_checkpoints_and_drawn_samples_are_shown(tmp_path: Path) -> None
     grid = watched_videos(watched, VideoLimits(20)).grid
     assert grid is not None
     assert grid.columns == ["step 1, best", "step 2"]
-    assert [(group.heading, [row.label for row in group.rows]) for group in grid.groups] == [(EVIL, ["seed 3"]), ("b", ["seed 3", "seed 4"])]  # fmt: skip
+    assert [(group.heading, [row.label for row in group.rows]) for group in grid.groups] == [
+        (EVIL, ["seed 3"]),
+        ("b", ["seed 3", "seed 4"]),
+    ]
     assert [cell.caption for cell in grid.cells][-2:] == ["motion 0.35\nbright failed", "motion 0.85\nbright failed"]
     few = watched_videos(watched, VideoLimits(4))
     assert (few.shown, few.left_out) == (4, 2)
@@ -436,7 +468,13 @@ def test_watched_checkpoints_and_drawn_samples_are_shown(tmp_path: Path) -> None
 
     page = Page(make_report([run], VideoLimits(40)))
     assert page.tags.count("video") == 6 + 6
-    for said in ("Watched checkpoints", "Reward of checkpoints: motion", "preset low", "step 1, best", "Drawn with finetrainers sample"):  # fmt: skip
+    for said in (
+        "Watched checkpoints",
+        "Reward of checkpoints: motion",
+        "preset low",
+        "step 1, best",
+        "Drawn with finetrainers sample",
+    ):
         assert said in page.text
     second = read_run(watched_run(tmp_path / "second", "second"), name="second")
     compared = make_report([run, second], VideoLimits(0))
@@ -481,7 +519,7 @@ def test_hardware_of_each_process_is_drawn_for_one_run(tmp_path: Path) -> None:
         ("Network traffic of a machine: Ethernet sent (MiB/s)", ["a", "b"]),
         ("Network traffic of a machine: InfiniBand received, most (MiB/s)", ["a", "b"]),
     ]
-    [power] = figures_of(runs[0])
+    [power] = summary_figures(runs[0])
     assert (power.name, power.value, power.note) == (
         "GPU power", "904 W", "median of all, hottest 60 C, utilization 97 %",
     )  # fmt: skip
@@ -490,9 +528,16 @@ def test_hardware_of_each_process_is_drawn_for_one_run(tmp_path: Path) -> None:
 def test_a_long_run_has_a_small_page_in_a_moment(tmp_path: Path) -> None:
     """Curves are thinned, and no spike is lost."""
     records = [
-        {"time": 1e9 + k, "step": k, **dict.fromkeys(("loss", "grad_norm", "step_s", "seconds/data", "tokens_per_s", "mfu", "memory/training_step/host_gib"), 1.0 + k * 7919 % 1000 / 1000)}
+        {
+            "time": 1e9 + k,
+            "step": k,
+            **dict.fromkeys(
+                ("loss", "grad_norm", "step_s", "seconds/data", "tokens_per_s", "mfu", "memory/training_step/host_gib"),
+                1.0 + k * 7919 % 1000 / 1000,
+            ),
+        }
         for k in range(1, 20_001)
-    ]  # fmt: skip
+    ]
     records[12_344]["loss"] = 99.0
     write_lines(tmp_path / "metrics.jsonl", records)
     begun = time.process_time()

@@ -17,9 +17,13 @@ PROMPTS = ("a red ball", "a blue ball on a hill")
 def trained(options: Callable[..., dict], run: Callable[..., Any]) -> Path:
     """A run with two checkpoints."""
     values = options(
-        train_steps=2, checkpointing_steps=1, validation_prompts=":::".join(PROMPTS), validation_inference_steps=2, seed=5,
+        train_steps=2,
+        checkpointing_steps=1,
+        validation_prompts=":::".join(PROMPTS),
+        validation_inference_steps=2,
+        seed=5,
         report_to="tensorboard",
-    )  # fmt: skip
+    )
     return run(**values).root
 
 

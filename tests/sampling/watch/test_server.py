@@ -1,4 +1,7 @@
-"""A watch samples each published checkpoint once, as `finetrainers sample` does, whatever arrives late, vanishes or is killed."""
+"""A watch samples each published checkpoint once, as `finetrainers sample` does.
+
+It does so whatever arrives late, vanishes or is killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from finetrainers.rewards.pixels import Brightness
 from finetrainers.rundir.best import best_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, read_manifest, write_manifest
 from finetrainers.sampling.watch import server
-from finetrainers.sampling.watch.waiting import Training, training_of
+from finetrainers.sampling.watch.waiting import Training, training_state
 
 PROMPTS = ("a red ball", "a blue ball on a hill")  # of the run
 
@@ -72,12 +75,16 @@ def test_each_checkpoint_is_sampled_scored_sent_and_compared_once(
     assert best_checkpoint(trained) == steps[totals.index(max(totals))]
     # The same clips as those of the other command, of the same weights.
     assert main(["sample", str(steps[1]), "--seed", "5"]) == 0
-    for mine, theirs in zip(sorted(folder.glob("*step-000002*.mp4")), sorted((trained / "samples" / "sample").glob("*.mp4")), strict=True):  # fmt: skip
+    for mine, theirs in zip(
+        sorted(folder.glob("*step-000002*.mp4")), sorted((trained / "samples" / "sample").glob("*.mp4")), strict=True
+    ):
         assert _frames(mine) == _frames(theirs)
     # In the run of the training at the tracker.
     events = EventAccumulator(str(trained / "logs" / "finetrainers"), size_guidance={"scalars": 0, "images": 0})
     events.Reload()
-    assert [(one.step, pytest.approx(one.value)) for one in events.Scalars("watch/run/brightness")] == list(zip((1, 2), means, strict=True))  # fmt: skip
+    assert [(one.step, pytest.approx(one.value)) for one in events.Scalars("watch/run/brightness")] == list(
+        zip((1, 2), means, strict=True)
+    )
     assert [one.step for one in events.Scalars("loss")] == [1, 2]
     assert [one.step for one in events.Images("watch/run/sheet")] == [1, 2]
     assert sum(tag.startswith("watch/low1s/") for tag in events.Tags()["images"]) == 3
@@ -278,7 +285,7 @@ def test_what_it_waits_for(
     (copy / ".lock").unlink()
     unfinished = "".join(line for line in finished.splitlines(True) if '"finished"' not in line)
     (copy / "events.jsonl").write_text(unfinished)
-    assert training_of(copy, total_steps=9) == Training(True, "this is a copy of a run, step 2 of 9")
+    assert training_state(copy, total_steps=9) == Training(True, "this is a copy of a run, step 2 of 9")
     looks: list[bool] = []
     pauses: list[float] = []
 
