@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from finetrainers.utils.text import file_size
 from .memory_lines import advice_lines
 from .memory_plan import RunMemory, planned_gib, run_memory
 from .once_per_node import once_per_node
-from .preflight import Preflight, preflight
+from .preflight import Preflight, plan_work_once, preflight
 from .start_report import print_line, print_warnings
 from .throughput import peak_flops
 
@@ -38,12 +39,12 @@ from .throughput import peak_flops
 _PROBE_BYTES = 64 << 20
 
 
-def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] = preflight) -> Preflight:
+def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] | None = None) -> Preflight:
     """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU, and print them.
 
     Args:
         checked: the run.
-        check: function that checks the run with other options.
+        check: function that checks the run with other options; by default `preflight`, without reading data again.
 
     Raises:
         ConfigError: nothing fits `memory_budget`.
@@ -58,7 +59,8 @@ def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] 
         return checked
     if options == config:
         return checked
-    rechecked = once_per_node(lambda: check(options), options, timeout_s=options.run.idle_timeout)
+    check = check or partial(preflight, planner=plan_work_once(checked))
+    rechecked = once_per_node(partial(check, options), options, timeout_s=options.run.idle_timeout)
     earlier = [warning for warning in checked.warnings if warning not in rechecked.warnings]
     return replace(rechecked, unseen=checked.unseen, warnings=[*rechecked.warnings, *earlier])
 

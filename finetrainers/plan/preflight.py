@@ -158,6 +158,25 @@ def preflight(
     return Preflight(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
 
 
+#: Tables and options that do not decide what a run works on.
+_BESIDES_WORK = {
+    "memory", "optimizer", "enable_slicing", "enable_tiling", "enable_model_cpu_offload", "validation_frame_rate",
+}  # fmt: skip
+
+
+def plan_work_once(checked: Preflight) -> Planner:
+    """Return a planner that returns the work of an earlier preflight, and plans anew only if its options may differ."""
+
+    def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+        changed = [name for name in fields() if config.get(name) != checked.config.get(name)]
+        is_same = all(name in _BESIDES_WORK or fields()[name].section in _BESIDES_WORK for name in changed)
+        if is_same and geometry == checked.geometry and not sizes_are_wrong:
+            return checked.plan
+        return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
+
+    return planner
+
+
 def _list_sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
     return [*plan.buckets, *(prompt.size for prompt in sampled if prompt.size is not None)]
 

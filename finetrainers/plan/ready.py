@@ -10,16 +10,22 @@ from pathlib import Path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import target_device
-from finetrainers.methods.registry import method_class_problem, method_spec
+from finetrainers.methods.registry import method_class_problem, method_spec, plan_work
 from finetrainers.models.files.hub import ask
 
 from .check_upload import check_upload
 from .once_per_node import once_per_node
-from .preflight import Preflight, named_as_given, preflight
+from .preflight import Preflight, named_as_given, plan_work_once, preflight
 from .start_report import print_start, print_warnings
 
 
-def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None) -> Preflight:
+def get_ready(
+    config: TrainConfig,
+    *,
+    preparing: bool = False,
+    damaged: Mapping[Path, str] | None = None,
+    earlier: Preflight | None = None,
+) -> Preflight:
     """Return the preflight of a run by its model's own configs; print the plan of the run unless it is a dry run.
 
     The first process of each machine reads, and sends the result to the others.
@@ -27,19 +33,22 @@ def get_ready(config: TrainConfig, *, preparing: bool = False, damaged: Mapping[
     Args:
         config: the configuration to run.
         preparing, damaged: see `preflight`.
+        earlier: a preflight of the same start, whose data is not read again.
 
     Raises:
         ConfigError: all problems at once; or the model is neither on this disk nor available from the Hub.
     """
     return once_per_node(
-        lambda: _get_ready(config, preparing=preparing, damaged=damaged),
+        lambda: _get_ready(config, preparing=preparing, damaged=damaged, earlier=earlier),
         (config, preparing, damaged),
         timeout_s=config.run.idle_timeout,
     )
 
 
-def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None) -> Preflight:
-    checked = preflight_by_model(config, preparing=preparing, damaged=damaged)
+def _get_ready(
+    config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None, earlier: Preflight | None
+) -> Preflight:
+    checked = preflight_by_model(config, preparing=preparing, damaged=damaged, earlier=earlier)
     if not preparing:
         check_upload(checked.config)
         checked = check_rewards(checked)
@@ -49,17 +58,21 @@ def _get_ready(config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, s
 
 
 def preflight_by_model(
-    config: TrainConfig, *, preparing: bool = False, damaged: Mapping[Path, str] | None = None
+    config: TrainConfig,
+    *,
+    preparing: bool = False,
+    damaged: Mapping[Path, str] | None = None,
+    earlier: Preflight | None = None,
 ) -> Preflight:
     """Return the preflight of a run by its model's own configs, which are fetched from the Hub if necessary.
 
-    Raises:
-        ConfigError: see `get_ready`.
+    Args and errors are those of `get_ready`.
     """
-    checked = preflight(config, preparing=preparing, damaged=damaged)
+    planner = plan_work if earlier is None else plan_work_once(earlier)
+    checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner)
     fetched = checked.family.fetch_configs(checked.config.model)
     if fetched.new:
-        checked = preflight(config, preparing=preparing, damaged=damaged)
+        checked = preflight(config, preparing=preparing, damaged=damaged, planner=plan_work_once(checked))
     elif fetched.missing and not config.run.dry_run:
         names = ", ".join(fetched.missing)
         message = (

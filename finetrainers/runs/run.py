@@ -79,11 +79,11 @@ def run(
             if parallel.same_on_all(
                 parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
             ):
-                checked = examine_weights(get_ready(config))
+                checked = examine_weights(get_ready(config, earlier=checked))
             damaged: dict[Path, str] = {}
             while damage := find_damage(checked.start, parallel):
                 damaged |= damage
-                checked = examine_weights(get_ready(config, damaged=damaged))
+                checked = examine_weights(get_ready(config, damaged=damaged, earlier=checked))
             print_warnings(check_room(checked, parallel))
             if parallel.is_main:
                 print_planned(checked)

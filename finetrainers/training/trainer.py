@@ -73,13 +73,29 @@ class Trainer:
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
-        """Train from the current step to the last, then save; a stop request ends it earlier, with a checkpoint."""
-        self.state.transformer.train()
-        with self._stopping():
-            watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
-            requests = self.state.requests
-            with requests.watched(), self.saving.running(), watching, phase(TRAINING_STEP), self._interruptible():
-                self._run()
+        """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
+        state = self.state
+        state.transformer.train()
+        with self._running():
+            self._begin()
+            while state.step < state.total_steps and state.stopped_by is None:
+                state.watchdog.enter("step")
+                self._run_until_rollback()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Within the block, watch requests, hardware, interrupts and memory; at its end, call `on_stop` of callbacks."""
+        watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
+        with (
+            self._stopping(),
+            self.state.requests.watched(),
+            self.saving.running(),
+            watching,
+            phase(TRAINING_STEP),
+            self._interruptible(),
+            memory_advice("training"),
+        ):
+            yield
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -142,8 +158,8 @@ class Trainer:
             return f"--method {state.config.training.method} resumes between rollouts only"
         return None
 
-    @memory_advice("training")
-    def _run(self) -> None:
+    def _begin(self) -> None:
+        """Probe memory if the options ask for it, and call `on_start` of callbacks."""
         state = self.state
         if state.step < state.total_steps and wants_memory_probe(state.config.memory.dry_batches, state.parallel):
             state.watchdog.enter("step")
@@ -153,9 +169,6 @@ class Trainer:
         for callback in self.callbacks:
             work(None)
             self._log(callback.on_start(state))
-        while state.step < state.total_steps and state.stopped_by is None:
-            state.watchdog.enter("step")
-            self._run_until_rollback()
 
     def _run_until_rollback(self) -> None:
         """Train until the last step, a stop, or a rollback."""

@@ -12,7 +12,11 @@ from loopback_hub import REPO, Hub
 from safetensors.torch import load_file
 
 from finetrainers import ConfigError, load_config, train
+from finetrainers.config.root import TrainConfig
+from finetrainers.methods.spec import MethodSpec
 from finetrainers.models.files import hub as asked_hub
+from finetrainers.plan import automatic
+from finetrainers.plan.preflight import plan_work_once, preflight
 
 
 @pytest.fixture
@@ -123,3 +127,35 @@ def test_a_dry_run_finds_weights_of_rewards_that_a_run_would_miss(
     assert {problem.where for problem in refused.value.problems} == {"--reward"}
     assert "on the machine that trains" in dry_run(gpu="h100")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_start_reads_its_data_once(hub: Hub, from_hub: Callable[..., dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if configs are fetched, memory options are chosen and a checkpoint is damaged; other batches are planned anew."""
+    count, plan = 0, MethodSpec.plan
+
+    def checkpointed(config: TrainConfig) -> TrainConfig:
+        section = config.memory.model_copy(update={"gradient_checkpointing": True})
+        return config.model_copy(update={"memory": section})
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(MethodSpec, "plan", counted)
+    monkeypatch.setattr(automatic, "_options_for_budget", lambda checked, budget: checkpointed(checked.config))
+    values = from_hub(memory_budget=0.4, checkpointing_steps=1)
+    result = train(load_config(**values))
+    assert load_config(result.output_dir / "config.toml").memory.gradient_checkpointing
+    assert count == 1
+    [weights] = (result.output_dir / "checkpoints" / "step-1").glob("*.safetensors")
+    weights.write_bytes(b"damaged")
+    with pytest.raises(ConfigError):
+        train(load_config(**values, resume_from_checkpoint="latest"))
+    assert count == 2
+    checked = preflight(load_config(**from_hub(output_dir=str(result.output_dir.with_name("other")))))
+    other = checked.config.model_copy(
+        update={"dataloader": checked.config.dataloader.model_copy(update={"batch_size": 2})}
+    )
+    preflight(other, planner=plan_work_once(checked))
+    assert count == 4
