@@ -168,6 +168,6 @@ def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str
     if brightness:
         share = 100 * (lowest + (1 - lowest) * sum(brightness) / len(brightness))
         yield (
-            f"{len(brightness)} of {plural(len(used_reports), 'clip')} {'has' if len(brightness) == 1 else 'have'} a mask, which on "
-            f"average leaves {share:.2g} % of the picture's loss weight"
+            f"{len(brightness)} of {plural(len(used_reports), 'clip')} {'has' if len(brightness) == 1 else 'have'} a "
+            f"mask, which on average leaves {share:.2g} % of the picture's loss weight"
         )
