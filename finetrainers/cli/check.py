@@ -71,7 +71,7 @@ def check_command(argv: Sequence[str]) -> int:
     try:
         own, rest = parser.parse_known_args(argv)
         found = [*parser.problems([]), *_place_problems(own)]
-        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=found)
         if config is None:
             raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
         return _check(config, own)

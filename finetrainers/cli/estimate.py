@@ -88,7 +88,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 os.environ.update(planned_environment(own))
             except ConfigError as error:
                 found += error.problems
-            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=found)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
             return _estimate(config, own)

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from finetrainers.config.arguments import ArgumentParser
-from finetrainers.config.names import names_of
+from finetrainers.config.names import invert_groups
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
@@ -37,7 +37,8 @@ Several GPUs:
 """
 #: What to use, and the commands that people try for it.
 _INSTEAD = {
-    "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model": "generate inference infer predict",
+    "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model": "generate inference "
+        "infer predict",
     "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)":
         "lora sft grpo finetune fine-tune fit full-finetune",
     "`run` trains the stages of a file, each from the weights of an earlier one": "pipeline stages stage",
@@ -45,7 +46,8 @@ _INSTEAD = {
     "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
-    "`search-batch` finds the batch size of each bucket that fits the GPU": "search_batch search-bs batch-size batchsize autobatch",
+    "`search-batch` finds the batch size of each bucket that fits the GPU": "search_batch search-bs batch-size "
+        "batchsize autobatch",
     "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
@@ -86,7 +88,7 @@ def described(about: str, *examples: str, more: str = "") -> dict[str, Any]:
 
 def unknown_command(name: str, known: list[str]) -> str:
     """The error for a command that does not exist, with what to use instead."""
-    if (instead := names_of(_INSTEAD).get(name)) is not None:
+    if (instead := invert_groups(_INSTEAD).get(name)) is not None:
         return f"there is no command {name!r}; {instead}"
     close = get_close_matches(name, known, n=1, cutoff=0.7)
     if close:

@@ -13,9 +13,10 @@ from finetrainers.utils.text import file_size
 from .overview import described
 
 _MORE = (
-    "The page is one HTML file that needs no other and no network: curves, samples by prompt and step, rollouts, memory, "
-    "data, events, settings, and the command that repeats the run. It is made from what is in the run directory, also "
-    "while the run trains or after a crash. Several runs are drawn over each other, and their settings are compared"
+    "The page is one HTML file that needs no other and no network: curves, samples by prompt and step, rollouts, "
+    "memory, data, events, settings, and the command that repeats the run. It is made from what is in the run "
+    "directory, also while the run trains or after a crash. Several runs are drawn over each other, and their "
+    "settings are compared"
 )
 
 

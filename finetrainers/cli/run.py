@@ -121,7 +121,7 @@ def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) 
     """
     from finetrainers.config.flags import read_flags
 
-    path, flags = read_flags(rest, prog=parser.prog, own=parser.flags, found=parser.problems([]))
+    path, flags = read_flags(rest, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
     if flags is None:
         raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
     problems, flags.problems = flags.problems, []

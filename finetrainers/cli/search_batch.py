@@ -116,7 +116,7 @@ def search_batch_command(argv: Sequence[str]) -> int:
                 found += error.problems
             wrong = {problem.where for problem in found}
             found += [problem for problem in _own_problems(own) if problem.where not in wrong]
-            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=found)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
             return _search(config, own)

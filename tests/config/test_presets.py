@@ -42,7 +42,7 @@ def test_every_setting_is_an_option_and_has_a_source(name):
             assert option in fields()
             assert source
     assert preset.reference
-    assert preset.not_set
+    assert preset.omitted_settings
     assert {"sampling_steps", "num_generations", "prompts_per_step", "updates_per_rollout"} <= set(preset.settings)
 
 

@@ -43,7 +43,7 @@ def test_every_flag_of_their_trainers_is_known():
 
 def test_no_name_is_ours_too():
     assert [name for name in aliases.FOREIGN if name in fields()] == []
-    tables = (aliases.RENAMED, aliases._Theirs.model_fields, aliases.WITHOUT_EFFECT, aliases.REFUSED)
+    tables = (aliases.RENAMED, aliases._ExternalOptions.model_fields, aliases.WITHOUT_EFFECT, aliases.REFUSED)
     assert len(aliases.FOREIGN) == sum(map(len, tables))
     assert all(target in {*fields(), None} for target in aliases.FOREIGN.values())
 
