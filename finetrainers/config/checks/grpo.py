@@ -225,9 +225,7 @@ def _check_rollout_gradients(config: TrainConfig, findings: Findings) -> None:
     for reason in why_no_rollout_gradients(section):
         findings.error(name, f"{mode}: {reason}")
     clips_per_prompt = section.best_of_n or size
-    num_forward = (
-        1 if config.memory.stored == "none" else 2
-    )  # forward passes for a backward pass: with checkpointing two
+    num_forward = 1 if config.memory.stored == "none" else 2  # per backward pass: two with checkpointing
     if mode == "retain":
         if clips_per_prompt == size:
             findings.warnings.append(
