@@ -1,4 +1,4 @@
-"""`finetrainers cache`: lists, verifies and prunes precomputed tensors."""
+"""`finetrainers cache`: list, verify and prune precomputed tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ever stale: when captions, files, sizes or models change, new entries are added,
 
 
 def add_cache(commands: Any) -> None:
-    """Add the subcommand and its own to the parser's."""
+    """Add the subcommand and its own subcommands to the parser."""
     cache = commands.add_parser(
         "cache",
         help="list, verify and prune precomputed tensors",
@@ -67,7 +67,7 @@ def add_cache(commands: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
-    """What is wrong."""
+    """Return the problems with the command's arguments."""
     problems = []
     if arguments.action == "prune":
         if arguments.keep is None and arguments.older_than is None:
@@ -91,14 +91,14 @@ def _ls(arguments: argparse.Namespace) -> int:
     groups = cache.groups()
     count, size = sum(group.entries for group in groups), sum(group.size_bytes for group in groups)
     if arguments.json:
-        shown = {
+        report = {
             "directory": str(cache.directory),
             "groups": [asdict(group) for group in groups],
             "entries": count,
             "size_bytes": size,
             "known_files": cache.known_files(),
         }
-        print(json.dumps(shown, indent=2))
+        print(json.dumps(report, indent=2))
         return 0
     now = time.time()
     print(f"{'kind':<8}{'entries':>9}  {'size':>9}  {'last read':>11}  model")
@@ -150,9 +150,9 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
-    """Keys of all entries that training with any of the configurations would read, found out without loading a model.
+    """Return the keys of all entries that training with any of the configurations would read, without loading a model.
 
-    Where a model's files were replaced under the same name, entries of the old ones count as needed, too.
+    Where a model's files were replaced under the same name, entries of the old ones also count as needed.
 
     Args:
         directory: the cache.
@@ -171,34 +171,42 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     keys: set[str] = set()
     digests = FileFacts(directory / "digests")
     for path in configs:
-        checked = preflight(for_preparing(load_config(path)), preparing=True, weights=False)
-        config, plan = checked.config, checked.plan
-        texts = recall_models(directory, config.model, "text")
+        resolved_run = preflight(for_preparing(load_config(path)), preparing=True, weights=False)
+        config, plan = resolved_run.config, resolved_run.plan
+        text_encoders = recall_models(directory, config.model, "text")
         clips = plan.encoded_clips()
-        shown = plan.shown_texts()
-        pictures = {one for _, one in shown if isinstance(one, Picture)}
-        vaes = recall_models(directory, config.model, "vae") if clips or pictures else []
-        complete = bool(texts and (vaes or not clips))
+        prompts = plan.shown_texts()
+        images = {image for _, image in prompts if isinstance(image, Picture)}
+        vaes = recall_models(directory, config.model, "vae") if clips or images else []
+        complete = bool(text_encoders and (vaes or not clips))
         masked = [clip for clip in clips if clip.mask is not None]
-        of_masks = {clip.mask.path for clip in masked if clip.mask is not None}
-        digests.learn({path for clip in clips for path in clip.files} | of_masks | {one.path for one in pictures})
+        mask_paths = {clip.mask.path for clip in masked if clip.mask is not None}
+        digests.learn({path for clip in clips for path in clip.files} | mask_paths | {image.path for image in images})
         keys.update(replace(CacheKeys.of(directory, config), digests=digests).mask(clip) for clip in masked)
         for vae in vaes:
-            tiled = checked.family.load(config.model).tiles_by_size
+            tiled = resolved_run.family.load(config.model).tiles_by_size
             names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)
             keys.update(names.video(clip) for clip in clips)
-            keys.update(names.image(one) for one in pictures)
+            keys.update(names.image(image) for image in images)
         if not complete:
             message = (
                 f"{directory} has never been used with the model of {path}, so what it needs cannot be said; "
                 f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
             )
             raise ConfigError([Problem("--keep", message)])
-        keys.update(text_key(text.identity, caption) for text in texts for caption in {"", *plan.all_captions()})
-        if checked.facts.text_sees_image:
+        keys.update(
+            text_key(text_encoder.identity, caption)
+            for text_encoder in text_encoders
+            for caption in {"", *plan.all_captions()}
+        )
+        if resolved_run.facts.text_sees_image:
             names = replace(CacheKeys.of(directory, config), digests=digests)
-            seen = {(caption, names.shown(one)) for told, one in shown for caption in (told, "")}
-            keys.update(text_key(text.identity, *one) for text in texts for one in seen)
+            prompts_with_images = {
+                (caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")
+            }
+            keys.update(
+                text_key(text_encoder.identity, *pair) for text_encoder in text_encoders for pair in prompts_with_images
+            )
     return keys
 
 

@@ -22,7 +22,7 @@ from finetrainers.utils.text import plural, printable
 
 from .demo import positive_integer
 
-_SHOWN = 30  # reasons in full, on the terminal
+_MAX_REASONS = 30  # printed in full on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
   finetrainers check run.toml
 
@@ -34,7 +34,7 @@ exit codes:
 
 
 def add_check(commands: Any) -> None:
-    """The parser of `finetrainers check`, for the list of commands; `check_command` is what runs it."""
+    """Add the parser of `finetrainers check` to the list of commands; `check_command` runs the command."""
     commands.add_parser(
         "check",
         help="check every item of a dataset, without model weights",
@@ -64,14 +64,14 @@ def own_options() -> ArgumentParser:
 
 
 def check_command(argv: Sequence[str]) -> int:
-    """Check as the flags say; an exit code (`utils.exit_codes`)."""
+    """Check as the flags say; return an exit code (`utils.exit_codes`)."""
     from finetrainers.config.flags import parse_flags
 
     parser = own_options()
     try:
         own, rest = parser.parse_known_args(argv)
-        found = [*parser.problems([]), *_place_problems(own)]
-        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+        problems = [*parser.problems([]), *_path_problems(own)]
+        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=problems)
         if config is None:
             raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
         return _check(config, own)
@@ -103,16 +103,16 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
     if page is not None:
         # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
         write_text_atomic(own.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))
-    for written in (own.json, own.html):
-        if written is not None:
-            print(f"written: {written}")
+    for report_path in (own.json, own.html):
+        if report_path is not None:
+            print(f"written: {report_path}")
     if problems:
         raise ConfigError(problems)
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
 
 
-def _place_problems(own: argparse.Namespace) -> list[Problem]:
-    """Why reports cannot be written, which is said before hours of decoding, not after."""
+def _path_problems(own: argparse.Namespace) -> list[Problem]:
+    """Return why reports cannot be written, found before hours of decoding rather than after."""
     from finetrainers.plan.ownership import json_problem, page_problem
 
     problems = []
@@ -133,7 +133,7 @@ def _place_problems(own: argparse.Namespace) -> list[Problem]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    """The report for people. Names are anybody's: they must not act on the terminal."""
+    """Print the report for the terminal. Names come from files: they must not act on the terminal."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     _print_buckets(console, report["buckets"])
     reasons = report["reasons"]
@@ -149,11 +149,13 @@ def _print(report: dict[str, Any]) -> None:
     rejected_items = [item for item in report["items"] if item["use"] == "rejected"]
     if rejected_items:
         console.print("why:")
-    for item in rejected_items[:_SHOWN]:
+    for item in rejected_items[:_MAX_REASONS]:
         where = f" ({item['where']})" if item["where"] else ""
         console.print(f"  {printable(item['name'] + ': ' + item['reason'] + where)}")
-    if len(rejected_items) > _SHOWN:
-        console.print(f"  ... and {len(rejected_items) - _SHOWN} more; --json FILE and --html FILE have all of them")
+    if len(rejected_items) > _MAX_REASONS:
+        console.print(
+            f"  ... and {len(rejected_items) - _MAX_REASONS} more; --json FILE and --html FILE have all of them"
+        )
     for kind in ("warning", "note"):
         for text in report[f"{kind}s"]:
             console.print(f"{kind}: {printable(text)}")

@@ -15,12 +15,12 @@ from finetrainers.utils.text import duration, file_size
 
 from .overview import described
 
-#: What is said of a checkpoint that `finetrainers sync` has copied.
+#: Note on a checkpoint that `finetrainers sync` has copied.
 _COPY = "without optimizer state: it can be sampled from, not resumed"
 
 
 def add_ckpt(commands: Any) -> None:
-    """Add the subcommand and its own to the parser's."""
+    """Add the subcommand and its own subcommands to the parser."""
     examples = (
         "ckpt ls runs/first",
         "ckpt verify runs/first",
@@ -46,7 +46,7 @@ def add_ckpt(commands: Any) -> None:
 
 
 def _path_problems(where: str, paths: Sequence[Path]) -> list[Problem]:
-    """Paths at which there is no folder."""
+    """Return the problems of paths without a directory."""
     return [Problem(where, f"{path} {not_there(path, folder=True)}") for path in paths if not path.is_dir()]
 
 
@@ -68,8 +68,8 @@ def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
             problems += _path_problems(where, [path])
         elif inside and inside != [path]:
             problems.append(Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}"))
-        elif (why := damage(path, contents=False)) is not None:
-            problems.append(Problem(where, f"{path}: {why}"))
+        elif (reason := damage(path, contents=False)) is not None:
+            problems.append(Problem(where, f"{path}: {reason}"))
     return problems
 
 
@@ -78,21 +78,23 @@ def _ls(arguments: argparse.Namespace) -> int:
     from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
     from finetrainers.rundir.manifest import lacks_optimizer
 
-    found = scan_checkpoints(arguments.run_directory)
-    copies = {one.step: one for one in scan_checkpoints(arguments.run_directory, weights_only=True)}
+    checkpoints = scan_checkpoints(arguments.run_directory)
+    copies = {
+        checkpoint.step: checkpoint for checkpoint in scan_checkpoints(arguments.run_directory, weights_only=True)
+    }
     best = best_checkpoint(arguments.run_directory)
-    if not found:
+    if not checkpoints:
         raise ConfigError([Problem("RUN", f"no checkpoint in {checkpoints_dir(arguments.run_directory)}")])
     print(f"{'step':>8}  {'size':>9}  {'age':>9}  state")
-    for one in found:
-        copied = one.damage is not None and lacks_optimizer(one.path)
-        if one.damage is not None and not copied:
-            print(f"{one.step:>8}  {'-':>9}  {'-':>9}  {one.damage}")
+    for checkpoint in checkpoints:
+        copied = checkpoint.damage is not None and lacks_optimizer(checkpoint.path)
+        if checkpoint.damage is not None and not copied:
+            print(f"{checkpoint.step:>8}  {'-':>9}  {'-':>9}  {checkpoint.damage}")
             continue
-        of = copies[one.step] if copied else one
-        notes = (", the best" if best == one.path else "") + (f"; {_COPY}" if copied else "")
-        age = duration(round(time.time() - of.saved_at))
-        print(f"{one.step:>8}  {file_size(of.size):>9}  {age:>9}  ok{notes}")
+        source = copies[checkpoint.step] if copied else checkpoint
+        notes = (", the best" if best == checkpoint.path else "") + (f"; {_COPY}" if copied else "")
+        age = duration(round(time.time() - source.saved_at))
+        print(f"{checkpoint.step:>8}  {file_size(source.size):>9}  {age:>9}  ok{notes}")
     return 0
 
 
@@ -100,16 +102,19 @@ def _verify(arguments: argparse.Namespace) -> int:
     from finetrainers.rundir.manifest import damage, lacks_optimizer
 
     damaged = False
-    for path in (found for given in arguments.path for found in _checkpoints(given)):
+    for path in (checkpoint for directory in arguments.path for checkpoint in _checkpoints(directory)):
         copied = lacks_optimizer(path)
-        wrong = damage(path, contents=True, weights_only=copied) or _lora_damage(path)
-        damaged |= wrong is not None
-        print(f"{path}: {wrong or _ok(path)}{f'; {_COPY}' if copied and wrong is None else ''}")
+        problem = damage(path, contents=True, weights_only=copied) or _lora_damage(path)
+        damaged |= problem is not None
+        print(f"{path}: {problem or _ok(path)}{f'; {_COPY}' if copied and problem is None else ''}")
     return 1 if damaged else 0
 
 
 def _lora_damage(path: Path) -> str | None:
-    """Return what is wrong with the LoRA that a whole checkpoint's run began with, or None if it is as stored or there is none."""
+    """Return the damage to the LoRA that a complete checkpoint's run began with.
+
+    Returns None if it is as stored or there is none.
+    """
     from finetrainers.plan.initial_weights import stored_lora
 
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -133,13 +138,13 @@ def _ok(path: Path) -> str:
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """A checkpoint itself, or all of a run; none if it is neither."""
+    """Return the checkpoint itself, or all of a run; none if the path is neither."""
     from finetrainers.rundir.find import scan_checkpoints
     from finetrainers.rundir.manifest import MANIFEST
 
     if (path / MANIFEST).is_file() or (path / "state.json").is_file():
         return [path]
-    return [one.path for one in scan_checkpoints(path)]
+    return [checkpoint.path for checkpoint in scan_checkpoints(path)]
 
 
 def _diff(arguments: argparse.Namespace) -> int:
@@ -160,7 +165,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
-    """What a checkpoint says of itself, by title."""
+    """Return a checkpoint's recorded facts, by title."""
     from finetrainers.rundir.manifest import read_manifest
 
     manifest = read_manifest(path)
@@ -180,7 +185,7 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _weight_changes(a: Path, b: Path) -> Iterator[str]:
-    """A line for each tensor that differs; one pair is in memory at a time."""
+    """Yield a line for each tensor that differs; one pair is in memory at a time."""
     from safetensors import safe_open
 
     places = [_tensor_places(path) for path in (a, b)]
@@ -196,7 +201,7 @@ def _weight_changes(a: Path, b: Path) -> Iterator[str]:
 
 
 def _tensor_places(path: Path) -> dict[str, Path]:
-    """File of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
+    """Return the file of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
     from safetensors import safe_open
 
     from finetrainers.rundir.manifest import is_optimizer_state

@@ -1,4 +1,4 @@
-"""`finetrainers demo ...`: demonstrations on the embedded model, and how it was built and measured."""
+"""`finetrainers demo ...`: demonstrations on the demo model, and how it was built and measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORLD = (
 
 
 def add_demo(commands: Any) -> None:
-    """Add the subcommands to the parser's."""
+    """Add the subcommands to the parser."""
     about = "the embedded model's world: make clips, teach it by rewards, rebuild the model, measure it"
     examples = ("demo data clips --items 20", "demo reward first-reward", "demo measure figures --lora quickstart")
     demo = commands.add_parser("demo", **described(about, *examples, more=f"{_WORLD}."))
@@ -37,7 +37,7 @@ def add_demo(commands: Any) -> None:
 
     vae = parts.add_parser("vae", help="fit the embedded model's VAE (seconds) and measure it on other clips")
     vae.add_argument("directory", type=Path, help="a new or empty one")
-    vae.set_defaults(run=_vae, check=lambda arguments: not_empty(arguments.directory))
+    vae.set_defaults(run=_vae, check=lambda arguments: directory_problems(arguments.directory))
 
     build = parts.add_parser(
         "build", help="train the embedded model from random weights (two hours); resumes if stopped"
@@ -72,10 +72,10 @@ def add_demonstration(parser: argparse.ArgumentParser, function: str, *, steps: 
 
 
 def positive_integer(text: str) -> int:
-    """An argument that counts something.
+    """Return the whole number of an argument that counts something.
 
     Raises:
-        argparse.ArgumentTypeError: it is no positive whole number.
+        argparse.ArgumentTypeError: it is not a positive whole number.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
@@ -95,15 +95,15 @@ def _check_data(arguments: argparse.Namespace) -> list[Problem]:
     problems = _unknown("--look", arguments.look, LOOKS)
     if arguments.motion is not None:
         problems += _unknown("--motion", arguments.motion, tuple(MOTIONS))
-    return problems + not_empty(arguments.directory)
+    return problems + directory_problems(arguments.directory)
 
 
 def _data(arguments: argparse.Namespace) -> int:
     from finetrainers.demo.data import held_out_scenes, training_scenes, write_clips
 
-    draw = held_out_scenes if arguments.held_out else training_scenes
+    draw_scenes = held_out_scenes if arguments.held_out else training_scenes
     motions = None if arguments.motion is None else (arguments.motion,)
-    scenes = draw(arguments.items, seed=arguments.seed, look=arguments.look, motions=motions)
+    scenes = draw_scenes(arguments.items, seed=arguments.seed, look=arguments.look, motions=motions)
     metadata = write_clips(arguments.directory, scenes)
     print(f"wrote {arguments.items} clips and {metadata}")
     return 0
@@ -129,7 +129,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _check_measure(arguments: argparse.Namespace) -> list[Problem]:
-    """What is wrong; it finds the model."""
+    """Return the problems with the command's arguments, and set the path of the model."""
     from finetrainers.demo.measure import MODEL
     from finetrainers.demo.world import LOOKS
     from finetrainers.utils.packaged import model_path
@@ -152,8 +152,9 @@ def _measure(arguments: argparse.Namespace) -> int:
     from finetrainers.demo.build import measure_weights
 
     quiet_progress_bars()
-    given, items = arguments, arguments.items
-    measure_weights(given.model, given.directory, lora=given.lora, items=items, look=given.look)
+    measure_weights(
+        arguments.model, arguments.directory, lora=arguments.lora, items=arguments.items, look=arguments.look
+    )
     return 0
 
 
@@ -161,7 +162,7 @@ def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
     return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}")]
 
 
-def not_empty(directory: Path) -> list[Problem]:
+def directory_problems(directory: Path) -> list[Problem]:
     """Return the problem that a directory is not a new or empty one."""
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
         return []

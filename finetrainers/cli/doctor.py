@@ -1,4 +1,4 @@
-"""`finetrainers doctor`: what is wrong with the machines of a run, or differs between them, before it starts."""
+"""`finetrainers doctor`: problems of the machines of a run, and differences between them, before it starts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from finetrainers.tools.doctor.findings import Finding, Needs
     from finetrainers.tools.doctor.hosts import Fleet, Node
 
-_MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared memory
-and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once over
-ssh, which has to work without a password; one that does not answer is a row of the table. Nothing is installed or
+_MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared
+memory and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once
+over ssh, which has to work without a password; one that does not answer is a row of the table. Nothing is installed or
 changed. A file for the speed of the disk is deleted again. With --every it reads power, clocks, temperatures, ECC and
 InfiniBand counters again and again, prints what rose, and appends to RUN/health.jsonl, which the run's report shows.
 Exit code 1: something is wrong."""
@@ -37,7 +37,7 @@ _DISK_MIB = 256
 
 
 def add_doctor(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser."""
     examples = (
         "doctor",
         "doctor run.toml",
@@ -47,24 +47,43 @@ def add_doctor(commands: Any) -> None:
     )
     about = "see what is wrong with this machine, or differs between several"
     doctor = commands.add_parser("doctor", **described(about, *examples, more=_MORE))
-    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a run's config file, or its directory: the disk is compared with its checkpoints")  # fmt: skip
-    doctor.add_argument("--hosts", type=Path, metavar="FILE", help="machines to ask over ssh: `host` or `host slots=8` a line")  # fmt: skip
-    doctor.add_argument("--output_dir", type=Path, metavar="DIR", help="whose disk is measured [the config's, or the current folder]")  # fmt: skip
-    doctor.add_argument("--disk_mib", type=_mib, metavar="N", help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]")  # fmt: skip
+    doctor.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        metavar="CONFIG",
+        help="a run's config file, or its directory: the disk is compared with its checkpoints",
+    )
+    doctor.add_argument(
+        "--hosts", type=Path, metavar="FILE", help="machines to ask over ssh: `host` or `host slots=8` a line"
+    )
+    doctor.add_argument(
+        "--output_dir", type=Path, metavar="DIR", help="whose disk is measured [the config's, or the current folder]"
+    )
+    doctor.add_argument(
+        "--disk_mib",
+        type=_mib,
+        metavar="N",
+        help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]",
+    )
     doctor.add_argument("--python", metavar="PATH", help="the interpreter on the other machines [the path of this one]")
     doctor.add_argument("--rsh", metavar="COMMAND", help="what connects to them [ssh -o BatchMode=yes ...]")
-    doctor.add_argument("--timeout", type=seconds, metavar="SECONDS", help="for all answers of a machine [120; with --every its value]")  # fmt: skip
-    doctor.add_argument("--every", type=seconds, metavar="SECONDS", help="read GPUs and InfiniBand ports again and again, until Ctrl-C")  # fmt: skip
+    doctor.add_argument(
+        "--timeout", type=seconds, metavar="SECONDS", help="for all answers of a machine [120; with --every its value]"
+    )
+    doctor.add_argument(
+        "--every", type=seconds, metavar="SECONDS", help="read GPUs and InfiniBand ports again and again, until Ctrl-C"
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON: every fact of every machine, sizes in bytes")
     doctor.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor, check=_problems)
 
 
 def _mib(text: str) -> int:
-    """A size.
+    """Return the whole number of MiB of an argument.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not one.
     """
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"not a whole number of MiB, got {text!r}")
@@ -77,7 +96,7 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     problems = []
     if arguments.hosts is None:
         named = {"--python": arguments.python, "--rsh": arguments.rsh}
-        problems += [Problem(name, "is for --hosts, which is not given") for name, given in named.items() if given]
+        problems += [Problem(name, "is for --hosts, which is not given") for name, value in named.items() if value]
     else:
         if shutil.which("ssh") is None and not arguments.rsh:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
@@ -103,19 +122,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
-    found = findings(nodes, needs)
+    host_findings = findings(nodes, needs)
     if arguments.json:
-        print(json.dumps(_as_json(nodes, found, needs), indent=2))
+        print(json.dumps(_as_json(nodes, host_findings, needs), indent=2))
     else:
         from finetrainers.tools.doctor.table import report_lines
 
-        for line in report_lines(nodes, found, needs, width=min(shutil.get_terminal_size().columns, 160)):
+        for line in report_lines(nodes, host_findings, needs, width=min(shutil.get_terminal_size().columns, 160)):
             print(line)
-    return exit_codes.FAILED if any(one.is_problem for one in found) else exit_codes.DONE
+    return exit_codes.FAILED if any(finding.is_problem for finding in host_findings) else exit_codes.DONE
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    """Answer the questions on standard input until the facts are told; this is what runs on the other machines."""
+    """Answer the questions on standard input until the facts are sent; this is what runs on the other machines."""
     from finetrainers.rundir.health import health_facts
     from finetrainers.tools.doctor.facts import host_facts
     from finetrainers.tools.doctor.hosts import ANSWER, CLOCK, FACTS, HEALTH
@@ -133,7 +152,7 @@ def _answer(arguments: argparse.Namespace) -> int:
 
 
 def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
-    """The machines with their facts."""
+    """Return the machines with their facts."""
     from finetrainers.tools.doctor.hosts import FACTS, Node, read_hosts
 
     if arguments.hosts is None:
@@ -147,13 +166,13 @@ def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
 
 
 def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> Fleet:
-    """Return what asks the machines of the hosts file, with options for the command there."""
+    """Return the fleet that queries the machines of the hosts file, with options for the command there."""
     from finetrainers.tools.doctor.hosts import Fleet
     from finetrainers.tools.sync import SSH
 
     timeout = arguments.timeout or arguments.every or 120.0
-    asked = ["doctor", "--answer", *options]
-    return Fleet(arguments.rsh or SSH, arguments.python or sys.executable, asked, timeout, question)
+    command = ["doctor", "--answer", *options]
+    return Fleet(arguments.rsh or SSH, arguments.python or sys.executable, command, timeout, question)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -165,8 +184,12 @@ def _watch(arguments: argparse.Namespace) -> int:
     run = _run_directory(arguments)
     nodes = [Node(socket.gethostname())] if arguments.hosts is None else read_hosts(arguments.hosts)
     fleet, rises = _fleet(arguments, HEALTH), Rises()
-    to = "" if run is None else f", appended to {run / FILE}"
-    print(f"reading {plural(len(nodes), 'machine')} every {arguments.every:g} s{to}; Ctrl-C stops", file=sys.stderr, flush=True)  # fmt: skip
+    suffix = "" if run is None else f", appended to {run / FILE}"
+    print(
+        f"reading {plural(len(nodes), 'machine')} every {arguments.every:g} s{suffix}; Ctrl-C stops",
+        file=sys.stderr,
+        flush=True,
+    )
     due = time.monotonic()
     while True:
         now = time.time()
@@ -206,7 +229,7 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _needs(path: Path | None) -> tuple[Needs | None, Path | None]:
-    """What a run writes, and where to; a torch that cannot be imported is told with the facts.
+    """Return the disk needs and the directory of a run; if torch cannot be imported, the facts report it.
 
     Raises:
         ConfigError: the configuration cannot be run.
@@ -216,7 +239,7 @@ def _needs(path: Path | None) -> tuple[Needs | None, Path | None]:
     with planning(), contextlib.redirect_stdout(sys.stderr):
         config = _config(path / "config.toml" if path.is_dir() else path)
         try:
-            return _sizes_of(config), config.run.output_dir
+            return _disk_sizes(config), config.run.output_dir
         except (ImportError, OSError) as error:
             print(f"the size of a checkpoint is not known: {error}", file=sys.stderr)
             return None, config.run.output_dir
@@ -236,7 +259,7 @@ def _config(path: Path) -> Any:
     return config
 
 
-def _sizes_of(config: Any) -> Needs:
+def _disk_sizes(config: Any) -> Needs:
     from finetrainers.tools.doctor.findings import Needs
 
     from .estimate import checked_sizes
@@ -249,11 +272,11 @@ def _sizes_of(config: Any) -> Needs:
     return Needs(needs.checkpoint, needs.least)
 
 
-def _as_json(nodes: Sequence[Node], found: Sequence[Finding], needs: Needs | None) -> dict[str, Any]:
-    """The report for programs."""
+def _as_json(nodes: Sequence[Node], findings: Sequence[Finding], needs: Needs | None) -> dict[str, Any]:
+    """Return the report for programs."""
     return {
         "machines": [asdict(node) for node in nodes],
-        "problems": [{"host": one.host, "text": one.text} for one in found if one.is_problem],
-        "notes": [{"host": one.host, "text": one.text} for one in found if not one.is_problem],
+        "problems": [{"host": finding.host, "text": finding.text} for finding in findings if finding.is_problem],
+        "notes": [{"host": finding.host, "text": finding.text} for finding in findings if not finding.is_problem],
         "needs": None if needs is None else asdict(needs),
     }

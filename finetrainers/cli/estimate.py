@@ -1,4 +1,4 @@
-"""`finetrainers estimate`: the memory that a run needs in each phase, and what makes it fit a GPU."""
+"""`finetrainers estimate`: memory use of a run in each phase, and options that make it fit a GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ exit codes:
 
 
 def add_estimate(commands: Any) -> None:
-    """The parser of `finetrainers estimate`, for the list of commands; `estimate_command` is what runs it."""
+    """Add the parser of `finetrainers estimate` to the list of commands; `estimate_command` runs the command."""
     commands.add_parser(
         "estimate",
         help="memory that a run needs, and what makes it fit a GPU",
@@ -61,11 +61,13 @@ def _own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=gpu,
+        type=parse_gpu,
         metavar="24GB",
         help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit",
     )
-    parser.add_argument("--host", type=gib, metavar="64GB", help="host memory of the machine to plan for [this one]")
+    parser.add_argument(
+        "--host", type=parse_gib, metavar="64GB", help="host memory of the machine to plan for [this one]"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     parser.add_argument(
         "--num_processes", type=positive_integer, help="processes on all machines [1, or as the file says]"
@@ -76,19 +78,19 @@ def _own_options() -> ArgumentParser:
 
 
 def estimate_command(argv: Sequence[str]) -> int:
-    """Estimate as the flags say; an exit code (`utils.exit_codes`)."""
+    """Estimate as the flags say; return an exit code (`utils.exit_codes`)."""
     from finetrainers.config.flags import parse_flags
 
     parser = _own_options()
     try:
         with planning():  # which restores the environment: it launches nothing
             own, rest = parser.parse_known_args(argv)
-            found = parser.problems([])
+            problems = parser.problems([])
             try:
                 os.environ.update(planned_environment(own))
             except ConfigError as error:
-                found += error.problems
-            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+                problems += error.problems
+            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=problems)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
             return _estimate(config, own)
@@ -98,26 +100,26 @@ def estimate_command(argv: Sequence[str]) -> int:
 
 
 def planned_environment(own: argparse.Namespace) -> Mapping[str, str]:
-    """What a launcher would set.
+    """Return the environment variables that a launcher would set.
 
     Raises:
         ConfigError: its file cannot be read.
     """
     try:
-        found = {} if own.accelerate_config is None else launcher_environment(own.accelerate_config)
+        environment = {} if own.accelerate_config is None else launcher_environment(own.accelerate_config)
     except ValueError as error:
         raise ConfigError([Problem("--accelerate_config", str(error))]) from None
-    processes = own.num_processes or int(found.get("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    machines = own.num_machines or int(found.pop("NUM_MACHINES", "1"))
+    processes = own.num_processes or int(environment.get("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    machines = own.num_machines or int(environment.pop("NUM_MACHINES", "1"))
     if processes % machines:
         message = f"{processes} processes do not divide among {machines} machines; use a multiple"
         raise ConfigError([Problem("--num_processes", message)])
-    if processes > 1 or found:
-        found |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines), "RANK": "0"}
-    return found
+    if processes > 1 or environment:
+        environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines), "RANK": "0"}
+    return environment
 
 
-def gpu(text: str) -> str:
+def parse_gpu(text: str) -> str:
     """Return the text if it names a GPU.
 
     Raises:
@@ -129,7 +131,7 @@ def gpu(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def gib(text: str) -> float:
+def parse_gib(text: str) -> float:
     """Return the GiB of a size of host memory.
 
     Raises:
@@ -148,7 +150,7 @@ def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:
 
 
 def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
-    """A run that is checked as far as its sizes need it, and whether its data is not on this machine.
+    """Return a run that is checked as far as its sizes need it, and whether its data is not on this machine.
 
     Raises:
         ConfigError: it cannot be run, or the model's config files are not here.
@@ -156,15 +158,15 @@ def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
     from finetrainers.methods.registry import method_names, method_spec
 
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
-    checked = _check(without_data or config, has_data=without_data is None)
-    missing = checked.family.configs_not_here(checked.config.model)
+    resolved_run = _check(without_data or config, has_data=without_data is None)
+    missing = resolved_run.family.configs_not_here(resolved_run.config.model)
     if missing:
         message = (
             f"{missing[0][1]} is not on this disk; fetch the config files with: hf download "
-            f"{checked.config.model.pretrained_model_name_or_path} --include '*.json'"
+            f"{resolved_run.config.model.pretrained_model_name_or_path} --include '*.json'"
         )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
-    return checked, without_data is not None
+    return resolved_run, without_data is not None
 
 
 def _check(config: TrainConfig, *, has_data: bool) -> Preflight:
@@ -176,8 +178,8 @@ def _check(config: TrainConfig, *, has_data: bool) -> Preflight:
 
 
 def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
-    checked, no_data = checked_sizes(planned_for(config, own.gpu))
-    gpu = planned_gpu(checked.config)
+    resolved_run, no_data = checked_sizes(planned_for(config, own.gpu))
+    gpu_plan = planned_gpu(resolved_run.config)
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
         from finetrainers.memory.estimate import GIB
         from finetrainers.memory.fit import fits
@@ -188,23 +190,23 @@ def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
         from finetrainers.plan.ready import check_network
         from finetrainers.plan.start_report import print_warnings
 
-        print_warnings(checked.warnings)
-        check_strategy(checked.config)
-        check_network(checked, plan_known=not no_data)
-        checked = within_budget(checked, partial(_check, has_data=not no_data))
-        memory = RunMemory(checked, host_gib=own.host)
-        found = memory.choose()
-        is_too_large = gpu is not None and not fits(found.plan.peak, GIB * gpu.gib)
-        device = target_device(checked.config)
-        advice = memory.advice(gpu.gib, device=device) if gpu is not None and is_too_large else None
+        print_warnings(resolved_run.warnings)
+        check_strategy(resolved_run.config)
+        check_network(resolved_run, plan_known=not no_data)
+        resolved_run = within_budget(resolved_run, partial(_check, has_data=not no_data))
+        memory = RunMemory(resolved_run, host_gib=own.host)
+        choice = memory.choose()
+        is_too_large = gpu_plan is not None and not fits(choice.plan.peak, GIB * gpu_plan.gib)
+        device = target_device(resolved_run.config)
+        advice = memory.advice(gpu_plan.gib, device=device) if gpu_plan is not None and is_too_large else None
     if own.json:
-        print(json.dumps(as_json(memory, found, gpu, advice), indent=2))
+        print(json.dumps(as_json(memory, choice, gpu_plan, advice), indent=2))
         return exit_codes.DONE
-    for line in memory_lines(memory, found):
+    for line in memory_lines(memory, choice):
         print(line)
     if no_data:
         print("the data is not on this machine: sizes are those of the options, and its cache is not counted")
-    if gpu is not None:
-        for line in fit_lines(found.plan, gpu, advice):
+    if gpu_plan is not None:
+        for line in fit_lines(choice.plan, gpu_plan, advice):
             print(line)
     return exit_codes.DONE

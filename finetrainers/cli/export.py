@@ -20,7 +20,7 @@ before it gets its name. Without --output_dir it goes to export/ in the run's di
 
 
 def add_export(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser."""
     about = "write a LoRA or network for ComfyUI, kohya-ss, PEFT or diffusers, and read it back"
     examples = (
         "export runs/first --format comfyui",
@@ -28,9 +28,20 @@ def add_export(commands: Any) -> None:
         "export runs/first --format merged --lora_scale 0.8",
         "export style.safetensors --format comfyui \\\n      --pretrained_model_name_or_path MODEL",
     )
-    export = commands.add_parser("export", **described(about, *examples, more=_MORE), usage="finetrainers export SOURCE --format FORMAT [FORMAT ...] [options]")  # fmt: skip
+    export = commands.add_parser(
+        "export",
+        **described(about, *examples, more=_MORE),
+        usage="finetrainers export SOURCE --format FORMAT [FORMAT ...] [options]",
+    )
     export.add_argument("source", metavar="SOURCE", help="a run's --output_dir, a checkpoint, or a LoRA in safetensors")
-    export.add_argument("--format", nargs="+", required=True, choices=FORMATS, help=f"one or several of {' '.join(FORMATS)}", metavar="FORMAT")  # fmt: skip
+    export.add_argument(
+        "--format",
+        nargs="+",
+        required=True,
+        choices=FORMATS,
+        help=f"one or several of {' '.join(FORMATS)}",
+        metavar="FORMAT",
+    )
     export.add_argument(
         "--output_dir", type=Path, metavar="FOLDER", help="gets a folder for each format [export/ of the run]"
     )
@@ -52,7 +63,7 @@ def add_export(commands: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
-    """What is wrong, as far as headers tell; it finds the source, the formats and their folder."""
+    """Return the problems that headers show, and set the source, the formats and their directory."""
     from finetrainers.results.export_formats import find_source, source_problems
 
     arguments.format = list(dict.fromkeys(arguments.format or ()))
@@ -68,9 +79,9 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
         problems.append(Problem("--output_dir", problem))
     options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
-    given = {name: value for name, value in options.items() if value is not None}
+    model_options = {name: value for name, value in options.items() if value is not None}
     try:
-        source = find_source(arguments.source, options=given, use_ema=arguments.use_ema)
+        source = find_source(arguments.source, options=model_options, use_ema=arguments.use_ema)
     except ConfigError as error:
         return [*problems, *error.problems]
     arguments.source, arguments.output_dir = source, arguments.output_dir or source.folder
@@ -82,10 +93,10 @@ def _export(arguments: argparse.Namespace) -> int:
     from finetrainers.results.export_formats import export_formats, print_exported
 
     source, scale = arguments.source, 1.0 if arguments.lora_scale is None else arguments.lora_scale
-    written = export_formats(
-        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale, one_file=arguments.one_file,
-        overwrite=arguments.overwrite,
+    exports = export_formats(
+        source, arguments.format, arguments.output_dir, dtype=arguments.dtype, lora_scale=scale,
+        one_file=arguments.one_file, overwrite=arguments.overwrite,
     )  # fmt: skip
-    for one in written:
-        print_exported(one, source, say=print)
+    for export in exports:
+        print_exported(export, source, say=print)
     return exit_codes.DONE

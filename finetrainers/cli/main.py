@@ -1,4 +1,4 @@
-"""The `finetrainers` command and its subcommands; torch is imported only by those that need it."""
+"""`finetrainers` command and its subcommands; torch is imported only by those that need it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from finetrainers.utils.versions import __version__, version_problem
 from .cache import add_cache
 from .check import add_check, check_command
 from .ckpt import add_ckpt
-from .demo import add_demo, add_demonstration, not_empty
+from .demo import add_demo, add_demonstration, directory_problems
 from .doctor import add_doctor
 from .estimate import add_estimate, estimate_command
 from .export import add_export
@@ -45,12 +45,12 @@ from .watch import add_watch, watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
-#: Commands that say themselves which libraries are too old.
+#: Commands that report outdated libraries themselves.
 _DIAGNOSES = ("doctor",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console command; the exit code. Without `argv`, the process exits soon after it."""
+    """Run the console command; return the exit code. Without `argv`, the process exits soon after it."""
     if argv is None:
         return exit_in_time(lambda: main(sys.argv[1:]))
     argv = list(argv)
@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_codes.CONFIGURATION
         return _run_command(arguments)
     except ConfigError as error:
-        told = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
-        print(f"error: {told}", file=sys.stderr)
+        command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
+        print(f"error: {command_error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
     except Exception as error:
         if not _say_failure(error):
@@ -86,18 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
-    """Run a parsed command; returns an exit code. That nobody reads its output any more, as with `| head`, is no failure."""
+    """Run a parsed command; return an exit code. Output that is no longer read, as with `| head`, is not a failure."""
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # what is still buffered has no reader either
+    except BrokenPipeError:  # buffered output has no reader either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_codes.DONE
     return code
 
 
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
-    """Train with these flags; returns an exit code (`utils.exit_codes`). Unexpected errors are raised."""
+    """Train with these flags; return an exit code (`utils.exit_codes`). Unexpected errors are raised."""
 
     def train(config: TrainConfig) -> int:
         from finetrainers.plan.ready import get_ready
@@ -116,7 +116,10 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
             return exit_codes.DONE
         return exit_codes.GUARDED if state.stopped_by == HACKING_GUARD else exit_codes.STOPPED
 
-    interrupted = "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command continues"
+    interrupted = (
+        "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command "
+        "continues"
+    )
     return _run(train, argv, prog=prog, interrupted=interrupted)
 
 
@@ -127,12 +130,12 @@ _UNPARSED: dict[str, tuple[Callable[[Sequence[str]], int], bool]] = {
     "search-batch": (search_batch_command, True),
     "run": (lambda argv: run_command(argv, train_command), False),
 }
-#: Those of them that allocate on the GPU at once; a watch chooses its device first.
+#: Commands of `_UNPARSED` that allocate on the GPU at once; a watch chooses its device first.
 _ON_A_GPU = ("sample", "search-batch")
 
 
 def _run_unparsed(command: str, argv: Sequence[str]) -> int:
-    """Run a command of `_UNPARSED`; returns an exit code."""
+    """Run a command of `_UNPARSED`; return an exit code."""
     work, joins = _UNPARSED[command]
     if command in _ON_A_GPU:
         use_expandable_segments()
@@ -147,7 +150,7 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
 
 
 def prepare_command(argv: Sequence[str]) -> int:
-    """Encode what a training run with these flags would encode before its first step; returns an exit code."""
+    """Encode the data that a training run with these flags would encode before its first step; return an exit code."""
 
     def encode(config: TrainConfig) -> int:
         from finetrainers.plan.preflight import for_preparing
@@ -168,13 +171,13 @@ def prepare_command(argv: Sequence[str]) -> int:
 def _run(
     work: Callable[[TrainConfig], int], argv: Sequence[str], *, prog: str, interrupted: str, preparing: bool = False
 ) -> int:
-    """Parse the flags of a run and do the work; returns an exit code.
+    """Parse the flags of a run and do the work; return an exit code.
 
     Args:
         work: takes the configuration, returns the exit code.
         argv: flags of a run.
         prog: the command.
-        interrupted: what is printed if the user interrupts it.
+        interrupted: the message if the user interrupts it.
         preparing: whether nothing is trained.
     """
     from finetrainers.config.flags import parse_flags
@@ -209,12 +212,12 @@ def _run(
 
 
 def _say_failure(error: Exception, directory: Path | None = None, verbose: bool = False) -> bool:
-    """Print an expected error in one sentence; False: it is not expected, or its traceback is wanted, so raise it.
+    """Print an expected error in one sentence; return False, to raise it, if it is unexpected or needs a traceback.
 
     Args:
-        error: what was raised.
+        error: the error.
         directory: of the run, which keeps the traceback.
-        verbose: whether the traceback is wanted on the terminal.
+        verbose: whether the terminal shows the traceback.
     """
     sentence = sentence_of(error)
     if sentence is None or verbose or os.environ.get(_TRACEBACK):
@@ -231,7 +234,7 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
 
 
 def _cannot_start(*, joining: bool = True) -> bool:
-    """Whether libraries are too old or the launcher's variables are wrong, which is printed.
+    """Return whether libraries are too old or the launcher's variables are wrong, and print the problems.
 
     Args:
         joining: whether the command joins the processes that a launcher has started.
@@ -245,7 +248,7 @@ def _cannot_start(*, joining: bool = True) -> bool:
 
 
 def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigError:
-    """The error, together with what is wrong between the options that are valid by themselves."""
+    """Return the error, together with the problems between the options that are valid by themselves."""
     if error.rest is None:
         return error
     from finetrainers.plan.preflight import preflight
@@ -253,7 +256,7 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
     try:
         preflight(error.rest, preparing=preparing)
     except ConfigError as more:
-        # What names a wrong option may be a consequence of it.
+        # A problem that names a wrong option may be a consequence of it.
         new = [p for p in more.problems if not any(name in str(p) for name in error.wrong)]
         return ConfigError([*error.problems, *new])
     return error
@@ -290,7 +293,7 @@ def _parser() -> CommandParser:
     tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
     tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
-    tiny.set_defaults(run=_tiny, check=lambda arguments: not_empty(arguments.directory))
+    tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
 
     add_export(commands)
     add_sample(commands)
@@ -318,10 +321,10 @@ def _models(_: argparse.Namespace | None) -> int:
     for name, family in families().items():
         facts, g = family.facts, family.facts.geometry
         process = "flow matching" if facts.is_flow else "v-prediction"
-        given = "any" if facts.any_frame else "none" if facts.first_frame == "none" else "the first"
+        frames = "any" if facts.any_frame else "none" if facts.first_frame == "none" else "the first"
         if facts.first_frame == "unknown":
-            given = f"up to {given}, with I2V weights" if facts.any_frame else f"{given}, with I2V weights"
-        print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{given}")
+            frames = f"up to {frames}, with I2V weights" if facts.any_frame else f"{frames}, with I2V weights"
+        print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{frames}")
     return 0
 
 

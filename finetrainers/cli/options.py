@@ -1,4 +1,4 @@
-"""Flags of the commands that sample: a section of their own, and the options of a run that samples depend on."""
+"""Flags of the commands that sample: a separate section, and the options of a run that samples depend on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from finetrainers.config.shape import choices, is_list, is_switch, kind
 
 @dataclass(frozen=True)
 class Arguments(Generic[S]):
-    """What a command line says.
+    """Parsed command line.
 
     Attributes:
-        targets: what stands before the flags, between them, or after them.
-        options: the command's own; those that are wrong have their defaults.
+        targets: arguments before the flags, between them, or after them.
+        options: the command's own options; invalid ones have their defaults.
         flags: options of a run.
-        problems: what is wrong.
-        unclear: whether unknown flags leave open what was meant.
+        problems: problems with the command line.
+        unclear: whether unknown flags make the command line ambiguous.
     """
 
     targets: list[str]
@@ -37,7 +37,7 @@ class Arguments(Generic[S]):
 
 
 def read_arguments(parser: ArgumentParser, section: type[S], argv: Sequence[str]) -> Arguments[S]:
-    """The targets and options of a command line of a command that samples."""
+    """Read the targets and options of a command line of a command that samples."""
     namespace, unknown = parser.parse_known_args([flat_flag(argument) for argument in argv])
     unknown_flags, more = split_unknown(unknown)
     values = vars(namespace)
@@ -50,11 +50,11 @@ def read_arguments(parser: ArgumentParser, section: type[S], argv: Sequence[str]
 
 
 def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilog: str) -> ArgumentParser:
-    """A parser of positional `targets` and of flags, each of which is absent unless it is given.
+    """Return a parser of positional `targets` and of flags; flags that are not given are absent from its result.
 
     Args:
         section: the command's own options, with help.
-        prog, usage, about, epilog: texts of its help.
+        prog, usage, about, epilog: parts of its help.
     """
     parser = ArgumentParser(
         prog=prog, usage=usage, description=about, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,10 +67,10 @@ def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilo
         elif is_list(field):
             more |= {"nargs": "+", "metavar": "X"}
         else:
-            of = choices(field.annotation)
-            words = {"integer": "N", "number": "X", "path": "FOLDER", "size": "SIZE"}
-            word = "FILE" if name.endswith("_file") else words.get(kind(field.annotation), "TEXT")
-            more["metavar"] = "{" + ",".join(of) + "}" if of else word
+            values = choices(field.annotation)
+            metavars = {"integer": "N", "number": "X", "path": "FOLDER", "size": "SIZE"}
+            metavar = "FILE" if name.endswith("_file") else metavars.get(kind(field.annotation), "TEXT")
+            more["metavar"] = "{" + ",".join(values) + "}" if values else metavar
         parser.add_argument(f"--{name}", **more)
     for name in options_of_runs():
         if name in section.model_fields:
@@ -85,13 +85,13 @@ def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilo
 
 
 def unknown_flag(section: type[S], flag: str) -> Problem:
-    """What is wrong with a flag that the command does not have."""
+    """Return the problem with a flag that the command does not have."""
     name = flag.lstrip("-").removeprefix("no-")
-    ours = VALIDATION_NAMES.get(name)
-    if ours in section.model_fields:
-        return Problem(flag, f"unknown flag; here it is --{ours}")
+    option_name = VALIDATION_NAMES.get(name)
+    if option_name in section.model_fields:
+        return Problem(flag, f"unknown flag; here it is --{option_name}")
     if name in fields():
         return Problem(flag, "unknown flag; it is an option of training that no sample depends on, remove it")
-    known = (*section.model_fields, *options_of_runs())
-    close = near_flag(flag, [f"--{one}" for one in known])
+    names = (*section.model_fields, *options_of_runs())
+    close = near_flag(flag, [f"--{known_name}" for known_name in names])
     return Problem(flag, f"unknown flag; did you mean {close}?") if close else unknown_option(name, flag)

@@ -1,4 +1,4 @@
-"""The text of `finetrainers --help`, with commands grouped by task, and hints for commands that do not exist."""
+"""Text of `finetrainers --help`, with commands grouped by task, and hints for commands that do not exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from finetrainers.config.arguments import ArgumentParser
-from finetrainers.config.names import names_of
+from finetrainers.config.names import invert_groups
 
 _TASKS = {
     "start": ("quickstart", "demo", "models", "tiny"),
@@ -35,9 +35,10 @@ Several GPUs:
   accelerate launch --config_file accelerate_configs/ddp.yaml train.py \\
       --config run.toml
 """
-#: What to use, and the commands that people try for it.
+#: Advice, and the command names that it is for.
 _INSTEAD = {
-    "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model": "generate inference infer predict",
+    "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model":
+        "generate inference infer predict",
     "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)":
         "lora sft grpo finetune fine-tune fit full-finetune",
     "`run` trains the stages of a file, each from the weights of an earlier one": "pipeline stages stage",
@@ -45,7 +46,8 @@ _INSTEAD = {
     "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
-    "`search-batch` finds the batch size of each bucket that fits the GPU": "search_batch search-bs batch-size batchsize autobatch",
+    "`search-batch` finds the batch size of each bucket that fits the GPU":
+        "search_batch search-bs batch-size batchsize autobatch",
     "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
@@ -58,37 +60,37 @@ _INSTEAD = {
 
 
 class CommandParser(ArgumentParser):
-    """The parser of the `finetrainers` command, whose help groups the commands by task."""
+    """Parser of the `finetrainers` command, whose help groups the commands by task."""
 
     commands: argparse._SubParsersAction[ArgumentParser]
 
     def format_help(self) -> str:
-        """The text of `finetrainers --help`."""
-        told = {action.dest: action.help or "" for action in self.commands._choices_actions}
+        """Return the text of `finetrainers --help`."""
+        help_by_command = {action.dest: action.help or "" for action in self.commands._choices_actions}
         grouped = {name for names in _TASKS.values() for name in names}
-        tasks = {**_TASKS, "tools": (*_TASKS["tools"], *(name for name in told if name not in grouped))}
+        tasks = {**_TASKS, "tools": (*_TASKS["tools"], *(name for name in help_by_command if name not in grouped))}
         width = min(shutil.get_terminal_size().columns, 100)
         lines = ["usage: finetrainers COMMAND ...", "", self.description or ""]
         for task, names in tasks.items():
             lines += ["", f"{task}:"]
-            for name in (name for name in names if name in told):
-                lines += textwrap.wrap(f"  {name:<14}{told[name]}", width, subsequent_indent=" " * 16)
+            for name in (name for name in names if name in help_by_command):
+                lines += textwrap.wrap(f"  {name:<14}{help_by_command[name]}", width, subsequent_indent=" " * 16)
         return "\n".join([*lines, "", _EXAMPLES])
 
 
 def described(about: str, *examples: str, more: str = "") -> dict[str, Any]:
-    """Arguments of a command's parser: its help, and a description with examples, which keeps its lines."""
+    """Return arguments of a command's parser: its help, and a description with examples, which keeps its lines."""
     lines = "\n".join(f"  finetrainers {example}" for example in examples)
     paragraphs = [textwrap.fill(text, 80) for text in (f"{about[0].upper()}{about[1:]}.", more) if text]
     description = "\n\n".join([*paragraphs, f"examples:\n{lines}"])
     return {"help": about, "description": description, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def unknown_command(name: str, known: list[str]) -> str:
-    """The error for a command that does not exist, with what to use instead."""
-    if (instead := names_of(_INSTEAD).get(name)) is not None:
-        return f"there is no command {name!r}; {instead}"
-    close = get_close_matches(name, known, n=1, cutoff=0.7)
+def unknown_command(name: str, commands: list[str]) -> str:
+    """Return the error for a command that does not exist, with advice."""
+    if (advice := invert_groups(_INSTEAD).get(name)) is not None:
+        return f"there is no command {name!r}; {advice}"
+    close = get_close_matches(name, commands, n=1, cutoff=0.7)
     if close:
         return f"there is no command {name!r}; did you mean {close[0]!r}?"
-    return f"there is no command {name!r}; there are: {', '.join(known)}"
+    return f"there is no command {name!r}; there are: {', '.join(commands)}"

@@ -11,11 +11,11 @@ from finetrainers.config.errors import ConfigError, Problem
 
 from .overview import described
 
-_ROLLOUTS = 6  # that are shown together, at most
+_MAX_ROLLOUTS = 6  # in one image
 
 
 def add_plot(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser."""
     about = "draw a run's losses, rewards and timings into its curves.png, kept rollouts into rollouts.png"
     plot = commands.add_parser("plot", **described(about, "plot runs/first", "plot runs/*"))
     plot.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir, also while it runs")
@@ -28,18 +28,21 @@ def _check(_: argparse.Namespace) -> list[Problem]:
 
 
 def _plot_rollouts(directory: Path) -> Path | None:
-    """The best and the worst clips of kept rollouts below each other, with their scores; None where none were kept."""
+    """Write the best and the worst clips of kept rollouts below each other, with their scores.
+
+    Returns the image, or None if none were kept.
+    """
     from finetrainers.training.callbacks.samples import sheet_of
     from finetrainers.utils.video import evenly_spaced
 
     folders = [path.parent for path in sorted(directory.glob("rollouts/step-*/best.mp4"))]
     if not folders:
         return None
-    shown = [folders[place] for place in evenly_spaced(len(folders), _ROLLOUTS)]
-    videos = [path for folder in shown for kind in ("best", "worst") if (path := folder / f"{kind}.mp4").is_file()]
-    picture = directory / "rollouts.png"
-    sheet_of(videos).save(picture)
-    return picture
+    selected = [folders[index] for index in evenly_spaced(len(folders), _MAX_ROLLOUTS)]
+    videos = [path for folder in selected for kind in ("best", "worst") if (path := folder / f"{kind}.mp4").is_file()]
+    sheet = directory / "rollouts.png"
+    sheet_of(videos).save(sheet)
+    return sheet
 
 
 def _plot(arguments: argparse.Namespace) -> int:
@@ -49,8 +52,8 @@ def _plot(arguments: argparse.Namespace) -> int:
     for directory in arguments.directory:
         try:
             print(plot_run(directory))
-            if (picture := _plot_rollouts(directory)) is not None:
-                print(picture)
+            if (sheet := _plot_rollouts(directory)) is not None:
+                print(sheet)
         except ValueError as error:
             problems.append(Problem("RUN", str(error)))
     if problems:

@@ -1,4 +1,4 @@
-"""`finetrainers report`: a page on one run, or on several that are compared."""
+"""`finetrainers report`: HTML page of one run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from finetrainers.utils.text import file_size
 from .overview import described
 
 _MORE = (
-    "The page is one HTML file that needs no other and no network: curves, samples by prompt and step, rollouts, memory, "
-    "data, events, settings, and the command that repeats the run. It is made from what is in the run directory, also "
-    "while the run trains or after a crash. Several runs are drawn over each other, and their settings are compared"
+    "The page is one HTML file that needs no other and no network: curves, samples by prompt and step, rollouts, "
+    "memory, data, events, settings, and the command that repeats the run. It is made from what is in the run "
+    "directory, also while the run trains or after a crash. Several runs are drawn over each other, and their "
+    "settings are compared"
 )
 
 
 def add_report(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser."""
     about = "put a run, or several side by side, on one HTML page"
     examples = ("report runs/mystyle", "report runs/rank16 runs/rank64 --output compared.html")
     report = commands.add_parser("report", **described(about, *examples, more=f"{_MORE}."))
@@ -28,12 +29,12 @@ def add_report(commands: Any) -> None:
     where = "where to write it [RUN/report.html; of several runs report.html here]"
     report.add_argument("--output", type=Path, metavar="FILE|FOLDER", help=where)
     count = "how many videos it has at most; larger ones are made smaller [36]"
-    report.add_argument("--videos", type=_count, metavar="N|none", help=count)
+    report.add_argument("--videos", type=_parse_count, metavar="N|none", help=count)
     report.set_defaults(run=_report, check=_check)
 
 
-def _count(text: str) -> int:
-    """A number of videos, or `none`."""
+def _parse_count(text: str) -> int:
+    """Return a number of videos; `none` is 0."""
     if text == "none":
         return 0
     if not text.isdecimal():
@@ -48,13 +49,13 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     problems = [Problem("RUN", f"{root} {problem}") for root in roots if (problem := run_problem(root)) is not None]
     if arguments.output is None and problems:
         return problems
-    return [*problems, *_place_problems(_place(arguments.output, roots), given=arguments.output is not None)]
+    return [*problems, *_output_problems(_output_path(arguments.output, roots), is_given=arguments.output is not None)]
 
 
-def _place(given: Path | None, roots: list[Path]) -> Path:
-    """The file of the page."""
-    output = given or (roots[0] if len(roots) == 1 else Path())
-    return output / "report.html" if given is None or output.is_dir() else output
+def _output_path(requested: Path | None, roots: list[Path]) -> Path:
+    """Return the file of the page."""
+    output = requested or (roots[0] if len(roots) == 1 else Path())
+    return output / "report.html" if requested is None or output.is_dir() else output
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -64,17 +65,17 @@ def _report(arguments: argparse.Namespace) -> int:
     from finetrainers.utils.files import write_text_atomic
 
     roots: list[Path] = arguments.directory
-    output = _place(arguments.output, roots)
+    output = _output_path(arguments.output, roots)
     limits = VideoLimits(MOST_VIDEOS if arguments.videos is None else arguments.videos)
-    runs = [read_run(root, name=name) for root, name in zip(roots, _names(roots), strict=True)]
+    runs = [read_run(root, name=name) for root, name in zip(roots, _run_names(roots), strict=True)]
     page = make_report(runs, limits)
     write_text_atomic(output, page)
     print(f"{output} ({file_size(output.stat().st_size)})")
     return 0
 
 
-def _names(roots: list[Path]) -> list[str]:
-    """What runs are called: as they are given, or the end of their paths that tells them apart."""
+def _run_names(roots: list[Path]) -> list[str]:
+    """Return the names of runs: their paths as given, or the shortest distinct ends of their paths."""
     if not any(root.is_absolute() or set(root.parts) <= {"..", "."} for root in roots):
         return [root.as_posix() for root in roots]
     if len(roots) == 1:
@@ -87,18 +88,21 @@ def _names(roots: list[Path]) -> list[str]:
     return [str(root) for root in roots]
 
 
-def _place_problems(output: Path, *, given: bool) -> list[Problem]:
-    """Why nothing can be written there."""
+def _output_problems(output: Path, *, is_given: bool) -> list[Problem]:
+    """Return the reasons why the page cannot be written."""
     from finetrainers.plan.ownership import page_problem
 
     if output.is_dir():
         return [Problem("--output", f"{output} is a folder; give the name of a file")]
     if output.suffix.lower() not in (".html", ".htm"):
-        message = f"{output} would not be opened as what it is, an HTML page; give a name that ends in .html, or a folder that exists"
+        message = (
+            f"{output} would not be opened as what it is, an HTML page; give a name that ends in .html, or a folder "
+            "that exists"
+        )
         return [Problem("--output", message)]
     folder = next((parent for parent in output.absolute().parents if parent.exists()), output.absolute().parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        way = "" if given else "; give another file with --output"
-        return [Problem("--output", f"nothing can be written to {folder}{way}")]
+        remedy = "" if is_given else "; give another file with --output"
+        return [Problem("--output", f"nothing can be written to {folder}{remedy}")]
     other = page_problem(output)
     return [] if other is None else [Problem("--output", other)]

@@ -1,4 +1,4 @@
-"""`finetrainers run`: train the stages of a file one after the other, each in a process of its own."""
+"""`finetrainers run`: train the stages of a file one after the other, each in a separate process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ exit codes:
 
 
 def add_run(commands: Any) -> None:
-    """The parser of `finetrainers run`, for the list of commands; `run_command` is what runs it."""
+    """Add the parser of `finetrainers run` to the list of commands; `run_command` runs the command."""
     commands.add_parser(
         "run", help="train the stages of a file, each from the weights of an earlier one", parents=[_own_options()],
         add_help=False,
@@ -73,17 +73,19 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--plan", action="store_true", help="check all stages, print what they will do, and stop")
-    again = "train this stage and all after it again; what they have trained is set aside"
-    parser.add_argument("--from", dest="again_from", metavar="STAGE", help=again)
-    keep = "take finished stages as they are, where the file has changed since"
-    parser.add_argument("--keep_finished", action="store_true", help=keep)
-    launcher = "what starts a stage on several GPUs: a command that ends with the program, and gets the stage's options"
-    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=launcher)
+    again_help = "train this stage and all after it again; what they have trained is set aside"
+    parser.add_argument("--from", dest="again_from", metavar="STAGE", help=again_help)
+    keep_help = "take finished stages as they are, where the file has changed since"
+    parser.add_argument("--keep_finished", action="store_true", help=keep_help)
+    launcher_help = (
+        "what starts a stage on several GPUs: a command that ends with the program, and gets the stage's options"
+    )
+    parser.add_argument("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=launcher_help)
     return parser
 
 
 def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> int:
-    """Train the stages of a file; an exit code (`utils.exit_codes`).
+    """Train the stages of a file; return an exit code (`utils.exit_codes`).
 
     Args:
         argv: of the command.
@@ -95,7 +97,10 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
         stages = _read(parser, own, rest)
         environment = _launcher_environment(own.launcher)
         if own.again_from is not None and environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
-            message = "each of several machines would set directories aside; rename those of the stages yourself, and leave it out"
+            message = (
+                "each of several machines would set directories aside; rename those of the stages yourself, and "
+                "leave it out"
+            )
             raise ConfigError([Problem("--from", message)])
         if own.plan:
             os.environ.update(environment)
@@ -108,20 +113,20 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
         os.environ.update(environment)
         return _plan(stages, own)
 
-    # In a process of its own: it imports torch and may look at the GPU, whose memory is the stages'.
+    # In a separate process: it imports torch and may query the GPU, whose memory is for the stages.
     code = _in_child(check)
     return code if code != exit_codes.DONE else _train_all(stages, own, train)
 
 
 def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) -> list[Stage]:
-    """The stages of the file.
+    """Read the stages of the file.
 
     Raises:
-        ConfigError: it cannot be read, or what was given is not what the command takes.
+        ConfigError: it cannot be read, or the arguments are not valid.
     """
     from finetrainers.config.flags import read_flags
 
-    path, flags = read_flags(rest, prog=parser.prog, own=parser.flags, found=parser.problems([]))
+    path, flags = read_flags(rest, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
     if flags is None:
         raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
     problems, flags.problems = flags.problems, []
@@ -149,7 +154,9 @@ def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) 
 
 
 def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
-    """The variables that a launcher will set, as far as its command says, so that stages are checked for as many processes.
+    """Return the variables that a launcher will set, as far as its command shows.
+
+    Stages are checked for its number of processes.
 
     Raises:
         ConfigError: its file cannot be read.
@@ -160,21 +167,21 @@ def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
         parser.add_argument(f"--{name}", *others, type=_number)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", "--num_gpus", type=_number)
     try:
-        said, _ = parser.parse_known_args(launcher)
+        sizes, _ = parser.parse_known_args(launcher)
     except argparse.ArgumentError as error:
         raise ConfigError([Problem("--launcher", str(error))]) from None
-    if said.num_processes is None and said.nproc_per_node is not None:
-        said.num_processes = said.nproc_per_node * (said.num_machines or 1)
-    return dict(planned_environment(said)) if launcher else {}
+    if sizes.num_processes is None and sizes.nproc_per_node is not None:
+        sizes.num_processes = sizes.nproc_per_node * (sizes.num_machines or 1)
+    return dict(planned_environment(sizes)) if launcher else {}
 
 
 def _number(text: str) -> int | None:
-    """A count of processes; None for what only the machine knows, such as `auto`."""
+    """Return a count of processes, or None for one that only the machine knows, such as `auto`."""
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _plan(stages: Sequence[Stage], own: argparse.Namespace) -> int:
-    """Check all stages, and print what they will do; an exit code."""
+    """Check all stages, and print their plan; return an exit code."""
     from finetrainers.runs.stages_plan import plan_stages
     from finetrainers.utils.logs import quiet_progress_bars
 
@@ -188,20 +195,22 @@ def _plan(stages: Sequence[Stage], own: argparse.Namespace) -> int:
 
 
 def _train_all(stages: Sequence[Stage], own: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
-    """Train what is not finished; an exit code."""
+    """Train the unfinished stages; return an exit code."""
     from finetrainers.runs.stages import look_at, set_aside, start_flags
 
     for was, now in set_aside(look_at(stages, again_from=own.again_from)):
         print(f"{was} is set aside: {now}")
     count = len(stages)
     for number, stage in enumerate(stages):
-        one = look_at(stages)[number]  # with what earlier stages have left
+        status = look_at(stages)[number]  # with the results of earlier stages
         head = f"stage {stage.name} ({number + 1} of {count})"
-        if one.is_done:
-            print(f"{head}: done already, in {one.root}")
+        if status.is_done:
+            print(f"{head}: done already, in {status.root}")
             continue
-        print(f"{head}: {f'from step {one.step}, ' if one.step else ''}in {one.root}", flush=True)
-        code = _start(start_flags(one), own.launcher, one.config.run.hub_token, train, verbose=one.config.run.verbose)
+        print(f"{head}: {f'from step {status.step}, ' if status.step else ''}in {status.root}", flush=True)
+        code = _start(
+            start_flags(status), own.launcher, status.config.run.hub_token, train, verbose=status.config.run.verbose
+        )
         if code != exit_codes.DONE:
             then = (
                 "the same command resumes it"
@@ -217,7 +226,7 @@ def _train_all(stages: Sequence[Stage], own: argparse.Namespace, train: Callable
 def _start(
     flags: list[str], launcher: Sequence[str], token: Any, train: Callable[[Sequence[str]], int], *, verbose: bool
 ) -> int:
-    """Train one stage in a process of its own, or in those of the launcher; the exit code."""
+    """Train one stage in a separate process, or in those of the launcher; return the exit code."""
     flags = [*flags, *(["--verbose"] if verbose else [])]
 
     def work() -> int:
@@ -235,9 +244,9 @@ def _start(
 
 
 def _in_child(work: Callable[[], int]) -> int:
-    """Do something in a forked process, which gets the signals that this one gets; its exit code.
+    """Run a function in a forked process, which gets the signals of this one; return its exit code.
 
-    Signals wait while it is started, so that none is lost. Of those that a terminal sends, the child has its own.
+    Signals wait while it is started, so that none is lost. The child has its own copy of those that a terminal sends.
     """
     numbers = [
         signal.SIGTERM,

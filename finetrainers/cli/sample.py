@@ -1,4 +1,4 @@
-"""`finetrainers sample`: clips of a run, of checkpoints, of a LoRA or of a model, side by side."""
+"""`finetrainers sample`: sample clips of a run, of checkpoints, of a LoRA or of a model, side by side."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ exit codes:
 
 
 def add_sample(commands: Any) -> None:
-    """The parser of `finetrainers sample`, for the list of commands; `sample_command` is what runs it."""
+    """Add the parser of `finetrainers sample` to the list of commands; `sample_command` runs the command."""
     commands.add_parser(
         "sample", help="sample clips of a run, a checkpoint, a LoRA or a model", parents=[_parser()], add_help=False
     )
@@ -62,9 +62,9 @@ def _parser() -> ArgumentParser:
 
 
 def sample_command(argv: Sequence[str]) -> int:
-    """Sample as the flags say; an exit code (`utils.exit_codes`)."""
+    """Sample as the flags say; return an exit code (`utils.exit_codes`)."""
     try:
-        plan, dry_run = _planned(argv)
+        plan, dry_run = _read_plan(argv)
         return _dry_run(plan) if dry_run else _sample(plan)
     except ConfigError as error:
         print_refusal(f"error: {error}")
@@ -75,28 +75,28 @@ def sample_command(argv: Sequence[str]) -> int:
         return exit_codes.killed_by(signal.SIGINT)
 
 
-def _planned(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
-    """The plan, and whether it is only to be shown.
+def _read_plan(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
+    """Return the plan, and whether it is only to be printed.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems, at once.
     """
     from finetrainers.sampling.plan import plan_samples
 
-    given = read_arguments(_parser(), SampleSection, argv)
-    problems = [*given.problems]
-    if not given.targets and not given.unclear:
+    arguments = read_arguments(_parser(), SampleSection, argv)
+    problems = [*arguments.problems]
+    if not arguments.targets and not arguments.unclear:
         example = "a run directory, a checkpoint, a LoRA in safetensors or a model: finetrainers sample runs/mystyle"
         problems.append(Problem("TARGET", f"is required: {example}"))
     try:
-        if given.unclear or not given.targets:
+        if arguments.unclear or not arguments.targets:
             raise ConfigError(problems)
-        plan = plan_samples(given.targets, given.options, given.flags)
+        plan = plan_samples(arguments.targets, arguments.options, arguments.flags)
     except ConfigError as error:
         raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="these samples") from None
     if problems:
         raise ConfigError(problems, of="these samples")
-    return plan, given.options.dry_run
+    return plan, arguments.options.dry_run
 
 
 def _dry_run(plan: SamplePlan) -> int:
@@ -105,7 +105,7 @@ def _dry_run(plan: SamplePlan) -> int:
     from finetrainers.utils.text import file_size
 
     check_weights(plan)
-    for line in _said(plan):
+    for line in _plan_lines(plan):
         print(line)
     spec = plan.family.load(plan.config.model)
     print(f"memory, estimated: {file_size(sampling_bytes(plan, spec))} at the peak of sampling")
@@ -113,8 +113,8 @@ def _dry_run(plan: SamplePlan) -> int:
     return exit_codes.DONE
 
 
-def _said(plan: SamplePlan) -> list[str]:
-    """What will be drawn, and the warnings."""
+def _plan_lines(plan: SamplePlan) -> list[str]:
+    """Return the lines on the planned samples, and the warnings."""
     counts = [
         plural(len(plan.prompts), "prompt"),
         plural(len(plan.variants), "column"),
@@ -138,19 +138,20 @@ def _sample(plan: SamplePlan) -> int:
 
     is_main = launched_rank() == 0
     if is_main:
-        print("\n".join(_said(plan)), flush=True)
+        print("\n".join(_plan_lines(plan)), flush=True)
     with gc_paused():
         from finetrainers.sampling.run import draw
     quiet_progress_bars()
     gc.freeze()  # as for training: the libraries' objects live to the end
-    drawn = draw(plan)
+    samples = draw(plan)
     if is_main:
-        there = len(drawn.clips) - drawn.new
+        num_existing = len(samples.clips) - samples.new
         print(
-            f"{plural(drawn.new, 'clip')} sampled{f', {there} were there already' if there else ''}: {plan.output_dir}"
+            f"{plural(samples.new, 'clip')} "
+            f"sampled{f', {num_existing} were num_existing already' if num_existing else ''}: {plan.output_dir}"
         )
-        if drawn.sheet is not None:
-            print(f"contact sheet: {drawn.sheet}\npage:          {drawn.page}")
-        for problem in drawn.problems.values():
+        if samples.sheet is not None:
+            print(f"contact sheet: {samples.sheet}\npage:          {samples.page}")
+        for problem in samples.problems.values():
             print(f"not sampled: {problem}", file=sys.stderr)
-    return exit_codes.FAILED if drawn.problems else exit_codes.DONE
+    return exit_codes.FAILED if samples.problems else exit_codes.DONE

@@ -1,4 +1,4 @@
-"""`finetrainers search-batch`: the batch size of each bucket, by the estimate first, then measured."""
+"""`finetrainers search-batch`: find the batch size of each bucket, by the estimate first, then measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.process_state import environment_restored, planning
 
 from .demo import positive_integer
-from .estimate import checked_sizes, gpu, planned_environment, planned_for
+from .estimate import checked_sizes, parse_gpu, planned_environment, planned_for
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import Preflight
@@ -49,7 +49,7 @@ exit codes:
 
 
 def add_search_batch(commands: Any) -> None:
-    """The parser of `finetrainers search-batch`, for the list of commands; `search_batch_command` is what runs it."""
+    """Add the parser of `finetrainers search-batch` to the list of commands; `search_batch_command` runs it."""
     commands.add_parser(
         "search-batch",
         help="find the batch size of each bucket: the fastest that fits the GPU",
@@ -66,14 +66,17 @@ def _own_options() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--gpu", type=gpu, metavar="24GB", help="memory to fit [that of this machine's GPU; on a CPU, host memory]"
+        "--gpu",
+        type=parse_gpu,
+        metavar="24GB",
+        help="memory to fit [that of this machine's GPU; on a CPU, host memory]",
     )
     parser.add_argument("--estimate_only", action="store_true", help="measure nothing, and load no weights")
     parser.add_argument(
         "--measure_on_cpu", action="store_true", help="measure without a GPU: times, and the process's host memory"
     )
     parser.add_argument(
-        "--margin", type=_percent, default=5.0, metavar="PERCENT", help="share of the memory that stays free [5]"
+        "--margin", type=_parse_percent, default=5.0, metavar="PERCENT", help="share of the memory that stays free [5]"
     )
     parser.add_argument("--max_batch_size", type=positive_integer, default=128, help="the largest size to try [128]")
     parser.add_argument(
@@ -88,11 +91,11 @@ def _own_options() -> ArgumentParser:
     return parser
 
 
-def _percent(text: str) -> float:
-    """A share of at least 0 and less than 90 %.
+def _parse_percent(text: str) -> float:
+    """Return a share of at least 0 and less than 90 percent.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not one.
     """
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < 90:
@@ -101,22 +104,22 @@ def _percent(text: str) -> float:
 
 
 def search_batch_command(argv: Sequence[str]) -> int:
-    """Search as the flags say; an exit code (`utils.exit_codes`)."""
+    """Search as the flags say; return an exit code (`utils.exit_codes`)."""
     from finetrainers.config.flags import parse_flags
 
     parser = _own_options()
     try:
         own, rest = parser.parse_known_args(argv)
-        found = parser.problems([])
-        # A command that plans tells PyTorch that nothing will be compiled, and a run that is measured may compile.
+        problems = parser.problems([])
+        # A command that plans disables compiling in PyTorch, and a run that is measured may compile.
         with planning() if own.estimate_only else environment_restored():
             try:
                 os.environ.update(planned_environment(own))
             except ConfigError as error:
-                found += error.problems
-            wrong = {problem.where for problem in found}
-            found += [problem for problem in _own_problems(own) if problem.where not in wrong]
-            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, found=found)
+                problems += error.problems
+            refused = {problem.where for problem in problems}
+            problems += [problem for problem in _option_problems(own) if problem.where not in refused]
+            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=problems)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
             return _search(config, own)
@@ -130,34 +133,34 @@ def search_batch_command(argv: Sequence[str]) -> int:
 
 
 def _search(config: TrainConfig, own: argparse.Namespace) -> int:
-    checked, reason = _checked(config, own)
+    resolved_run, reason = _check_run(config, own)
     if config.dataloader.bucket_batch_sizes and launched_rank() == 0:
         print("note: bucket_batch_sizes of the configuration are not used: they are what is searched", file=sys.stderr)
-    found = _found(checked, own, reason)
+    searched = _run_search(resolved_run, own, reason)
     if launched_rank() != 0:
         return exit_codes.DONE
     from finetrainers.tools.batch_search.report import as_json, report_lines
 
-    for line in report_lines(found):
+    for line in report_lines(searched):
         print(line)
     if own.output is not None:
-        write_json_atomic(own.output, as_json(found))
+        write_json_atomic(own.output, as_json(searched))
         print(f"written to {own.output}")
-    return exit_codes.FAILED if found.unfit else exit_codes.DONE
+    return exit_codes.FAILED if searched.unfit else exit_codes.DONE
 
 
-def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, str | None]:
-    """The run, and why nothing is measured, as the beginning of a sentence; None: it is.
+def _check_run(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, str | None]:
+    """Return the validated run and the reason why nothing is measured, to begin a sentence, or None if it is measured.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems, at once.
     """
     from finetrainers.methods.registry import method_names, method_spec
     from finetrainers.tools.batch_search.request import search_problems, searched_config, why_not_measured
 
     problems = search_problems(config)
     config = searched_config(config)
-    reason = _why_not_here(own)
+    reason = _skip_reason(own)
     if reason is not None and own.gpu is not None:
         config = planned_for(config, own.gpu)
     is_known = config.training.method in method_names()
@@ -167,18 +170,18 @@ def _checked(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, s
         if reason is None and not problems:
             from finetrainers.plan.ready import preflight_by_model
 
-            checked = preflight_by_model(config, preparing=True)
+            resolved_run = preflight_by_model(config, preparing=True)
         else:
-            checked, _ = checked_sizes(config)
+            resolved_run, _ = checked_sizes(config)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return checked, reason
+    return resolved_run, reason
 
 
-def _own_problems(own: argparse.Namespace) -> Iterator[Problem]:
-    """What is wrong with the options of this command on this machine."""
+def _option_problems(own: argparse.Namespace) -> Iterator[Problem]:
+    """Yield the problems with the options of this command on this machine."""
     from finetrainers.plan.ownership import json_problem
 
     on_gpu = likely_device_type() == "cuda"
@@ -199,8 +202,8 @@ def _own_problems(own: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--output", other)
 
 
-def _why_not_here(own: argparse.Namespace) -> str | None:
-    """Why nothing is measured, whatever the run is."""
+def _skip_reason(own: argparse.Namespace) -> str | None:
+    """Return the reason why nothing is measured, whatever the run is, or None if there is none."""
     if own.estimate_only:
         return "--estimate_only"
     if likely_device_type() != "cuda" and not own.measure_on_cpu:
@@ -208,8 +211,8 @@ def _why_not_here(own: argparse.Namespace) -> str | None:
     return None
 
 
-def _found(checked: Preflight, own: argparse.Namespace, reason: str | None) -> Searched:
-    """The search; progress goes to stderr, where libraries speak, too."""
+def _run_search(resolved_run: Preflight, own: argparse.Namespace, reason: str | None) -> Searched:
+    """Search; progress goes to stderr, where libraries also print."""
     from finetrainers.memory.estimate import GIB
     from finetrainers.plan.memory_plan import gib_of_this_gpu
     from finetrainers.plan.start_report import print_line, print_warnings
@@ -221,27 +224,31 @@ def _found(checked: Preflight, own: argparse.Namespace, reason: str | None) -> S
 
     quiet_progress_bars()
     with contextlib.redirect_stdout(sys.stderr):
-        print_warnings(checked.warnings)
-        noun, margin = checked.plan.noun, own.margin / 100
-        here = gib_of_this_gpu()
-        on_cpu = here is None and (own.measure_on_cpu or own.gpu is None)
-        size = here or room().available / GIB if own.gpu is None else read_gpu(own.gpu).gib
-        searches, planned = buckets_of(checked.plan, most=own.max_batch_size), (1 - margin) * size
+        print_warnings(resolved_run.warnings)
+        noun, margin = resolved_run.plan.noun, own.margin / 100
+        gpu_gib = gib_of_this_gpu()
+        on_cpu = gpu_gib is None and (own.measure_on_cpu or own.gpu is None)
+        size_gib = gpu_gib or room().available / GIB if own.gpu is None else read_gpu(own.gpu).gib
+        searches, planned_gib = buckets_of(resolved_run.plan, most=own.max_batch_size), (1 - margin) * size_gib
         estimate_sizes(
-            checked, searches, limit=planned, on_cpu=on_cpu, say=lambda one: print_line(estimate_line(one, noun=noun))
+            resolved_run,
+            searches,
+            limit=planned_gib,
+            on_cpu=on_cpu,
+            say=lambda search: print_line(estimate_line(search, noun=noun)),
         )
-        device, limit = (None, None) if reason is not None else _measure(checked, searches, own, size=size)
-    tokens = [tokens_of(checked, one.bucket) for one in searches]
+        device, limit = (None, None) if reason is not None else _measure(resolved_run, searches, own, size=size_gib)
+    tokens = [tokens_of(resolved_run, search.bucket) for search in searches]
     return Searched(
-        searches, noun, tokens, size, margin, (planned, limit), device=device, unmeasured=reason, on_gpu=not on_cpu,
-        empty=without_clips(checked.config, searches),
+        searches, noun, tokens, size_gib, margin, (planned_gib, limit), device=device, unmeasured=reason,
+        on_gpu=not on_cpu, empty=without_clips(resolved_run.config, searches),
     )  # fmt: skip
 
 
 def _measure(
-    checked: Preflight, searches: Sequence[BucketSearch], own: argparse.Namespace, *, size: float
+    resolved_run: Preflight, searches: Sequence[BucketSearch], own: argparse.Namespace, *, size: float
 ) -> tuple[str, float]:
-    """Measure each bucket to fit so many GiB; on which device, and how many of them could be taken."""
+    """Measure each bucket to fit `size` GiB; return the device, and how many GiB of them could be used."""
     import torch
 
     from finetrainers.plan.ready import examine_weights
@@ -249,12 +256,12 @@ def _measure(
     from finetrainers.tools.batch_search.measure import loaded_bench, measure_sizes
     from finetrainers.tools.batch_search.report import trial_line
 
-    noun = checked.plan.noun
-    with loaded_bench(examine_weights(checked)) as bench:
+    noun = resolved_run.plan.noun
+    with loaded_bench(examine_weights(resolved_run)) as bench:
         limit = bench.limit(size, margin=own.margin / 100)
-        for one in searches:
+        for search in searches:
             measure_sizes(
-                bench, one, steps=own.timed_steps, limit=limit,
+                bench, search, steps=own.timed_steps, limit=limit,
                 say=lambda bucket, trial: print_line(trial_line(bucket, trial, noun=noun)),
             )  # fmt: skip
         return torch.cuda.get_device_name(bench.device) if bench.on_gpu else "the CPU", limit

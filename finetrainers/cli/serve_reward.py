@@ -1,4 +1,4 @@
-"""`finetrainers serve-reward`: a reward for the training processes of this or another machine."""
+"""`finetrainers serve-reward`: serve a reward to the training processes of this or another machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
 
 
 def add_serve_reward(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "serve-reward",
         help="score clips for training processes elsewhere, which name it with --reward http://HOST:PORT",
@@ -45,7 +45,7 @@ def add_serve_reward(commands: Any) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> list[Problem]:
-    """What is wrong, as far as no reward is needed; it reads the reward's options and the token."""
+    """Return the problems that need no reward, and set the reward's options and the token."""
     problems = []
     try:
         arguments.token = _token(arguments.token)
@@ -55,9 +55,9 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
         arguments.reward = _entry(arguments.reward)
     except ConfigError as error:
         return [*problems, *error.problems]
-    said = arguments.reward.options.get("device")
-    if None not in (arguments.device, said) and said != arguments.device:
-        problems.append(Problem("--device", f"{arguments.device}, but the reward says device={said}"))
+    reward_device = arguments.reward.options.get("device")
+    if None not in (arguments.device, reward_device) and reward_device != arguments.device:
+        problems.append(Problem("--device", f"{arguments.device}, but the reward says device={reward_device}"))
     return problems
 
 
@@ -94,11 +94,11 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _entry(text: str) -> RewardEntry:
-    """The entry to serve, without the fields that belong to the training run."""
+    """Return the entry to serve, without the fields that belong to the training run."""
     try:
         entry: RewardEntry = TypeAdapter(Reward).validate_python(text)
     except ValidationError as error:
-        messages = [": ".join([*map(str, one["loc"]), value_message(one)]) for one in error.errors()]
+        messages = [": ".join([*map(str, detail["loc"]), value_message(detail)]) for detail in error.errors()]
         raise ConfigError([Problem("reward", message) for message in messages]) from None
     elsewhere = sorted(entry.model_fields_set & {"weight", "mean", "std", "every"})
     messages = [f"{name} is said where the reward is used, not where it is served" for name in elsewhere]
@@ -109,17 +109,17 @@ def _entry(text: str) -> RewardEntry:
     return entry
 
 
-def _token(given: str | None) -> str | None:
-    """The token that requests must have.
+def _token(token_option: str | None) -> str | None:
+    """Return the token that requests must have, or None if they need none.
 
     Raises:
-        ConfigError: it cannot stand in a header.
+        ConfigError: it is not valid in a header.
     """
-    token = given if given is not None else os.environ.get(_TOKEN_VARIABLE)
-    if token is None or (given is None and not token):
+    token = token_option if token_option is not None else os.environ.get(_TOKEN_VARIABLE)
+    if token is None or (token_option is None and not token):
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        place = "--token" if given is not None else _TOKEN_VARIABLE
+        place = "--token" if token_option is not None else _TOKEN_VARIABLE
         raise ConfigError([Problem(place, "must be ASCII letters, digits and signs, without blanks")])
     return token
 

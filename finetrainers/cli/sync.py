@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
 `finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
 events come along. A target that is not new, empty or a copy of this run is refused. Nothing is deleted there without
---prune. It goes on until it is stopped (Ctrl-C). ssh has to work without a password. A transfer that fails is retried."""
+--prune. It goes on until it is stopped (Ctrl-C). ssh has to work without a password. A transfer that fails is
+retried."""
 #: Seconds before the first retry; each further one waits twice as long.
 _FIRST_RETRY_S = 5
 _LAST_RETRY_S = 300
@@ -29,7 +30,7 @@ _TRIES_ONCE = 4
 
 
 def add_sync(commands: Any) -> None:
-    """Add the subcommand to the parser's."""
+    """Add the subcommand to the parser."""
     examples = (
         "sync runs/mystyle me@gpu-box:runs/mystyle --every 100",
         'sync runs/mystyle gpu-box:runs/mystyle --once --rsh "ssh -p 2222"',
@@ -40,16 +41,20 @@ def add_sync(commands: Any) -> None:
     sync.add_argument("target", metavar="TARGET", help="user@host:folder, or a folder")
     sync.add_argument("--every", type=seconds, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
     sync.add_argument("--once", action="store_true", help="copy what is there, and exit")
-    sync.add_argument("--prune", action="store_true", help="delete checkpoints at the target that the run has deleted, but for the best")  # fmt: skip
+    sync.add_argument(
+        "--prune",
+        action="store_true",
+        help="delete checkpoints at the target that the run has deleted, but for the best",
+    )
     sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh -o BatchMode=yes ...]")
-    sync.set_defaults(run=_sync, check=lambda arguments: _of(arguments).problems())
+    sync.set_defaults(run=_sync, check=lambda arguments: _build_sync(arguments).problems())
 
 
 def seconds(text: str) -> float:
-    """A pause, or a limit.
+    """Return the seconds of a pause or a limit.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not a number above 0.
     """
     try:
         number = float(text)
@@ -60,7 +65,7 @@ def seconds(text: str) -> float:
     return number
 
 
-def _of(arguments: argparse.Namespace) -> Sync:
+def _build_sync(arguments: argparse.Namespace) -> Sync:
     from finetrainers.tools.sync import Sync
 
     return Sync(arguments.run_directory, arguments.target, arguments.rsh, arguments.prune)
@@ -68,14 +73,14 @@ def _of(arguments: argparse.Namespace) -> Sync:
 
 def _sync(arguments: argparse.Namespace) -> int:
     try:
-        return _copy_on(_of(arguments), every=arguments.every, once=arguments.once)
+        return _copy_on(_build_sync(arguments), every=arguments.every, once=arguments.once)
     except KeyboardInterrupt:
         print("stopped; the same command copies what is missing", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
 
 
 def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
-    """Copy, and copy again; a failure is reported, and retried after a pause that grows."""
+    """Copy repeatedly; a failure is reported, and retried after a pause that grows."""
     from finetrainers.tools.sync import TransferError, told
 
     failures = 0
@@ -93,8 +98,8 @@ def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
             print(f"{error}; retry {failures} in {duration(pause)}", file=sys.stderr, flush=True)
         else:
             failures, pause = 0, every
-            for one in arrived:
-                print(told(one, sync.target), flush=True)
+            for checkpoint in arrived:
+                print(told(checkpoint, sync.target), flush=True)
             if once:
                 if not arrived:
                     print(_nothing_new(sync))

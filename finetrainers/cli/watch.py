@@ -1,4 +1,4 @@
-"""`finetrainers watch`: sample and score the checkpoints of a run as they are published, on a device of its own."""
+"""`finetrainers watch`: sample and score the checkpoints of a run as they are published, on a separate device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ exit codes:
 
 
 def add_watch(commands: Any) -> None:
-    """The parser of `finetrainers watch`, for the list of commands; `watch_command` is what runs it."""
+    """Add the parser of `finetrainers watch` to the list of commands; `watch_command` runs the command."""
     about = "sample and score a run's checkpoints as they are published, on another device"
     commands.add_parser("watch", help=about, parents=[_parser()], add_help=False)
 
@@ -61,11 +61,11 @@ def _parser() -> ArgumentParser:
 
 
 def watch_command(argv: Sequence[str]) -> int:
-    """Watch as the flags say; an exit code (`utils.exit_codes`)."""
+    """Watch as the flags say; return an exit code (`utils.exit_codes`)."""
     with environment_restored():  # --device is of this command
         try:
             plan = _planned(argv)
-            for line in _said(plan):
+            for line in _plan_lines(plan):
                 print(line, flush=True)
             return exit_codes.DONE if plan.options.dry_run else _watch(plan)
         except ConfigError as error:
@@ -77,23 +77,23 @@ def watch_command(argv: Sequence[str]) -> int:
 
 
 def _planned(argv: Sequence[str]) -> WatchPlan:
-    """The plan.
+    """Return the plan.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: all problems, at once.
     """
-    given = read_arguments(_parser(), WatchSection, argv)
-    problems = [*given.problems]
-    if len(given.targets) != 1 and not given.unclear:
+    arguments = read_arguments(_parser(), WatchSection, argv)
+    problems = [*arguments.problems]
+    if len(arguments.targets) != 1 and not arguments.unclear:
         problems.append(Problem("RUN", "give one run directory: finetrainers watch runs/mystyle"))
-    if given.unclear or len(given.targets) != 1:
+    if arguments.unclear or len(arguments.targets) != 1:
         raise ConfigError(problems, of="this watch")
     from finetrainers.sampling.watch.plan import plan_watch, use_device
 
     try:
-        use_device(given.options.device)
+        use_device(arguments.options.device)
         use_expandable_segments()
-        plan = plan_watch(Path(given.targets[0]), given.options, given.flags)
+        plan = plan_watch(Path(arguments.targets[0]), arguments.options, arguments.flags)
     except ConfigError as error:
         raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="this watch") from None
     if problems:
@@ -101,25 +101,25 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
     return plan
 
 
-def _said(plan: WatchPlan) -> list[str]:
-    """What is sampled of each checkpoint, and the warnings."""
+def _plan_lines(plan: WatchPlan) -> list[str]:
+    """Return the lines on the samples of each checkpoint, and the warnings."""
     lines = []
-    for name, one in plan.presets.items():
-        sizes = ", ".join("x".join(map(str, size)) for size in one.sizes)
-        steps = plural(one.config.validation.validation_inference_steps, "denoising step")
-        count = plural(len(one.prompts) * len(one.seeds), "clip")
-        lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {one.output_dir}")
+    for name, preset_plan in plan.presets.items():
+        sizes = ", ".join("x".join(map(str, size)) for size in preset_plan.sizes)
+        steps = plural(preset_plan.config.validation.validation_inference_steps, "denoising step")
+        count = plural(len(preset_plan.prompts) * len(preset_plan.seeds), "clip")
+        lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {preset_plan.output_dir}")
     lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
     for tracker in [] if plan.options.no_track else plan.config.run.report_to:
         from finetrainers.sampling.watch.tracked import whose_run
 
         lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}")
-    warnings = dict.fromkeys(warning for one in plan.presets.values() for warning in one.warnings)
+    warnings = dict.fromkeys(warning for preset_plan in plan.presets.values() for warning in preset_plan.warnings)
     return [*lines, *(f"warning: {warning}" for warning in warnings)]
 
 
 def _stop(number: int, _: Any) -> None:
-    """A signal to end, as Ctrl-C: what trackers wait for is sent.
+    """Handle a signal to end as Ctrl-C, so that pending data is sent to trackers.
 
     Raises:
         KeyboardInterrupt: with the number of the signal.
@@ -140,7 +140,7 @@ def _watch(plan: WatchPlan) -> int:
         failed = watch(plan, lambda line: print(line, flush=True))
     finally:
         signal.signal(signal.SIGTERM, before)
-    pages = [one.output_dir / "index.html" for one in plan.presets.values()]
+    pages = [preset_plan.output_dir / "index.html" for preset_plan in plan.presets.values()]
     for page in pages:
         if page.is_file():
             print(f"page: {page}")

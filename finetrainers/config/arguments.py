@@ -1,4 +1,4 @@
-"""A parser of command lines that collects mistakes, so that all of them are reported at once."""
+"""Parser of command lines that collects mistakes, so that all of them are reported at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {"float": "a number", "int": "a whole number"}
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser that collects what is wrong, where argparse ends the process at the first mistake.
+    """Argparse parser that collects problems, where argparse ends the process at the first mistake.
 
     `parse_args` raises all problems. After `parse_known_args`, `problems` has those of the values, and what is missing.
     """
@@ -31,10 +31,10 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None, *, checked: bool = False
     ) -> Any:
-        """The arguments.
+        """Return the arguments.
 
-        A command says with `set_defaults(check=function)` what else can be wrong, such as paths: the function takes the
-        arguments, and gives the problems or raises them. Arguments that are wrong already have their defaults then.
+        A command sets further checks, such as those of paths, with `set_defaults(check=function)`: the function takes
+        the arguments, and returns the problems or raises them. Arguments that are already wrong have their defaults.
 
         Args:
             args: the command line.
@@ -42,12 +42,12 @@ class ArgumentParser(argparse.ArgumentParser):
             checked: whether the command's own check is made.
 
         Raises:
-            ConfigError: everything that is wrong with them.
+            ConfigError: all problems with them.
             SystemExit: after `--help`.
         """
         namespace, unknown = self.parse_known_args(args, namespace)
-        *before, parser = self._chosen(namespace)
-        problems = [problem for one in before for problem in one.problems([])] + parser.problems(unknown)
+        *ancestors, parser = self._chosen(namespace)
+        problems = [problem for ancestor in ancestors for problem in ancestor.problems([])] + parser.problems(unknown)
         hint = f"{parser.prog} --help lists the options" if problems else ""
         check = getattr(namespace, "check", None) if checked else None
         if check is not None and not unknown and parser._is_clear():
@@ -62,7 +62,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """The arguments, those with wrong values at their defaults, and those that are unknown."""
+        """Return the arguments, with defaults in place of wrong values, and the unknown arguments."""
         self._wrong, self._seen = {}, set()
         self._negative_number_matcher = _NUMBER  # argparse takes -1e-4 for a flag
         self.allow_abbrev = False
@@ -76,48 +76,49 @@ class ArgumentParser(argparse.ArgumentParser):
                 action.required = True
 
     def problems(self, unknown: Sequence[str]) -> list[Problem]:
-        """What is wrong with the last command line, with unknown arguments first.
+        """Return the problems of the last command line, with unknown arguments first.
 
         Args:
             unknown: arguments that the parser does not know, as `parse_known_args` gives them.
         """
         flags, stray = split_unknown(unknown)
-        meant = {flag: near_flag(flag, self.flags) for flag in flags}
-        found = [
-            Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}") for flag, near in meant.items()
+        suggestions = {flag: near_flag(flag, self.flags) for flag in flags}
+        problems = [
+            Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}")
+            for flag, near in suggestions.items()
         ]
         if stray:
-            found.append(Problem("", f"unexpected {said(stray)}"))
+            problems.append(Problem("", f"unexpected {format_arguments(stray)}"))
         for action, messages in self._wrong.items():
             if action.option_strings or not flags:  # it may be the value of an unknown flag
-                found += [
-                    Problem(name_of(action), message, about=(action.dest,)) for message in dict.fromkeys(messages)
+                problems += [
+                    Problem(display_name(action), message, about=(action.dest,)) for message in dict.fromkeys(messages)
                 ]
         for action in self._required:
-            if action not in self._seen and not {*action.option_strings} & {*meant.values()}:
-                found.append(Problem(name_of(action), f"is required: {_values_of(action)}"))
-        return found
+            if action not in self._seen and not {*action.option_strings} & {*suggestions.values()}:
+                problems.append(Problem(display_name(action), f"is required: {_describe_values(action)}"))
+        return problems
 
     def _is_clear(self) -> bool:
-        """Whether everything that the command is about is given, and readable."""
+        """Return whether all positional and required arguments are given and readable."""
         is_wrong = any(not action.option_strings for action in self._wrong)
         return not is_wrong and all(action in self._seen for action in self._required)
 
     @property
     def flags(self) -> list[str]:
-        """The flags that the parser knows."""
+        """Flags that the parser knows."""
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse cannot continue after, with all that was found before."""
-        where, _, said = (
+        """Raise the mistake that argparse cannot continue after, with all earlier problems."""
+        where, _, reason = (
             message.removeprefix("argument ").rpartition(": ") if message.startswith("argument ") else ("", "", message)
         )
-        problems = [*self.problems([]), Problem(where, said)]
+        problems = [*self.problems([]), Problem(where, reason)]
         raise ConfigError(problems, of="this command", hint=f"{self.prog} --help lists the options")
 
     def _chosen(self, namespace: argparse.Namespace) -> Iterator[ArgumentParser]:
-        """The parsers of the command, of its subcommand, and so on."""
+        """Yield the parsers of the command, of its subcommand, and so on."""
         yield self
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -126,7 +127,7 @@ class ArgumentParser(argparse.ArgumentParser):
                     yield from parser._chosen(namespace)
 
     def _readable(self, args: Iterable[str]) -> Iterator[str]:
-        """Arguments with flags spelled as the parser has them, and without the values that switches do not take."""
+        """Yield arguments with flags spelled as the parser has them, without the values that switches do not take."""
         for argument in args:
             flag, equals, value = argument.partition("=")
             spelled = flag if flag in self._option_string_actions else f"--{flag[2:].replace('-', '_')}"
@@ -147,12 +148,14 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             return super()._match_argument(action, arg_strings_pattern)  # type: ignore[misc,no-any-return]
         except argparse.ArgumentError:
-            self._refuse(action, f"needs a value: {_values_of(action)}".removesuffix(": "))
+            self._refuse(action, f"needs a value: {_describe_values(action)}".removesuffix(": "))
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action in self._seen and action.option_strings and action.nargs in ("*", "+"):  # meant as one list, maybe
-            NOTES.warning("%s is given twice, and the last one counts; give all values after one flag", name_of(action))
+            NOTES.warning(
+                "%s is given twice, and the last one counts; give all values after one flag", display_name(action)
+            )
         self._seen.add(action)
         if not arg_strings and action in self._wrong and action.nargs != 0:
             return action.default
@@ -170,42 +173,43 @@ class ArgumentParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        valid = [str(one) for one in action.choices]
+        valid = [str(choice) for choice in action.choices]
         hint = nearest(str(value), valid, listed=0)
-        message = f"unknown value {shortened(quoted(str(value)))}{hint}{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
-        if isinstance(action, argparse._SubParsersAction):  # what it would have taken is not known
+        listing = f"{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
+        message = f"unknown value {shortened(quoted(str(value)))}{hint}{listing}"
+        if isinstance(action, argparse._SubParsersAction):  # the arguments of the subcommand are not known
             raise argparse.ArgumentError(action, message)
         self._refuse(action, message)
 
 
 def split_unknown(unknown: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Unknown flags, and arguments that belong to none: those after an unknown flag may be its values."""
-    unknown = [one for one in unknown if one != "--"]
-    is_flag = [one.startswith("-") and one != "-" and not _NUMBER.match(one) for one in unknown]
+    """Return unknown flags, and arguments that belong to none: those after an unknown flag may be its values."""
+    unknown = [argument for argument in unknown if argument != "--"]
+    is_flag = [argument.startswith("-") and argument != "-" and not _NUMBER.match(argument) for argument in unknown]
     first = is_flag.index(True) if True in is_flag else len(unknown)
-    flags = [one.partition("=")[0] for one, flag in zip(unknown, is_flag, strict=True) if flag]
+    flags = [argument.partition("=")[0] for argument, flag in zip(unknown, is_flag, strict=True) if flag]
     return list(dict.fromkeys(flags)), list(unknown[:first])
 
 
-def near_flag(flag: str, known: Iterable[str]) -> str | None:
-    """The flag that was probably meant."""
+def near_flag(flag: str, flags: Iterable[str]) -> str | None:
+    """Return the flag that was probably meant, or None if none is near."""
     return next(
-        iter(get_close_matches(f"--{flag.lstrip('-').replace('-', '_').lower()}", known, n=1, cutoff=0.6)), None
+        iter(get_close_matches(f"--{flag.lstrip('-').replace('-', '_').lower()}", flags, n=1, cutoff=0.6)), None
     )
 
 
-def said(arguments: Sequence[str]) -> str:
-    """Unexpected arguments, for a message."""
-    return " ".join(shortened(quoted(one)) for one in arguments)
+def format_arguments(arguments: Sequence[str]) -> str:
+    """Return unexpected arguments as text for a message."""
+    return " ".join(shortened(quoted(argument)) for argument in arguments)
 
 
-def name_of(action: argparse.Action) -> str:
-    """A flag, or what stands in its place in the usage."""
+def display_name(action: argparse.Action) -> str:
+    """Return the flag of an action, or its placeholder in the usage."""
     return action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
 
 
-def _values_of(action: argparse.Action) -> str:
-    """The values that an argument takes, for a message."""
+def _describe_values(action: argparse.Action) -> str:
+    """Return the values that an argument takes, for a message."""
     if isinstance(action, argparse._SubParsersAction):
         return f"one of {', '.join(action.choices)}"
     return "" if action.help in (None, argparse.SUPPRESS) else str(action.help)

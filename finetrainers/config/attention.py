@@ -1,4 +1,4 @@
-"""Attention backends by name: what each needs, and what it can do. Imports no torch."""
+"""Attention backends by name, with the requirements and abilities of each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Backend:
-    """What an attention backend needs, and what it can do.
+    """Requirements and abilities of an attention backend.
 
     Attributes:
-        module: the package that must be installed; None: it is a part of PyTorch.
+        module: the package that must be installed, or None if it is a part of PyTorch.
         distribution: its name, and the oldest version.
         install: how to install it.
         on_cpu: whether it also runs on a CPU.
@@ -51,17 +51,19 @@ class Backend:
 
     @property
     def missing(self) -> str | None:
-        """What is not installed, or too old, and how to install it; None: nothing."""
+        """Package that is not installed or too old, with how to install it, or None if nothing is missing."""
         if self.module is None:
             return None
         name, oldest = self.distribution
         if find_spec(self.module) is None:
             return f"needs {name}, which is not installed: {self.install}"
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:  # built from source under another name
             return None
-        return None if Version(found) >= Version(oldest) else f"needs {name} {oldest}, got {found}: {self.install}"
+        return (
+            None if Version(installed) >= Version(oldest) else f"needs {name} {oldest}, got {installed}: {self.install}"
+        )
 
 
 #: The least that FlashAttention 2 and 3, and PyTorch's own copy of it, run on; FlashAttention 4 needs Hopper.
@@ -79,7 +81,8 @@ def _flash_2(**more: object) -> Backend:
 
 def _flash_3(**more: object) -> Backend:
     install = "build it from the folder hopper of Dao-AILab/flash-attention, or use _flash_3_hub"
-    return Backend("flash_attn_interface", ("flash_attn_3", "3.0.0b1"), install, capability=_AMPERE, **more)  # type: ignore[arg-type]
+    distribution = ("flash_attn_3", "3.0.0b1")
+    return Backend("flash_attn_interface", distribution, install, capability=_AMPERE, **more)  # type: ignore[arg-type]
 
 
 def _hub(oldest: str = "0.12", capability: Capability = _AMPERE, **more: object) -> Backend:
@@ -109,21 +112,21 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def backend_name(given: object) -> object:
-    """A name as `attn_backend` takes it, from one as diffusers or finetrainers' later releases write it.
+def backend_name(backend: object) -> object:
+    """Return a name as `attn_backend` takes it, from one as diffusers or finetrainers' later releases write it.
 
     These choose by part, as `transformer:flash`, or as a list of such choices.
 
     Raises:
         ValueError: another part's attention, or a backend that cannot train.
     """
-    if isinstance(given, (list, tuple)) and len(given) == 1:
-        given = given[0]
-    if not isinstance(given, str):
-        return given
-    part, colon, name = given.rpartition(":")
+    if isinstance(backend, (list, tuple)) and len(backend) == 1:
+        backend = backend[0]
+    if not isinstance(backend, str):
+        return backend
+    part, colon, name = backend.rpartition(":")
     if colon and part != "transformer":
-        raise ValueError(f"{given!r}: only the attention of the transformer is chosen; give the backend alone")
+        raise ValueError(f"{backend!r}: only the attention of the transformer is chosen; give the backend alone")
     name = name.lower()
     if name.lstrip("_").startswith(("sage", "aiter")):
         raise ValueError(f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub")

@@ -1,4 +1,4 @@
-"""The base of all sections: rules that hold for every option, so that none has to state them."""
+"""Base class of all sections: rules that hold for every option, so that none has to state them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Section(BaseModel):
 
     Attributes:
         methods: the methods that read these options; empty if all do. With another method they are an error.
-        in_plan: whether the plan of the method's work says which of these options a resumed run must keep.
+        in_plan: whether the plan of the method's work lists which of these options a resumed run must keep.
         qualified: whether flags have the table's name in front, as `--dpo.beta`; then names need not be unique.
     """
 
@@ -35,11 +35,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _every_option(cls, given: Any, handler: ModelWrapValidatorHandler[Any], info: ValidationInfo) -> Any:
-        value = handler(given)
-        numbers = [one for one in _flat(value) if isinstance(one, (int, float)) and not isinstance(one, bool)]
-        if numbers and any(isinstance(one, bool) for one in _flat(given)):
-            raise ValueError(f"not a number, got {str(given).lower()}")
+    def _every_option(cls, raw_value: Any, handler: ModelWrapValidatorHandler[Any], info: ValidationInfo) -> Any:
+        value = handler(raw_value)
+        numbers = [item for item in _flat(value) if isinstance(item, (int, float)) and not isinstance(item, bool)]
+        if numbers and any(isinstance(item, bool) for item in _flat(raw_value)):
+            raise ValueError(f"not a number, got {str(raw_value).lower()}")
         for number in numbers:
             if abs(number) > LARGEST and number not in (float("inf"), float("-inf")):
                 raise ValueError(f"must be at most {LARGEST:g}, got {number:g}")
@@ -47,14 +47,14 @@ class Section(BaseModel):
             if isinstance(text, (str, Path)):
                 check_text(str(text))
         if isinstance(value, Path):
-            if str(given) == "":
+            if str(raw_value) == "":
                 raise ValueError("is empty; give a path, or leave the option out")
             return Path(expand_home(str(value)))
         return value
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """The value itself, or what a list or tuple holds, at any depth."""
+    """Yield the value itself, or the items of a list or tuple, at any depth."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat(item)
@@ -63,7 +63,11 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for text that cannot be written to a file."""
+    """Check that text can be written to a file.
+
+    Raises:
+        ValueError: it cannot.
+    """
     if "\0" in text:
         raise ValueError(f"holds a NUL character: {text[:80]!r}")
     try:
@@ -73,7 +77,7 @@ def check_text(text: str) -> None:
 
 
 def expand_home(path: str) -> str:
-    """The path with `~` expanded.
+    """Return the path with `~` expanded.
 
     Raises:
         ValueError: no file can have this path.

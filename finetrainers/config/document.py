@@ -1,4 +1,4 @@
-"""The option reference and the JSON schema, generated from the option definitions."""
+"""Option reference and JSON schema, generated from the option definitions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ files. [Compatibility](compatibility.md) says how options differ from the progra
 
 
 def configuration_page() -> str:
-    """The text of docs/reference/configuration.md."""
+    """Return the text of docs/reference/configuration.md."""
     lines = [_INTRO]
     for table, section in sections().items():
         description = fill(TrainConfig.model_fields[table].description or "", 118)
@@ -60,7 +60,7 @@ def configuration_page() -> str:
 
 
 def _type_text(field: FieldInfo, schema: dict[str, Any]) -> str:
-    """The type of an option: its values, or what they are and their bounds, which its JSON schema has."""
+    """Return the type of an option: its values, or its kind and bounds, which its JSON schema has."""
     allowed = choices(field.annotation)
     if allowed:
         return escape_cell(" | ".join(f"`{value}`" for value in allowed)) + (", several" if is_list(field) else "")
@@ -73,7 +73,10 @@ def _type_text(field: FieldInfo, schema: dict[str, Any]) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of config files: tables, and every option at the top level; also of files of stages, each with the same."""
+    """Return the JSON schema of config files.
+
+    It has the tables, every option at the top level, and the stages of a stage file, each with the same options.
+    """
     schema = TrainConfig.model_json_schema()
     for table, section in sections().items():
         options = section.model_json_schema()
@@ -81,8 +84,8 @@ def json_schema() -> dict[str, Any]:
         for name, option in ({} if section.qualified else options["properties"]).items():
             flat = {**option, "description": f"[{table}] {option.get('description', '')}"}
             # `optimizer` is a section and an option: a table or a text, in the same place of a file.
-            taken = schema["properties"].get(name)
-            schema["properties"][name] = {"anyOf": [taken, flat]} if taken else flat
+            existing = schema["properties"].get(name)
+            schema["properties"][name] = {"anyOf": [existing, flat]} if existing else flat
     schema["required"] = []
     schema["$defs"]["ModelSection"]["required"] = []
     schema["title"] = "finetrainers training configuration"

@@ -1,4 +1,4 @@
-"""The options of direct preference optimization (`--method dpo`)."""
+"""Options of direct preference optimization (`--method dpo`)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetrainers.utils.text import nearest, quoted, shortened
 
-#: What pydantic's kinds of errors are called here, where its own words are a programmer's.
+#: Our messages for pydantic's kinds of errors whose own messages are written for programmers.
 _WORDS = {
     "float_parsing": "not a number",
     "float_type": "not a number",
@@ -24,14 +24,14 @@ _WORDS = {
     "path_type": "not a path",
     "list_type": "not a list",
 }
-#: Kinds of bounds, and how they are said; pydantic has the bound under the name in brackets.
+#: Messages for kinds of bounds; pydantic has the bound under the name in brackets.
 _BOUNDS = {
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be above {gt}",
     "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
 }
-#: What has problems where nothing else is said.
+#: Default subject of problems in messages.
 CONFIGURATION = "this configuration"
 
 
@@ -41,7 +41,7 @@ class Problem:
 
     Attributes:
         where: the flag, or `file:line`, that has to change.
-        message: what is wrong, with the value, and how to fix it.
+        message: the problem, with the value, and how to fix it.
         about: flat names of the options that were probably meant: what depends on them cannot be judged.
         is_local: whether only this machine has it: a package or a compiler that is not installed.
     """
@@ -56,7 +56,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration cannot be run; `problems` lists all the reasons."""
+    """Error for a configuration that cannot be run; `problems` lists all the reasons."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ConfigError(ValueError):
         problems: the reasons.
         rest: the configuration without its wrong options, so that rules between the others can be checked too.
         wrong: flat names of the options that `rest` lacks.
-        of: what has the problems.
+        of: the thing that has the problems, for the message.
         hint: a last line: where to read more.
         """
         self.problems = list(problems)
@@ -92,12 +92,12 @@ def _number(bound: Any) -> str:
 
 
 def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: Mapping[str, str] | None = None) -> str:
-    """The problem with a value, in one sentence.
+    """Return the problem with a value, in one sentence.
 
     Args:
         entry: one of `pydantic.ValidationError.errors()`.
         secret: whether the value must not be shown.
-        synonyms: what other programs call values that are allowed, in lower case.
+        synonyms: other programs' names of values that are allowed, in lower case, to our values.
     """
     kind, message, value = entry["type"], entry["msg"].removeprefix("Value error, "), entry["input"]
     if kind == "value_error":
@@ -106,13 +106,15 @@ def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: M
         message = _BOUNDS[kind].format(**{name: _number(bound) for name, bound in entry["ctx"].items()})
     if secret:
         return f"{_WORDS.get(kind) or message[0].lower() + message[1:]} (its value is not shown)"
-    shown = shortened(quoted(value) if isinstance(value, str) else repr(value))
+    value_text = shortened(quoted(value) if isinstance(value, str) else repr(value))
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", entry["ctx"]["expected"])
-        meant = (synonyms or {}).get(str(value).lower())
-        hint = f"; did you mean {meant!r}?" if meant else nearest(str(value), valid, listed=0)
-        return f"unknown value {shown}{hint}{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
+        suggestion = (synonyms or {}).get(str(value).lower())
+        hint = f"; did you mean {suggestion!r}?" if suggestion else nearest(str(value), valid, listed=0)
+        return (
+            f"unknown value {value_text}{hint}{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
+        )
     if kind in _WORDS:
         forms = {"path_type": "a text in quotes", "string_type": "a text in quotes", "list_type": 'a list: ["..."]'}
-        return f"{_WORDS[kind]}, got {shown}{f'; in a file, write {forms[kind]}' if kind in forms else ''}"
-    return f"{message[0].lower() + message[1:]}, got {shown}"
+        return f"{_WORDS[kind]}, got {value_text}{f'; in a file, write {forms[kind]}' if kind in forms else ''}"
+    return f"{message[0].lower() + message[1:]}, got {value_text}"

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint from its config files alone: wrong options are refused before torch is imported."""
+"""Facts of a checkpoint from its config files alone, so that wrong options are refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the config files of one checkpoint tell about it.
+    """Facts from the config files of one checkpoint.
 
     Attributes:
         geometry: size rules.
@@ -53,24 +53,23 @@ class Facts:
         is_flow: whether it is a flow-matching model, so that the flow options mean something.
         first_frame: how a given first frame reaches the network: "none", as clean "tokens" with noise level 0, on extra
             "channels", or "unknown" where that depends on a config that is not on this disk.
-        any_frame: whether any latent frames can be given, since the network takes a noise level for each, or each on channels;
-            where that depends on a config that is not on this disk: whether they can with some.
+        any_frame: whether any latent frames can be conditioned on, since the network takes a noise level for each, or
+            each on channels; where that depends on a config that is not on this disk: whether they can with some.
         first_frame_p: probability with which training conditions on the first frame when the user does not say.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
-            frame on channels in training; None: none was.
+            frame on channels in training, or None if none was.
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
             encoded together.
-        guidance: scale that clips are sampled with by default, for networks that take guidance as an input; None: they
-            do not.
+        guidance: default guidance scale of samples, for networks that take guidance as an input, or None for others.
         least_steps: fewest denoising steps that the checkpoint's scheduler can take.
         lora_targets: modules that LoRA targets by default.
-        boundary: noise-level quantile from which on one of two experts, `transformer`, denoises; below it
-            `transformer_2` does. None: one network denoises at all levels.
+        boundary: noise-level quantile at and above which one of two experts, `transformer`, denoises; below it
+            `transformer_2` does. It is None if one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
-        heads: attention heads of the network, over which processes can share a clip; None: not known.
+        heads: attention heads of the network, over which processes can share a clip, or None if not known.
         media: further media that the network takes with every clip, each of the clip's frames: `control_video`, say.
-        misread: why a program takes a file of all weights for another network, by export format.
-        read_notes: what its users need to know of a file that it reads, by export format.
+        misread: the reason why a program takes a file of all weights for another network, by export format.
+        read_notes: notes for users on a file that the program reads, by export format.
     """
 
     geometry: Geometry
@@ -95,7 +94,7 @@ class Facts:
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def of_expert(self, expert: str | None) -> Facts:
-        """The facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""
+        """Return the facts of a run that trains the `high` (also for None) or the `low` expert, where there are two."""
         if self.boundary is None:
             return self
         trained, other, within = "transformer", "transformer_2", (self.boundary, 1.0)
@@ -104,31 +103,31 @@ class Facts:
         return replace(self, trained=trained, companions=(other, *self.companions), noise_range=within)
 
     def trains_at(self, quantile: float) -> bool:
-        """Whether the trained part denoises at this quantile."""
+        """Return whether the trained part denoises at this quantile."""
         low, high = self.noise_range
         return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
 
     @property
     def needs_image(self) -> bool:
-        """Whether every clip starts from an image."""
+        """True if every clip starts from an image."""
         return self.first_frame == "channels" or self.text_sees_image
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Everything that a run may load, in the order in which it loads it."""
+        """Everything that a run may load, in loading order."""
         return ("scheduler", *self.text_parts, *self.clip_parts, self.trained, *self.companions)
 
     @property
     def networks(self) -> tuple[str, ...]:
-        """The parts that are networks and that training needs, the trained one last."""
+        """Parts that are networks and that training needs, the trained one last."""
         return tuple(filter(is_network, (*self.text_parts, *self.clip_parts, self.trained)))
 
 
 def is_network(part: str) -> bool:
-    """Whether a part has weights; the others are schedulers, tokenizers, and processors of images and of text."""
+    """Return whether a part has weights; others are schedulers, tokenizers, and processors of images and text."""
     return not part.startswith(("scheduler", "tokenizer")) and not part.endswith(("processor", "extractor"))
 
 
-#: Reads the configs of a checkpoint; without any, it tells what the published checkpoints have in common.
-#: Raises ValueError if the checkpoint is of a kind that the family does not train: what it is, and which are trained.
+#: Reads the configs of a checkpoint; without any, it returns the common facts of the published checkpoints.
+#: Raises ValueError, with the checkpoint's kind and the kinds that the family trains, if it does not train this one.
 Read = Callable[[Configs], Facts]

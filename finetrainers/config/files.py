@@ -10,7 +10,7 @@ from finetrainers.utils.text import nearest
 from .errors import ConfigError, Problem
 from .values import check_place
 
-#: Files of a folder among which the nearest name is searched.
+#: Largest number of files in a directory to search for the nearest name.
 _MOST_FILES = 2000
 
 

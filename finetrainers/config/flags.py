@@ -1,4 +1,4 @@
-"""The command line: flags made from the schema, with every mistake reported at once."""
+"""Command line: flags made from the schema, with every mistake reported at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from .arguments import ArgumentParser, near_flag, said, split_unknown
+from .arguments import ArgumentParser, format_arguments, near_flag, split_unknown
 from .errors import ConfigError, Problem
 from .given import Given
 from .help import TRAIN, Guide, help_text
@@ -25,19 +25,19 @@ class _Help(argparse.Action):
         super().__init__(option_strings, dest, nargs="?", default=argparse.SUPPRESS)
         self.guide = guide
 
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        _, word, _ = given
+    def __call__(self, parser: argparse.ArgumentParser, *call: Any) -> None:
+        _, word, _ = call
         sys.stdout.write(help_text(parser.prog, word, guide=self.guide))
         parser.exit()
 
 
 def make_parser(prog: str, *, guide: Guide = TRAIN) -> ArgumentParser:
-    """The parser of a training command, or of one with the same options."""
+    """Return the parser of a training command, or of one with the same options."""
     parser = ArgumentParser(prog=prog, add_help=False)
     parser.add_argument("-h", "--help", action=_Help, guide=guide)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--list_models", action="store_true")
-    # Some launchers (`deepspeed`) add it to the command; they say the same in the environment, where it is read.
+    # Some launchers (`deepspeed`) add it to the command; they also set it in the environment, where it is read.
     parser.add_argument("--local_rank")
     for name, option in fields().items():
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{prog} --help {name} says which"}
@@ -52,7 +52,7 @@ def make_parser(prog: str, *, guide: Guide = TRAIN) -> ArgumentParser:
 
 
 class _Other(argparse.Action):
-    """A flag of another program. Ours that it becomes decides later about its value; alone it is a switch."""
+    """Flag of another program. Our option that it becomes checks its value later; alone it is a switch."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
         is_several = len(values) > 1 or (self.dest in SAME and is_list(fields()[SAME[self.dest]].field))
@@ -60,7 +60,7 @@ class _Other(argparse.Action):
 
 
 def flat_flag(argument: str) -> str:
-    """A flag as the parser has it: `--data-root=x` becomes `--data_root=x`, and `--grpo.eta` becomes `--eta`."""
+    """Return a flag as the parser has it: `--data_root=x` for `--data-root=x`, and `--eta` for `--grpo.eta`."""
     flag, equals, value = argument.partition("=")
     if not flag.startswith("--") or flag == "--":
         return argument
@@ -73,7 +73,7 @@ def flat_flag(argument: str) -> str:
 
 
 def _without_table(name: str) -> str:
-    """A flag's name without the table of its option, if it is the right one and not part of the name."""
+    """Return a flag's name without the table of its option, if it is the right one and not part of the name."""
     table, key = split_name(name)
     option = SAME.get(key, key)
     plain = table is not None and not sections()[table].qualified and option in fields() and belongs(option, table)
@@ -81,7 +81,7 @@ def _without_table(name: str) -> str:
 
 
 def is_secret(argument: str) -> bool:
-    """Whether an argument is a flag with a secret value: a token of the hub or of a tracker."""
+    """Return whether an argument is a flag with a secret value: a token of the Hub or of a tracker."""
     name = flat_flag(argument).partition("=")[0].removeprefix("--")
     return argument.startswith("--") and (
         SAME.get(name, name) == "hub_token" or name.endswith(("api_key", "wandb_key"))
@@ -94,32 +94,32 @@ def parse_flags(
     prog: str = "train.py",
     guide: Guide = TRAIN,
     own: Collection[str] = (),
-    found: Sequence[Problem] = (),
+    own_problems: Sequence[Problem] = (),
 ) -> tuple[TrainConfig | None, bool]:
-    """Parse flags: the configuration, and whether only the list of models was asked for.
+    """Parse flags: return the configuration, and whether only the list of models was requested.
 
     A file of options may come first, without its flag.
 
     Args:
         argv: the flags.
         prog, guide: of the help.
-        own: other flags of the command, which may be meant by unknown ones.
-        found: problems of those, which are reported together with the others.
+        own: other flags of the command, to suggest for unknown ones.
+        own_problems: problems with those, which are reported together with the others.
 
     Raises:
         ConfigError: unknown flags (with the nearest valid name), wrong values, file errors; all at once.
         SystemExit: after `--help`.
     """
-    path, given = read_flags(argv, prog=prog, guide=guide, own=own, found=found)
-    if given is None:
+    path, flags = read_flags(argv, prog=prog, guide=guide, own=own, own_problems=own_problems)
+    if flags is None:
         return None, True
     sources: list[Given] = []
     if path is not None:
         try:
             sources.append(file_source(path))
-        except ConfigError as error:  # what the file would have set is not known, so nothing more can be judged
-            raise ConfigError([*given.problems, *error.problems]) from None
-    return build_config([*sources, given]), False
+        except ConfigError as error:  # the file's options are not known, so nothing more can be judged
+            raise ConfigError([*flags.problems, *error.problems]) from None
+    return build_config([*sources, flags]), False
 
 
 def read_flags(
@@ -128,12 +128,14 @@ def read_flags(
     prog: str,
     guide: Guide = TRAIN,
     own: Collection[str] = (),
-    found: Sequence[Problem] = (),
+    own_problems: Sequence[Problem] = (),
 ) -> tuple[Path | None, Given | None]:
-    """The file of options, which is not read, and the flags with their problems; None: only the list of models was asked for.
+    """Read flags: return the path of the config file, which is not read, and the flags with their problems.
+
+    The flags are None if only the list of models was requested.
 
     Args:
-        argv, prog, guide, own, found: see `parse_flags`.
+        argv, prog, guide, own, own_problems: see `parse_flags`.
 
     Raises:
         SystemExit: after `--help`.
@@ -147,13 +149,13 @@ def read_flags(
     if values.pop("list_models"):
         return path, None
     flags, stray = split_unknown(unknown)
-    problems = [*found]
+    problems = [*own_problems]
     for flag in flags:
         near = near_flag(flag, own)
         name = flag.lstrip("-").removeprefix("no-")
         other = unknown_option(name, f"--{name}")
         problems.append(Problem(flag, f"unknown flag; did you mean {near}?" if near else other.message, other.about))
     if stray:
-        problems.append(Problem("command line", f"unexpected {said(stray)}; values follow their flag"))
+        problems.append(Problem("command line", f"unexpected {format_arguments(stray)}; values follow their flag"))
     problems += parser.problems([])
     return path, Given(values, {name: f"--{name}" for name in values}, problems)

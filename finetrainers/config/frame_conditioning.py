@@ -1,7 +1,8 @@
-"""Clean-frame conditioning: which latent frames of a clip training gives to the network, and how often. Imports no torch.
+"""Clean-frame conditioning: latent frames of a clip that training gives to the network, and how often. No torch.
 
-The kinds are the masks that Open-Sora trains with (`MaskGenerator` in its 1.2), whose names are read, too. A latent frame
-that is given is clean, has noise level 0 and leaves the loss.
+The kinds are the masks that Open-Sora trains with (`MaskGenerator` in its 1.2); its names are read as well. A latent
+frame that is given is clean, has noise level 0 and leaves the loss.
+
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from finetrainers.utils.text import nearest, quoted, shortened
 
 from .facts import Facts
 
-#: Every kind, and what it gives, for `--help` and the documentation. A quarter is that of the latent frames, one at least.
+#: Every kind with its frames, for `--help` and the documentation. A quarter is that of the latent frames, one at least.
 KINDS = {
     "first": "the first frame",
     "last": "the last latent frame",
@@ -47,7 +48,7 @@ ALIASES = {
     "identity": "none",
     "mask_no": "none",
 }
-_OF_LENGTH = ("prefix", "suffix")
+_WITH_LENGTH = ("prefix", "suffix")
 _EXAMPLE = "first=0.1,last=0.05,prefix:9=0.05"
 
 
@@ -58,7 +59,7 @@ class FrameKind:
     Attributes:
         name: in `KINDS`.
         p: probability, per sample.
-        frames: length of a prefix or suffix in frames of the clip; None: it is drawn.
+        frames: length of a prefix or suffix in frames of the clip, or None if it is drawn.
     """
 
     name: str
@@ -67,11 +68,11 @@ class FrameKind:
 
     @property
     def label(self) -> str:
-        """As it is written, without its probability."""
+        """Kind as users write it, without its probability."""
         return self.name if self.frames is None else f"{self.name}:{self.frames}"
 
     def draw(self, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
-        """Indexes of the latent frames that are given, of so many, each of which stands for `temporal` frames."""
+        """Return the indexes of the given frames among `latent_frames`, each of which stands for `temporal` frames."""
         everything = range(latent_frames)
         if self.name == "first":
             return (0,)
@@ -84,8 +85,8 @@ class FrameKind:
             return everything[rng.randint(0, 1) :: 2]
         if self.name == "random":
             p = rng.uniform(0.1, 0.9)
-            given = [k for k in everything if rng.random() < p]
-            return given[:-1] if len(given) == latent_frames else given
+            indexes = [k for k in everything if rng.random() < p]
+            return indexes[:-1] if len(indexes) == latent_frames else indexes
         length = 1 if self.name in ("last", "first+last", "frame") else rng.randint(1, max(1, latent_frames // 4))
         if self.name in ("frame", "span"):
             start = rng.randint(0, latent_frames - length)
@@ -95,14 +96,14 @@ class FrameKind:
         return (*head, *tail)
 
     def grid_problem(self, temporal: int) -> str | None:
-        """Why a length is not one of whole latent frames, each of which stands for so many frames; None: it is."""
+        """Return why the length does not fill latent frames of `temporal` frames each, or None if it does."""
         if self.frames is None or (self.frames - (self.name == "prefix")) % temporal == 0:
             return None
-        wanted = f"1 + a multiple of {temporal}" if self.name == "prefix" else f"a multiple of {temporal}"
-        return f"{self.label} must have {wanted} frames, as latent frames stand for {temporal}"
+        lengths = f"1 + a multiple of {temporal}" if self.name == "prefix" else f"a multiple of {temporal}"
+        return f"{self.label} must have {lengths} frames, as latent frames stand for {temporal}"
 
     def problem(self, frames: int, temporal: int) -> str | None:
-        """Why clips of so many frames, not images, cannot be given frames of this kind; None: they can."""
+        """Return why this kind does not fit clips (not images) of `frames` frames, or None if it does."""
         if reason := self.grid_problem(temporal):
             return reason
         latent_frames = (frames - 1) // temporal + 1
@@ -115,7 +116,7 @@ FrameConditioning = tuple[FrameKind, ...]
 
 
 def draw_frames(kinds: FrameConditioning, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
-    """Latent frames that one sample is given: the first number of `rng` picks one of the kinds, in their order, or none."""
+    """Return the latent frames that one sample is given: the first number of `rng` picks a kind, in order, or none."""
     coin, reached = rng.random(), 0.0
     for kind in kinds:
         reached += kind.p
@@ -125,17 +126,17 @@ def draw_frames(kinds: FrameConditioning, latent_frames: int, temporal: int, rng
 
 
 def read_frame_conditioning(value: Any) -> Any:
-    """The kinds of `"first=0.1,prefix:9=0.05"`, of a table, of its text, or of a list of texts; kinds pass through.
+    """Return the kinds of `"first=0.1,prefix:9=0.05"`, of a table, or of strings in a list; kinds pass through.
 
     Raises:
-        ValueError: everything that is wrong with them.
+        ValueError: all problems with them.
     """
     if isinstance(value, str) and value.strip().startswith("{"):
         with suppress(ValueError, SyntaxError):  # a dict as a configuration in Python or JSON has it
             value = ast.literal_eval(value.strip())
     if isinstance(value, Mapping):
         pairs = [(str(name), share) for name, share in value.items()]
-    elif isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(one, str) for one in value)):
+    elif isinstance(value, str) or (isinstance(value, Sequence) and all(isinstance(label, str) for label in value)):
         text = value if isinstance(value, str) else ",".join(value)
         parts = [part.strip() for part in text.split(",") if part.strip()]
         pairs = [(name.strip(), share.strip()) for name, _, share in (part.partition("=") for part in parts)]
@@ -148,17 +149,17 @@ def read_frame_conditioning(value: Any) -> Any:
         except ValueError as error:
             problems.append(str(error))
     labels = [kind.label for kind in kinds if kind is not None]
-    problems += [f"{label} is there twice" for label in sorted({one for one in labels if labels.count(one) > 1})]
-    found = tuple(kind for kind in kinds if kind is not None and kind.p > 0)
-    if (total := sum(kind.p for kind in found)) > 1 + 1e-9:
+    problems += [f"{label} is there twice" for label in sorted({label for label in labels if labels.count(label) > 1})]
+    nonzero_kinds = tuple(kind for kind in kinds if kind is not None and kind.p > 0)
+    if (total := sum(kind.p for kind in nonzero_kinds)) > 1 + 1e-9:
         problems.append(f"the probabilities add up to {total:g}, which is more than 1")
     if problems:
         raise ValueError("; ".join(problems))
-    return found
+    return nonzero_kinds
 
 
 def _kind(text: str, share: Any) -> FrameKind | None:
-    """One kind; None for Open-Sora's names of giving nothing."""
+    """Return the kind of a text, or None for Open-Sora's names of giving nothing."""
     name, colon, length = text.partition(":")
     name = ALIASES.get(name, name)
     try:
@@ -172,40 +173,43 @@ def _kind(text: str, share: Any) -> FrameKind | None:
         return None
     if name not in KINDS:
         raise ValueError(
-            f"{shortened(quoted(name))} is no kind of given frames{nearest(name, [*KINDS, *ALIASES])}; kinds: {', '.join(KINDS)}"
+            f"{shortened(quoted(name))} is no kind of given frames{nearest(name, [*KINDS, *ALIASES])}; kinds: "
+            f"{', '.join(KINDS)}"
         )
     if not colon:
         return FrameKind(name, p)
-    if name not in _OF_LENGTH or not re.fullmatch(r"[1-9][0-9]{0,5}", length):
+    if name not in _WITH_LENGTH or not re.fullmatch(r"[1-9][0-9]{0,5}", length):
         raise ValueError(
             f"{shortened(quoted(text))} is not KIND or prefix:FRAMES or suffix:FRAMES, for example prefix:9"
         )
     return FrameKind(name, p, int(length))
 
 
-def written(kinds: FrameConditioning) -> str:
-    """As users write them."""
+def format_kinds(kinds: FrameConditioning) -> str:
+    """Return the kinds as users write them."""
     return ",".join(f"{kind.label}={kind.p!r}" for kind in kinds)
 
 
-def chosen_kinds(asked: FrameConditioning | None, first_p: float | None, facts: Facts) -> FrameConditioning:
-    """The kinds that training draws from: as asked, else the first frame alone, as often as asked or as the model was trained.
+def chosen_kinds(kinds: FrameConditioning | None, first_p: float | None, facts: Facts) -> FrameConditioning:
+    """Return the kinds that training draws from: the requested ones, or else the first frame alone.
+
+    Its probability is the requested one, or else that of the model's training.
 
     Args:
-        asked: `--frame_conditioning`.
+        kinds: `--frame_conditioning`.
         first_p: `--first_frame_conditioning_p`.
         facts: of the model.
     """
     if facts.first_frame == "none":
         return ()
     p = facts.first_frame_p if first_p is None else first_p
-    return ((FrameKind("first", p),) if p else ()) if asked is None else asked
+    return ((FrameKind("first", p),) if p else ()) if kinds is None else kinds
 
 
-#: The option's type. A table of kinds and probabilities is read, too.
+#: The option's type. It also accepts a table of kinds and probabilities.
 FrameKinds = Annotated[
     FrameConditioning,
     BeforeValidator(read_frame_conditioning),
-    PlainSerializer(written, return_type=str),
+    PlainSerializer(format_kinds, return_type=str),
     WithJsonSchema({"type": ["string", "object"]}),
 ]

@@ -32,70 +32,74 @@ class Geometry:
 
     @property
     def size_multiple(self) -> int:
-        """Height and width must be multiples of this many pixels."""
+        """Number of pixels whose multiples height and width must be."""
         return math.lcm(self.spatial * self.patch, self.pixels)
 
     def fitted(self, height: float, width: float) -> tuple[int, int]:
         """Return the legal height and width nearest to these from below, or the smallest legal ones."""
         if self.sides is not None:
             return self.sides
-        limit, multiple = self.largest or (height, width), self.size_multiple
-        rows, columns = (int(min(side, most)) // multiple for side, most in zip((height, width), limit, strict=True))
+        limits, multiple = self.largest or (height, width), self.size_multiple
+        rows, columns = (int(min(side, limit)) // multiple for side, limit in zip((height, width), limits, strict=True))
         return max(rows, 1) * multiple, max(columns, 1) * multiple
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Latent `(T, H, W)` of a clip of `frames` x `height` x `width` pixels."""
+        """Return the latent `(T, H, W)` of a clip of `frames` x `height` x `width` pixels."""
         return (frames - 1) // self.temporal + 1, height // self.spatial, width // self.spatial
 
     def denoised_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Latent `(T, H, W)` with the padding frames that complete temporal patches; see `ModelSpec.padded`."""
+        """Return the latent `(T, H, W)` with the frames that pad temporal patches; see `ModelSpec.padded`."""
         t, h, w = self.latent_shape(frames, height, width)
         return t + -t % self.patch_t, h, w
 
     def num_tokens(self, frames: int, height: int, width: int) -> int:
-        """Video tokens that the transformer sees for one clip."""
+        """Return the number of video tokens that the transformer sees for one clip."""
         t, h, w = self.denoised_shape(frames, height, width)
         return t // self.patch_t * (h // self.patch) * (w // self.patch)
 
     def prefix_frames(self, frames: int | None, available: int) -> int:
-        """How many frames of a video, those at its end, a sample begins with: as many as wanted, or all that fill latent frames."""
+        """Return how many of a video's last frames a sample begins with: `frames`, or all that fill latent frames."""
         return (available - 1) // self.temporal * self.temporal + 1 if frames is None else frames
 
     def prefix_problem(self, frames: int | None, available: int, sampled: int, *, ending: bool) -> str | None:
-        """Why a sample cannot begin with so many frames of a video, as the end of a sentence on what the video has.
+        """Return why a sample cannot begin with `frames` frames of a video, or None if it can.
+
+        The reason is the end of a sentence on how many frames the video has.
 
         Args:
-            frames: that are wanted; None: all.
-            available: that the video has.
-            sampled: of the sample.
-            ending: whether its last latent frame is given, too.
+            frames: requested frames, or None for all.
+            available: frames of the video.
+            sampled: frames of the sample.
+            ending: whether the last latent frame of the sample is also given.
         """
-        most = sampled - self.temporal * (2 if ending else 1)
-        most = (most - 1) // self.temporal * self.temporal + 1
-        if most < 1:
+        longest = sampled - self.temporal * (2 if ending else 1)
+        longest = (longest - 1) // self.temporal * self.temporal + 1
+        if longest < 1:
             return ", which leaves nothing to sample; sample more frames"
-        taken = self.prefix_frames(frames, available)
-        if (taken - 1) % self.temporal:
-            fitting = max(1, min(self.prefix_frames(None, min(taken, available)), most))
-            return f", and its last {taken} are not {self.temporal}*k+1; give FILE:{fitting}"
-        if taken > available:
+        requested = self.prefix_frames(frames, available)
+        if (requested - 1) % self.temporal:
+            fitting = max(1, min(self.prefix_frames(None, min(requested, available)), longest))
+            return f", and its last {requested} are not {self.temporal}*k+1; give FILE:{fitting}"
+        if requested > available:
             fitting = self.prefix_frames(None, available)
-            if fitting > most:
-                return f", not {taken}; give FILE:{most}"
-            return f", not {taken}; give FILE:{fitting}, or leave the number out"
-        if taken > most:
-            return f", of which a sample of {sampled} frames can begin with {most}; give FILE:{most}, or sample more"
+            if fitting > longest:
+                return f", not {requested}; give FILE:{longest}"
+            return f", not {requested}; give FILE:{fitting}, or leave the number out"
+        if requested > longest:
+            return (
+                f", of which a sample of {sampled} frames can begin with {longest}; give FILE:{longest}, or sample more"
+            )
         return None
 
     def problems(self, frames: int, height: int, width: int) -> list[str]:
-        """Reasons why a size is not legal, each with a legal one; empty if it is."""
-        found = self._wrong(frames, height, width)
-        if found and width < min(frames, height):
+        """Return the reasons why a size is not legal, each with a legal one; empty if it is."""
+        problems = self._wrong(frames, height, width)
+        if problems and width < min(frames, height):
             # Others write WIDTHxHEIGHTxFRAMES; clips are wider than high more often than not.
-            meant = (width, min(frames, height), max(frames, height))
-            if not self._wrong(*meant):
-                return [f"the order is FRAMESxHEIGHTxWIDTH; did you mean {'x'.join(map(str, meant))}?"]
-        return found
+            size = (width, min(frames, height), max(frames, height))
+            if not self._wrong(*size):
+                return [f"the order is FRAMESxHEIGHTxWIDTH; did you mean {'x'.join(map(str, size))}?"]
+        return problems
 
     def length_problems(self, frames: int) -> list[str]:
         """Return the reasons why a length is not legal, each with a legal one; empty if it is."""
@@ -105,18 +109,21 @@ class Geometry:
         return [f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}"]
 
     def _wrong(self, frames: int, height: int, width: int) -> list[str]:
-        found = self.length_problems(frames)
+        problems = self.length_problems(frames)
         if self.sides is not None and (height, width) != self.sides:
             legal = "x".join(map(str, self.sides))
-            return [*found, f"this checkpoint's positions are learned for {legal} (height x width) only; use {legal}"]
+            return [
+                *problems,
+                f"this checkpoint's positions are learned for {legal} (height x width) only; use {legal}",
+            ]
         for name, pixels in (("height", height), ("width", width)):
             if pixels % self.size_multiple:
                 below = max(pixels // self.size_multiple, 1) * self.size_multiple
-                found.append(
+                problems.append(
                     f"{name} {pixels} is not a multiple of {self.size_multiple}; "
                     f"use {below} or {below + self.size_multiple}"
                 )
         if self.largest is not None and (height > self.largest[0] or width > self.largest[1]):
-            most = "x".join(map(str, self.largest))
-            found.append(f"this checkpoint has positions up to {most} (height x width); use a smaller size")
-        return found
+            largest = "x".join(map(str, self.largest))
+            problems.append(f"this checkpoint has positions up to {largest} (height x width); use a smaller size")
+        return problems

@@ -1,4 +1,4 @@
-"""Options as they are given: by flat name, with the place of each, before their values are validated."""
+"""Options before their values are validated: by flat name, with the place of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import Problem
 
-#: Where something is given, for messages: from the table (None: none) and the name (None: the table itself).
+#: Place of an option, for messages: from the table, or None without one, and the name, or None for the table itself.
 Locate = Callable[[str | None, str | None], str]
 
 
@@ -19,8 +19,8 @@ class Given:
     Attributes:
         values: by flat name.
         where: the place of each, for messages; that of a replaced name stays.
-        problems: what is wrong with the names.
-        notes: how names were understood, for the user.
+        problems: problems with the names.
+        notes: interpretations of names, for the user.
         is_translated: whether options were read from a command or a file of another trainer.
     """
 
@@ -32,7 +32,7 @@ class Given:
 
     @property
     def lost(self) -> list[str]:
-        """The options that refused names would have set."""
+        """Options that refused names would have set."""
         return [option for problem in self.problems for option in problem.about]
 
     def override(self, other: Given) -> None:
@@ -49,7 +49,7 @@ class Given:
         self.problems.append(Problem(self.where[name], message, about))
 
     def put(self, option: str, value: Any, *names: str) -> bool:
-        """Set an option instead of other names; False: it is given by its own name too, which is a problem."""
+        """Set an option instead of other names; return False, and record a problem, if its own name also sets it."""
         for name in names:
             self.values.pop(name, None)
         if self.values.get(option) is not None:

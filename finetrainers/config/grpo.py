@@ -1,4 +1,4 @@
-"""The options of reward finetuning (`--method grpo`, `nft` and `refl`), and the few sums that follow from them."""
+"""Options of reward finetuning (`--method grpo`, `nft` and `refl`), and the few sums that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .values import VideoBucket, parse_numbers
 PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "flash"]
 #: The methods that sample clips and score them.
 REWARD_METHODS = ("grpo", "nft", "refl")
-#: Of these, the ones that compare the clips of a prompt with each other.
+#: Reward methods that compare the clips of a prompt with each other.
 COMPARING_METHODS = ("grpo", "nft")
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
 
@@ -50,17 +50,18 @@ class GRPOSection(Section):
         "odd N on one more of the best. The default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
-    rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When the gradients of trained steps "
-        "are taken: after the rollout, by putting these steps through the network again (`replay`), or without that "
-        "forward pass. `reweight` takes them while it samples, of every clip, also of those that `--best_of_n` leaves out, and "
-        "applies advantages when they are known; gradients take memory. `retain` keeps the activations until advantages are "
-        "known, and takes the gradients of the clips that are trained alone: the fewest passes with `--best_of_n`, and the "
-        "most memory. `auto` takes the fastest of them that fits. `estimate` shows what each takes. All but `replay` are for one "
-        "update per rollout, without KL penalty.", resume="free", method="grpo")
-    selective_rollouts: float = option(1.0, "Skip prompts that teach nothing, before any of their clips is sampled (GRESO). "
-        "A prompt whose clips have scored alike z times in a row, up to `advantage_std_floor`, is sampled with the "
-        "probability P^z, where P is this value. 0.5 is a good one; 1 skips none. Prompts must come more than once in a run.",
-        resume="free", method="grpo|nft", gt=0, le=1)
+    rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When the gradients of "
+        "trained steps are taken: after the rollout, by putting these steps through the network again (`replay`), or "
+        "without that forward pass. `reweight` takes them while it samples, of every clip, also of those that "
+        "`--best_of_n` leaves out, and applies advantages when they are known; gradients take memory. `retain` keeps "
+        "the activations until advantages are known, and takes the gradients of the clips that are trained alone: the "
+        "fewest passes with `--best_of_n`, and the most memory. `auto` takes the fastest of them that fits. "
+        "`estimate` shows what each takes. All but `replay` are for one update per rollout, without KL penalty.",
+        resume="free", method="grpo")
+    selective_rollouts: float = option(1.0, "Skip prompts that teach nothing, before any of their clips is sampled "
+        "(GRESO). A prompt whose clips have scored alike z times in a row, up to `advantage_std_floor`, is sampled "
+        "with the probability P^z, where P is this value. 0.5 is a good one; 1 skips none. Prompts must come more "
+        "than once in a run.", resume="free", method="grpo|nft", gt=0, le=1)
     sampling_steps: int = option(10, "Denoising steps of a rollout. Fewer than for final samples suffice, since clips "
         "are only compared. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "
@@ -99,7 +100,8 @@ class GRPOSection(Section):
     advantage: Literal["group_std", "global_std", "mean_only"] = option("group_std", "Advantage: the score minus the "
         "mean of its prompt, divided by the standard deviation of the prompt, of the rollout, or not at all.",
         resume="free", method="grpo|nft")
-    advantage_eps: float = option(1e-4, "Epsilon added to that standard deviation.", resume="free", method="grpo|nft", gt=0)
+    advantage_eps: float = option(1e-4, "Epsilon added to that standard deviation.", resume="free", method="grpo|nft",
+        gt=0)
     advantage_std_floor: float = option(0.0, "Smallest standard deviation to divide by, in units of the score. Below "
         "it, scores differ only by noise.", resume="free", method="grpo|nft", ge=0)
     advantage_correction: int = option(0, "Bessel's correction of the standard deviation: 0 without, 1 with.",
@@ -137,28 +139,32 @@ class GRPOSection(Section):
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
     reward_device: str | None = option(None, "Device of the rewards that are networks, such as `cpu` or `cuda:1`. A "
         "reward's own `device=` precedes. By default they share the GPU of their process.", resume="free")
-    overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled, with the same scores. It "
-        "saves most where rewards compute elsewhere: on servers, on another GPU or on the CPU (`reward_device`). On the GPU "
-        "that samples, a stream of its own scores, and both need memory at once.", resume="free", method="grpo|nft")
+    overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled, with the same "
+        "scores. It saves most where rewards compute elsewhere: on servers, on another GPU or on the CPU "
+        "(`reward_device`). On the GPU that samples, a stream of its own scores, and both need memory at once.",
+        resume="free", method="grpo|nft")
     keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
-        "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free", method="grpo|nft")
-    keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half the "
-        "worst, with prompt, seed, scores and advantage in `clips.jsonl`. `--method dpo` trains on them. 0 writes the best "
-        "and the worst clip of one prompt.", resume="free", ge=0, le=100_000)
+        "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free",
+        method="grpo|nft")
+    keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half "
+        "the worst, with prompt, seed, scores and advantage in `clips.jsonl`. `--method dpo` trains on them. 0 "
+        "writes the best and the worst clip of one prompt.", resume="free", ge=0, le=100_000)
     keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts; a "
-        "tracker shows them. 0 writes none. The default is 10 with a tracker or `keep_rollouts`, else 0.", resume="free",
-        ge=0)
-    dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: `vq_reward.txt` "
-        "and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
-        "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the first "
-        "word of the family's name. `checkpoint-{rollout}-0` links to the weights of a checkpoint.", resume="free", method="grpo|nft")
-    prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout of "
-        "DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which `--prompts` "
-        "reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True, place="folder")
-    hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "What happens if a held-out reward falls while "
-        "the reward that is trained rises (reward hacking): nothing, a warning, or a stop with a checkpoint and exit code "
-        "76. Held-out is a reward of `eval_reward` that is not trained, at every `eval_steps`; without one, the KL is "
-        "judged. The default is `warn` where there is either.", resume="free")
+        "tracker shows them. 0 writes none. The default is 10 with a tracker or `keep_rollouts`, else 0.",
+        resume="free", ge=0)
+    dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: "
+        "`vq_reward.txt` and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
+        "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the "
+        "first word of the family's name. `checkpoint-{rollout}-0` links to the weights of a checkpoint.",
+        resume="free", method="grpo|nft")
+    prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout "
+        "of DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which "
+        "`--prompts` reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True,
+        place="folder")
+    hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "What happens if a held-out reward falls "
+        "while the reward that is trained rises (reward hacking): nothing, a warning, or a stop with a checkpoint "
+        "and exit code 76. Held-out is a reward of `eval_reward` that is not trained, at every `eval_steps`; without "
+        "one, the KL is judged. The default is `warn` where there is either.", resume="free")
     hacking_patience: int = option(2, "Evaluations in a row that must show reward hacking before `hacking_guard` acts.",
         resume="free", ge=1, le=1000)
     reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
@@ -167,7 +173,7 @@ class GRPOSection(Section):
 
 
 def step_range(section: GRPOSection) -> range:
-    """Range of steps that may be trained: `window_range` rounded to whole steps, without the last step."""
+    """Return the range of steps that may be trained: `window_range` rounded to whole steps, without the last step."""
     last = section.sampling_steps - 1
     if section.window_size == 0:
         return range(last)
@@ -176,18 +182,20 @@ def step_range(section: GRPOSection) -> range:
 
 
 def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
-    """Number of trained steps of a clip: `timestep_fraction` of the stochastic ones or the window's, rounded down."""
+    """Return the number of trained steps of a clip: `timestep_fraction` of the stochastic ones or the window's, rounded
+    down.
+    """
     stochastic = stochastic or section.window_size or section.sampling_steps - 1
     return int(stochastic * section.timestep_fraction + _ROUNDING)
 
 
 def kernel(section: GRPOSection, *, is_flow: bool) -> Kernel:
-    """The sampler of policy gradients."""
+    """Return the sampler of policy gradients."""
     return section.sampler or ("flow" if is_flow else "ddim")
 
 
 def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
-    """Why gradients cannot be taken without replay, with the way out."""
+    """Yield the reasons why gradients cannot be taken without replay, with the remedy."""
     if section.updates_per_rollout > 1:
         yield (
             "the gradient taken while sampling is that of the first update, and there are --updates_per_rollout "
@@ -195,9 +203,9 @@ def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
         )
     if section.kl_coef:
         yield (
-            f"the gradient of --kl_coef {section.kl_coef:g} is not scaled by the advantage: it would take a backward pass of its "
-            "own (reweight), or the reference's forward pass for every clip (retain), which costs more than the forward pass "
-            "that is saved; use 0, or replay"
+            f"the gradient of --kl_coef {section.kl_coef:g} is not scaled by the advantage: it would take a backward "
+            "pass of its own (reweight), or the reference's forward pass for every clip (retain), which costs more "
+            "than the forward pass that is saved; use 0, or replay"
         )
     if section.overlap_rewards:
         yield "gradients wait for scores; remove --overlap_rewards, or use replay"

@@ -1,4 +1,4 @@
-"""What a run judges reward hacking by (`--hacking_guard`): held-out rewards, or else the KL to the reference model."""
+"""Evidence of reward hacking (`--hacking_guard`): held-out rewards, or else the KL to the reference model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _INTERVAL = 10  # rollouts of one judgment by the KL, where nothing is evaluated
 
 @dataclass(frozen=True)
 class HackingRule:
-    """How a run looks for reward hacking.
+    """Rule by which a run detects reward hacking.
 
     Attributes:
-        action: what happens when it is found.
+        action: reaction to reward hacking.
         held_out: labels of the evaluated rewards that are not trained; without any, the KL is judged.
-        patience: judgments in a row that must find it.
+        patience: judgments in a row that must detect it.
         every: optimizer steps between judgments by the KL.
     """
 
@@ -30,7 +30,7 @@ class HackingRule:
 
 
 def hacking_rule(config: TrainConfig) -> HackingRule | None:
-    """The rule of a run of reward finetuning; None if the guard is off, or there is nothing to judge by."""
+    """Return the rule of a run of reward finetuning, or None if the guard is off or there is nothing to judge by."""
     section, every = config.grpo, config.validation.eval_steps
     held_out = held_out_rewards(config) if every else ()
     if section.hacking_guard == "off" or not (held_out or measures_kl(config)):
@@ -40,12 +40,12 @@ def hacking_rule(config: TrainConfig) -> HackingRule | None:
 
 
 def measures_kl(config: TrainConfig) -> bool:
-    """Whether the loss measures the KL to the reference model."""
+    """Return whether the loss measures the KL to the reference model."""
     return bool(config.grpo.nft_kl if config.training.method == "nft" else config.grpo.kl_coef)
 
 
 def held_out_rewards(config: TrainConfig) -> tuple[str, ...]:
-    """Labels of the rewards that score held-out prompts, and that nothing is trained on."""
+    """Return the labels of the rewards that score held-out prompts and are not trained on."""
     if config.validation.eval_prompts is None:
         return ()
     trained = {identity(entry) for entry in config.grpo.reward if entry.weight}
@@ -56,12 +56,12 @@ def held_out_rewards(config: TrainConfig) -> tuple[str, ...]:
 
 
 def trained_labels(trained: Sequence[RewardEntry], evaluated: Sequence[RewardEntry]) -> dict[str, float]:
-    """The weight of each reward that is trained on, by its label in the evaluation; empty if one is not evaluated."""
+    """Return the weight of each reward for training, by its label in the evaluation; empty if one is not evaluated."""
     labels = dict(zip(map(identity, evaluated), labels_of(evaluated), strict=True))
     weights = {identity(entry): entry.weight for entry in trained if entry.weight}
-    return {labels[one]: weight for one, weight in weights.items()} if weights.keys() <= labels.keys() else {}
+    return {labels[key]: weight for key, weight in weights.items()} if weights.keys() <= labels.keys() else {}
 
 
 def identity(entry: RewardEntry) -> tuple[str, str]:
-    """What says that two entries mean the same reward."""
+    """Return the key that is equal for entries of the same reward."""
     return entry.name, options_text(entry)

@@ -1,4 +1,4 @@
-"""The text of `--help`: the options that most people set, all options, or those that a word names."""
+"""Text of `--help`: the options that most people set, all options, or those that match a word."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _END = """more help:
 
 Defaults are in brackets. Switches have a --no- form, which overrides a file.
 All options are also listed in docs/reference/configuration.md."""
-_WIDE = 40  # characters of choices from which on they are not shown after the flag
+_WIDE = 40  # characters of choices above which they are not shown after the flag
 _METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD", "kinds": "KIND=P,..."}
 
 
@@ -32,7 +32,7 @@ class Guide:
     """The first part of the help of a command.
 
     Attributes:
-        description: what the command does.
+        description: summary of the command.
         examples: its arguments, in commands that people give.
         common: options that most people set, by title.
     """
@@ -82,12 +82,12 @@ PREPARE = Guide(
 
 
 def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
-    """The help of a command that takes the options of a run.
+    """Return the help of a command that takes the options of a run.
 
     Args:
         prog: the command.
         word: `all`, a section, an option, a part of a name, or None for the options that most people set.
-        guide: what it begins with.
+        guide: the first part of the help.
 
     Raises:
         ConfigError: nothing is called `word`.
@@ -107,20 +107,20 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         general = parser.add_argument_group("general")
         general.add_argument("--config", metavar="FILE", help="TOML file of options.")
         general.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
-        shown = guide.common if word is None else sections
+        groups = guide.common if word is None else sections
     else:
         parser.usage = argparse.SUPPRESS
         name = str(word).lstrip("-").replace("-", "_").lower()
         parser.description = _wrapped(INSTEAD.get(name, ""))
-        shown = {name: sections[name]} if name in sections else _by_section(_named(name))
-        if not shown and not parser.description:
+        groups = {name: sections[name]} if name in sections else _by_section(_named(name))
+        if not groups and not parser.description:
             nothing = f"no option is called {name!r}, nor a part of one; sections: {' '.join(sections)}"
             raise ConfigError([Problem("--help", nothing)], of="this command")
-    for title, names in shown.items():
-        described = TrainConfig.model_fields[title].description if word is not None else None
-        group = parser.add_argument_group(title, _wrapped(described) if described else None)
-        for one in names:
-            _add(group, one, in_full=word not in (None, "all"))
+    for title, names in groups.items():
+        description = TrainConfig.model_fields[title].description if word is not None else None
+        group = parser.add_argument_group(title, _wrapped(description) if description else None)
+        for option_name in names:
+            _add(group, option_name, in_full=word not in (None, "all"))
     return parser.format_help()
 
 
@@ -129,24 +129,24 @@ def _wrapped(text: str) -> str:
 
 
 def _named(word: str) -> list[str]:
-    """Options that match a word: by name, another trainer's name, part of the name, help text, or a typo."""
+    """Return the options that match a word: by name, another trainer's name, part of the name, help text, or a typo."""
     if word in fields():
         return [word]
     if word in SAME:
         return [SAME[word]]
     if word in INSTEAD:
         return [name for name in dict.fromkeys(re.findall(r"--(\w+)", INSTEAD[word])) if name in fields()]
-    told = re.compile(rf"\b{re.escape(word.replace('_', ' '))}", re.IGNORECASE)
-    found = [name for name, o in fields().items() if word in name or told.search(o.field.description or "")]
-    meant = None if found else meant_by(word, fields())
-    return found if meant is None else [meant]
+    pattern = re.compile(rf"\b{re.escape(word.replace('_', ' '))}", re.IGNORECASE)
+    matches = [name for name, o in fields().items() if word in name or pattern.search(o.field.description or "")]
+    suggestion = None if matches else meant_by(word, fields())
+    return matches if suggestion is None else [suggestion]
 
 
 def _by_section(names: Iterable[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names_by_section: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(fields()[name].section, []).append(name)
-    return found
+        names_by_section.setdefault(fields()[name].section, []).append(name)
+    return names_by_section
 
 
 def _add(group: Any, name: str, *, in_full: bool) -> None:

@@ -1,4 +1,4 @@
-"""From flags, TOML files and Python arguments to one checked `TrainConfig`, and back to TOML."""
+"""Loading of flags, TOML files and Python arguments into one checked `TrainConfig`, and writing it back to TOML."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
     Raises:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
-    given = Given()
+    overrides = Given()
     options = {name: _without_torch(name, value) for name, value in options.items()}
-    take_options(given, options, lambda table, name: ".".join(part for part in (table, name) if part))
-    return build_config([*([file_source(Path(path))] if path is not None else []), given])
+    take_options(overrides, options, lambda table, name: ".".join(part for part in (table, name) if part))
+    return build_config([*([file_source(Path(path))] if path is not None else []), overrides])
 
 
 def _without_torch(name: str, value: Any) -> Any:
-    """A dtype of torch as the option's own name of it; other values as they are."""
+    """Return a torch dtype as the option's own name of it; other values pass through."""
     if type(value).__module__ != "torch" or type(value).__name__ != "dtype":
         return value
     text = str(value).removeprefix("torch.")
@@ -69,45 +69,45 @@ def file_source(path: Path) -> Given:
     text, document = read_toml(path)
 
     def locate(table: str | None, name: str | None) -> str:
-        return f"{path}:{line_of(text, name, table)}"
+        return f"{path}:{find_line(text, name, table)}"
 
-    found = Given()
+    options = Given()
     if is_diffusion_pipe(document):
-        document = translate_document(document, found, locate)
-    take_options(found, document, locate)
-    return found
+        document = translate_document(document, options, locate)
+    take_options(options, document, locate)
+    return options
 
 
-def take_options(given: Given, document: Mapping[str, Any], locate: Locate) -> None:
+def take_options(options: Given, document: Mapping[str, Any], locate: Locate) -> None:
     """Add options that stand in their section's table, or flat at the top level."""
     for entry, value in document.items():
         if not isinstance(value, Mapping):
-            _take_one(given, *split_name(entry), value, locate)
+            _take_option(options, *split_name(entry), value, locate)
         elif entry in sections():
             for name, inner in value.items():
-                _take_one(given, entry, name, inner, locate)
+                _take_option(options, entry, name, inner, locate)
         else:
             message = f"unknown table [{entry}]{nearest(entry, sections())}"
-            given.problems.append(Problem(locate(entry, None), message))
+            options.problems.append(Problem(locate(entry, None), message))
 
 
-def _take_one(given: Given, table: str | None, name: str, value: Any, locate: Locate) -> None:
+def _take_option(options: Given, table: str | None, name: str, value: Any, locate: Locate) -> None:
     where = locate(table, name)
     name = flat_name(name.replace("-", "_"), table)
     option = former_names().get(name, name)
     if option in fields() and not belongs(option, table):
         message = f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"
-        given.problems.append(Problem(where, message))
+        options.problems.append(Problem(where, message))
     elif option not in fields() and name not in OTHER_NAMES:
-        given.problems.append(unknown_option(name, where))
-    elif name in given.values:
-        given.problems.append(Problem(where, f"{name!r} is given twice"))
+        options.problems.append(unknown_option(name, where))
+    elif name in options.values:
+        options.problems.append(Problem(where, f"{name!r} is given twice"))
     else:
-        given.values[name], given.where[name] = value, where
+        options.values[name], options.where[name] = value, where
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """Read a TOML file: its text and its parsed content.
+    """Read a TOML file: return its text and its parsed content.
 
     Raises:
         ConfigError: it cannot be read, or is something else.
@@ -124,17 +124,17 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
         raise ConfigError([Problem(str(path), message)]) from None
 
 
-def line_of(text: str, name: str | None, table: str | None) -> int:
+def find_line(text: str, name: str | None, table: str | None) -> int:
     """Return the line number of `name` (in `table` if given), or of the table itself; 1 if it is not found.
 
     A name may begin a dotted key or a header: `mask_ratios.random = 0.1` and `[data.mask_ratios]` give `mask_ratios`.
     """
-    wanted = [*(table.split(".") if table else []), *([name] if name is not None else [])]
-    wanted = [part.replace("-", "_") for part in wanted]
-    paths = _paths(text) if wanted else []
+    key = [*(table.split(".") if table else []), *([name] if name is not None else [])]
+    key = [part.replace("-", "_") for part in key]
+    paths = _paths(text) if key else []
     for start in (0, 1, 2):  # a key at the top wins over one of its name in a table
         for number, path in paths:
-            if path[start : start + len(wanted)] == wanted:
+            if path[start : start + len(key)] == key:
                 return number
     return 1
 
@@ -163,37 +163,43 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
     command = read_command(sources, FOREIGN)
     sources = [*([] if command is None else [command]), *sources]
     method = next((source.values["method"] for source in reversed(sources) if "method" in source.values), None)
-    given = Given()
+    merged = Given()
     for source in sources:
         translate_names(source, others=FOREIGN if method in COMPARING_METHODS else ())
-        given.override(source)
-    translate_dependent(given)
-    translate(given)
-    fill_preset(given)
-    if given.is_translated:  # it ran elsewhere with other memory, and its options are not ours
-        given.values.setdefault("fit_gpu", True)
+        merged.override(source)
+    translate_dependent(merged)
+    translate(merged)
+    fill_preset(merged)
+    if merged.is_translated:  # it ran elsewhere with other memory, and its options are not ours
+        merged.values.setdefault("fit_gpu", True)
     if os.environ.get("RANK", "0") == "0":
-        for note in given.notes:
+        for note in merged.notes:
             NOTES.warning(note)
-    return _validated(given)
+    return _validated(merged)
 
 
-def _validated(given: Given) -> TrainConfig:
-    """Validate flat options; raise if there are problems already, or if a value is invalid."""
-    problems, wrong = list(given.problems), list(given.lost)
+def _validated(options: Given) -> TrainConfig:
+    """Return the validated configuration of flat options.
+
+    Raises:
+        ConfigError: there are problems already, or a value is invalid.
+    """
+    problems, wrong = list(options.problems), list(options.lost)
     try:
-        config: TrainConfig | None = TrainConfig.model_validate(_by_table(given.values))
+        config: TrainConfig | None = TrainConfig.model_validate(_by_table(options.values))
     except ValidationError as error:
-        found = {name: problem for name, problem in _translate(error, given.where).items() if name not in wrong}
-        problems, wrong = [*problems, *found.values()], [*wrong, *found]
-        config = _without(given.values, found)
+        value_problems = {
+            name: problem for name, problem in _translate(error, options.where).items() if name not in wrong
+        }
+        problems, wrong = [*problems, *value_problems.values()], [*wrong, *value_problems]
+        config = _without(options.values, value_problems)
     if problems or config is None:
         raise ConfigError(problems, rest=config, wrong=wrong)
     return config
 
 
 def _without(values: Mapping[str, Any], wrong: Collection[str]) -> TrainConfig | None:
-    """The configuration without its invalid options; None if a required one is among them."""
+    """Return the configuration without its invalid options, or None if a required one is among them."""
     try:
         return TrainConfig.model_validate(_by_table({n: value for n, value in values.items() if n not in wrong}))
     except ValidationError:
@@ -201,7 +207,7 @@ def _without(values: Mapping[str, Any], wrong: Collection[str]) -> TrainConfig |
 
 
 def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Flat options in the tables of their sections."""
+    """Return flat options in the tables of their sections."""
     tables: dict[str, dict[str, Any]] = {"model": {}}
     for name, value in values.items():
         tables.setdefault(fields()[name].section, {})[fields()[name].key] = value
@@ -209,19 +215,19 @@ def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Problem]:
-    """pydantic's errors by option, each as a problem that names the option, its value and what is allowed."""
-    found: dict[str, Problem] = {}
+    """Return pydantic's errors by option, each as a problem that names the option, its value and the allowed values."""
+    problems: dict[str, Problem] = {}
     for entry in error.errors():
         table, key = str(entry["loc"][0]), str(entry["loc"][1])
         name = flat_name(key, table)
         option = fields()[name].field
         if entry["type"] == "missing":
-            found[name] = Problem(f"--{name}", f"is required: {option.description}")
+            problems[name] = Problem(f"--{name}", f"is required: {option.description}")
             continue
         message = value_message(entry, secret=SecretStr in get_args(option.annotation), synonyms=VALUES.get(name))
         place = where.get(name, f"--{name}")
-        found.setdefault(name, Problem(place, message if place.endswith(name) else f"{name}: {message}"))
-    return found
+        problems.setdefault(name, Problem(place, message if place.endswith(name) else f"{name}: {message}"))
+    return problems
 
 
 def dump_toml(config: TrainConfig) -> str:

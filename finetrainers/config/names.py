@@ -1,4 +1,4 @@
-"""What other trainers call our options: sd-scripts and musubi-tuner, diffusers' scripts, ai-toolkit, Lightricks'
+"""Other trainers' names of our options: sd-scripts and musubi-tuner, diffusers' scripts, ai-toolkit, Lightricks'
 trainers, SimpleTuner, diffusion-pipe, Open-Sora, later releases of these scripts.
 
 A name that means the same is accepted, with a note. One that means something else, or that has no counterpart, is
@@ -19,8 +19,8 @@ from .given import Given
 from .root import fields, former_names, split_name
 
 
-def names_of(groups: Mapping[str, str]) -> dict[str, str]:
-    """A table by name from one whose values are all the names, separated by spaces."""
+def invert_groups(groups: Mapping[str, str]) -> dict[str, str]:
+    """Return a table by name from one whose values are lists of names, separated by spaces."""
     return {name: value for value, names in groups.items() for name in names.split()}
 
 
@@ -95,13 +95,13 @@ _SAME = {
     "hub_model_id": "hf_repo_id huggingface_repo_id hub_repo_id",
     "hub_token": "hf_token huggingface_token",
 }
-#: Names that mean the same as one of ours, to that one; those of our own earlier versions, too.
-SAME = names_of(_SAME) | former_names()
-#: Names whose meaning depends on other options: Open-Sora's, those of later releases of these scripts, and ours of earlier
-#: versions, when DiffusionNFT was `--method grpo --rl_algorithm nft`.
+#: Names that mean the same as one of ours, including those of our own earlier versions, to our name.
+SAME = invert_groups(_SAME) | former_names()
+#: Names whose meaning depends on other options: Open-Sora's, those of later releases of these scripts, and ours of
+#: earlier versions, when DiffusionNFT was `--method grpo --rl_algorithm nft`.
 DEPENDENT = ("start_from_scratch", "rl_algorithm", "attn_provider_inference")
 
-#: What to do instead, and the names that are no option here.
+#: Advice, and the names without an option here that it is for.
 _INSTEAD = {
     "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, and may be several":
         "width height h w t num_frames max_num_frames target_frames frames num_frame video_dims video_size size "
@@ -121,7 +121,8 @@ _INSTEAD = {
     "before training, and keeps them on disk": "preprocessed_data_root",
     "--precompute_conditions encodes clips and captions once, before training, and keeps them on disk":
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
-        "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings load_tensors dump_tensors",
+        "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings load_tensors "
+        "dump_tensors",
     "a table or list of clips is --dataset_file FILE, and a folder of clips is --data_root FOLDER":
         "data_path data_file csv_path csv_file",
     "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, instead of a list for each side":
@@ -129,8 +130,8 @@ _INSTEAD = {
     "optimizers of torchao are --optimizer adamw-torchao-8bit, adamw-torchao-4bit or adamw-torchao-fp8":
         "use_torchao use_4bit",
     "the cache is in --precompute_dir, with --precompute_conditions": "cache_directory latent_cache_dir",
-    "prior preservation needs no clips of the class: the base model is the teacher; use --prior_preservation_weight 1 and "
-    "--class_prompt":
+    "prior preservation needs no clips of the class: the base model is the teacher; use --prior_preservation_weight "
+    "1 and --class_prompt":
         "class_data_dir with_prior_preservation num_class_images reg_data_dir",
     "clips and captions are not augmented; --video_reshape_mode random crops at random":
         "random_flip flip_aug color_aug shuffle_caption shuffle_tokens keep_tokens skip_frames_start skip_frames_end",
@@ -174,9 +175,10 @@ _INSTEAD = {
     "the loss is the squared error, weighted by --flow_weighting_scheme; leave it out":
         "loss_type huber_c pseudo_huber_c huber_schedule min_snr_gamma snr_gamma noise_offset multires_noise_iterations"
         " ip_noise_gamma",
-    "masks are files next to the clips, NAME.mask.png or .mp4, or in the folder or column that --mask_column names; the loss "
-    "is always the mean over what they leave, see docs/how-to/masks.md":
-        "masked_loss masked_training alpha_mask mask_path mask_directory conditioning_data_dir normalize_masked_area_loss",
+    "masks are files next to the clips, NAME.mask.png or .mp4, or in the folder or column that --mask_column names; "
+    "the loss is always the mean over what they leave, see docs/how-to/masks.md":
+        "masked_loss masked_training alpha_mask mask_path mask_directory conditioning_data_dir "
+        "normalize_masked_area_loss",
     "it is counted in optimizer steps here: --checkpointing_steps":
         "save_every_n_epochs save_every_n_minutes checkpoint_epoch_interval",
     "--checkpointing_limit N keeps the newest N checkpoints": "save_last_n_steps save_last_n_epochs",
@@ -212,11 +214,11 @@ _INSTEAD = {
     "a file of options is --config FILE.toml": "config_file config_path",
     "set FINETRAINERS_LOG_LEVEL=debug in the environment": "debug log_level",
 }  # fmt: skip
-#: Names that are no option here, and what to do instead.
-INSTEAD = names_of(_INSTEAD)
-#: What other trainers call values of ours, in lower case, by option.
+#: Names without an option here, and advice for each.
+INSTEAD = invert_groups(_INSTEAD)
+#: Other trainers' names of our values, in lower case, by option.
 VALUES = {
-    "optimizer": names_of({
+    "optimizer": invert_groups({
         "adam-bnb-8bit": "adam8bit",
         "adamw-bnb-8bit": "adamw8bit adamw_8bit adamw8bitkahan",
         "adamw": "adamw_bf16 adamw_torch adamw_torch_fused adamw_optimi",
@@ -227,30 +229,30 @@ VALUES = {
         "adamw-torchao-fp8": "adamwfp8",
         "prodigy": "prodigyopt",
     }),
-    "attn_backend": names_of({
+    "attn_backend": invert_groups({
         "native": "sdpa torch",
         "flash": "flash_attn flash_attention_2 flash2",
         "_flash_3_hub": "flash3 flash_3 flash_attention_3",
     }),
-    "lr_scheduler": names_of({"bump": "1cycle one_cycle onecycle"}),
-    "training_type": names_of({"full-finetune": "full full_finetune"}),
-    "mixed_precision": names_of({"no": "fp32 none", "bf16": "bfloat16", "fp16": "float16"}),
+    "lr_scheduler": invert_groups({"bump": "1cycle one_cycle onecycle"}),
+    "training_type": invert_groups({"full-finetune": "full full_finetune"}),
+    "mixed_precision": invert_groups({"no": "fp32 none", "bf16": "bfloat16", "fp16": "float16"}),
     **dict.fromkeys(
         ("transformer_dtype", "vae_dtype", "text_encoder_dtype", "text_encoder_2_dtype"),
-        names_of({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float8_e4m3fn": "float8"}),
+        invert_groups({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float8_e4m3fn": "float8"}),
     ),
 }  # fmt: skip
-#: Similarity (difflib's) from which on a name is a slip of the pen; at 0.78 `max_steps` still is like `max_items`.
+#: Similarity (difflib's) above which a name is a typo; at 0.78 `max_steps` is still similar to `max_items`.
 _CERTAIN = 0.8
 
 
 def other_names(option: str) -> list[str]:
-    """Other names under which an option of ours is accepted."""
-    return [name for name, ours in SAME.items() if ours == option]
+    """Return other names under which an option of ours is accepted."""
+    return [name for name, option_name in SAME.items() if option_name == option]
 
 
 def unknown_option(name: str, where: str) -> Problem:
-    """The problem of an unknown name: what to use instead, or the nearest option if the name is a typo.
+    """Return the problem of an unknown name: what to use instead, or the nearest option if the name is a typo.
 
     Args:
         name: without dashes.
@@ -268,71 +270,71 @@ def unknown_option(name: str, where: str) -> Problem:
 
 
 def meant_by(name: str, options: Iterable[str]) -> str | None:
-    """The option that a name is another trainer's for, or a typo of; None if that is not certain."""
-    known = {option: option for option in options}
-    known |= {other: option for other, option in SAME.items() if option in known}
-    close = get_close_matches(name, known, n=1, cutoff=_CERTAIN)
-    return known[close[0]] if close else None
+    """Return the option that a name is another trainer's for, or a typo of, or None if that is not certain."""
+    option_by_name = {option: option for option in options}
+    option_by_name |= {other: option for other, option in SAME.items() if option in option_by_name}
+    close = get_close_matches(name, option_by_name, n=1, cutoff=_CERTAIN)
+    return option_by_name[close[0]] if close else None
 
 
-def translate_names(given: Given, *, others: Container[str]) -> None:
+def translate_names(source: Given, *, others: Container[str]) -> None:
     """Replace other trainers' names, and former ones, by ours, with notes on those accepted.
 
     Args:
-        given: the options of one place.
+        source: the options of one place.
         others: names that belong to another dialect.
     """
-    taken: dict[bool, list[str]] = {False: [], True: []}  # by whether it is a former name of ours
-    for name in [name for name in given.values if name in SAME | INSTEAD and name not in others]:
-        place = given.where[name]
+    accepted: dict[bool, list[str]] = {False: [], True: []}  # by whether it is a former name of ours
+    for name in [name for name in source.values if name in SAME | INSTEAD and name not in others]:
+        place = source.where[name]
         if name in INSTEAD:
             problem = unknown_option(name, place)
-            given.refuse(name, problem.message, *problem.about)
-        elif given.put(option := SAME[name], given.values[name], name):
-            shown = name if place == name else f"{name} ({place})"
-            said = f"{place} as --{option}" if place.startswith("--") else f"{shown} as {option}"
-            taken[name in former_names()].append(said)
-    notes = [f"names of earlier versions are accepted: {', '.join(taken[True])}"] if taken[True] else []
-    if taken[False]:
-        given.is_translated = True
-        notes.append(f"names of other trainers are accepted: {', '.join(taken[False])}")
-    alpha_is_default = "network_alpha" not in given.where and given.values.get("lora_alpha") is None
-    if notes and "network_dim" in given.where and alpha_is_default:
+            source.refuse(name, problem.message, *problem.about)
+        elif source.put(option := SAME[name], source.values[name], name):
+            label = name if place == name else f"{name} ({place})"
+            phrase = f"{place} as --{option}" if place.startswith("--") else f"{label} as {option}"
+            accepted[name in former_names()].append(phrase)
+    notes = [f"names of earlier versions are accepted: {', '.join(accepted[True])}"] if accepted[True] else []
+    if accepted[False]:
+        source.is_translated = True
+        notes.append(f"names of other trainers are accepted: {', '.join(accepted[False])}")
+    alpha_is_default = "network_alpha" not in source.where and source.values.get("lora_alpha") is None
+    if notes and "network_dim" in source.where and alpha_is_default:
         notes[-1] += "; with network_dim alone sd-scripts has an alpha of 1, here it is --lora_alpha 64"
-    given.notes += notes
+    source.notes += notes
 
 
-def translate_dependent(given: Given) -> None:
+def translate_dependent(options: Given) -> None:
     """Replace the names of `DEPENDENT`, when the options of all places are known."""
-    _translate_sampled(given)
-    values, where = given.values, given.where
+    _translate_sampled(options)
+    values, where = options.values, options.where
     scratch, algorithm, method = (
         values.get("start_from_scratch"),
         values.pop("rl_algorithm", None),
         values.get("method"),
     )
     if str(scratch).lower() == "true" and values.get("resume_from_checkpoint") is not None:
-        given.put("reset", ["data"], "start_from_scratch")
+        options.put("reset", ["data"], "start_from_scratch")
     elif str(scratch).lower() == "true":
         message = "resets the position in the data of a run that --load resumes; give --load, or remove it"
-        given.refuse("start_from_scratch", message)
+        options.refuse("start_from_scratch", message)
     elif str(values.pop("start_from_scratch", False)).lower() != "false":
-        given.refuse("start_from_scratch", f"wanted true or false, got {scratch!r}")
+        options.refuse("start_from_scratch", f"wanted true or false, got {scratch!r}")
     if algorithm not in (None, "grpo", "nft"):
-        given.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; --method says it now")
+        options.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; --method says it now")
     elif algorithm is None and method == "grpo" and values.get("grpo_preset") == "nft":
         values["method"] = "nft"
-        given.notes.append("--grpo_preset nft is of --method nft, which is used")
+        options.notes.append("--grpo_preset nft is of --method nft, which is used")
     elif algorithm == "nft" and method == "grpo":
         values["method"] = "nft"
-        given.notes.append(f"{where['rl_algorithm']} nft is --method nft now")
+        options.notes.append(f"{where['rl_algorithm']} nft is --method nft now")
     elif algorithm == "nft" and method != "nft":
-        given.refuse("rl_algorithm", "nft is a method of its own; give --method nft, or leave it out")
+        options.refuse("rl_algorithm", "nft is a method of its own; give --method nft, or leave it out")
 
 
-def _translate_sampled(given: Given) -> None:
-    """Accept an attention backend of samples that is that of training; they have no other here."""
-    name, values = "attn_provider_inference", given.values
+def _translate_sampled(options: Given) -> None:
+    """Accept an attention backend of samples that equals that of training; a separate one is not supported."""
+    name, values = "attn_provider_inference", options.values
     if name not in values:
         return
     trained = values.get("attn_backend") or "auto"
@@ -344,4 +346,4 @@ def _translate_sampled(given: Given) -> None:
         del values[name]
         return
     message = f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out"
-    given.refuse(name, message)
+    options.refuse(name, message)

@@ -1,4 +1,4 @@
-"""Options: pydantic fields that also say what they mean to a resumed run, to a dataset, to a cache and to a file.
+"""Options: pydantic fields with properties for resumed runs, datasets, caches and files.
 
 Whoever needs "all options that ..." asks `root.fields()`; there is no list of names anywhere else.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-#: What another value means to a run that resumes from a checkpoint. `same`: it would be another run, so it is refused;
+#: Effect of another value on a run that resumes from a checkpoint. `same`: it would be another run, so it is refused;
 #: `data`, `optimizer`, `rng`, `ema`: refused without that `--reset`; `free`: taken, and listed at the start;
 #: `unlisted`: taken.
 Resume = Literal["same", "data", "optimizer", "rng", "ema", "free", "unlisted"]
@@ -21,7 +21,7 @@ Resume = Literal["same", "data", "optimizer", "rng", "ema", "free", "unlisted"]
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a run, with its properties.
+    """Option of a run, with its properties.
 
     Attributes:
         name: unique, and the flag: the field's name, behind `TABLE.` if the section is qualified.
@@ -30,13 +30,13 @@ class Option:
         field: type, bounds, default and help.
         resume: see `Resume`.
         scope: `dataset` if each dataset of a `--dataset` file may have its own.
-        dumped: whether it is written to disk; not so for secrets, and for what one invocation asks for.
-        local: whether it says where a run was rather than what it was.
+        dumped: whether it is written to disk; secrets and options of one invocation are not.
+        local: whether it describes where a run was rather than the run itself.
         encodes: the cached encodings that depend on which model part it chooses.
         place: `model` for a hub id or directory of model files, `folder` for a folder that a run creates.
         method: the method, or the methods `A|B`, that read it, if not all of its section's do.
         needs: the option without which it has no effect; with `=VALUE|VALUE`, the values that it needs.
-        former_name, former_table: what it was called, and where it stood, in earlier versions; still read.
+        former_name, former_table: its name and its table in earlier versions; still read.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Option:
 
     @cached_property
     def default(self) -> Any:
-        """Its default, made once; `PydanticUndefined` if it must be given."""
+        """Default of the option, made once; `PydanticUndefined` if it must be given."""
         return self.field.get_default(call_default_factory=True)
 
 
@@ -72,14 +72,14 @@ def option(default: Any, description: str, *, resume: Resume, **more: Any) -> An
         resume: see `Resume`.
         more: properties of `Option`, and bounds of `pydantic.Field`.
     """
-    said = {name: more.pop(name) for name in list(more) if name in _PROPERTIES}
-    return Field(default, description=description, json_schema_extra={"resume": resume, **said}, **more)
+    properties = {name: more.pop(name) for name in list(more) if name in _PROPERTIES}
+    return Field(default, description=description, json_schema_extra={"resume": resume, **properties}, **more)
 
 
 def read_option(name: str, section: str, key: str, field: FieldInfo) -> Option:
     """Read the properties of an option from its field."""
-    said = field.json_schema_extra
-    assert isinstance(said, Mapping), (
+    properties = field.json_schema_extra
+    assert isinstance(properties, Mapping), (
         f"option {name} does not say what a resumed run does with it: define it by option()"
     )
-    return Option(name, section, key, field, **said)  # type: ignore[arg-type]
+    return Option(name, section, key, field, **properties)  # type: ignore[arg-type]

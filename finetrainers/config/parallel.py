@@ -1,4 +1,4 @@
-"""Options of several processes: how the network is split, and by which strategy."""
+"""Options of several processes: sharding strategy and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from finetrainers.utils.text import plural
 from .base import Section
 from .option import option
 
-#: How the processes that share a clip exchange what attention needs.
+#: Exchange of attention inputs between the processes that share a clip.
 SpMode = Literal["ulysses", "ring"]
 
 
@@ -34,42 +34,48 @@ class ParallelSection(Section):
         "(3).", resume="free", needs="deepspeed", ge=1, le=3)
     zero_offload: bool = option(False, "Keep the optimizer state in host memory and update the weights there "
         "(DeepSpeed). Stage 3 also keeps the weights there.", resume="free", needs="deepspeed")
-    overlap_gradient_exchange: bool = option(True, "Average gradients over processes while the backward pass computes the "
-        "rest (DDP). It takes a copy of the gradients on each GPU; without it, they are averaged after the backward pass.",
-        resume="free")
-    sp_size: int = option(1, "Processes that share each clip (sequence parallelism): each stores the activations of its "
-        "part of the tokens. It must divide the processes.", resume="free", ge=1)
-    sp_mode: SpMode = option("ulysses", "What processes that share a clip exchange for attention. Each computes some of "
-        "the heads for all tokens (`ulysses`): `--sp_size` must divide the heads. Or each computes all heads for its own "
-        "tokens, while keys and values go around the group (`ring`): for any number of heads.", resume="free")
+    overlap_gradient_exchange: bool = option(True, "Average gradients over processes while the backward pass "
+        "computes the rest (DDP). It takes a copy of the gradients on each GPU; without it, they are averaged after "
+        "the backward pass.", resume="free")
+    sp_size: int = option(1, "Processes that share each clip (sequence parallelism): each stores the activations of "
+        "its part of the tokens. It must divide the processes.", resume="free", ge=1)
+    sp_mode: SpMode = option("ulysses", "What processes that share a clip exchange for attention. Each computes some "
+        "of the heads for all tokens (`ulysses`): `--sp_size` must divide the heads. Or each computes all heads for "
+        "its own tokens, while keys and values go around the group (`ring`): for any number of heads.", resume="free")
 
     def data_size(self, processes: int) -> int:
-        """How many of so many processes train on clips of their own."""
+        """Return how many of `processes` processes train on separate clips."""
         return max(1, processes // self.sp_size)
 
     @property
     def unit(self) -> str:
-        """What trains on clips of its own, in words."""
+        """Unit that trains on separate clips, as text for messages."""
         return "process" if self.sp_size == 1 else f"group of {self.sp_size} processes"
 
 
 def groups_problem(processes: int, size: int) -> str:
-    """Why so many processes cannot be groups of `size`."""
+    """Return why `processes` processes cannot form groups of `size`."""
     count = plural(processes, "process does", "processes do")
-    return f"{count} not divide into groups of {size}; start a multiple of {size} by a launcher (torchrun --nproc_per_node)"
+    return (
+        f"{count} not divide into groups of {size}; start a multiple of {size} by a launcher "
+        "(torchrun --nproc_per_node)"
+    )
 
 
 def heads_problem(heads: int, size: int) -> str:
-    """Why a network with so many attention heads cannot be split over `size` processes."""
+    """Return why a network with `heads` attention heads cannot be split over `size` processes."""
     fitting = [str(n) for n in range(2, heads + 1) if heads % n == 0]
-    return f"{heads} attention heads do not divide by {size} processes; use one of {', '.join(fitting)}, or --sp_mode ring"
+    return (
+        f"{heads} attention heads do not divide by {size} processes; use one of {', '.join(fitting)}, "
+        "or --sp_mode ring"
+    )
 
 
 def ring_problem(backend: str) -> str | None:
-    """Why attention by a backend cannot go around a ring; None if it can."""
+    """Return why attention by a backend cannot go around a ring, or None if it can."""
     if backend in ("auto", "native"):
         return None
     return (
-        f"ring: parts of the keys are merged by PyTorch's own kernels, not by {backend}; leave --attn_backend out, or use "
-        "--sp_mode ulysses"
+        f"ring: parts of the keys are merged by PyTorch's own kernels, not by {backend}; leave --attn_backend out, or "
+        "use --sp_mode ulysses"
     )

@@ -23,15 +23,15 @@ Settings = Mapping[str, tuple[Any, str]]
 
 @dataclass(frozen=True)
 class Preset:
-    """The settings of one publication.
+    """Settings of one publication.
 
     Attributes:
-        title: what it is.
+        title: name of the method.
         reference: paper and code.
         settings: option to value, whatever is trained.
         lora: further ones for `--training_type lora`, if published.
         full: further ones for `--training_type full-finetune`, if published.
-        not_set: what else is published, or done otherwise there, and why it is not here.
+        omitted_settings: further published settings or differences, and the reason why they are not here.
     """
 
     title: str
@@ -39,30 +39,30 @@ class Preset:
     settings: Settings
     lora: Settings = field(default_factory=dict)
     full: Settings = field(default_factory=dict)
-    not_set: tuple[str, ...] = ()
+    omitted_settings: tuple[str, ...] = ()
 
     def options(self, training_type: str) -> dict[str, Any]:
-        """Option to value, for LoRA or full finetuning."""
-        further = self.lora if training_type == "lora" else self.full
-        return {name: value for name, (value, _) in {**self.settings, **further}.items()}
+        """Return option to value, for LoRA or full finetuning."""
+        extra = self.lora if training_type == "lora" else self.full
+        return {name: value for name, (value, _) in {**self.settings, **extra}.items()}
 
 
-def fill_preset(given: Given) -> None:
-    """Add the settings of the preset that is named and that are not given; None is what TOML cannot say: not given."""
-    options = given.values
-    found, strategy = preset_options(options), _splits_weights(options)
-    if found.get("use_ema") and options.get("use_ema") is None and strategy is not None:
+def fill_preset(source: Given) -> None:
+    """Add the named preset's settings for options that are not given. None means not given, as TOML cannot write it."""
+    options = source.values
+    preset_values, strategy = preset_options(options), _splits_weights(options)
+    if preset_values.get("use_ema") and options.get("use_ema") is None and strategy is not None:
         for name in ("use_ema", "ema_decay"):
-            found.pop(name, None)
-        given.notes.append(
+            preset_values.pop(name, None)
+        source.notes.append(
             f"--grpo_preset {options['grpo_preset']} without its --use_ema: averages need whole weights, and "
             f"{strategy} splits them"
         )
-    options |= {name: value for name, value in found.items() if options.get(name) is None}
+    options |= {name: value for name, value in preset_values.items() if options.get(name) is None}
 
 
 def _splits_weights(options: Mapping[str, Any]) -> str | None:
-    """The strategy that leaves no process all weights, if the options or the launcher ask for one."""
+    """Return the strategy that leaves no process all weights, or None if neither options nor launcher set one."""
     if options.get("fsdp") is not None:
         return "FSDP2"
     if options.get("deepspeed") and str(options.get("zero_stage")) == "3":
@@ -71,20 +71,20 @@ def _splits_weights(options: Mapping[str, Any]) -> str | None:
 
 
 def preset_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the preset named in `options`; empty without a known one, or for another method."""
+    """Return the settings of the preset named in `options`; empty without a known one, or for another method."""
     name = options.get("grpo_preset")
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None or options.get("method") not in COMPARING_METHODS:
         return {}
-    found = preset.options(options.get("training_type") or "lora")
+    settings = preset.options(options.get("training_type") or "lora")
     # An amount of noise is in units of its kernel.
-    if options.get("sampler") not in (None, found.get("sampler")):
-        found.pop("eta", None)
-    return found
+    if options.get("sampler") not in (None, settings.get("sampler")):
+        settings.pop("eta", None)
+    return settings
 
 
 def preset_tables() -> str:
-    """Markdown tables of all presets: option, value, source."""
+    """Return Markdown tables of all presets: option, value, source."""
     lines: list[str] = []
     for name, preset in PRESETS.items():
         lines += [
@@ -95,7 +95,12 @@ def preset_tables() -> str:
         ]
         for condition, settings in (("", preset.settings), ("LoRA: ", preset.lora), ("full: ", preset.full)):
             lines += [f"| {condition}`{name}` | {value_cell(v)} | {source} |" for name, (v, source) in settings.items()]
-        lines += ["", "Not set:\n", *(fill(f"* {text}", 118, subsequent_indent="  ") for text in preset.not_set), ""]
+        lines += [
+            "",
+            "Not set:\n",
+            *(fill(f"* {text}", 118, subsequent_indent="  ") for text in preset.omitted_settings),
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -142,7 +147,7 @@ PRESETS: dict[str, Preset] = {
         },
         lora=_from("image LoRA script", lr=3e-4, rank=128, lora_alpha=256),
         full=_from(_DANCE_SCRIPT, lr=1e-5),
-        not_set=(
+        omitted_settings=(
             "of the checkpoint: clips of 53x480x480, `shift` 5, embedded guidance 6.018;",
             "of the run: 202 rollouts, a checkpoint every 50, VideoAlign's VQ with weight 1 and MQ with 0;",
             "the best and worst clips are those of a process there, of a prompt here: the same with one prompt each;",
@@ -162,7 +167,7 @@ PRESETS: dict[str, Preset] = {
             **_from(f"{_FLOW_CODE} {_EMA}", ema_decay=0.987),
         },
         lora=_FLOW_LORA,
-        not_set=(
+        omitted_settings=(
             "of the checkpoint: images of 512x512, classifier-free guidance 4.5 (`rollout_cfg`);",
             "`kl_coef` is 0.04 for GenEval and OCR, 0.01 for PickScore, 0.004 for its video trainer;",
             "`timestep_fraction` 0.99 leaves out the last step, which is never trained here;",
@@ -184,7 +189,7 @@ PRESETS: dict[str, Preset] = {
         },
         lora=_FLOW_LORA,
         full=_from("`config/grpo.py`, `pickscore_bagel`", lr=1e-4),
-        not_set=(
+        omitted_settings=(
             "of the checkpoint: images of 512x512;",
             "their log-density lacks the division by twice the variance; here it is the true one, and `clip_range` "
             "binds differently where noise is low.",
@@ -206,7 +211,7 @@ PRESETS: dict[str, Preset] = {
             **_from(f"{_MIX_SCRIPT}: with a warm-up of 0", lr_scheduler="constant"),
         },
         full=_from(_MIX_SCRIPT, lr=1e-5),
-        not_set=(
+        omitted_settings=(
             "of the checkpoint: images of 720x720, `shift` 3;",
             "of the run: 300 rollouts, a checkpoint every 50, up to five rewards whose weights sum to 1;",
             "the Flash variants finish a clip with fewer steps of DPM-Solver++; nothing is published for LoRA.",
@@ -225,7 +230,7 @@ PRESETS: dict[str, Preset] = {
             **_from(_NFT_CODE, init_same_noise=False, ema_decay=0.9, lr_scheduler="constant"),
         },
         lora={**_from("`config/base.py`", lr=3e-4), **_from(_NFT_CODE, rank=32, lora_alpha=64)},
-        not_set=(
+        omitted_settings=(
             "of the checkpoint: images of 512x512;",
             "clips are sampled with a second-order solver there, with Euler steps here;",
             "`nft_beta` is 0.1 and `sampling_steps` 25 for several rewards; for OCR `nft_beta` is 0.1, `nft_decay` "
@@ -248,7 +253,7 @@ PRESETS: dict[str, Preset] = {
             **_from(f"{_FLASH_CODE} {_EMA}", ema_decay=0.987),
         },
         lora={**_from(_FLASH, lr=1e-4), **_from(_FLASH_CODE, rank=16, lora_alpha=32)},
-        not_set=(
+        omitted_settings=(
             "of the checkpoint: clips of 81x480x832, classifier-free guidance 4.5 (`rollout_cfg`);",
             "of the run: 300 rollouts, HPSv3;",
             "nothing is published for full finetuning.",

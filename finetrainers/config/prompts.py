@@ -25,19 +25,19 @@ else:
     import tomli as tomllib
 
 
-#: Files of prompts that are read, and others, whose names are taken for no prompt.
+#: File formats of prompts that are read, and others, whose file names are never taken for prompts.
 _FORMATS = (".txt", ".jsonl", ".toml")
 _OTHER_FORMATS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".md", ".parquet", ".xlsx")
 
 
 class ValidationPrompt(Section):
-    """One prompt to sample.
+    """Prompt to sample.
 
     Attributes:
         prompt: the text.
         size: `(frames, height, width)`, or None for the first training bucket.
         image: path or URL of a first-frame image.
-        video: path of a video whose first frame conditions, or which is the control video.
+        video: path of a video whose first frame is the condition, or of the control video.
         last_image: path or URL of a last-frame image.
         video_prefix: path of a video that the sample begins with; behind `:F`, its last F frames.
     """
@@ -51,7 +51,7 @@ class ValidationPrompt(Section):
 
     @property
     def prefix(self) -> tuple[Path, int | None] | None:
-        """The file of the video that the sample begins with, and how many of its last frames; None: all that fit."""
+        """File of the video that the sample continues, and the number of its last frames, or None for all that fit."""
         if self.video_prefix is None:
             return None
         place, colon, frames = self.video_prefix.rpartition(":")
@@ -61,15 +61,15 @@ class ValidationPrompt(Section):
 
     @property
     def given(self) -> str:
-        """What is given with the text, in words, with the names of files."""
+        """Description of the conditioning inputs, with the names of files."""
         path, frames = self.prefix or (None, None)
         count = "" if frames is None else f"the last {frames} frames of "
         media = {"first frame ": self.image, "video ": self.video, "last frame ": self.last_image}
-        found = [f"continues {count}{path.name}"] if path is not None else []
-        return ", ".join([*found, *(what + place.rpartition("/")[2] for what, place in media.items() if place)])
+        phrases = [f"continues {count}{path.name}"] if path is not None else []
+        return ", ".join([*phrases, *(label + place.rpartition("/")[2] for label, place in media.items() if place)])
 
 
-#: Which option of a run gives each of the media of its prompts.
+#: Option of a run for each of the media of its prompts.
 MEDIA_OPTIONS = {
     "image": "validation_images", "video": "validation_videos", "last_image": "validation_last_images",
     "video_prefix": "validation_video_prefixes",
@@ -77,10 +77,10 @@ MEDIA_OPTIONS = {
 
 
 def parse_validation_prompts(section: ValidationSection) -> list[ValidationPrompt]:
-    """All validation prompts of a run; empty when none are configured.
+    """Return all validation prompts of a run; empty when none are configured.
 
     The text after the last `@@@` of an entry is its size; without `@@@`, or with nothing after it, the prompt has no
-    size of its own.
+    separate size.
 
     Raises:
         ConfigError: a malformed size, an unreadable file, or a count of images or videos that differs.
@@ -88,14 +88,14 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
     text = section.validation_prompts
     separator = section.validation_separator
     if text is None:
-        given = [n for n in MEDIA_OPTIONS.values() if getattr(section, n) is not None]
-        if given:
-            raise ConfigError([Problem(f"--{given[0]}", "needs --validation_prompts, one prompt per entry")])
+        media_options = [n for n in MEDIA_OPTIONS.values() if getattr(section, n) is not None]
+        if media_options:
+            raise ConfigError([Problem(f"--{media_options[0]}", "needs --validation_prompts, one prompt per entry")])
         return []
     if separator not in text and _is_file_name(text):
-        prompts = _from_file(Path(text))
+        prompts = _read_file(Path(text))
     else:
-        prompts = [_from_entry(entry) for entry in text.split(separator)]
+        prompts = [_parse_entry(entry) for entry in text.split(separator)]
     for medium, name in MEDIA_OPTIONS.items():
         places = _media(getattr(section, name), name, separator, len(prompts))
         prompts = [
@@ -106,7 +106,7 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
 
 
 def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
-    """The prompts of `eval_prompts`; empty when it is not given.
+    """Return the prompts of `eval_prompts`; empty when it is not given.
 
     Raises:
         ConfigError: an unreadable file, or a malformed size.
@@ -114,7 +114,7 @@ def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
     path = section.eval_prompts
     if path is None:
         return []
-    return _from_file(path, option="--eval_prompts")
+    return _read_file(path, option="--eval_prompts")
 
 
 def _is_file_name(text: str) -> bool:
@@ -128,26 +128,26 @@ def _is_file_name(text: str) -> bool:
         return False
 
 
-def _from_entry(entry: str) -> ValidationPrompt:
+def _parse_entry(entry: str) -> ValidationPrompt:
     text, mark, size = entry.rpartition("@@@")
     if not mark:
         text, size = size, ""
     return _prompt({"prompt": text.strip(), **({"size": size.strip()} if size.strip() else {})}, "--validation_prompts")
 
 
-def _from_file(path: Path, *, option: str = "--validation_prompts") -> list[ValidationPrompt]:
+def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[ValidationPrompt]:
     suffix = path.suffix.lower()
     if suffix not in _FORMATS:
-        there = "" if path.is_file() else f", and there is no such file{nearest_file(path)}"
-        message = f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{there}"
+        missing = "" if path.is_file() else f", and there is no such file{nearest_file(path)}"
+        message = f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{missing}"
         raise ConfigError([Problem(option, message)])
     path, text = read_text(path, option=option)
     if suffix == ".txt":
         lines = [line.strip() for line in text.splitlines()]
-        found = [_from_entry(line) for line in lines if line and not line.startswith("#")]
-        if not found:
+        prompts = [_parse_entry(line) for line in lines if line and not line.startswith("#")]
+        if not prompts:
             raise ConfigError([Problem(str(path), "holds no prompts; give one in each line")])
-        return found
+        return prompts
     try:
         if suffix == ".toml":
             entries = tomllib.loads(text).get("prompts", [])
@@ -167,7 +167,7 @@ def _prompt(entry: Any, where: str) -> ValidationPrompt:
     try:
         return ValidationPrompt.model_validate(entry)
     except ValidationError as error:
-        raise ConfigError([Problem(where, _message(found)) for found in error.errors()]) from None
+        raise ConfigError([Problem(where, _message(detail)) for detail in error.errors()]) from None
 
 
 def _message(error: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""How a user names a reward: `NAME[=WEIGHT][,option=value...]`, or a table with the same keys."""
+"""Text form of a reward: `NAME[=WEIGHT][,option=value...]`, or a table with the same keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN = ("mean", "std", "every", "batch_size")
 
 
 def _plain_text(value: Any) -> Any:
-    """Numbers, truth values and paths as the text that a flag would have."""
+    """Return numbers, truth values and paths as the text that a flag would have; other values pass through."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, (int, float, Path)) else value
@@ -41,12 +41,12 @@ class RewardEntry(Section):
 
     @property
     def reward(self) -> str:
-        """The name without its head."""
+        """Name without its head."""
         return _split(self.name)[0]
 
     @property
     def head(self) -> str | None:
-        """The named head (of a server: `http://host:port#head`), or None for a reward's only one."""
+        """Head named (of a server: `http://host:port#head`), or None for a reward's only one."""
         return _split(self.name)[1]
 
 
@@ -60,7 +60,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def parse_reward(value: Any) -> Any:
-    """`"videoalign.vq=0.5,path=/ckpt"` as the fields of a `RewardEntry`; tables pass through.
+    """Return `"videoalign.vq=0.5,path=/ckpt"` as the fields of a `RewardEntry`; tables pass through.
 
     Raises:
         ValueError: the text has another form.
@@ -70,44 +70,44 @@ def parse_reward(value: Any) -> Any:
     match = _REWARD.match(value.strip())
     if not match:
         raise ValueError(f"{value!r} is not NAME[=WEIGHT][,option=value...], for example brightness=0.5")
-    found: dict[str, Any] = {"name": match["name"], "options": {}}
+    fields: dict[str, Any] = {"name": match["name"], "options": {}}
     if match["weight"] is not None:
-        found["weight"] = match["weight"]
+        fields["weight"] = match["weight"]
     for part in match["options"].split(",") if match["options"] is not None else []:
         key, equals, text = part.partition("=")
         key = key.strip()
         if not equals or not key:
             raise ValueError(f"{value!r}: {part!r} is not option=value")
-        place = found if key in _OWN else found["options"]
+        place = fields if key in _OWN else fields["options"]
         if key in place:
             raise ValueError(f"{value!r}: {key} is said twice")
         place[key] = text
-    return found
+    return fields
 
 
 def reward_text(entry: RewardEntry) -> str | dict[str, Any]:
-    """The text that `parse_reward` reads back as an equal entry, or a table if an option has a comma."""
+    """Return the text that `parse_reward` reads back as an equal entry, or a table if an option has a comma."""
     options = entry.model_dump(include=set(_OWN), exclude_defaults=True) | entry.options
     text = ",".join([f"{entry.name}={entry.weight!r}", *(f"{key}={value}" for key, value in options.items())])
     try:
-        same = RewardEntry.model_validate(parse_reward(text)) == entry
+        is_equal = RewardEntry.model_validate(parse_reward(text)) == entry
     except ValueError:
-        same = False
-    return text if same else entry.model_dump(exclude_none=True)
+        is_equal = False
+    return text if is_equal else entry.model_dump(exclude_none=True)
 
 
 def options_text(entry: RewardEntry) -> str:
-    """The options of the reward itself, as text that is the same for the same options."""
+    """Return the options of the reward itself, as text that is equal for equal options."""
     return ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
 
 
 def labels_of(entries: Sequence[RewardEntry]) -> list[str]:
-    """What each entry is called in records: its name, or where others of that name have other options, with its options."""
+    """Return the name of each entry in records, with its options if entries of that name have different ones."""
     return labels_of_keys([(entry.name, options_text(entry)) for entry in entries])
 
 
 def labels_of_keys(keys: Sequence[tuple[str, str]]) -> list[str]:
-    """A label for each pair of name and options: the name where its options are the same for all of that name."""
+    """Return a label for each pair of name and options: the name if all pairs of that name have its options."""
     variants: dict[str, set[str]] = {}
     for name, options in keys:
         variants.setdefault(name, set()).add(options)

@@ -1,4 +1,4 @@
-"""The configuration tree, and all options of it by flat name."""
+"""Configuration tree, and all of its options by flat name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainConfig(Section):
     run: RunSection = _table(RunSection)
 
     def changed(self, name: str) -> bool:
-        """Whether option `name` differs from its default (giving the default explicitly asks for nothing)."""
+        """Return whether option `name` differs from its default (giving the default explicitly requests nothing)."""
         option = fields()[name]
         return option.field.is_required() or self.get(name) != option.default
 
@@ -61,16 +61,16 @@ class TrainConfig(Section):
         return option.key in getattr(self, option.section).model_fields_set
 
     def get(self, name: str) -> Any:
-        """The value of the option with flat name `name`."""
+        """Return the value of the option with flat name `name`."""
         option = fields()[name]
         return getattr(getattr(self, option.section), option.key)
 
     def flat(self) -> dict[str, Any]:
-        """All options by flat name, in schema order."""
+        """Return all options by flat name, in schema order."""
         return {name: self.get(name) for name in fields()}
 
     def plain(self) -> dict[str, Any]:
-        """All options that are written to disk, by flat name, as JSON has them (`"49x512x768"`, paths as text)."""
+        """Return all options that are written to disk, by flat name, as in JSON (`"49x512x768"`, paths as text)."""
         values = self.model_dump(mode="json")
         return {name: values[option.section][option.key] for name, option in fields().items() if option.dumped}
 
@@ -78,16 +78,16 @@ class TrainConfig(Section):
         return "load_config"
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        """The options that differ from their defaults, as `load_config` takes them; `flat` gives all."""
-        found: dict[str | None, Any] = {}
+        """Return the options that differ from their defaults, as `load_config` takes them; `flat` returns all."""
+        arguments: dict[str | None, Any] = {}
         for name, value in changed_options(self).items():
             table, key = split_name(name)
-            found |= {name: value} if table is None else {table: {**found.get(table, {}), key: value}}
-        return found.items()
+            arguments |= {name: value} if table is None else {table: {**arguments.get(table, {}), key: value}}
+        return arguments.items()
 
 
 def changed_options(config: TrainConfig) -> dict[str, Any]:
-    """The options that differ from their defaults, by flat name in schema order, as `load_config` takes them.
+    """Return the options that differ from their defaults, by flat name in schema order, as `load_config` takes them.
 
     Values are as in TOML (`"49x512x768"`, paths as text). Secrets are masked.
     """
@@ -96,56 +96,56 @@ def changed_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def sections() -> dict[str, type[Section]]:
-    """The tables of a file: name -> class."""
+    """Return the tables of a file: name -> class."""
     return {name: info.annotation for name, info in TrainConfig.model_fields.items()}  # type: ignore[misc]
 
 
 @cache
 def fields() -> dict[str, Option]:
-    """Every option by flat name, in schema order."""
-    found: dict[str, Option] = {}
+    """Return every option by flat name, in schema order."""
+    options: dict[str, Option] = {}
     for table, section in sections().items():
         for key, field in section.model_fields.items():
             name = flat_name(key, table)
-            assert name not in found, f"option {name} is defined in two sections"
-            found[name] = read_option(name, table, key, field)
-    return found
+            assert name not in options, f"option {name} is defined in two sections"
+            options[name] = read_option(name, table, key, field)
+    return options
 
 
 def flat_name(key: str, table: str | None) -> str:
-    """The flat name of a key of a table."""
+    """Return the flat name of a key of a table."""
     return f"{table}.{key}" if table is not None and sections()[table].qualified else key
 
 
 def split_name(name: str) -> tuple[str | None, str]:
-    """Table and key of `TABLE.KEY`; None and the name of any other."""
+    """Return table and key of `TABLE.KEY`, or None and the name for any other name."""
     table, dot, key = name.partition(".")
     return (table, key) if dot and table in sections() else (None, name)
 
 
 def belongs(name: str, table: str | None) -> bool:
-    """Whether an option may be given in a table: in its own, in that of earlier versions, or at the top level."""
+    """Return whether an option may be in a table: in its own, in its table of earlier versions, or at the top level."""
     option = fields()[name]
     return table in (None, option.section, option.former_table)
 
 
 @cache
 def former_names() -> dict[str, str]:
-    """Names of options in earlier versions, and the names of now."""
+    """Return the names of options in earlier versions, with the current name of each."""
     return {option.former_name: name for name, option in fields().items() if option.former_name is not None}
 
 
 def by_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Rename options that an earlier version wrote to disk, which called the method nft an algorithm of grpo."""
-    found = {former_names().get(name, name): value for name, value in values.items()}
-    return {**found, "method": "nft"} if values.get("rl_algorithm") == "nft" else found
+    renamed = {former_names().get(name, name): value for name, value in values.items()}
+    return {**renamed, "method": "nft"} if values.get("rl_algorithm") == "nft" else renamed
 
 
 def critical_options(*tables: str) -> dict[str, str | None]:
-    """Options whose value a resumed run must share with its checkpoint, and the `--reset` that allows another, if any.
+    """Return the options whose value a resumed run must share with its checkpoint, and the `--reset` of each, if any.
 
     Args:
-        tables: of these sections; default: all but those of which the plan of a method's work says it.
+        tables: sections to consider; default: all but those whose options the plan of a method's work lists.
     """
     chosen = tables or tuple(name for name, section in sections().items() if not section.in_plan)
     return {

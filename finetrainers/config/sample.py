@@ -1,4 +1,4 @@
-"""Options of `finetrainers sample`, and which options of a run it takes as well."""
+"""Options of `finetrainers sample`, and the options of a run that it also takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .root import fields
 from .values import VideoBucket
 
 S = TypeVar("S", bound=Section)
-#: What the options are called that mean the same in a run's validation.
+#: Options of a run's validation, and the options here that mean the same.
 VALIDATION_NAMES = {
     "validation_prompts": "prompts",
     "validation_images": "image",
@@ -25,8 +25,8 @@ VALIDATION_NAMES = {
     "validation_guidance_scale": "guidance_scale",
     "validation_frame_rate": "frame_rate",
 }
-#: Options of a run, besides those of the section `model`, that samples depend on.
-_OF_A_RUN = (
+#: Options of a run outside the section `model` that samples depend on.
+_RUN_OPTIONS = (
     "layerwise_upcasting_modules", "layerwise_upcasting_storage_dtype", "layerwise_upcasting_skip_modules_pattern",
     "quantize_frozen", "quantize_skip_modules", "lora_autocast", "mixed_precision", "enable_model_cpu_offload",
     "allow_tf32", "verbose",
@@ -34,7 +34,7 @@ _OF_A_RUN = (
 
 
 class SampleSection(Section):
-    """What to sample, and how."""
+    """Options of sampling."""
 
     prompts: str | None = Field(
         None,
@@ -75,15 +75,17 @@ class SampleSection(Section):
 
 
 def read_options(section: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:
-    """Validate the options of a command; those that are wrong have their defaults, and are problems."""
+    """Validate the options of a command; invalid ones have their defaults, and are returned as problems."""
     try:
         return section.model_validate(values), []
     except ValidationError as error:
-        wrong = {str(one["loc"][0]): Problem(f"--{one['loc'][0]}", value_message(one)) for one in error.errors()}
-        kept = {name: value for name, value in values.items() if name not in wrong}
-        return section.model_validate(kept), list(wrong.values())
+        wrong = {
+            str(detail["loc"][0]): Problem(f"--{detail['loc'][0]}", value_message(detail)) for detail in error.errors()
+        }
+        valid_values = {name: value for name, value in values.items() if name not in wrong}
+        return section.model_validate(valid_values), list(wrong.values())
 
 
 def options_of_runs() -> tuple[str, ...]:
-    """Names of the options of a run that `finetrainers sample` takes: they choose the model and how it computes."""
-    return (*(name for name, option in fields().items() if option.section == "model"), *_OF_A_RUN)
+    """Return the names of the options of a run that `finetrainers sample` takes: model, and how it computes."""
+    return (*(name for name, option in fields().items() if option.section == "model"), *_RUN_OPTIONS)

@@ -1,4 +1,4 @@
-"""The options of every training run: name, type, bounds, default, help and properties are written here and nowhere
+"""Options of every training run: name, type, bounds, default, help and properties are written here and nowhere
 else. Those of reward finetuning are in `grpo.py`, those of several processes in `parallel.py`.
 
 The command line, TOML files, the Python API, the JSON schema and the configuration reference are derived from these
@@ -45,9 +45,9 @@ OptimizerName = Literal[
     "adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8",
     "adamw-deepspeed-cpu",
 ]  # fmt: skip
-#: Formats of the result besides that of the run itself.
+#: Formats of the result in addition to that of the run itself.
 ExportFormat = Literal["diffusers", "comfyui", "kohya", "peft", "merged"]
-#: What happens to the clips that do not fill a batch at the end of an epoch.
+#: Treatment of the clips that do not fill a batch at the end of an epoch.
 EpochEnd = Literal["keep", "drop", "pad", "wrap"]
 #: Parts of the training state that a resumed run can start over.
 Reset = Literal["data", "optimizer", "scheduler", "rng", "ema", "step"]
@@ -63,8 +63,8 @@ class ModelSection(Section):
     model_name: str = option(AUTO, "Model family; `finetrainers models` lists them. `auto` reads it from the model's "
         "files or from its hub id.", resume="same", encodes="both")
     pretrained_model_name_or_path: Place = option(..., "Base model in diffusers layout: a hub id, a local directory, "
-        "or `demo://NAME` for a packaged one. It has the configs, the tokenizers and the scheduler of the run, also where "
-        "single files replace its weights.", resume="unlisted", encodes="both", place="model")
+        "or `demo://NAME` for a packaged one. It has the configs, the tokenizers and the scheduler of the run, also "
+        "where single files replace its weights.", resume="unlisted", encodes="both", place="model")
     expert: Literal["high", "low"] | None = option(None, "Which of two networks is trained, if the model has one for "
         "high and one for low noise levels: `high` is its `transformer`, `low` its `transformer_2`.", resume="same")
     revision: str | None = option(None, "Git revision of the hub repository.", resume="free", encodes="both")
@@ -77,22 +77,22 @@ class ModelSection(Section):
     tokenizer_2_id: Place | None = option(None, "Replacement for the second tokenizer.", resume="free", encodes="text",
         place="model")
     text_encoder_id: Place | None = option(None, "Replacement for the text encoder: hub id, directory, or a single "
-        "`.safetensors` file.", resume="free", encodes="text",
-        place="model")
+        "`.safetensors` file.", resume="free", encodes="text", place="model")
     text_encoder_2_id: Place | None = option(None, "Replacement for the second text encoder, likewise.", resume="free",
         encodes="text", place="model")
-    transformer_id: Place | None = option(None, "Replacement for the transformer that is trained: hub id, directory, or "
-        "a single `.safetensors` file, in the layout of diffusers, of the model's authors, or of ComfyUI. Its config is "
-        "the base model's.", resume="unlisted", place="model")
-    vae_id: Place | None = option(None, "Replacement for the VAE, likewise.", resume="free", encodes="vae", place="model")
+    transformer_id: Place | None = option(None, "Replacement for the transformer that is trained: hub id, directory, "
+        "or a single `.safetensors` file, in the layout of diffusers, of the model's authors, or of ComfyUI. Its "
+        "config is the base model's.", resume="unlisted", place="model")
+    vae_id: Place | None = option(None, "Replacement for the VAE, likewise.", resume="free", encodes="vae",
+        place="model")
     text_encoder_dtype: DType = option("bf16", "Weight dtype of the text encoder.", resume="free", encodes="text")
     text_encoder_2_dtype: DType = option("bf16", "Weight dtype of the second text encoder.", resume="free",
         encodes="text")
     text_encoder_3_dtype: DType | None = option(None, "Weight dtype of a third text encoder. It is refused, since no "
         "supported family has one.", resume="free", encodes="text")
-    quantize_text_encoders: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the linear layers of the text "
-        "encoders. `int8` and `fp8` have a scale for each row, `nf4` (bitsandbytes, CUDA only) one for each 64 weights. "
-        "Embeddings differ slightly, and are cached under another name.", resume="free", encodes="text")
+    quantize_text_encoders: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the linear layers of "
+        "the text encoders. `int8` and `fp8` have a scale for each row, `nf4` (bitsandbytes, CUDA only) one for each "
+        "64 weights. Embeddings differ slightly, and are cached under another name.", resume="free", encodes="text")
     transformer_dtype: DType = option("bf16", "Dtype of the frozen transformer weights and of the network's inputs. "
         "Trained weights have that of `master_weights`.", resume="free")
     attn_backend: Annotated[AttnBackendName, BeforeValidator(backend_name)] = option("auto", "Attention backend of the "
@@ -105,9 +105,9 @@ class ModelSection(Section):
     enable_slicing: bool | None = option(None, "Encode and decode one clip at a time (VAE slicing). By default only "
         "batches that would take more than 24 GiB are sliced, and rollouts that do not fit the GPU by the estimate.",
         resume="free")
-    enable_tiling: bool | None = option(None, "Encode and decode in spatial tiles (VAE tiling): less memory, slightly "
-        "different latents. By default only clips that would take more than 24 GiB are tiled, and clips of rollouts that "
-        "do not even fit the GPU one by one, which the run says.", resume="free", encodes="vae")
+    enable_tiling: bool | None = option(None, "Encode and decode in spatial tiles (VAE tiling): less memory, "
+        "slightly different latents. By default only clips that would take more than 24 GiB are tiled, and clips of "
+        "rollouts that do not even fit the GPU one by one, which the run says.", resume="free", encodes="vae")
 
 
 class DataSection(Section):
@@ -141,10 +141,11 @@ class DataSection(Section):
     extra_columns: list[MediaColumn] = option([], "Columns of further media that the checkpoint takes with each clip, "
         "as `control_video=COLUMN`. By default a column has its medium's name. In a folder it names a text file with "
         "one path per line, or a folder with files of the clips' names.", resume="free", scope="dataset")
-    mask_column: str | None = option(None, "Column with the path of a clip's mask, an image or a video that weighs the "
-        "loss per pixel: white counts, black does not. By default, the column `mask` of a table, and `NAME.mask.png` or "
-        "`NAME.mask.mp4` next to a clip. In a folder it names a folder with masks of the clips' names, or a text file with "
-        "one path per line. An empty name reads no masks.", resume="free", scope="dataset", max_length=1000)
+    mask_column: str | None = option(None, "Column with the path of a clip's mask, an image or a video that weighs "
+        "the loss per pixel: white counts, black does not. By default, the column `mask` of a table, and "
+        "`NAME.mask.png` or `NAME.mask.mp4` next to a clip. In a folder it names a folder with masks of the clips' "
+        "names, or a text file with one path per line. An empty name reads no masks.", resume="free", scope="dataset",
+        max_length=1000)
     unmasked_weight: float = option(0.0, "Loss weight of pixels where a mask is black; grey is between that and 1.",
         resume="free", scope="dataset", ge=0, le=1)
     caption_column: str = option("text", "Column with the caption. In a folder it may name a text file with one "
@@ -167,8 +168,9 @@ class DataSection(Section):
     resolutions: list[Resolution] = option([], "Areas from which buckets are chosen for you, instead of "
         "`video_resolution_buckets`. An area is the side of a square in pixels (`512`) or HxW, and each is cut at "
         "`num_ar_buckets` aspect ratios.", resume="free", scope="dataset")
-    frame_buckets: list[Annotated[int, Field(ge=1, le=MAX_FRAMES)]] = option([], "Lengths in frames that go with `resolutions`. By "
-        "default they are chosen from the clips. Images always have 1.", resume="free", scope="dataset")
+    frame_buckets: list[Annotated[int, Field(ge=1, le=MAX_FRAMES)]] = option([], "Lengths in frames that go with "
+        "`resolutions`. By default they are chosen from the clips. Images always have 1.", resume="free",
+        scope="dataset")
     min_ar: float = option(0.5, "Narrowest aspect ratio (width / height) of `resolutions`.", resume="free",
         scope="dataset", needs="num_ar_buckets", gt=0, le=100)
     max_ar: float = option(2.0, "Widest aspect ratio (width / height) of `resolutions`.", resume="free",
@@ -195,8 +197,8 @@ class DataSection(Section):
     sliding_window_stride: int = option(1, "Frames between the starts of neighboring windows. A larger stride gives "
         "fewer windows.", resume="data", needs="sliding_window_size", scope="dataset",
         former_name="framepack_window_stride", ge=1)
-    window_context: int = option(0, "Latent frames at the beginning of every sliding window but a clip's first that are "
-        "given clean, as what comes before, so that the model learns to continue clips.", resume="free",
+    window_context: int = option(0, "Latent frames at the beginning of every sliding window but a clip's first that "
+        "are given clean, as what comes before, so that the model learns to continue clips.", resume="free",
         needs="sliding_window_size", ge=0)
     sliding_window_latents: Literal["encode", "slice"] = option("encode", "Encode each window by itself, or slice its "
         "latents from those of the whole clip. Slicing is cheaper with `precompute_conditions`, but the first latent "
@@ -238,7 +240,7 @@ class DataSection(Section):
 
     @property
     def is_named(self) -> bool:
-        """Whether any data is named."""
+        """True if any data is named."""
         return any(value is not None for value in (self.data_root, self.dataset_file, self.dataset, self.hf_dataset))
 
 
@@ -292,9 +294,9 @@ class TrainingSection(Section):
         "transformer.", resume="same")
     method: str = option("sft", "`sft`: supervised finetuning on clips. `grpo`: reward finetuning on prompts, by "
         "policy gradient over the stochastic steps of the sampler. `nft`: reward finetuning by DiffusionNFT, which "
-        "contrasts good and bad clips in the training loss and works with any sampler. `refl`: reward finetuning by the "
-        "gradient of a differentiable reward through the last denoising steps (DRaFT, ReFL). `dpo`: preference finetuning "
-        "on pairs of clips.", resume="same")
+        "contrasts good and bad clips in the training loss and works with any sampler. `refl`: reward finetuning by "
+        "the gradient of a differentiable reward through the last denoising steps (DRaFT, ReFL). `dpo`: preference "
+        "finetuning on pairs of clips.", resume="same")
     seed: int = option(42, "Seed of all random numbers of the run.", resume="rng", ge=0, lt=2**31)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Autocast dtype. The default is what "
         "`accelerate launch` says, else `transformer_dtype`.", resume="free")
@@ -320,13 +322,13 @@ class TrainingSection(Section):
         "saves only at the end.", resume="free", ge=0)
     checkpointing_limit: int | None = option(None, "Keep only the newest N checkpoints. An older one is deleted once a "
         "newer one is complete. The one that `finetrainers watch` marks as the best is kept, too.", resume="free", ge=1)
-    async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory that holds "
-        "the trained weights, the optimizer state and the EMA. Training waits only before the next update, until that copy is "
-        "complete.", resume="free")
-    sharded_checkpoints: bool = option(True, "Let each process write and hash its part of a checkpoint, where processes "
-        "share the weights or the optimizer state of a full finetuning (FSDP2, DeepSpeed). Without it, or on disks that "
-        "not all machines see, rank 0 gathers and writes the weights, and under FSDP2 the optimizer state. Either kind is "
-        "resumed with the option on or off.", resume="free")
+    async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory that "
+        "holds the trained weights, the optimizer state and the EMA. Training waits only before the next update, "
+        "until that copy is complete.", resume="free")
+    sharded_checkpoints: bool = option(True, "Let each process write and hash its part of a checkpoint, where "
+        "processes share the weights or the optimizer state of a full finetuning (FSDP2, DeepSpeed). Without it, or "
+        "on disks that not all machines see, rank 0 gathers and writes the weights, and under FSDP2 the optimizer "
+        "state. Either kind is resumed with the option on or off.", resume="free")
     resume_from_checkpoint: Place | None = option(None, "Resume from `latest`, from a step number, or from a "
         "checkpoint directory. `auto` resumes from the newest complete checkpoint in `output_dir`, or starts a new run "
         "if there is none: use it in jobs that are requeued.", resume="unlisted", dumped=False, local=True)
@@ -349,19 +351,20 @@ class TrainingSection(Section):
         ge=0)
 
 
-#: What a block may store for the backward pass.
+#: Activations that a block may store for the backward pass.
 ActivationMemory = Literal["none", "checkpoint", "keep_attention", "offload"]
 
 
 class MemorySection(Section):
     """What saves GPU memory, and what happens when it runs out. See also [optimizer], [parallel] and [model]."""
 
-    activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "What each block stores for the backward "
-        "pass: all of its activations (`none`), its input, from which the rest is recomputed (`checkpoint`), its input and "
-        "what attention returned, so that attention is not recomputed (`keep_attention`), or the same in pinned host memory "
-        "(`offload`). Gradients are bitwise equal. `auto` chooses the fastest of these, and the share of the blocks, that is "
-        "estimated to fit the GPU or `memory_budget`, and chooses once more after the first measured step. The "
-        "default is `checkpoint` with `gradient_checkpointing`, else `none`.", resume="free")
+    activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "What each block stores for the "
+        "backward pass: all of its activations (`none`), its input, from which the rest is recomputed "
+        "(`checkpoint`), its input and what attention returned, so that attention is not recomputed "
+        "(`keep_attention`), or the same in pinned host memory (`offload`). Gradients are bitwise equal. `auto` "
+        "chooses the fastest of these, and the share of the blocks, that is estimated to fit the GPU or "
+        "`memory_budget`, and chooses once more after the first measured step. The default is `checkpoint` with "
+        "`gradient_checkpointing`, else `none`.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
     selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` holds for, "
@@ -376,9 +379,9 @@ class MemorySection(Section):
         ["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
         "Regular expressions of module names that layerwise upcasting skips, since they are small and sensitive.",
         resume="free", needs="layerwise_upcasting_modules=transformer", former_table="model")
-    lora_autocast: bool = option(True, "Train a LoRA under autocast, which computes norms and sums in fp32. Without, the "
-        "network computes in `transformer_dtype` (bf16) throughout, as diffusers' pipelines do, and the fp32 LoRA is "
-        "cast for each use: blocks store 14 to 30 % less.", resume="free")
+    lora_autocast: bool = option(True, "Train a LoRA under autocast, which computes norms and sums in fp32. Without, "
+        "the network computes in `transformer_dtype` (bf16) throughout, as diffusers' pipelines do, and the fp32 "
+        "LoRA is cast for each use: blocks store 14 to 30 % less.", resume="free")
     quantize_frozen: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the frozen linear layers of the "
         "transformer, and train the LoRA over them (QLoRA). `int8` and `fp8` have a scale for each row, `nf4` "
         "(bitsandbytes, CUDA only) one for each 64 weights. Unlike layerwise upcasting it saves memory without "
@@ -390,24 +393,24 @@ class MemorySection(Section):
         "transformer blocks in host memory, and copy each block to the GPU before it computes (block swap, LoRA only). "
         "Two of them are on the GPU at a time, so 3 is the fewest that saves memory. `auto` swaps the fewest with "
         "which the estimate fits the GPU.", resume="free")
-    compile: CompileScope = option("none", "Compile each block of the transformer (torch.compile, `regional`): faster steps "
-        "and fewer stored activations, after minutes of compiling at the first step of every size. All blocks of a class "
-        "share their code.", resume="free")
+    compile: CompileScope = option("none", "Compile each block of the transformer (torch.compile, `regional`): "
+        "faster steps and fewer stored activations, after minutes of compiling at the first step of every size. All "
+        "blocks of a class share their code.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
         "accumulated gradient is unchanged. `auto` retries wherever that is possible: on one GPU and under DDP.",
         resume="free", former_table="training")
     dry_batches: Literal["auto", "on", "off"] = option("auto", "Before the first step, run one micro-batch of every "
         "size, so that an OOM shows at once. `auto` does so on CUDA.", resume="free", former_table="training")
-    memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options with "
-        "which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as they "
-        "are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
-    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory options "
-        "that leave its results the same. On by default for commands and files of other trainers.", resume="free",
-        local=True)
+    memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options "
+        "with which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as "
+        "they are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
+    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory "
+        "options that leave its results the same. On by default for commands and files of other trainers.",
+        resume="free", local=True)
 
     @property
     def stored(self) -> ActivationMemory:
-        """What blocks store, with the default resolved; for `auto`, which a run replaces by its choice, `checkpoint`."""
+        """Activation storage of blocks, with the default resolved; `checkpoint` for `auto`, which a run replaces."""
         if self.activation_memory == "auto":
             return "checkpoint"
         recomputes = self.gradient_checkpointing or self.selective_checkpointing is not None
@@ -415,7 +418,7 @@ class MemorySection(Section):
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether backward recomputes every block."""
+        """True if backward recomputes every block."""
         is_known = self.stored != "none" and self.activation_memory != "auto"
         return is_known and self.selective_checkpointing in (None, 1.0)
 
@@ -430,14 +433,14 @@ class OptimizerSection(Section):
         resume="free")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "bump",
-    ] = option("constant", "Learning rate schedule over optimizer steps. `bump` is a cycle at the start, up to a peak and "
-        "down to `lr`, and constant after it: for a run that continues from trained weights.", resume="free")
+    ] = option("constant", "Learning rate schedule over optimizer steps. `bump` is a cycle at the start, up to a "
+        "peak and down to `lr`, and constant after it: for a run that continues from trained weights.", resume="free")
     lr_warmup_steps: int = option(500, "Optimizer steps of linear warmup. `constant` has none, and that of `bump` is a "
         "half cosine up to its peak.", resume="free", ge=0)
-    lr_cooldown_steps: int | None = option(None, "Optimizer steps in which `bump` comes down from its peak. The default is "
-        "`lr_warmup_steps`.", resume="free", needs="lr_scheduler=bump", ge=0)
-    lr_bump_start: float = option(0.1, "Learning rate of the first step of `bump`, as a multiple of `lr`.", resume="free",
-        needs="lr_scheduler=bump", ge=0, le=1)
+    lr_cooldown_steps: int | None = option(None, "Optimizer steps in which `bump` comes down from its peak. The "
+        "default is `lr_warmup_steps`.", resume="free", needs="lr_scheduler=bump", ge=0)
+    lr_bump_start: float = option(0.1, "Learning rate of the first step of `bump`, as a multiple of `lr`.",
+        resume="free", needs="lr_scheduler=bump", ge=0, le=1)
     lr_bump_peak: float = option(4.0, "Learning rate at the peak of `bump`, as a multiple of `lr`.", resume="free",
         needs="lr_scheduler=bump", ge=1, le=100)
     lr_num_cycles: int = option(1, "Cycles of `cosine_with_restarts`.", resume="free",
@@ -473,27 +476,30 @@ class ValidationSection(Section):
     validation_last_images: str | None = option(None, "Last frame of each prompt, likewise, for models that can be "
         "given any frames (`--list_models`).", resume="free")
     validation_video_prefixes: str | None = option(None, "Local video that the sample of each prompt begins with, "
-        "likewise: as many of its last frames as the model's latents stand for, or those of FILE:FRAMES.", resume="free")
+        "likewise: as many of its last frames as the model's latents stand for, or those of FILE:FRAMES.",
+        resume="free")
     validation_separator: str = option(":::", "Separator of validation prompts, images and videos.", resume="free",
         min_length=1)
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)
     validation_epochs: int | None = option(None, "Sample every N epochs.", resume="free", ge=1)
     validation_steps: int | None = option(None, "Sample every N optimizer steps.", resume="free", ge=1)
-    validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the "
-        "median of the clips that are trained on, or the model's own rate where these are within 2 % of it.", resume="free", gt=0, le=1000)
+    validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the median of "
+        "the clips that are trained on, or the model's own rate where these are within 2 % of it.", resume="free", gt=0,
+        le=1000)
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)
     validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the pipeline's.",
         resume="free", ge=0, le=1000)
-    enable_model_cpu_offload: bool | None = option(None, "Sample with the model's parts in host memory, each on the GPU "
-        "only while it is used (CUDA). By default only if the estimate says that sampling does not fit the GPU otherwise.",
-        resume="free")
-    eval_steps: int | None = option(None, "Measure the evaluation loss, and score held-out prompts, every N optimizer steps.", resume="free", ge=1)
-    eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (keys `prompt`, `image`). They are "
-        "sampled and scored before and after training, and every `eval_steps`. The default is `validation_prompts`; reward "
-        "finetuning has none.", resume="free", former_table="grpo")
-    eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; only "
-        "samples change, not what is trained. Reward finetuning takes `reward` by default; others than these reveal reward "
-        "hacking.", resume="free", former_table="grpo")
+    enable_model_cpu_offload: bool | None = option(None, "Sample with the model's parts in host memory, each on the "
+        "GPU only while it is used (CUDA). By default only if the estimate says that sampling does not fit the GPU "
+        "otherwise.", resume="free")
+    eval_steps: int | None = option(None, "Measure the evaluation loss, and score held-out prompts, every N "
+        "optimizer steps.", resume="free", ge=1)
+    eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (keys `prompt`, "
+        "`image`). They are sampled and scored before and after training, and every `eval_steps`. The default is "
+        "`validation_prompts`; reward finetuning has none.", resume="free", former_table="grpo")
+    eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; "
+        "only samples change, not what is trained. Reward finetuning takes `reward` by default; others than these "
+        "reveal reward hacking.", resume="free", former_table="grpo")
     eval_num_timesteps: int = option(5, "Number of fixed noise levels of the evaluation loss.", resume="free", ge=1,
         le=100)
 
@@ -506,22 +512,23 @@ class RunSection(Section):
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _several(cls, given: Any) -> Any:
-        """Names joined by commas, too; `none` is none."""
-        if not isinstance(given, str | list):
-            return given
-        parts = [part.strip() for one in ([given] if isinstance(given, str) else given) for part in str(one).split(",")]
+    def _several(cls, trackers: Any) -> Any:
+        """Return the trackers of a list or of names joined by commas; `none` is an empty list."""
+        if not isinstance(trackers, str | list):
+            return trackers
+        names = [trackers] if isinstance(trackers, str) else trackers
+        parts = [part.strip() for name in names for part in str(name).split(",")]
         return [] if parts == ["none"] else [part for part in dict.fromkeys(parts) if part]
 
     output_dir: Path = option(Path("finetrainers-training"), "Run directory. Everything that the run writes is in it.",
         resume="unlisted", local=True, place="folder")
     logging_dir: str = option("logs", "Folder of the tracker's files, below `output_dir`.", resume="unlisted",
         local=True)
-    report_to: list[TrackerName] = option([], "Experiment trackers, one or several, or `none`. Metrics are always written to "
-        "metrics.jsonl in `output_dir`.", resume="unlisted")
+    report_to: list[TrackerName] = option([], "Experiment trackers, one or several, or `none`. Metrics are always "
+        "written to metrics.jsonl in `output_dir`.", resume="unlisted")
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")
-    train_log: bool = option(False, "Write what the run says to `train.log` in `output_dir`, too, with the time of each "
-        "line. A resumed run continues the file.", resume="free")
+    train_log: bool = option(False, "Write what the run says to `train.log` in `output_dir`, too, with the time of "
+        "each line. A resumed run continues the file.", resume="free")
     logging_steps: int = option(1, "Log metrics every N optimizer steps, averaged over them.", resume="free", ge=1)
     export_formats: list[ExportFormat] = option([], "Formats in which the result is also written, to `export/` in "
         "`output_dir`; `finetrainers export` does so later.", resume="free")
@@ -531,15 +538,17 @@ class RunSection(Section):
     hub_model_id: HubId | None = option(None, "Hub repository of the result. The default is the name of `output_dir`.",
         resume="unlisted", needs="push_to_hub")
     allow_tf32: bool = option(False, "Use TF32 for matrix products on CUDA.", resume="free")
-    nccl_timeout: Seconds = option(600, "Seconds until a stuck collective, or a wait for a machine that is lost, ends the run.",
+    nccl_timeout: Seconds = option(600, "Seconds until a stuck collective, or a wait for a machine that is lost, "
+        "ends the run.", resume="free", ge=1)
+    idle_timeout: Seconds = option(86400, "Seconds that a process waits for processes that load, encode, sample, "
+        "score or save, before the run ends; these must run, and their machines answer (`nccl_timeout`).",
         resume="free", ge=1)
-    idle_timeout: Seconds = option(86400, "Seconds that a process waits for processes that load, encode, sample, score "
-        "or save, before the run ends; these must run, and their machines answer (`nccl_timeout`).", resume="free", ge=1)
     loading_timeout: Seconds | None = option(None, "Seconds that loading one part of the model, with its download, or "
-        "uploading the result may take before it counts as hung. 0, like the default, sets no limit.", resume="free", ge=0)
-    step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch before "
-        "training may take. By default 20 times the median of earlier ones, at least 10 minutes; 0 sets no limit.",
-        resume="free", ge=0)
+        "uploading the result may take before it counts as hung. 0, like the default, sets no limit.", resume="free",
+        ge=0)
+    step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch "
+        "before training may take. By default 20 times the median of earlier ones, at least 10 minutes; 0 sets no "
+        "limit.", resume="free", ge=0)
     checkpoint_timeout: Seconds | None = option(None, "Seconds that a checkpoint or the results may be written without "
         "progress. By default 20 times the median of earlier checkpoints, at least 10 minutes; 0 sets no limit.",
         resume="free", ge=0)
@@ -548,8 +557,8 @@ class RunSection(Section):
         resume="free", ge=0)
     dry_run: bool = option(False, "Check everything, print the plan, and stop before training.", resume="unlisted",
         dumped=False, local=True)
-    gpu: GpuName | None = option(None, "GPU to plan a dry run or an estimate for: a card such as `h100` or `4090`, or a "
-        "size such as `24GB`. By default it is this machine's.", resume="unlisted", dumped=False, local=True,
+    gpu: GpuName | None = option(None, "GPU to plan a dry run or an estimate for: a card such as `h100` or `4090`, "
+        "or a size such as `24GB`. By default it is this machine's.", resume="unlisted", dumped=False, local=True,
         needs="dry_run")
     verbose: bool = option(False, "Print the traceback of every error, even of expected ones; with `dry_run`, also "
         "print all options.", resume="unlisted", dumped=False, local=True)

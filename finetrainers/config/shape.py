@@ -1,4 +1,4 @@
-"""The kind of an option, as the user sees it: switch, list, choice, type of value, default."""
+"""Kind of an option for users: switch, list, choice, type of value, default."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from .rewards import RewardEntry
 
 
 def is_list(field: FieldInfo) -> bool:
-    """Whether the option takes several values."""
+    """Return whether the option takes several values."""
     return get_origin(field.annotation) is list
 
 
 def is_switch(field: FieldInfo) -> bool:
-    """Whether the option is a boolean flag, perhaps without a fixed default."""
+    """Return whether the option is a boolean flag, perhaps without a fixed default."""
     return field.annotation in (bool, bool | None)
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Allowed values of a Literal, of an optional Literal, or of a list of Literals; `N` where a number is another choice."""
+    """Return the allowed values of a Literal, of an optional Literal, or of a list of Literals.
+
+    A number as another choice is `N`.
+    """
     origin = get_origin(annotation)
     if origin is Literal:
         return get_args(annotation)
     if origin in (list, Union, UnionType, Annotated):
         arguments = get_args(annotation)
-        found = tuple(choice for argument in arguments for choice in choices(argument))
-        return (*found, "N") if found and any(kind(other) == "integer" for other in arguments) else found
+        values = tuple(choice for argument in arguments for choice in choices(argument))
+        return (*values, "N") if values and any(kind(other) == "integer" for other in arguments) else values
     return ()
 
 
 def kind(annotation: Any) -> str:
-    """The type of one value of an option, in a word."""
+    """Return the type of one value of an option, in a word."""
     while get_origin(annotation) in (list, Union, UnionType, Annotated):
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is tuple:
@@ -44,7 +47,7 @@ def kind(annotation: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as a user would write it."""
+    """Return a value as a user would write it."""
     if value is None or value == []:
         return "none"
     if isinstance(value, bool):
@@ -53,11 +56,11 @@ def value_text(value: Any) -> str:
 
 
 def value_cell(value: Any) -> str:
-    """A value in a cell of a Markdown table."""
+    """Return a value as a cell of a Markdown table."""
     text = value_text(value)
     return text if text in ("none", "on", "off") else f"`{escape_cell(text)}`"
 
 
 def escape_cell(text: str) -> str:
-    """A text for a cell of a Markdown table."""
+    """Return a text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|")

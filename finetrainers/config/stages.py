@@ -1,4 +1,4 @@
-"""A file of stages: training runs that follow one another, each a configuration over what the file says for all of them."""
+"""File of stages: training runs that follow one another, each with options over those that all share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from finetrainers.utils.text import nearest, quoted
 
 from .errors import ConfigError, Problem
 from .given import Given, Locate
-from .load import build_config, file_source, line_of, read_toml, take_options
+from .load import build_config, file_source, find_line, read_toml, take_options
 from .root import TrainConfig
 
-#: What a stage takes from an earlier one: all weights; its LoRA; or its whole training state, optimizer included.
+#: Part of an earlier stage that a stage begins from: all weights, the LoRA, or the training state with the optimizer.
 Load = Literal["weights", "lora", "state"]
-#: Keys of a stage that are no options.
+#: Keys of a stage that are not options.
 _KEYS = ("name", "init", "config")
 _HEADER = re.compile(r"\s*(\[+)\s*([\w-]+)(?:\.[\w.-]+)?\s*\]+")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-#: Options that a file of stages cannot set, and why.
+#: Options that a file of stages cannot set, and the reason.
 _REFUSED = {
     "resume_from_checkpoint": "`finetrainers run` resumes a stage that was interrupted by itself; leave it out",
     "reset": "a stage begins from the weights of another one by `init`, or from its whole training state by "
@@ -34,7 +34,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Init:
-    """What a stage begins from: an earlier stage, and what is taken of it."""
+    """Earlier stage that a stage begins from, and the part of its training state to take."""
 
     stage: str
     load: Load
@@ -42,13 +42,13 @@ class Init:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of a file.
+    """Stage of a file.
 
     Attributes:
-        name: unique, and the folder of its run.
-        config: its options; of a stage with problems those that are right, None if the rest is no configuration.
-        init: what it begins from; None: the model, or its own `init_from`.
-        problems: what is wrong with it.
+        name: unique name, and the directory of its run.
+        config: its options; of a stage with problems, the valid ones, or None if these are not a configuration.
+        init: the start from an earlier stage, or None to begin from the model or from its own `init_from`.
+        problems: problems of the stage.
         wrong: flat names of the options that `config` lacks.
     """
 
@@ -78,17 +78,17 @@ def read_stages(path: Path, flags: Given) -> list[Stage]:
         raise ConfigError([Problem(str(path), message)])
     lines = _stage_lines(text)
     shared = _locate(path, lines.get(None, ""), "")
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for number, table in enumerate(tables):
         stage = _read_stage(
-            document, table, flags, shared=shared, locate=_locate(path, lines.get(number, ""), "stage"), before=found
+            document, table, flags, shared=shared, locate=_locate(path, lines.get(number, ""), "stage"), before=stages
         )
-        found.append(stage)
-    return _with_merged(found)
+        stages.append(stage)
+    return _with_merged(stages)
 
 
 def _stage_lines(text: str) -> dict[int | None, str]:
-    """The lines of each stage by its number, and under None those of all stages; every other line is empty."""
+    """Return the lines of each stage by its number, and under None those of all stages; every other line is empty."""
     lines, number, place = text.splitlines(), -1, None
     places: list[int | None] = []
     for line in lines:
@@ -99,19 +99,19 @@ def _stage_lines(text: str) -> dict[int | None, str]:
             place = number if is_stage else None
         places.append(place)
     return {
-        one: "\n".join(line if there == one else "" for line, there in zip(lines, places, strict=True))
-        for one in {*places, None}
+        stage: "\n".join(line if owner == stage else "" for line, owner in zip(lines, places, strict=True))
+        for stage in {*places, None}
     }
 
 
 def _locate(path: Path, text: str, above: str) -> Locate:
-    """Where something is given in a part of the file, whose tables are below another one."""
+    """Return a function that locates an option in a part of the file, whose tables are below another table."""
 
     def locate(table: str | None, name: str | None) -> str:
         headed = ".".join(part for part in (above, table) if part)
-        line = line_of(text, name, headed if table else above or None)
+        line = find_line(text, name, headed if table else above or None)
         if line == 1 and name is not None:  # `data.max_items = 8`, without a header
-            line = line_of(text, name, table)
+            line = find_line(text, name, table)
         return f"{path}:{line}"
 
     return locate
@@ -126,14 +126,14 @@ def _read_stage(
     locate: Locate,
     before: Sequence[Stage],
 ) -> Stage:
-    """A stage, over the options that all share."""
-    own = {key: value for key, value in table.items() if key not in _KEYS}
+    """Return a stage, over the options that all share."""
+    own_options = {key: value for key, value in table.items() if key not in _KEYS}
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
     everywhere, here, over = Given(), Given(), copy.deepcopy(flags)
     take_options(everywhere, shared_options, shared)
-    take_options(here, own, locate)
+    take_options(here, own_options, locate)
     sources = [everywhere]
     if "config" in table:
         try:
@@ -159,23 +159,25 @@ def _read_stage(
         run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
         config = config.model_copy(update={"run": run})
     place = os.path.realpath(config.run.output_dir)
-    same = next((one for one in before if one.config and os.path.realpath(one.config.run.output_dir) == place), None)
-    if same is not None and same.name != name:
+    clash = next(
+        (stage for stage in before if stage.config and os.path.realpath(stage.config.run.output_dir) == place), None
+    )
+    if clash is not None and clash.name != name:
         where = here.where.get("output_dir", "output_dir")
-        problems.append(Problem(where, f"{config.run.output_dir} is the directory of stage {same.name} as well"))
+        problems.append(Problem(where, f"{config.run.output_dir} is the directory of stage {clash.name} as well"))
     return Stage(name, config, init, problems, wrong)
 
 
-def _refuse(given: Given, problems: list[Problem]) -> None:
+def _refuse(source: Given, problems: list[Problem]) -> None:
     """Take out the options that a file of stages cannot set."""
-    for name, why in _REFUSED.items():
-        if name in given.values:
-            del given.values[name]
-            problems.append(Problem(given.where[name], f"{name}: {why}"))
+    for name, reason in _REFUSED.items():
+        if name in source.values:
+            del source.values[name]
+            problems.append(Problem(source.where[name], f"{name}: {reason}"))
 
 
 def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage], problems: list[Problem]) -> str:
-    """The name of a stage; a number in its place if there is none that can be used."""
+    """Return the name of a stage, or its number if it has no usable name."""
     name, number = table.get("name"), len(before) + 1
     if name is None:
         problems.append(Problem(locate(None, None), f'stage {number} has no name; give it one: name = "low"'))
@@ -192,25 +194,25 @@ def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage]
 def _read_init(
     table: Mapping[str, Any], locate: Locate, before: Sequence[Stage], problems: list[Problem]
 ) -> Init | None:
-    """What a stage begins from; None, and problems, if that cannot be read."""
+    """Return what a stage begins from, or None, with problems recorded if that cannot be read."""
     if "init" not in table:
         return None
-    given, where = table["init"], locate(None, "init")
-    if not isinstance(given, Mapping) or not isinstance(given.get("stage"), str):
+    entry, where = table["init"], locate(None, "init")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("stage"), str):
         example = f'init = {{ stage = "{before[-1].name if before else "low"}" }}'
         problems.append(Problem(where, f"init: names no earlier stage; write {example}"))
         return None
-    for key in given:
+    for key in entry:
         if key not in ("stage", "load"):
             problems.append(Problem(where, f"init: unknown key {key!r}{nearest(key, ('stage', 'load'))}"))
-    source = next((stage for stage in before if stage.name == given["stage"]), None)
+    source = next((stage for stage in before if stage.name == entry["stage"]), None)
     if source is None:
         names = [stage.name for stage in before]
-        there = nearest(given["stage"], names) if names else "; it is the first stage"
-        problems.append(Problem(where, f"init: no earlier stage {given['stage']!r}{there}"))
+        hint = nearest(entry["stage"], names) if names else "; it is the first stage"
+        problems.append(Problem(where, f"init: no earlier stage {entry['stage']!r}{hint}"))
         return None
     is_lora = source.config is not None and source.config.training.training_type == "lora"
-    load = given.get("load", "lora" if is_lora else "weights")
+    load = entry.get("load", "lora" if is_lora else "weights")
     if load not in get_args(Load):
         problems.append(Problem(where, f"init: unknown load {quoted(str(load))}{nearest(str(load), get_args(Load))}"))
         return None
@@ -222,14 +224,14 @@ def _read_init(
 
 
 def _with_merged(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages, where those whose LoRA another one takes as a part of all weights export these."""
+    """Return the stages; LoRA stages whose weights another stage takes in full also export merged weights."""
     merged = {stage.init.stage for stage in stages if stage.init is not None and stage.init.load == "weights"}
-    found = []
+    exporting = []
     for stage in stages:
         config = stage.config
         if stage.name in merged and config is not None and config.training.training_type == "lora":
             formats = list(dict.fromkeys([*config.run.export_formats, "merged"]))
             run = config.run.model_copy(update={"export_formats": formats})
             stage = replace(stage, config=config.model_copy(update={"run": run}))
-        found.append(stage)
-    return found
+        exporting.append(stage)
+    return exporting

@@ -1,4 +1,4 @@
-"""The device that options are checked for: this machine's, or the GPU that a dry run plans for. Imports no torch."""
+"""Device that options are checked for: this machine's, or the GPU that a dry run plans for. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .root import TrainConfig
 
 @dataclass(frozen=True)
 class TargetDevice:
-    """A device that options are checked for.
+    """Device that options are checked for.
 
     Attributes:
         type: `cpu`, `cuda` or `xpu`.

@@ -1,4 +1,4 @@
-"""Value types of options (buckets, lists of numbers, places), and the text forms that users write."""
+"""Value types of options (buckets, lists of numbers, paths), and the text forms that users write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PART = re.compile(
 _RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
 
 
-def _sizes(pattern: re.Pattern[str], wanted: str) -> Callable[[Any], Any]:
+def _sizes(pattern: re.Pattern[str], requirement: str) -> Callable[[Any], Any]:
     """Return a parser of whole numbers joined by `x`: text becomes a tuple, and other values pass through."""
 
     def parse(value: Any) -> Any:
@@ -31,8 +31,8 @@ def _sizes(pattern: re.Pattern[str], wanted: str) -> Callable[[Any], Any]:
             return value
         match = pattern.match(value.strip())
         if not match:
-            raise ValueError(f"{shortened(quoted(value))} is {wanted}")
-        # Python refuses to read numbers of thousands of digits; what is cut here is out of bounds all the same.
+            raise ValueError(f"{shortened(quoted(value))} is {requirement}")
+        # Python refuses to read numbers of thousands of digits; a number that is cut here is out of bounds anyway.
         return check_size(tuple(int(part.lstrip("0")[:12] or 0) for part in match.groups() if part is not None))
 
     return parse
@@ -45,7 +45,7 @@ def check_size(size: tuple[int, ...]) -> tuple[int, ...]:
         ValueError: a number is not.
     """
     bounds = (MAX_FRAMES, MAX_SIDE, MAX_SIDE)[-len(size) :]
-    if not all(1 <= number <= most for number, most in zip(size, bounds, strict=True)):
+    if not all(1 <= number <= largest for number, largest in zip(size, bounds, strict=True)):
         frames = f", and frames from 1 to {MAX_FRAMES}" if len(size) == 3 else ""
         raise ValueError(f"{_joined(size)}: height and width must be from 1 to {MAX_SIDE}{frames}")
     return size
@@ -57,7 +57,7 @@ _parse_sides = _sizes(_RESOLUTION, "neither the side of a square, for example 51
 
 
 def _parse_compile(value: Any) -> Any:
-    """Other programs switch compiling on and off, or name the part that is compiled, alone or in a list."""
+    """Return a scope from other programs' values, which switch compiling on and off, or name the compiled part."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     words = {"true": "regional", "transformer": "regional", "false": "none"}
@@ -65,7 +65,7 @@ def _parse_compile(value: Any) -> Any:
 
 
 def _parse_resolution(value: Any) -> Any:
-    """`512` or `"512"` (the sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through."""
+    """Return `512` or `"512"` (sides of a square) or `"512x768"` (height x width) as a tuple; pairs pass through."""
     sides = (value,) if isinstance(value, int) and not isinstance(value, bool) else _parse_sides(value)
     return sides * 2 if isinstance(sides, tuple) and len(sides) == 1 else sides
 
@@ -78,7 +78,7 @@ def _parse_number_or_auto(value: Any) -> Any:
 
 
 def parse_for_bucket(value: Any) -> Any:
-    """`"49x512x768=2"` as the bucket and the text of its value; pairs pass through. `512x768` means 1x512x768.
+    """Return `"49x512x768=2"` as the bucket and the text of its value; pairs pass through. `512x768` means 1x512x768.
 
     Raises:
         ValueError: the text is not a bucket, `=` and a value.
@@ -92,7 +92,7 @@ def parse_for_bucket(value: Any) -> Any:
 
 
 def parse_media_column(value: Any) -> Any:
-    """`"control_video=pose"` as the name of a medium and its column; pairs pass through.
+    """Return `"control_video=pose"` as the name of a medium and its column; pairs pass through.
 
     Raises:
         ValueError: the text is not a name, `=` and a column.
@@ -106,7 +106,7 @@ def parse_media_column(value: Any) -> Any:
 
 
 def parse_numbers(value: Any) -> Any:
-    """`"0:0.5"` as the texts of its numbers, also as the only item of a list; other lists pass through."""
+    """Return the number strings of `"0:0.5"`, alone or as the only item of a list; other lists pass through."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     return value.split(":") if isinstance(value, str) else value
@@ -140,7 +140,7 @@ def check_part(text: str) -> str:
 
 
 def split_part(text: str) -> tuple[str, str | None, str | None]:
-    """Name, place and dtype of a checked part."""
+    """Return name, place and dtype of a checked part."""
     match = _PART.fullmatch(text)
     assert match is not None, text
     return match["name"], match["place"] or None, match["dtype"]
@@ -162,7 +162,7 @@ def check_expression(text: str) -> str:
 
 
 def check_hub_id(text: str) -> str:
-    """Check that a text is a valid repository name of the hub.
+    """Check that a text is a valid repository name of the Hub.
 
     Raises:
         ValueError: it is not.
@@ -193,11 +193,11 @@ _ASSIGNMENT = WithJsonSchema({"type": "string", "pattern": r"^(\d+x)?\d+x\d+=.+$
 
 #: A hub id or a path.
 Place = Annotated[str, AfterValidator(check_place)]
-#: What is said of a part of a model; see `split_part`.
+#: Choice of a part of a model; see `split_part`.
 PartChoice = Annotated[str, AfterValidator(check_part)]
 #: A regular expression.
 Expression = Annotated[str, AfterValidator(check_expression)]
-#: A repository of the hub.
+#: A repository of the Hub.
 HubId = Annotated[str, AfterValidator(check_hub_id)]
 #: A time limit; timers overflow at very long ones.
 Seconds = Annotated[int, Field(le=10_000_000)]
@@ -217,9 +217,9 @@ ImageBucket = Annotated[
     PlainSerializer(_joined, return_type=str),
     WithJsonSchema({"type": "string", "pattern": _IMAGE_BUCKET.pattern}),
 ]
-#: An area in pixels, by the height and width of a picture that has it.
-#: How much of the transformer is compiled.
+#: Scope of compiling in the transformer.
 CompileScope = Annotated[Literal["none", "regional"], BeforeValidator(_parse_compile)]
+#: An area in pixels, by the height and width of an image that has it.
 Resolution = Annotated[
     tuple[int, int],
     BeforeValidator(_parse_resolution),
@@ -227,7 +227,7 @@ Resolution = Annotated[
     PlainSerializer(_resolution_text, return_type=str),
     WithJsonSchema({"type": ["string", "integer"], "pattern": _RESOLUTION.pattern}),
 ]
-#: A further medium of clips, and the column that has it.
+#: A further medium of clips, and its column.
 MediaColumn = Annotated[
     tuple[str, str],
     BeforeValidator(parse_media_column),

@@ -35,7 +35,7 @@ _OWN = re.compile(r"(?P<name>[^=]+)=(?P<size>[^,=]+)(?:,(?P<more>.*))?")
 
 
 class Preset(Section):
-    """How the clips of a preset are sampled; what is not given is as in the run's validation."""
+    """Sampling settings of a preset; settings that are not given are as in the run's validation."""
 
     size: VideoBucket | None = None
     steps: int | None = Field(None, ge=1, le=10_000)
@@ -43,7 +43,7 @@ class Preset(Section):
 
 
 class WatchSection(Section):
-    """What to sample of each checkpoint, how to score it, and where to write."""
+    """Options of `finetrainers watch`: samples of each checkpoint, their scores, and where to write."""
 
     presets: str = Field(
         AS_VALIDATION,
@@ -81,41 +81,41 @@ class WatchSection(Section):
 
 
 def read_presets(section: WatchSection) -> dict[str, Preset | None]:
-    """The presets that are named, in their order; None for those that follow from the model (`class_size`).
+    """Return the named presets in order, with None for those that follow from the model (`class_size`).
 
     Raises:
         ConfigError: everything that is wrong, at once.
     """
     problems: list[Problem] = []
-    own = _of_file(section.presets_file, problems)
-    wanted: list[tuple[str, str]] = []  # the option and the name
+    own_presets = _read_presets_file(section.presets_file, problems)
+    requested: list[tuple[str, str]] = []  # the option and the name
     for text in section.preset:
         match = _OWN.fullmatch(text.strip())
         if match is not None:
             more = [part.partition("=") for part in (match["more"] or "").split(",") if part.strip()]
             values = {"size": match["size"].strip(), **{key.strip(): value.strip() for key, _, value in more}}
             name = match["name"].strip()
-            _add(own, name, values, f"--preset {name}", problems)
-            wanted += [("--preset", name)] * (name in own)
+            _add(own_presets, name, values, f"--preset {name}", problems)
+            requested += [("--preset", name)] * (name in own_presets)
         elif "=" in text or not (names := _names(text)):
             problems.append(Problem("--preset", f"{text!r} is not NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X]"))
         else:  # `--preset low4s` is `--presets low4s`
-            wanted += [("--preset", name) for name in names]
-    # A preset that is written on the command line is wanted.
+            requested += [("--preset", name) for name in names]
+    # A preset that is defined on the command line is also requested.
     if section.presets != AS_VALIDATION or not section.preset:
-        wanted = [*(("--presets", name) for name in _names(section.presets)), *wanted]
-    found: dict[str, Preset | None] = {}
-    for option, name in wanted:
-        message = None if name in own else _name_problem(name, own)
+        requested = [*(("--presets", name) for name in _names(section.presets)), *requested]
+    presets: dict[str, Preset | None] = {}
+    for option, name in requested:
+        message = None if name in own_presets else _name_problem(name, own_presets)
         if message is None:
-            found[name] = own.get(name, Preset() if name == AS_VALIDATION else None)
+            presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
         else:
             problems.append(Problem(option, message))
-    if not found and not problems:
+    if not presets and not problems:
         problems.append(Problem("--presets", "names none"))
     if problems:
         raise ConfigError(problems)
-    return found
+    return presets
 
 
 def _names(text: str) -> list[str]:
@@ -130,7 +130,7 @@ def _name_problem(name: str, own: Iterable[str]) -> str | None:
     return None if match or name == AS_VALIDATION else f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"
 
 
-def _of_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
+def _read_presets_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
     if path is None:
         return {}
     try:
@@ -154,7 +154,7 @@ def _of_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
 
 
 def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: list[Problem]) -> None:
-    """Add a preset of the user's own, or what is wrong with it."""
+    """Add a preset of the user's own, or record the problems with it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         problems.append(Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'"))
     elif name == AS_VALIDATION or _CLASS.fullmatch(name):
@@ -167,15 +167,17 @@ def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: l
         try:
             own[name] = Preset.model_validate(values)
         except ValidationError as error:
-            for one in error.errors():
-                key = str(one["loc"][0])
-                unknown = one["type"] == "extra_forbidden"
-                said = f"unknown key {key!r}{nearest(key, Preset.model_fields)}" if unknown else value_message(one)
-                problems.append(Problem(where, said if unknown else f"{key}: {said}"))
+            for detail in error.errors():
+                key = str(detail["loc"][0])
+                unknown = detail["type"] == "extra_forbidden"
+                message = (
+                    f"unknown key {key!r}{nearest(key, Preset.model_fields)}" if unknown else value_message(detail)
+                )
+                problems.append(Problem(where, message if unknown else f"{key}: {message}"))
 
 
 def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -> Size:
-    """The size of `lowNs` or `highNs`: N seconds at half or all of the height and width, as the model takes them.
+    """Return the size of `lowNs` or `highNs`: N seconds at half or all of the height and width, as the model takes.
 
     Args:
         name: of the preset.
@@ -198,12 +200,12 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
 
 
 def rewards_of(config: TrainConfig) -> list[RewardEntry]:
-    """The rewards that a run evaluates with, or else those that it trains on."""
+    """Return the rewards that a run evaluates with, or else those that it trains on."""
     return list(config.get("eval_reward") or config.get("reward"))
 
 
 def label_of(entry: Any, among: Sequence[Any]) -> str:
-    """The name of a reward in ledgers and at trackers: with its options where several have that name."""
+    """Return the name of a reward in ledgers and at trackers, with its options if several have that name."""
     several = sum(other.name == entry.name for other in among) > 1
     options = ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
     return f"{entry.name},{options}" if several and options else entry.name

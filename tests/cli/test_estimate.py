@@ -112,8 +112,10 @@ def test_the_stated_gpu_is_judged_and_not_this_machine(
     Image.new("RGB", (64, 64)).save(tmp_path / "clips" / "a.png")
     (tmp_path / "clips" / "a.txt").write_text("a black square")
     train = [
-        "train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")), "--dry_run",
-        "--data_root", str(tmp_path / "clips"), "--output_dir", str(tmp_path / "run"), "--train_steps", "1", "--rank", "4",
+        "train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")),
+        "--dry_run",
+        "--data_root", str(tmp_path / "clips"), "--output_dir", str(tmp_path / "run"), "--train_steps", "1", "--rank",
+        "4",
         "--video_resolution_buckets", "1x64x64",
     ]  # fmt: skip
     for flags, gpus in NEEDS_CUDA:

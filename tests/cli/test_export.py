@@ -198,7 +198,16 @@ def test_comfyui_computes_the_network_that_was_exported(
 
     # The file is read as a model again, unless its positions are those of another network.
     on = ["--pretrained_model_name_or_path", load_config(root / "config.toml").model.pretrained_model_name_or_path]
-    back = ["export", str(tmp_path / "other.safetensors"), "--format", "diffusers", "--overwrite", "--output_dir", str(tmp_path / "back"), *on]  # fmt: skip
+    back = [
+        "export",
+        str(tmp_path / "other.safetensors"),
+        "--format",
+        "diffusers",
+        "--overwrite",
+        "--output_dir",
+        str(tmp_path / "back"),
+        *on,
+    ]
     for changed, status in ((table, 0), (table + 1, 2), (table[:, 1:].contiguous(), 2)):
         save_file(
             {**weights, "model.diffusion_model.patch_embed.pos_embedding": changed}, tmp_path / "other.safetensors"

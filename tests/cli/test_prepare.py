@@ -1,4 +1,4 @@
-"""`finetrainers prepare`: killed and begun again, shared by two processes, and what training then finds; then `cache prune`."""
+"""`finetrainers prepare`, killed and restarted, and shared by two processes; training on its cache; `cache prune`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(clips: Path, tmp_path: Path) -> list[str]:
-    """The recipe with a step in each stage and two in its first, another stage like that one, and flags for small clips."""
+    """Return the recipe, with two steps in its first stage and one in others, one more stage, flags for small clips."""
     text = re.sub(r"train_epochs = \d", "train_steps = 1", RECIPE.read_text(encoding="ascii"))
     first = re.search(r"\[\[stage\]\].*?(?=\[\[stage\]\])", text, re.DOTALL)
     assert first is not None
@@ -66,7 +66,7 @@ def learning_rates(run: Path) -> list[float]:
 
 @pytest.mark.timeout(600)
 def test_the_recipe_of_seven_stages(small: list[str], tmp_path: Path, python: Python) -> None:
-    """A stage that was killed goes on, and ends bit for bit as one that was not; each later one begins from what it names."""
+    """A killed stage resumes, and ends bit for bit as one that was not killed; later ones begin from their stages."""
     killed = python(*small, FINETRAINERS_FAULT=f"kill@step:{STEPS}")
     killed.wait(timeout=LONG_S)
     assert killed.returncode == 128 + 9, killed.stderr

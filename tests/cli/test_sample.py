@@ -22,7 +22,7 @@ from finetrainers.utils.versions import __version__
 def refused(
     tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
-    """What the command says, which draws nothing; MODEL, I2V and HUNYUAN are tiny repositories, LORA a LoRA of none of them."""
+    """Return the command's output; it draws nothing. MODEL, I2V, HUNYUAN: tiny repositories; LORA: a LoRA of none."""
     monkeypatch.setattr(run, "join", lambda config: pytest.fail("it loads"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mystyle").mkdir(parents=True)
@@ -130,7 +130,8 @@ def test_a_lora_of_another_model_is_refused(
         weights = {f"transformer.{name}.lora_A.weight": torch.zeros(4, shape)}
         save_file({**weights, f"transformer.{name}.lora_B.weight": torch.zeros(8, 4)}, tmp_path / "lora.safetensors")
         code = main([
-            "sample", str(tmp_path / "lora.safetensors"), "--pretrained_model_name_or_path", str(tiny_repo("ltx_video")), *PROMPT,
+            "sample", str(tmp_path / "lora.safetensors"), "--pretrained_model_name_or_path",
+            str(tiny_repo("ltx_video")), *PROMPT,
             "--output_dir", str(tmp_path / "out"),
         ])  # fmt: skip
         assert code == 2

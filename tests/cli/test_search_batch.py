@@ -28,7 +28,9 @@ def search(tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), ["--gpu: there is no GPU on this machine; say the memory to fit, such as 24GB, or measure with --measure_on_cpu"]),
+        ((),
+            ["--gpu: there is no GPU on this machine; say the memory to fit, such as 24GB, or measure with "
+                "--measure_on_cpu"]),
         (
             ("--gpu", "24GB", "--output", "nowhere/found.json", "--rank", "x"),
             ["2 problems", "--output: no such directory", "--rank: not a whole number"],

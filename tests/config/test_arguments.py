@@ -70,7 +70,10 @@ def test_all_mistakes_are_collected(parser: ArgumentParser, line: str, expected:
 
 def test_a_check_of_the_command_joins_what_is_wrong_with_its_arguments(parser: ArgumentParser) -> None:
     line = "write x --format kohya"
-    assert told(parser, f"{line} --num x", checked=True) == ["--num: must be a whole number, got 'x'", "SOURCE: no run, num 1"]  # fmt: skip
+    assert told(parser, f"{line} --num x", checked=True) == [
+        "--num: must be a whole number, got 'x'",
+        "SOURCE: no run, num 1",
+    ]
     assert told(parser, line, checked=True) == ["SOURCE: no run, num 1"]
     for unclear in ("write --format kohya", f"{line} --nmu 3", "write x y --format kohya"):
         assert not any("no run" in one for one in told(parser, unclear, checked=True))
@@ -82,7 +85,8 @@ def test_right_arguments_are_read(parser: ArgumentParser) -> None:
     )
     assert (read.source, read.scale, read.output_dir, read.ema) == ("x", -1e-4, "a-b", False)
     assert (read.format, read.num, read.once) == (["kohya", "comfyui"], 1, False)
-    assert "--format" in next(iter(parser._subparsers._group_actions)).choices["write"].format_usage()  # type: ignore[union-attr]
+    [action] = parser._subparsers._group_actions  # type: ignore[union-attr]
+    assert "--format" in action.choices["write"].format_usage()
 
 
 def test_what_follows_an_unknown_flag_may_be_its_value() -> None:

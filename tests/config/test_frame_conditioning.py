@@ -1,4 +1,4 @@
-"""Kinds of clean frames that samples are given: as they are written, and as they are drawn."""
+"""Kinds of clean frames that samples are given: their text form, and how they are drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from finetrainers.config.frame_conditioning import ALIASES, KINDS, draw_frames, read_frame_conditioning, written
+from finetrainers.config.frame_conditioning import ALIASES, KINDS, draw_frames, format_kinds, read_frame_conditioning
 from finetrainers.config.load import load_config
 
 #: Frames of a latent frame.
@@ -69,13 +69,13 @@ def test_it_is_written_as_text_as_a_table_and_by_open_soras_names() -> None:
         f" {text.replace(',', ' , ')} ",
         text.split(","),
     ):
-        assert written(read_frame_conditioning(other)) == text
+        assert format_kinds(read_frame_conditioning(other)) == text
     theirs = {
         "mask_no": 0.75, "quarter_random": 0.025, "quarter_head": 0.025, "quarter_tail": 0.025,
         "quarter_head_tail": 0.05, "image_random": 0.025, "image_head": 0.025, "image_tail": 0.025,
         "image_head_tail": 0.025, "intepolate": 0.025,
     }  # fmt: skip
-    assert written(read_frame_conditioning(theirs)) == (
+    assert format_kinds(read_frame_conditioning(theirs)) == (
         "span=0.025,prefix=0.025,suffix=0.025,prefix+suffix=0.05,frame=0.025,first=0.025,last=0.025,first+last=0.025,"
         "interpolate=0.025"
     )

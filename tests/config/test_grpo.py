@@ -26,7 +26,8 @@ FLAGS = ["--model_name", "m", "--pretrained_model_name_or_path", "repo", "--meth
 
 def test_flags_become_values():
     config, _ = parse_flags(
-        [*FLAGS, "--prompts", "p.txt", "--reward", "brightness=0.5,every=2", "videoalign.vq,path=/ckpt", "--rollout_size",
+        [*FLAGS, "--prompts", "p.txt", "--reward", "brightness=0.5,every=2", "videoalign.vq,path=/ckpt",
+            "--rollout_size",
          "49x512x768", "--window_range", "0.25", "0.75", "--nft_decay", "75:0.0075:0.999", "--no-init_same_noise"]
     )  # fmt: skip
     section = config.grpo
@@ -87,7 +88,8 @@ ENTRIES = [
 
 def test_everything_survives_the_file(tmp_path):
     config = load_config(
-        **BASE, prompts="p.txt", reward=ENTRIES, eval_reward=["motion=0"], eval_prompts="e.txt", rollout_size="49x512x768",
+        **BASE, prompts="p.txt", reward=ENTRIES, eval_reward=["motion=0"], eval_prompts="e.txt",
+        rollout_size="49x512x768",
         window_range=[0.1, 0.7], nft_decay=[75, 0.0075, 0.999], best_of_n=4, clip_range=1e-5, sampler="cps", shift=3.0,
         init_same_noise=False, train_steps=4,
     )  # fmt: skip

@@ -46,7 +46,7 @@ def test_lists_are_space_separated_and_switches_can_be_switched_off(tmp_path):
 
 
 def test_the_deepspeed_launcher_may_add_its_own_flag():
-    """`deepspeed --num_gpus=1 train.py --deepspeed --config FILE` passes the rank that it also sets in the environment."""
+    """`deepspeed --num_gpus=1 train.py --deepspeed --config FILE` passes the rank, and sets it in the environment."""
     config, _ = parse_flags([*FLAGS, "--local_rank=0", "--deepspeed", "--zero_stage", "3"])
     assert (config.parallel.deepspeed, config.parallel.zero_stage) == (True, 3)
 

@@ -77,8 +77,8 @@ def test_what_is_accepted_is_said_once(caplog, tmp_path):
         config, _ = parse_flags([*FLAGS, "--config", str(file), "--learning_rate", "1e-3", "--max_steps", "5"])
     assert (config.training.rank, config.optimizer.lr, config.training.train_steps) == (8, 1e-3, 5)
     assert [record.getMessage() for record in caplog.records] == [
-        f"names of other trainers are accepted: network_dim ({file}:2) as rank; with network_dim alone sd-scripts has an alpha of 1, "
-        "here it is --lora_alpha 64",
+        f"names of other trainers are accepted: network_dim ({file}:2) as rank; with network_dim alone sd-scripts has "
+        "an alpha of 1, here it is --lora_alpha 64",
         "names of other trainers are accepted: --learning_rate as --lr, --max_steps as --train_steps",
     ]
 
@@ -163,7 +163,8 @@ def test_a_file_says_the_same(tmp_path):
     [
         ("dpo.bta", "dpo.beta"),
         ("grpo.etta", "eta"),
-        ("rnk", "rank"), ("batch_siz", "batch_size"), ("learning_rat", "lr"), ("lora_rnk", "rank"), ("optimize", "optimizer"),
+        ("rnk", "rank"), ("batch_siz", "batch_size"), ("learning_rat", "lr"), ("lora_rnk", "rank"),
+        ("optimize", "optimizer"),
         ("video_resolution_bucket", "video_resolution_buckets"),
     ],
 )  # fmt: skip

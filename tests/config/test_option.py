@@ -1,4 +1,4 @@
-"""What options say of themselves: the sets that others derive from it, tables and flags of sections, names of earlier versions."""
+"""Properties of options: the sets derived from them, tables and flags of sections, names of earlier versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ FLAGS = [part for name, value in BASE.items() for part in (f"--{name}", value)]
 
 LORA = ("rank", "lora_alpha", "target_modules", "use_rslora", "use_dora")
 DIFFUSION = (
-    "flow_resolution_shifting", "flow_base_seq_len", "flow_max_seq_len", "flow_base_shift", "flow_max_shift", "flow_shift",
+    "flow_resolution_shifting", "flow_base_seq_len", "flow_max_seq_len", "flow_base_shift", "flow_max_shift",
+    "flow_shift",
     "flow_weighting_scheme", "flow_logit_mean", "flow_logit_std", "flow_mode_scale", "loss_weight_max",
 )  # fmt: skip
 MODEL_PARTS = ("tokenizer_id", "tokenizer_2_id", "text_encoder_id", "text_encoder_2_id", "vae_id", "transformer_id")
@@ -45,7 +46,7 @@ def test_what_a_resumed_run_must_keep_is_what_it_always_was():
         **dict.fromkeys(("seed", *DIFFUSION), "rng"),
         "use_ema": "ema",
     }
-    # Names and order of these are part of the fingerprint of several datasets: a longer list would refuse every run of before.
+    # Names and order of these are part of the fingerprint of several datasets: a longer list would refuse earlier runs.
     assert FINGERPRINTED == (
         "target_fps", "frame_selection", "video_reshape_mode", "bucket_keep_prob", "bucket_fall_shorter",
         "sliding_window_size", "sliding_window_stride", "sliding_window_latents",
@@ -54,7 +55,8 @@ def test_what_a_resumed_run_must_keep_is_what_it_always_was():
     assert critical_options("grpo") == {
         **dict.fromkeys((
             "reward", "rollout_size", "num_generations", "best_of_n", "updates_per_rollout", "sampling_steps",
-            "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size", "window_range",
+            "sampler", "eta", "shift", "rollout_guidance", "rollout_cfg", "init_same_noise", "window_size",
+            "window_range",
             "window_strategy", "window_per_prompt", "window_every", "window_stride", "timestep_fraction",
         )),
         "prompts_per_step": "data",
@@ -67,7 +69,8 @@ def test_other_derived_sets_are_what_they_were():
     places = {"output_dir", "logging_dir", "data_root", "dataset_file", "dataset", "cache_dir", "precompute_dir",
               "prompt_embeddings_dir"}  # fmt: skip
     assert those(resume="unlisted") == invocation | places | {
-        "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name", "batch_size",
+        "init_from", "pretrained_model_name_or_path", "transformer_id", "hub_model_id", "report_to", "tracker_name",
+        "batch_size",
         "gradient_accumulation_steps",
     }  # fmt: skip
     assert those(local=True) == invocation | places | {
@@ -77,9 +80,11 @@ def test_other_derived_sets_are_what_they_were():
         "fit_gpu",
     }
     assert those(section="data", scope="run") == {
-        "dataset", "bucket_keep_prob", "bucket_fall_shorter", "sliding_window_latents", "sliding_window_batching", "probe_dir", "caption_dropout_p",
+        "dataset", "bucket_keep_prob", "bucket_fall_shorter", "sliding_window_latents", "sliding_window_batching",
+        "probe_dir", "caption_dropout_p",
         "caption_dropout_technique", "precompute_conditions", "precompute_dir", "precompute_batch_size",
-        "first_frame_conditioning_p", "frame_conditioning", "window_context", "first_frame_noise", "max_bad_samples", "max_bad_share", "eval_num_items",
+        "first_frame_conditioning_p", "frame_conditioning", "window_context", "first_frame_noise", "max_bad_samples",
+        "max_bad_share", "eval_num_items",
     }  # fmt: skip
     assert those(scope="dataset") <= those(section="data")
     assert those(place="model") == {"pretrained_model_name_or_path", "part", *MODEL_PARTS}
@@ -164,8 +169,8 @@ def test_former_names_are_read_and_said_once(tmp_path, caplog):
     assert (config.data.sliding_window_size, config.data.sliding_window_stride) == (9, 3)
     assert config.data.bucket_keep_prob == [((9, 64, 64), 0.5)]
     assert [record.getMessage() for record in caplog.records] == [
-        f"names of earlier versions are accepted: framepack_window_size ({file}:2) as sliding_window_size, bucket_keep ({file}:3) as "
-        "bucket_keep_prob",
+        f"names of earlier versions are accepted: framepack_window_size ({file}:2) as sliding_window_size, "
+        f"bucket_keep ({file}:3) as bucket_keep_prob",
         "names of earlier versions are accepted: --framepack_window_stride as --sliding_window_stride",
     ]
     assert by_current_names({"bucket_keep": 1, "rank": 2}) == {"bucket_keep_prob": 1, "rank": 2}

@@ -42,7 +42,7 @@ def test_every_setting_is_an_option_and_has_a_source(name):
             assert option in fields()
             assert source
     assert preset.reference
-    assert preset.not_set
+    assert preset.omitted_settings
     assert {"sampling_steps", "num_generations", "prompts_per_step", "updates_per_rollout"} <= set(preset.settings)
 
 
@@ -66,10 +66,12 @@ def test_a_preset_by_itself_runs_and_gives_nothing_in_vain(name, training_type, 
           "updates_per_rollout": 2, "clip_range": 1e-4, "timestep_fraction": 0.6, "window_size": 0, "rank": 64}),
         ("dancegrpo", "lora", {"rank": 128, "lora_alpha": 256, "lr": 3e-4}),
         ("flow-grpo", "lora",
-         {"sampler": "flow", "eta": 0.7, "sampling_steps": 10, "num_generations": 24, "prompts_per_step": 48, "lr": 3e-4,
+         {"sampler": "flow", "eta": 0.7, "sampling_steps": 10, "num_generations": 24, "prompts_per_step": 48,
+             "lr": 3e-4,
           "rank": 32, "lora_alpha": 64, "kl_coef": 0.04, "advantage": "global_std", "init_same_noise": False}),
         ("flow-grpo-fast", "lora",
-         {"sampler": "cps", "eta": 0.8, "window_size": 3, "window_strategy": "random", "clip_range": 1e-5, "kl_coef": 0.0}),
+         {"sampler": "cps", "eta": 0.8, "window_size": 3, "window_strategy": "random", "clip_range": 1e-5,
+             "kl_coef": 0.0}),
         ("mixgrpo", "full-finetune",
          {"sampler": "flow", "eta": 0.7, "sampling_steps": 25, "window_size": 4, "window_strategy": "progressive",
           "window_every": 25, "window_stride": 1, "num_generations": 12, "updates_per_rollout": 4, "lr": 1e-5}),
@@ -86,7 +88,7 @@ def test_published_numbers(name, training_type, expected):
 
 
 def test_what_the_presets_train_is_what_is_published():
-    """DanceGRPO trains int(15 * 0.6) steps; Flow-GRPO-Fast's windows lie in steps 0 to T // 2, Flash's in the first 10."""
+    """DanceGRPO trains int(15 * 0.6) steps; Flow-GRPO-Fast's windows are in steps 0 to T // 2, Flash's in 0 to 9."""
     assert trained_steps(load(grpo_preset="dancegrpo").grpo) == 9
     assert trained_steps(load(grpo_preset="flow-grpo").grpo) == 9
     assert list(step_range(load(grpo_preset="flow-grpo-fast").grpo)) == list(range(5))

@@ -117,7 +117,8 @@ def test_flags_override_every_stage(tmp_path: Path) -> None:
 
 def test_a_stage_may_be_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text("lr = 7e-5\nrank = 8\n")
-    text = f'{SHARED.replace("[training]", "[optimizer]")}[[stage]]\nname = "a"\nconfig = "{tmp_path}/one.toml"\nrank = 4\n'
+    shared = SHARED.replace("[training]", "[optimizer]")
+    text = f'{shared}[[stage]]\nname = "a"\nconfig = "{tmp_path}/one.toml"\nrank = 4\n'
     (stage,) = read(tmp_path, text)
     assert stage.config is not None
     assert (stage.config.optimizer.lr, stage.config.training.rank) == (7e-5, 4)

@@ -20,7 +20,8 @@ def test_flags_files_and_dumps_agree(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         'model_name = "m"\npretrained_model_name_or_path = "r"\n[data]\nresolutions = [[572, 720], 512, "640x640"]\n'
-        'frame_buckets = [1, 33]\nbucket_keep_prob = ["49x512x768=0.5"]\n[dataloader]\nbucket_batch_sizes = ["512x768=8"]\n'
+        'frame_buckets = [1, 33]\nbucket_keep_prob = ["49x512x768=0.5"]\n'
+        '[dataloader]\nbucket_batch_sizes = ["512x768=8"]\n'
     )
     flags = (
         "--model_name m --pretrained_model_name_or_path r --resolutions 572x720 512 640 --frame_buckets 1 33 "
@@ -56,10 +57,11 @@ def test_mistakes(options: dict, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("option", ["video_resolution_buckets", "image_resolution_buckets", "resolutions", "rollout_size",
+@pytest.mark.parametrize("option", ["video_resolution_buckets", "image_resolution_buckets", "resolutions",
+    "rollout_size",
     "bucket_keep_prob", "bucket_batch_sizes", "validation_prompts", "eval_prompts", "sample", "preset"])  # fmt: skip
 def test_sizes_without_pixels_or_beyond_all_videos_are_refused(option: str, tmp_path: Path) -> None:
-    """Zeros in any spelling, negative sides and astronomic ones, as text and as numbers; the same size is taken else."""
+    """Zeros in any spelling, negative and astronomic sides are refused, as text and as numbers; valid sizes pass."""
 
     def read(*size: int | str) -> None:
         text = "x".join(map(str, size))

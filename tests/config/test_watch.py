@@ -49,9 +49,11 @@ def test_all_that_is_wrong_is_told(tmp_path: Path) -> None:
         read_presets(section)
     text = str(refused.value)
     for part in (
-        "unknown preset 'lwo4s'; did you mean 'low4s'?", "unknown preset 'mid4s'", "low0s: seconds", "high99999999999s: seconds",
+        "unknown preset 'lwo4s'; did you mean 'low4s'?", "unknown preset 'mid4s'", "low0s: seconds",
+        "high99999999999s: seconds",
         "--preset: unknown preset 'x'", "'' is not NAME=", "--preset y: size:",
-        "run has a meaning already", "presets.a: steps", "unknown key 'step'; did you mean 'steps'?", "presets.b/c: the name",
+        "run has a meaning already", "presets.a: steps", "unknown key 'step'; did you mean 'steps'?",
+        "presets.b/c: the name",
         "low4s has a meaning already",
     ):  # fmt: skip
         assert part in text, text

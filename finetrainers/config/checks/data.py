@@ -15,52 +15,52 @@ from .windows import window_warnings
 _TABLES = (".csv", ".json", ".jsonl", ".parquet")
 
 
-def check_data(config: TrainConfig, facts: Facts, found: Findings) -> None:
+def check_data(config: TrainConfig, facts: Facts, findings: Findings) -> None:
     """Check the options that only training on clips reads."""
     data = config.data
-    given = [name for name in type(data).model_fields if config.changed(name)]
-    check_dataset(data, given=given, found=found)
-    found.warnings += window_warnings(config)
+    names = [name for name in type(data).model_fields if config.changed(name)]
+    check_dataset(data, given=names, found=findings)
+    findings.warnings += window_warnings(config)
     others = [name for name, _ in data.extra_columns if name not in facts.media]
     if others and facts.first_frame != "unknown":
         takes = " and ".join(facts.media) or "nothing but clips"
-        found.warnings.append(f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}")
-    _check_precomputation(config, found)
-    _check_batch_sizes(config, found)
-    check_frames(config, facts, found)
+        findings.warnings.append(f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}")
+    _check_precomputation(config, findings)
+    _check_batch_sizes(config, findings)
+    check_frames(config, facts, findings)
     if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
         message = "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward"
-        found.error("eval_steps", message)
+        findings.error("eval_steps", message)
     if data.eval_num_items and not config.validation.eval_steps:
-        found.warnings.append(
+        findings.warnings.append(
             f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
         )
 
 
-def _check_precomputation(config: TrainConfig, found: Findings) -> None:
+def _check_precomputation(config: TrainConfig, findings: Findings) -> None:
     data = config.data
     if not data.precompute_conditions:
         return
     if config.changed("precompute_batch_size") and config.model.enable_slicing:
-        found.warnings.append(
+        findings.warnings.append(
             "--precompute_batch_size saves little with --enable_slicing: the VAE takes the clips one by one"
         )
     if data.frame_selection == "random" or data.video_reshape_mode == "random":
-        found.warnings.append(
+        findings.warnings.append(
             "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
         )
 
 
-def _check_batch_sizes(config: TrainConfig, found: Findings) -> None:
+def _check_batch_sizes(config: TrainConfig, findings: Findings) -> None:
     if config.optimizer.scale_lr and config.dataloader.bucket_batch_sizes:
-        found.warnings.append("--scale_lr follows --batch_size alone, not --bucket_batch_sizes")
+        findings.warnings.append("--scale_lr follows --batch_size alone, not --bucket_batch_sizes")
     for option, entries in (
         ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
         ("bucket_keep_prob", config.data.bucket_keep_prob),
     ):
         buckets = [bucket for bucket, _ in entries]
         for bucket in sorted({bucket for bucket in buckets if buckets.count(bucket) > 1}):
-            found.error(option, f"{'x'.join(map(str, bucket))} is named twice")
+            findings.error(option, f"{'x'.join(map(str, bucket))} is named twice")
 
 
 def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:
@@ -87,18 +87,18 @@ def check_dataset(data: DataSection, *, given: Collection[str], found: Findings)
             found.error(name, "--dataset FILE names the datasets; name it there, or drop --dataset")
 
 
-def _check_source(data: DataSection, given: Collection[str], found: Findings) -> None:
+def _check_source(data: DataSection, names: Collection[str], findings: Findings) -> None:
     if not data.is_named:
-        found.error("data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset")
+        findings.error("data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset")
     if data.hf_dataset is not None and data.dataset_file is not None:
-        found.error("hf_dataset", "--dataset_file names another dataset; give one of them")
-    if data.caption_columns and "caption_column" in given:
-        found.error("caption_columns", "they take the place of --caption_column; give one of them")
+        findings.error("hf_dataset", "--dataset_file names another dataset; give one of them")
+    if data.caption_columns and "caption_column" in names:
+        findings.error("caption_columns", "they take the place of --caption_column; give one of them")
     is_table = data.dataset_file is not None and data.dataset_file.suffix.lower() in _TABLES
     if data.caption_lines and (is_table or data.hf_dataset is not None):
-        found.warnings.append(
+        findings.warnings.append(
             "--caption_lines has no effect without .txt files next to the clips; several captions are a list there"
         )
     if data.caption_columns and data.dataset_file is None and data.hf_dataset is None:
         message = "--caption_columns has no effect without columns: a .csv, .json, .jsonl, .parquet or .tar file"
-        found.warnings.append(message)
+        findings.warnings.append(message)

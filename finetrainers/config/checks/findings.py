@@ -1,4 +1,4 @@
-"""Errors and warnings that the rules between options find, and the rule of options that need another one."""
+"""Errors and warnings from the rules between options, and the rule of options that need another option."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Findings:
         self.warnings += [f"{problem} (on the machine that trains)" for problem in self.errors if problem.is_local]
         self.errors = [problem for problem in self.errors if not problem.is_local]
 
-    def check_needs(self, name: str, value_of: Callable[[str], Any]) -> None:
+    def check_needs(self, name: str, get_value: Callable[[str], Any]) -> None:
         """Warn of an option that was given without the one that it needs."""
-        if (lacks := _unmet(name, value_of)) is not None:
+        if (lacks := _unmet(name, get_value)) is not None:
             self.warnings.append(f"--{name} has no effect {lacks}")
 
 
-def _unmet(name: str, value_of: Callable[[str], Any]) -> str | None:
-    """The option that another one needs and that is not set, in words; None if there is none."""
+def _unmet(name: str, get_value: Callable[[str], Any]) -> str | None:
+    """Return a clause naming the option that `name` needs and that is not set, or None if nothing is missing."""
     needs = fields()[name].needs
     if needs is None:
         return None
     needed, _, allowed = needs.partition("=")
-    if (lacks := _unmet(needed, value_of)) is not None:
+    if (lacks := _unmet(needed, get_value)) is not None:
         return lacks
-    value = value_of(needed)
+    value = get_value(needed)
     if allowed:
         met = set(allowed.split("|")) & set(value if isinstance(value, list) else [value])
         return None if met else f"without --{needed} {allowed.replace('|', ' or ')}"

@@ -1,4 +1,4 @@
-"""Rules of clean frames that samples are given: what a model takes, and what leaves something to train."""
+"""Rules of frame conditioning: modes that a model supports, and modes that leave frames to train."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ Problems = Iterator[tuple[str, str]]
 Bucket = tuple[int, int, int]
 
 
-def check_frames(config: TrainConfig, facts: Facts, found: Findings) -> None:
+def check_frames(config: TrainConfig, facts: Facts, findings: Findings) -> None:
     """Check the options of given frames against what the model takes."""
     data, model = config.data, config.model.model_name
     if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
-        found.warnings.append(f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels")
+        findings.warnings.append(
+            f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels"
+        )
     if data.frame_conditioning is not None and data.first_frame_conditioning_p is not None:
-        found.error("frame_conditioning", "says how often the first frame is given, too; give one of the two options")
+        findings.error(
+            "frame_conditioning", "says how often the first frame is given, too; give one of the two options"
+        )
     if facts.first_frame == "none" and data.first_frame_conditioning_p:
-        found.error("first_frame_conditioning_p", f"this {model} takes no first frame; remove it")
+        findings.error("first_frame_conditioning_p", f"this {model} takes no first frame; remove it")
     for problem in frame_problems(data, facts, model=model):
-        found.error(*problem)
+        findings.error(*problem)
 
 
 def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Problems:
-    """Kinds of given frames that a model or the windows of a dataset cannot give, as (option, reason)."""
+    """Yield (option, reason) for frame conditioning that a model or the windows of a dataset do not support."""
     kinds = data.frame_conditioning or ()
     others = [kind.label for kind in kinds if kind.name != "first"]
     way_out = "--list_models says which models take any"
@@ -48,7 +52,7 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Problems:
 
 
 def _slice_problems(data: DataSection, facts: Facts) -> Problems:
-    """What cannot be given to windows whose latents are cut from those of a whole clip."""
+    """Yield (option, reason) for conditioning that windows cut from the latents of a whole clip cannot have."""
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     if not has_windows or data.sliding_window_latents == "encode":
         return
@@ -60,15 +64,15 @@ def _slice_problems(data: DataSection, facts: Facts) -> Problems:
             "this checkpoint is given each window's first frame, which must be encoded alone; use encode",
         )
     elif facts.first_frame == "tokens":
-        why = "a window's first latent stands for several frames, so it cannot be given as the first frame"
+        reason = "a window's first latent stands for several frames, so it cannot be given as the first frame"
         if data.frame_conditioning is None and data.first_frame_conditioning_p != 0:
-            yield "first_frame_conditioning_p", f"with --sliding_window_latents slice, {why}; set it to 0"
+            yield "first_frame_conditioning_p", f"with --sliding_window_latents slice, {reason}; set it to 0"
         for label in at_start:
-            yield "frame_conditioning", f"{label}: with --sliding_window_latents slice, {why}; remove it"
+            yield "frame_conditioning", f"{label}: with --sliding_window_latents slice, {reason}; remove it"
 
 
 def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Problems:
-    """What a model cannot be given with a prompt, as (medium, reason); each once."""
+    """Yield (medium, reason) for each conditioning input of the prompts that a model does not support; each once."""
     media = [name for name in ("last_image", "video_prefix") if any(getattr(prompt, name) for prompt in prompts)]
     if not facts.any_frame:
         for name in media:
@@ -78,7 +82,7 @@ def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model:
 
 
 def length_problems(data: DataSection, facts: Facts, buckets: Iterable[Bucket], windows: Iterable[Bucket]) -> Problems:
-    """Kinds that clips are too short for, as (option, reason); images are given none of them.
+    """Yield (option, reason) for frame-conditioning modes that clips are too short for; images have none.
 
     Args:
         data: the options.

@@ -31,95 +31,97 @@ OF_CLIPS = {
 }
 
 
-def check_grpo(config: TrainConfig, facts: Facts, found: Findings, *, world_size: int) -> None:
+def check_grpo(config: TrainConfig, facts: Facts, findings: Findings, *, world_size: int) -> None:
     """Check all rules of reward finetuning.
 
     Args:
         config: the whole run.
         facts: of the checkpoint.
-        found: gets errors and warnings.
+        findings: gets errors and warnings.
         world_size: how many processes train together.
     """
     section = config.grpo
-    _check_inputs(section, facts.geometry, found)
-    check_rewards("reward", section.reward, found)
-    check_rewards("eval_reward", config.validation.eval_reward, found)
+    _check_inputs(section, facts.geometry, findings)
+    check_rewards("reward", section.reward, findings)
+    check_rewards("eval_reward", config.validation.eval_reward, findings)
     compares = config.training.method in COMPARING_METHODS
     if compares:
-        _check_groups(section, found)
+        _check_groups(section, findings)
     if section.num_generations > 1 or not compares:  # 1 is an error already
-        _check_division(config, world_size, found)
-    _check_reward_device(config, found, local_processes=local_world_size())
+        _check_division(config, world_size, findings)
+    _check_reward_device(config, findings, local_processes=local_world_size())
     if not compares:
-        _check_gradients(config, found)
+        _check_gradients(config, findings)
     elif config.training.method == "nft":
-        _check_nft(config, found)
+        _check_nft(config, findings)
     else:
-        _check_policy(config, found)
-        _check_rollout_gradients(config, found)
-        _check_noise(section, is_flow=facts.is_flow, found=found)
-        _check_window(config, found)
+        _check_policy(config, findings)
+        _check_rollout_gradients(config, findings)
+        _check_noise(section, is_flow=facts.is_flow, findings=findings)
+        _check_window(config, findings)
     if config.optimizer.scale_lr:
-        found.error(
+        findings.error(
             "scale_lr",
             "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: they "
             "are --prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
         )
     if section.shift is not None and not facts.is_flow:
-        found.error("shift", "this model is not a flow-matching model, so shift has no meaning; remove it")
+        findings.error("shift", "this model is not a flow-matching model, so shift has no meaning; remove it")
     if section.rollout_guidance is not None and facts.guidance is None:
-        found.error(
+        findings.error(
             "rollout_guidance",
             "this network takes no guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
         )
-    _check_length(config, found)
-    _check_evaluation(config, found)
-    _check_hacking(config, found)
-    _check_memory(config, found)
-    _check_of_clips(config, found)
+    _check_length(config, findings)
+    _check_evaluation(config, findings)
+    _check_hacking(config, findings)
+    _check_memory(config, findings)
+    _check_of_clips(config, findings)
 
 
-def _check_inputs(section: GRPOSection, geometry: Geometry, found: Findings) -> None:
+def _check_inputs(section: GRPOSection, geometry: Geometry, findings: Findings) -> None:
     if section.prompts is None:
-        found.error("prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE")
+        findings.error("prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE")
     if not section.reward:
-        found.error("reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]")
+        findings.error("reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]")
     if section.rollout_size is None:
-        found.error("rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH")
+        findings.error("rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH")
         return
     for problem in geometry.problems(*section.rollout_size):
-        found.error("rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}")
+        findings.error("rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}")
 
 
-def check_rewards(option: str, entries: Sequence[RewardEntry], found: Findings) -> None:
-    """Check that no reward is given twice, and that those trained on count."""
+def check_rewards(option: str, entries: Sequence[RewardEntry], findings: Findings) -> None:
+    """Check that no reward is given twice, and that rewards for training have an effect."""
     seen = set()
     for entry in entries:
         key = (entry.name, tuple(sorted(entry.options.items())))
         if key in seen:
-            found.error(option, f"{entry.name} is given twice; give it once, with one weight")
+            findings.error(option, f"{entry.name} is given twice; give it once, with one weight")
         seen.add(key)
     if option != "reward" or not entries:
         return
     counted = [entry for entry in entries if entry.weight]
     if not counted:
-        found.error(option, "every weight is 0, so nothing is learned; give one another weight")
+        findings.error(option, "every weight is 0, so nothing is learned; give one another weight")
     elif all(entry.every > 1 for entry in counted):
-        found.error(option, "no reward with a weight scores every rollout; leave `every` out of one")
+        findings.error(option, "no reward with a weight scores every rollout; leave `every` out of one")
 
 
-def _check_groups(section: GRPOSection, found: Findings) -> None:
+def _check_groups(section: GRPOSection, findings: Findings) -> None:
     """Check the group size: the clips of one prompt."""
-    size, kept = section.num_generations, section.best_of_n
+    size, best_of_n = section.num_generations, section.best_of_n
     if size == 1:
-        found.error("num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8")
-    if kept is None:
+        findings.error(
+            "num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8"
+        )
+    if best_of_n is None:
         return
-    if kept > size:
-        found.error("best_of_n", f"{kept} of {plural(size, 'clip')}; use at most --num_generations {size}")
+    if best_of_n > size:
+        findings.error("best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}")
 
 
-def _check_division(config: TrainConfig, world_size: int, found: Findings) -> None:
+def _check_division(config: TrainConfig, world_size: int, findings: Findings) -> None:
     """Check that clips divide by processes, batch size and updates."""
     section, batch = config.grpo, config.dataloader.batch_size
     prompts, size, updates = section.prompts_per_step, section.num_generations, section.updates_per_rollout
@@ -127,207 +129,213 @@ def _check_division(config: TrainConfig, world_size: int, found: Findings) -> No
     over = f"{plural(world_size, 'process', 'processes')} x batches of {batch}"
     clips = f"{plural(prompts, 'prompt')} x {plural(size, 'clip')}"
     if prompts * size % places:
-        found.error(
+        findings.error(
             "prompts_per_step",
             f"{clips} = {prompts * size} clips do not divide by {over} = {places}; use "
             f"{_multiple(prompts, size, places)}, or another --num_generations or --batch_size",
         )
-    kept = min(section.best_of_n or size, size)
-    total = prompts * kept
-    clips = f"{plural(prompts, 'prompt')} x {plural(kept, 'clip')}"
+    clips_per_prompt = min(section.best_of_n or size, size)
+    total = prompts * clips_per_prompt
+    clips = f"{plural(prompts, 'prompt')} x {plural(clips_per_prompt, 'clip')}"
     if total < places * updates:
         fewer = f"at most {total // places}, or " if total >= places else ""
-        found.error(
+        findings.error(
             "updates_per_rollout",
             f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least {places * updates} "
             f"clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
-            f"{-(-places * updates // kept)} or more",
+            f"{-(-places * updates // clips_per_prompt)} or more",
         )
         return
     if total % (places * updates):
-        found.warnings.append(
+        findings.warnings.append(
             f"a rollout keeps {clips} = {total}, which do not divide by {over} x {updates} --updates_per_rollout = "
             f"{places * updates}: some batches are filled up with clips that do not count"
         )
     if total / updates < FEW_CLIPS and config.training.method in COMPARING_METHODS:
-        found.warnings.append(
+        findings.warnings.append(
             f"{clips} / {plural(updates, 'update')} = {total / updates:g} clips per optimizer step; with fewer than "
             f"{FEW_CLIPS} rewards hardly rise: raise --prompts_per_step or --num_generations"
         )
 
 
 def _multiple(prompts: int, size: int, places: int) -> int:
-    """The next larger number of prompts whose clips divide."""
+    """Return the next larger number of prompts whose clips divide by `places`."""
     step = places // math.gcd(places, size)
     return -(-prompts // step) * step
 
 
-def _check_nft(config: TrainConfig, found: Findings) -> None:
+def _check_nft(config: TrainConfig, findings: Findings) -> None:
     section = config.grpo
     if section.init_same_noise:
-        found.error(
+        findings.error(
             "init_same_noise",
             "nft samples without further noise, so the clips of a prompt would be the same; use --no-init_same_noise",
         )
     if section.sampler not in (None, "ode"):
-        found.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
+        findings.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
     if section.reward_combination == "separate":
-        found.warnings.append("--reward_combination separate is `sum` with --method nft, whose loss is not clipped")
-    uphold = section.nft_decay[2]
-    if uphold >= 1:
-        found.error("nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1")
+        findings.warnings.append("--reward_combination separate is `sum` with --method nft, whose loss is not clipped")
+    max_decay = section.nft_decay[2]
+    if max_decay >= 1:
+        findings.error("nft_decay", f"uphold {max_decay:g}: the policy that samples would stand still; use less than 1")
 
 
-def _check_gradients(config: TrainConfig, found: Findings) -> None:
+def _check_gradients(config: TrainConfig, findings: Findings) -> None:
     """Check the steps that a reward is backpropagated through."""
     section, steps = config.refl, config.grpo.sampling_steps
     if config.grpo.updates_per_rollout > 1:
-        found.error(
+        findings.error(
             "updates_per_rollout", "a reward's gradient is of the weights that sampled; use 1 with --method refl"
         )
     if config.grpo.best_of_n is not None:
-        found.error("best_of_n", "--method refl compares no clips and trains on all; remove it")
+        findings.error("best_of_n", "--method refl compares no clips and trains on all; remove it")
     if section.refl_kind == "draft" and section.draft_k > steps:
-        found.error("draft_k", f"there are {steps} --sampling_steps; use at most {steps}")
+        findings.error("draft_k", f"there are {steps} --sampling_steps; use at most {steps}")
     elif section.refl_kind == "refl" and not section.gradient_steps(steps):
         first, last = section.refl_range
-        found.error("refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range")
+        findings.error("refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range")
     if section.refl_kind == "draft" and section.draft_k > 1 and config.parallel.sp_size > 1:
-        found.error(
+        findings.error(
             "draft_k",
             f"{section.draft_k}: processes that share a clip have its latents' gradient in parts; use --draft_k 1, "
             "--refl_kind draft-lv or refl, or --sp_size 1",
         )
 
 
-def _check_policy(config: TrainConfig, found: Findings) -> None:
+def _check_policy(config: TrainConfig, findings: Findings) -> None:
     section = config.grpo
     if section.clip_range is not None and section.updates_per_rollout == 1:
-        found.warnings.append(
+        findings.warnings.append(
             f"--clip_range {section.clip_range:g} has no effect with --updates_per_rollout 1: no ratio leaves 1 before "
             "the first update"
         )
     if section.rollout_cfg > 1 and section.updates_per_rollout > 1:
-        found.warnings.append(
+        findings.warnings.append(
             f"--rollout_cfg {section.rollout_cfg:g} with --updates_per_rollout {section.updates_per_rollout}: guidance "
             "enlarges what an update does to a step; one update per rollout is safer"
         )
 
 
-def _check_rollout_gradients(config: TrainConfig, found: Findings) -> None:
-    """Check that gradients can be taken without replay, where that is asked for, and that it saves anything."""
+def _check_rollout_gradients(config: TrainConfig, findings: Findings) -> None:
+    """Check that gradients can be taken without replay, if requested, and that it saves anything."""
     section, name = config.grpo, "rollout_gradients"
-    how, size = section.rollout_gradients, section.num_generations
-    if how in ("replay", "auto"):
+    mode, size = section.rollout_gradients, section.num_generations
+    if mode in ("replay", "auto"):
         return
-    for why in why_no_rollout_gradients(section):
-        found.error(name, f"{how}: {why}")
-    kept = section.best_of_n or size
-    again = 1 if config.memory.stored == "none" else 2  # forward passes for a backward pass: with checkpointing two
-    if how == "retain":
-        if kept == size:
-            found.warnings.append(
-                "--rollout_gradients retain saves nothing where all clips are trained: reweight takes as long, and stores no "
-                "activations"
+    for reason in why_no_rollout_gradients(section):
+        findings.error(name, f"{mode}: {reason}")
+    clips_per_prompt = section.best_of_n or size
+    num_forward = 1 if config.memory.stored == "none" else 2  # per backward pass: two with checkpointing
+    if mode == "retain":
+        if clips_per_prompt == size:
+            findings.warnings.append(
+                "--rollout_gradients retain saves nothing where all clips are trained: reweight takes as long, and "
+                "stores no activations"
             )
         if section.offload_trajectory:
-            found.warnings.append(
+            findings.warnings.append(
                 "--offload_trajectory has no effect with --rollout_gradients retain, which stores no latents; "
                 "--activation_memory offload stores activations in host memory"
             )
-    elif size * (1 + again) > kept * (2 + again):
-        found.warnings.append(
-            f"--rollout_gradients reweight takes a backward pass for all {size} clips of a prompt, which costs more than "
-            f"replaying the {kept} of --best_of_n {kept}; it saves time from about "
-            f"{math.ceil(size * (1 + again) / (2 + again))} of {size} on. retain takes only those of the clips that are trained"
+    elif size * (1 + num_forward) > clips_per_prompt * (2 + num_forward):
+        findings.warnings.append(
+            f"--rollout_gradients reweight takes a backward pass for all {size} clips of a prompt, which costs more "
+            f"than replaying the {clips_per_prompt} of --best_of_n {clips_per_prompt}; it saves time from about "
+            f"{math.ceil(size * (1 + num_forward) / (2 + num_forward))} of {size} on. retain takes only those of the "
+            "clips that are trained"
         )
 
 
-def _check_noise(section: GRPOSection, *, is_flow: bool, found: Findings) -> None:
+def _check_noise(section: GRPOSection, *, is_flow: bool, findings: Findings) -> None:
     name = kernel(section, is_flow=is_flow)
     if name == "ode":
-        found.error(
+        findings.error(
             "sampler",
             "ode adds no noise, so no step has a probability to change; use flow, dance, cps or ddim, or --method nft",
         )
         return
     if name in ("flow", "dance") and not is_flow:
-        found.warnings.append(f"--sampler {name} is published for flow-matching models; for others ddim is usual")
+        findings.warnings.append(f"--sampler {name} is published for flow-matching models; for others ddim is usual")
     eta = section.eta
     if eta is None:
         return
     if eta == 0:
-        found.error("eta", "without noise no step has a probability to change; give more than 0, or --method nft")
+        findings.error("eta", "without noise no step has a probability to change; give more than 0, or --method nft")
     elif name in ("cps", "ddim") and eta > 1:
-        found.error("eta", f"{name} can add noise up to 1, got {eta:g}")
+        findings.error("eta", f"{name} can add noise up to 1, got {eta:g}")
     elif eta > _MUCH_NOISE:
-        found.warnings.append(f"--eta {eta:g} is much for --sampler {name}: published values are between 0.25 and 1.5")
+        findings.warnings.append(
+            f"--eta {eta:g} is much for --sampler {name}: published values are between 0.25 and 1.5"
+        )
 
 
-def _check_window(config: TrainConfig, found: Findings) -> None:
+def _check_window(config: TrainConfig, findings: Findings) -> None:
     section = config.grpo
     steps, size, fraction = section.sampling_steps, section.window_size, section.timestep_fraction
     first, last = section.window_range
     allowed = step_range(section)
     span = f"--window_range {first:g} {last:g}"
     if first >= last:
-        found.error("window_range", f"{first:g} {last:g}: the second must be above the first")
+        findings.error("window_range", f"{first:g} {last:g}: the second must be above the first")
     elif size > len(allowed):
         held = f"{plural(len(allowed), 'step')}{f' ({allowed[0]} to {allowed[-1]})' if allowed else ''}"
-        found.error(
+        findings.error(
             "window_size",
             f"a window of {size} does not fit: of {steps} --sampling_steps, {span} holds {held}, and the last step is "
             f"never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
         message = f"a window of {size} that moves by {section.window_stride} leaves steps between untrained"
-        found.error("window_stride", f"{message}; use at most {size}")
+        findings.error("window_stride", f"{message}; use at most {size}")
     stochastic = size or steps - 1
     if trained_steps(section) < 1:
-        found.error(
+        findings.error(
             "timestep_fraction",
             f"{fraction:g} of {plural(stochastic, 'stochastic step')} is {fraction * stochastic:g}, rounded down 0: "
             f"nothing to train; use at least {1 / stochastic:.3g}",
         )
 
 
-def _check_length(config: TrainConfig, found: Findings) -> None:
+def _check_length(config: TrainConfig, findings: Findings) -> None:
     training, updates = config.training, config.grpo.updates_per_rollout
     if training.train_steps is None:
-        found.error(
+        findings.error(
             "train_steps", "is not set, and prompts are used again and again; give the number of optimizer steps"
         )
     for name, steps in (("train_steps", training.train_steps), ("checkpointing_steps", training.checkpointing_steps)):
         if steps and steps % updates:
             lower, upper = steps // updates * updates, -(-steps // updates) * updates
-            found.error(
+            findings.error(
                 name,
                 f"{steps} is not a multiple of --updates_per_rollout {updates}, and only whole rollouts can be "
                 f"resumed; use {f'{lower} or ' if lower else ''}{upper}",
             )
 
 
-def _check_evaluation(config: TrainConfig, found: Findings) -> None:
+def _check_evaluation(config: TrainConfig, findings: Findings) -> None:
     section, validation = config.grpo, config.validation
     if validation.eval_prompts is None:
-        for name, given in (("eval_reward", bool(validation.eval_reward)), ("eval_steps", bool(validation.eval_steps))):
-            if given:
-                found.error(name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE")
+        for name, is_set in (
+            ("eval_reward", bool(validation.eval_reward)),
+            ("eval_steps", bool(validation.eval_steps)),
+        ):
+            if is_set:
+                findings.error(name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE")
         return
     if section.prompts is not None and validation.eval_prompts == section.prompts:
-        found.warnings.append("--eval_prompts are those of --prompts, so nothing is held out")
+        findings.warnings.append("--eval_prompts are those of --prompts, so nothing is held out")
     if validation.eval_steps is None:
-        found.warnings.append("--eval_prompts are evaluated before and after training only; set --eval_steps")
+        findings.warnings.append("--eval_prompts are evaluated before and after training only; set --eval_steps")
 
 
-def _check_hacking(config: TrainConfig, found: Findings) -> None:
+def _check_hacking(config: TrainConfig, findings: Findings) -> None:
     """Check that there is something to judge reward hacking by."""
-    asked = config.grpo.hacking_guard
-    if hacking_rule(config) is not None or asked == "off":
+    guard = config.grpo.hacking_guard
+    if hacking_rule(config) is not None or guard == "off":
         return
     if config.changed("hacking_patience"):
-        found.warnings.append("--hacking_patience has no effect: there is nothing to judge reward hacking by")
-    if asked is None:
+        findings.warnings.append("--hacking_patience has no effect: there is nothing to judge reward hacking by")
+    if guard is None:
         return
     missing = []
     if config.validation.eval_prompts is None:
@@ -337,36 +345,38 @@ def _check_hacking(config: TrainConfig, found: Findings) -> None:
     if not held_out_rewards(config):
         missing.append("a reward that is not trained (--eval_reward NAME)")
     kl = "--nft_kl" if config.training.method == "nft" else "--kl_coef"
-    found.error(
-        "hacking_guard", f"{asked} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}"
+    findings.error(
+        "hacking_guard", f"{guard} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}"
     )
 
 
-def _check_memory(config: TrainConfig, found: Findings) -> None:
+def _check_memory(config: TrainConfig, findings: Findings) -> None:
     """Warn of copies of the network that full finetuning needs, and LoRA does not."""
     section = config.grpo
     if config.training.training_type != "full-finetune":
         return
     if config.training.method == "nft":
         copies = "the policy that samples" + (" and the model before training" if section.nft_kl else "")
-        found.warnings.append(f"--method nft with full-finetune keeps copies of the whole network in memory: {copies}")
+        findings.warnings.append(
+            f"--method nft with full-finetune keeps copies of the whole network in memory: {copies}"
+        )
     elif section.kl_coef:
-        found.warnings.append(
+        findings.warnings.append(
             f"--kl_coef {section.kl_coef:g} with full-finetune keeps a frozen copy of the whole network in memory"
         )
 
 
-def _check_reward_device(config: TrainConfig, found: Findings, *, local_processes: int) -> None:
+def _check_reward_device(config: TrainConfig, findings: Findings, *, local_processes: int) -> None:
     """Warn if all processes score on the GPU of one of them."""
     number = re.fullmatch(r"cuda:(\d+)", config.grpo.reward_device or "")
     if number is not None and local_processes > 1 and int(number[1]) < local_processes:
-        found.warnings.append(
-            f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU on which one of them "
-            f"trains; cuda:{local_processes} is the first that none uses. The default is each process's own"
+        findings.warnings.append(
+            f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU on which one "
+            f"of them trains; cuda:{local_processes} is the first that none uses. The default is each process's own"
         )
 
 
-def _check_of_clips(config: TrainConfig, found: Findings) -> None:
+def _check_of_clips(config: TrainConfig, findings: Findings) -> None:
     for name, hint in OF_CLIPS.items():
         if config.changed(name):
-            found.error(name, f"has no meaning with --method {config.training.method}: {hint}")
+            findings.error(name, f"has no meaning with --method {config.training.method}: {hint}")

@@ -1,4 +1,4 @@
-"""Rules of attention backends and of compiled blocks (`--attn_backend`, `--compile`): what a device can run. No torch."""
+"""Rules of attention backends and compiled blocks (`--attn_backend`, `--compile`) for each device. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..attention import AUTO, BACKENDS
 from ..root import TrainConfig
 from .findings import Findings
 
-#: By which diffusers is told a default for the whole process.
+#: Environment variable with diffusers' default attention backend for the whole process.
 DEFAULT_BACKEND = "DIFFUSERS_ATTN_BACKEND"
-#: How a launcher of accelerate asks for compiling the whole network.
+#: Environment variable in which a launcher of accelerate requests compiling the whole network.
 COMPILED_BY_LAUNCHER = "ACCELERATE_DYNAMO_BACKEND"
 #: inductor builds its CPU kernels with a C++ compiler, and Triton the code that starts its kernels with a C compiler.
 _COMPILERS = ("g++", "gcc", "clang++", "clang", "cc")
@@ -24,7 +24,7 @@ _COMPILERS = ("g++", "gcc", "clang++", "clang", "cc")
 def kernel_problems(
     config: TrainConfig, *, device_type: str, dtype_bytes: int, capability: Capability | None = None
 ) -> Findings:
-    """Errors and warnings of `attn_backend` and `compile`.
+    """Return errors and warnings of `attn_backend` and `compile`.
 
     Args:
         config: the run.
@@ -32,50 +32,51 @@ def kernel_problems(
         dtype_bytes: bytes of a number in the dtype that the network computes in.
         capability: compute capability of the GPU, or None if it is not known.
     """
-    found, name = Findings(), config.model.attn_backend
+    findings, name = Findings(), config.model.attn_backend
     default = os.environ.get(DEFAULT_BACKEND, "native").lower()
     if name == AUTO and default != "native":
-        found.warnings.append(
+        findings.warnings.append(
             f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
         )
     if name != AUTO:
-        _check_attention(config, found, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability)
+        _check_attention(config, findings, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability)
     if name == "_native_math":
-        found.warnings.append(
-            "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory estimate "
-            "leaves out; it is for comparisons at small sizes"
+        findings.warnings.append(
+            "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory "
+            "estimate leaves out; it is for comparisons at small sizes"
         )
     if capability is not None and capability < (8, 0) and config.training.mixed_precision == "bf16":
-        found.warnings.append(
-            f"--mixed_precision bf16 is emulated on a GPU of compute capability {_dotted(capability)}, and slow; use fp16"
+        findings.warnings.append(
+            f"--mixed_precision bf16 is emulated on a GPU of compute capability {_dotted(capability)}, and slow; use "
+            "fp16"
         )
     if config.memory.compile != "none":
         for problem in _compile_problems(config):
-            found.error("compile", problem)
+            findings.error("compile", problem)
         for problem in _missing_compilers(device_type):
-            found.error("compile", problem, is_local=True)
+            findings.error("compile", problem, is_local=True)
         if config.training.use_dora:
-            found.warnings.append(
+            findings.warnings.append(
                 "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
             )
-    return found
+    return findings
 
 
 def _check_attention(
-    config: TrainConfig, found: Findings, *, device_type: str, dtype_bytes: int, capability: Capability | None
+    config: TrainConfig, findings: Findings, *, device_type: str, dtype_bytes: int, capability: Capability | None
 ) -> None:
     """Refuse an attention backend that the device or the other options do not allow, or that is not installed."""
     name = config.model.attn_backend
     backend = BACKENDS[name]
     if device_type != "cpu" and backend.missing is not None:
-        found.error("attn_backend", f"{name} {backend.missing}", is_local=True)
+        findings.error("attn_backend", f"{name} {backend.missing}", is_local=True)
     for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
-        found.error("attn_backend", f"{name} {problem}")
+        findings.error("attn_backend", f"{name} {problem}")
     if capability is not None and capability < backend.capability:
         message = (
             f"{name} requires a GPU of compute capability {_dotted(backend.capability)}, got {_dotted(capability)}"
         )
-        found.error("attn_backend", f"{message}; use native")
+        findings.error("attn_backend", f"{message}; use native")
 
 
 def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int) -> Iterator[str]:

@@ -44,74 +44,76 @@ def check_config(
         config: the whole run.
         facts: of the model.
         prompts: to be sampled during training.
-        scored: to be sampled and scored besides.
+        scored: further prompts, to be sampled and scored.
         world_size: how many processes train together; default: what the launcher says.
-        unread: options that the method does not read, each with what to use instead, or ''; default: none.
+        unread: options that the method does not read, each with its replacement or ''; default: none.
     """
-    found = Findings()
+    findings = Findings()
     geometry = facts.geometry
-    _check_sizes(config, geometry, prompts, found)
-    _check_model(config, facts, found)
-    _check_training(config, found)
-    _check_block_swap(config, found)
-    _check_resume(config, found)
+    _check_sizes(config, geometry, prompts, findings)
+    _check_model(config, facts, findings)
+    _check_training(config, findings)
+    _check_block_swap(config, findings)
+    _check_resume(config, findings)
     processes = launched_processes() if world_size is None else world_size
-    _check_parallel(config, found)
-    _check_sequence_parallel(config, facts, found, processes=processes)
-    _check_validation(config, facts, prompts, found)
-    _check_scored(config, facts, prompts, scored, found)
-    _check_run(config, found)
-    _check_method(config, found)
-    _check_needs(config, unread or {}, found)
+    _check_parallel(config, findings)
+    _check_sequence_parallel(config, facts, findings, processes=processes)
+    _check_validation(config, facts, prompts, findings)
+    _check_scored(config, facts, prompts, scored, findings)
+    _check_run(config, findings)
+    _check_method(config, findings)
+    _check_needs(config, unread or {}, findings)
     if facts.media and config.training.method != "sft":
         takes = " and ".join(facts.media)
-        found.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
-    _check_image_text(config, facts, found)
+        findings.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
+    _check_image_text(config, facts, findings)
     if config.training.method in REWARD_METHODS:
-        check_grpo(config, facts, found, world_size=config.parallel.data_size(processes))
-        return found
-    _check_eval_reward(config, found)
-    _check_diffusion(config, facts, found)
-    check_data(config, facts, found)
-    return found
+        check_grpo(config, facts, findings, world_size=config.parallel.data_size(processes))
+        return findings
+    _check_eval_reward(config, findings)
+    _check_diffusion(config, facts, findings)
+    check_data(config, facts, findings)
+    return findings
 
 
-def _check_image_text(config: TrainConfig, facts: Facts, found: Findings) -> None:
-    """What text encoders that see the image leave no choice in."""
+def _check_image_text(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+    """Refuse options that text encoders that see the image leave no choice in."""
     if not facts.text_sees_image:
         return
-    why = "the text encoder of this checkpoint sees the image"
+    reason = "the text encoder of this checkpoint sees the image"
     if config.data.first_frame_conditioning_p not in (None, 1.0):
-        found.error("first_frame_conditioning_p", f"{why}, so every clip is given its first frame; remove it")
+        findings.error("first_frame_conditioning_p", f"{reason}, so every clip is given its first frame; remove it")
     if config.data.frame_conditioning is not None:
-        found.error("frame_conditioning", f"{why}, so every clip is given its first frame; remove it")
+        findings.error("frame_conditioning", f"{reason}, so every clip is given its first frame; remove it")
     if config.sft.prior_preservation_weight > 0:
-        found.error("prior_preservation_weight", f"{why}, with which prior prompts are not encoded; set it to 0")
+        findings.error("prior_preservation_weight", f"{reason}, with which prior prompts are not encoded; set it to 0")
     if config.grpo.rollout_cfg != 1.0:
-        found.error("rollout_cfg", f"{why}, and the empty prompt has none; use --rollout_guidance, or leave it out")
+        findings.error(
+            "rollout_cfg", f"{reason}, and the empty prompt has none; use --rollout_guidance, or leave it out"
+        )
 
 
 def check_sampling(config: TrainConfig, *, facts: Facts, prompts: list[ValidationPrompt]) -> Findings:
     """Check the rules between the options that samples depend on; see `check_config`."""
-    found = Findings()
-    _check_prompt_sizes(facts.geometry, prompts, found)
-    _check_model(config, facts, found)
-    _check_validation(config, facts, prompts, found)
-    return found
+    findings = Findings()
+    _check_prompt_sizes(facts.geometry, prompts, findings)
+    _check_model(config, facts, findings)
+    _check_validation(config, facts, prompts, findings)
+    return findings
 
 
-def _check_method(config: TrainConfig, found: Findings) -> None:
+def _check_method(config: TrainConfig, findings: Findings) -> None:
     """Refuse options of other methods."""
     method = config.training.method
     for table, section in sections().items():
-        given = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
-        if section.methods and method not in section.methods and given:
+        flags = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
+        if section.methods and method not in section.methods and flags:
             way_out = f"add --method {section.methods[0]} or remove them"
-            found.error("method", f"{method} has no use for {', '.join(given)}; {way_out}")
+            findings.error("method", f"{method} has no use for {', '.join(flags)}; {way_out}")
 
 
-def _check_needs(config: TrainConfig, unread: Mapping[str, str], found: Findings) -> None:
-    """Warn of options that the method does not read, and of those without another one that they need."""
+def _check_needs(config: TrainConfig, unread: Mapping[str, str], findings: Findings) -> None:
+    """Warn of options that the method does not read, or that lack the option they need."""
     method = config.training.method
     for name, option in fields().items():
         needed = (option.needs or name).partition("=")[0]
@@ -119,109 +121,113 @@ def _check_needs(config: TrainConfig, unread: Mapping[str, str], found: Findings
             continue
         if name in unread:
             hint = f"; {unread[name]}" if unread[name] else ""
-            found.warnings.append(f"--{name} has no effect with --method {method}{hint}")
+            findings.warnings.append(f"--{name} has no effect with --method {method}{hint}")
         elif option.scope == "dataset" or needed in unread:
-            continue  # `check_data` checks those of datasets; an option that is read although its need is not, needs nothing
+            continue  # `check_data` checks those of datasets; an option whose need is not read needs nothing
         elif option.method is not None and method not in option.method.split("|"):
             if method in sections()[option.section].methods:
-                found.warnings.append(f"--{name} has no effect with --method {method}")
+                findings.warnings.append(f"--{name} has no effect with --method {method}")
         elif config.data.dataset is None or fields()[needed].scope == "run":  # else each dataset may have its own
-            found.check_needs(name, config.get)
+            findings.check_needs(name, config.get)
 
 
-def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt], found: Findings) -> None:
+def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt], findings: Findings) -> None:
     windows = config.data.sliding_window_size is not None
     for bucket in config.data.video_resolution_buckets:
-        # What windows are cut from may have any length.
+        # Windows are cut from clips of any length.
         for problem in geometry.problems(1 if windows else bucket[0], *bucket[1:]):
-            found.error("video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
+            findings.error("video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
     for option, problem in window_problems(config.data, geometry):
-        found.error(option, problem)
+        findings.error(option, problem)
     for image in config.data.image_resolution_buckets:
         for problem in geometry.problems(1, *image):
-            found.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
-    _check_prompt_sizes(geometry, prompts, found)
+            findings.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
+    _check_prompt_sizes(geometry, prompts, findings)
 
 
-def _check_prompt_sizes(geometry: Geometry, prompts: list[ValidationPrompt], found: Findings) -> None:
+def _check_prompt_sizes(geometry: Geometry, prompts: list[ValidationPrompt], findings: Findings) -> None:
     for number, prompt in enumerate(prompts, start=1):
         for problem in geometry.problems(*prompt.size) if prompt.size else ():
-            found.error("validation_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
+            findings.error("validation_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
 
 
-def _check_model(config: TrainConfig, facts: Facts, found: Findings) -> None:
+def _check_model(config: TrainConfig, facts: Facts, findings: Findings) -> None:
     model = config.model
     if facts.boundary is None and model.expert is not None:
-        found.error("expert", "this model has one network for all noise levels; remove it")
+        findings.error("expert", "this model has one network for all noise levels; remove it")
     if facts.boundary is not None and model.expert is None:
-        found.error(
+        findings.error(
             "expert",
             f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and "
             "`low` for those below; train one, and the other in a run of its own",
         )
-    _check_parts(model, facts, found)
+    _check_parts(model, facts, findings)
     if model.text_encoder_3_dtype is not None:
-        found.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
+        findings.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
     if "text_encoder_2" not in facts.parts:
         for option in ("text_encoder_2_id", "tokenizer_2_id", "text_encoder_2_dtype"):
             if config.changed(option):
-                found.error(option, f"{config.model.model_name} has one text encoder; remove it")
-    _check_activation_memory(config.memory, found)
+                findings.error(option, f"{config.model.model_name} has one text encoder; remove it")
+    _check_activation_memory(config.memory, findings)
     if config.memory.layerwise_upcasting_modules and config.training.training_type != "lora":
-        found.error("layerwise_upcasting_modules", "stores frozen weights in 8 bits, so it needs --training_type lora")
+        findings.error(
+            "layerwise_upcasting_modules", "stores frozen weights in 8 bits, so it needs --training_type lora"
+        )
     if model.transformer_dtype.startswith("float8"):
-        found.error(
+        findings.error(
             "transformer_dtype",
             f"{model.transformer_dtype} cannot compute; use bf16, and --quantize_frozen fp8 or "
             "--layerwise_upcasting_modules transformer, which store the frozen weights in 8 bits",
         )
-    _check_lora_autocast(config, found)
-    _check_quantization(config, found)
+    _check_lora_autocast(config, findings)
+    _check_quantization(config, findings)
 
 
-def _check_lora_autocast(config: TrainConfig, found: Findings) -> None:
+def _check_lora_autocast(config: TrainConfig, findings: Findings) -> None:
     if config.memory.lora_autocast:
         return
     dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
     if config.training.training_type != "lora":
-        found.error("lora_autocast", "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast")
+        findings.error(
+            "lora_autocast", "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast"
+        )
     elif precision in ("bf16", "fp16"):
-        found.error(
+        findings.error(
             "lora_autocast", f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
         )
     elif dtype == "fp16":
-        found.error(
+        findings.error(
             "lora_autocast", "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
         )
     elif config.training.use_dora:
-        found.error(
+        findings.error(
             "lora_autocast", "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
         )
     elif dtype != "bf16":
-        found.warnings.append(f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16")
+        findings.warnings.append(f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16")
 
 
-def _check_quantization(config: TrainConfig, found: Findings) -> None:
+def _check_quantization(config: TrainConfig, findings: Findings) -> None:
     if config.model.quantize_text_encoders != "none":
         for name in ("text_encoder_dtype", "text_encoder_2_dtype"):
             if str(config.get(name)).startswith("float8"):
-                found.error(name, "the weights are quantized already by --quantize_text_encoders; drop one of them")
+                findings.error(name, "the weights are quantized already by --quantize_text_encoders; drop one of them")
     if config.memory.quantize_frozen == "none":
         return
     if config.training.training_type != "lora":
-        found.error("quantize_frozen", "quantized weights are not trained, so it needs --training_type lora")
+        findings.error("quantize_frozen", "quantized weights are not trained, so it needs --training_type lora")
     if config.memory.layerwise_upcasting_modules:
-        found.error(
+        findings.error(
             "layerwise_upcasting_modules", "the weights are quantized already by --quantize_frozen; drop one of them"
         )
     if config.training.use_dora:
-        found.error(
+        findings.error(
             "use_dora", "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them"
         )
 
 
 def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[Problem]:
-    """Why this device cannot quantize as asked.
+    """Yield the reasons why this device cannot quantize as the options ask.
 
     Args:
         config: the run.
@@ -242,150 +248,152 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
             yield Problem(where, message, is_local=True)
 
 
-def _check_activation_memory(memory: MemorySection, found: Findings) -> None:
+def _check_activation_memory(memory: MemorySection, findings: Findings) -> None:
     if memory.activation_memory == "auto" and memory.selective_checkpointing is not None:
-        found.error("selective_checkpointing", "--activation_memory auto chooses the share of the blocks; drop one")
+        findings.error("selective_checkpointing", "--activation_memory auto chooses the share of the blocks; drop one")
     if memory.activation_memory != "none":
         return
     for other in ("gradient_checkpointing", "selective_checkpointing"):
         if getattr(memory, other):
-            found.error("activation_memory", f"none stores all activations, and --{other} recomputes them; drop one")
+            findings.error("activation_memory", f"none stores all activations, and --{other} recomputes them; drop one")
 
 
-def _check_parts(model: ModelSection, facts: Facts, found: Findings) -> None:
-    """Refuse a `--part` that the model does not have, that has options of its own, or that is named twice."""
+def _check_parts(model: ModelSection, facts: Facts, findings: Findings) -> None:
+    """Refuse a `--part` that the model does not have, that has separate options, or that is named twice."""
     names = [split_part(text)[0] for text in model.part]
     for name, (_, _, dtype) in zip(names, map(split_part, model.part), strict=True):
-        own = "transformer" if name == facts.trained else name
+        prefix = "transformer" if name == facts.trained else name
         if name not in facts.parts:
-            found.error("part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}")
-        elif f"{own}_id" in type(model).model_fields:
-            found.error("part", f"{name} has options of its own; use --{own}_id and --{own}_dtype")
+            findings.error("part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}")
+        elif f"{prefix}_id" in type(model).model_fields:
+            findings.error("part", f"{name} has options of its own; use --{prefix}_id and --{prefix}_dtype")
         elif dtype is not None and not is_network(name):
-            found.error("part", f"{name} has no weights, so no dtype; remove {dtype}")
+            findings.error("part", f"{name} has no weights, so no dtype; remove {dtype}")
         elif names.count(name) > 1:
-            found.error("part", f"{name} is named more than once; give its place and its dtype together")
+            findings.error("part", f"{name} is named more than once; give its place and its dtype together")
 
 
-def _check_diffusion(config: TrainConfig, facts: Facts, found: Findings) -> None:
+def _check_diffusion(config: TrainConfig, facts: Facts, findings: Findings) -> None:
     diffusion = config.diffusion
     if not facts.is_flow:
         for option in _FLOW_OPTIONS:
             if config.changed(option):
-                found.error(
+                findings.error(
                     option,
                     f"{config.model.model_name} is not a flow-matching model, so shift has no meaning; remove it",
                 )
         if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
-            found.error(
+            findings.error(
                 "flow_weighting_scheme",
                 f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {config.model.model_name} predicts "
                 "v, use none, logit_normal or mode",
             )
         return
     if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
-        found.error(
+        findings.error(
             "flow_shift", f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one"
         )
     base, top = diffusion.flow_base_seq_len, diffusion.flow_max_seq_len
     if base is not None and top is not None and base >= top:
-        found.error("flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}")
+        findings.error("flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}")
 
 
-def _check_resume(config: TrainConfig, found: Findings) -> None:
+def _check_resume(config: TrainConfig, findings: Findings) -> None:
     training = config.training
     if training.reset and training.resume_from_checkpoint is None:
-        found.error(
+        findings.error(
             "reset", f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint"
         )
     elif training.reset and training.resume_from_checkpoint == "auto":
-        found.error(
+        findings.error(
             "reset",
             "--resume_from_checkpoint auto is for commands that are repeated, and they would repeat the reset; resume "
             "once from `latest`, a step or a directory",
         )
     if training.async_checkpointing and training.checkpointing_steps == 0:
-        found.warnings.append(
+        findings.warnings.append(
             "--async_checkpointing has no effect with --checkpointing_steps 0: the run waits for its last checkpoint"
         )
     if training.checkpointing_limit == 1:
-        found.warnings.append(
+        findings.warnings.append(
             "--checkpointing_limit 1 keeps no other checkpoint to resume from if the newest is damaged; use 2"
         )
     if training.on_nonfinite == "rollback":
         every, steps = training.checkpointing_steps, training.train_steps
         if every == 0 or (steps is not None and every >= steps):
-            found.error("on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps")
+            findings.error("on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps")
 
 
-def _check_training(config: TrainConfig, found: Findings) -> None:
+def _check_training(config: TrainConfig, findings: Findings) -> None:
     training = config.training
     if training.lora_dropout and training.use_dora:
-        found.warnings.append("--lora_dropout slows down --use_dora: PEFT then computes the base layer twice")
+        findings.warnings.append("--lora_dropout slows down --use_dora: PEFT then computes the base layer twice")
     if config.changed("train_epochs") and training.train_steps is not None:
-        found.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
+        findings.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
 
 
-def _check_block_swap(config: TrainConfig, found: Findings) -> None:
+def _check_block_swap(config: TrainConfig, findings: Findings) -> None:
     number = config.memory.blocks_to_swap
     if number == 0:
         return
     if config.training.training_type != "lora":
-        found.error("blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora")
+        findings.error("blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora")
     if number in (1, 2):
-        found.error(
+        findings.error(
             "blocks_to_swap", f"the GPU holds two of the swapped blocks, so {number} saves nothing; use 3 or more"
         )
     if config.parallel.deepspeed:
-        found.error("blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full")
+        findings.error("blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full")
     if config.parallel.fsdp_cpu_offload:
-        found.error("blocks_to_swap", "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them")
+        findings.error(
+            "blocks_to_swap", "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them"
+        )
 
 
-def _check_parallel(config: TrainConfig, found: Findings) -> None:
-    """Rules that hold under every launcher. What the launcher says is checked when the processes join."""
+def _check_parallel(config: TrainConfig, findings: Findings) -> None:
+    """Check the rules that hold under every launcher. The launcher's settings are checked when the processes join."""
     parallel = config.parallel
     if parallel.fsdp and parallel.deepspeed:
-        found.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
+        findings.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
-        found.error("fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out")
+        findings.error("fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out")
     if (
         parallel.sync_each_batch
         and config.training.gradient_accumulation_steps == 1
         and config.training.method not in REWARD_METHODS
     ):
-        found.warnings.append("--sync_each_batch has no effect without --gradient_accumulation_steps")
+        findings.warnings.append("--sync_each_batch has no effect without --gradient_accumulation_steps")
 
 
-def _check_sequence_parallel(config: TrainConfig, facts: Facts, found: Findings, *, processes: int) -> None:
-    """Rules of clips that several processes share. One process is no error before it joins others: it may only plan."""
+def _check_sequence_parallel(config: TrainConfig, facts: Facts, findings: Findings, *, processes: int) -> None:
+    """Check the rules of clips that several processes share. One process is not an error: it may only plan."""
     size, mode = config.parallel.sp_size, config.parallel.sp_mode
     if size == 1:
         if mode != "ulysses":
-            found.warnings.append("--sp_mode has no effect while --sp_size is 1")
+            findings.warnings.append("--sp_mode has no effect while --sp_size is 1")
         return
     if processes > 1 and processes % size:
-        found.error("sp_size", groups_problem(processes, size))
+        findings.error("sp_size", groups_problem(processes, size))
     if mode == "ulysses" and facts.heads is not None and facts.heads % size:
-        found.error("sp_size", heads_problem(facts.heads, size))
+        findings.error("sp_size", heads_problem(facts.heads, size))
     if mode == "ring" and (problem := ring_problem(config.model.attn_backend)) is not None:
-        found.error("sp_mode", problem)
+        findings.error("sp_mode", problem)
 
 
 def check_shared_sizes(
-    config: TrainConfig, facts: Facts, sizes: Iterable[tuple[int, int, int]], found: Findings, *, processes: int
+    config: TrainConfig, facts: Facts, sizes: Iterable[tuple[int, int, int]], findings: Findings, *, processes: int
 ) -> None:
-    """Clips that processes share have a latent token for each of them.
+    """Check that clips that processes share have a latent token for each process.
 
     Args:
         config: the run.
         facts: of the model.
         sizes: of all clips and samples.
-        found: gets what is wrong.
+        findings: gets what is wrong.
         processes: of the run.
     """
-    size, mode = config.parallel.sp_size, config.parallel.sp_mode
-    small = [(tokens, one) for one in sizes if (tokens := facts.geometry.num_tokens(*one)) < size]
+    sp_size, mode = config.parallel.sp_size, config.parallel.sp_mode
+    small = [(tokens, size) for size in sizes if (tokens := facts.geometry.num_tokens(*size)) < sp_size]
     if not small:
         return
     tokens, smallest = min(small)
@@ -394,20 +402,20 @@ def check_shared_sizes(
         for n in range(1, tokens + 1)
         if (processes == 1 or processes % n == 0) and (mode == "ring" or facts.heads is None or facts.heads % n == 0)
     ]
-    found.error(
+    findings.error(
         "sp_size",
-        f"{size} processes cannot share a clip of {'x'.join(map(str, smallest))}, which has "
+        f"{sp_size} processes cannot share a clip of {'x'.join(map(str, smallest))}, which has "
         f"{plural(tokens, 'latent token')}; use {' or '.join(fitting)}, or larger clips",
     )
 
 
-def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], found: Findings) -> None:
+def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], findings: Findings) -> None:
     validation = config.validation
     every = validation.validation_steps or validation.validation_epochs
     if every and not prompts:
-        found.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
+        findings.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
     if prompts and validation.validation_inference_steps < facts.least_steps:
-        found.error(
+        findings.error(
             "validation_inference_steps",
             f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
             f"{validation.validation_inference_steps}",
@@ -415,15 +423,15 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
     conditioned = any(p.image or (p.video and not facts.media) for p in prompts)
     if facts.media and any(p.video is None for p in prompts):
         takes = " and ".join(facts.media)
-        found.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
+        findings.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
     if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in prompts):
-        found.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
+        findings.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
     if facts.first_frame == "none" and conditioned:
-        found.error(
+        findings.error(
             "validation_images", f"this {config.model.model_name} takes no first frame; remove the images and videos"
         )
     for medium, problem in prompt_problems(prompts, facts, model=config.model.model_name):
-        found.error(MEDIA_OPTIONS[medium], problem)
+        findings.error(MEDIA_OPTIONS[medium], problem)
 
 
 def _check_scored(
@@ -431,45 +439,49 @@ def _check_scored(
     facts: Facts,
     prompts: list[ValidationPrompt],
     scored: Sequence[ValidationPrompt],
-    found: Findings,
+    findings: Findings,
 ) -> None:
     """Check the prompts of `eval_prompts`, and how they are sampled; where there are none, others are scored."""
     for number, prompt in enumerate(scored, start=1):
         for problem in facts.geometry.problems(*prompt.size) if prompt.size else ():
-            found.error("eval_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
+            findings.error("eval_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
     steps = config.validation.validation_inference_steps
     if scored and not prompts and steps < facts.least_steps:
         message = f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {steps}"
-        found.error("validation_inference_steps", message)
+        findings.error("validation_inference_steps", message)
     if facts.media and any(p.video is None for p in scored):
         takes = " and ".join(facts.media)
-        found.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
+        findings.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
     if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in scored):
-        found.error("eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt")
+        findings.error(
+            "eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt"
+        )
     if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
-        found.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")
+        findings.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")
     for medium, problem in prompt_problems(scored, facts, model=config.model.model_name):
-        found.error("eval_prompts", f"{medium}: {problem}")
+        findings.error("eval_prompts", f"{medium}: {problem}")
 
 
-def _check_eval_reward(config: TrainConfig, found: Findings) -> None:
+def _check_eval_reward(config: TrainConfig, findings: Findings) -> None:
     """Check the rewards of held-out prompts, of methods that do not need rewards."""
     validation = config.validation
-    check_rewards("eval_reward", validation.eval_reward, found)
+    check_rewards("eval_reward", validation.eval_reward, findings)
     if not validation.eval_reward:
         if validation.eval_prompts is not None:
-            found.warnings.append("--eval_prompts has no effect without --eval_reward")
+            findings.warnings.append("--eval_prompts has no effect without --eval_reward")
         return
     if validation.eval_prompts is None and validation.validation_prompts is None:
-        found.error("eval_reward", "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts")
+        findings.error(
+            "eval_reward", "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts"
+        )
     if validation.eval_steps is None:
-        found.warnings.append("--eval_reward scores before and after training only; set --eval_steps")
+        findings.warnings.append("--eval_reward scores before and after training only; set --eval_steps")
 
 
-def _check_run(config: TrainConfig, found: Findings) -> None:
+def _check_run(config: TrainConfig, findings: Findings) -> None:
     run = config.run
     if run.push_to_hub and run.hub_model_id is None:
         try:
             check_hub_id(run.output_dir.resolve().name)
         except ValueError as error:
-            found.error("hub_model_id", f"the name of --output_dir is not a valid repository name: {error}")
+            findings.error("hub_model_id", f"the name of --output_dir is not a valid repository name: {error}")

@@ -8,21 +8,21 @@ from ..sections import DataSection
 
 
 def window_problems(data: DataSection, geometry: Geometry) -> list[tuple[str, str]]:
-    """Reasons why the windows of a dataset cannot be cut, as (option, reason)."""
+    """Return (option, reason) for each reason why the windows of a dataset cannot be cut."""
     size = data.sliding_window_size
     if size is None:
         return []
-    found = [("sliding_window_size", problem) for problem in geometry.length_problems(size)]
+    problems = [("sliding_window_size", problem) for problem in geometry.length_problems(size)]
     lengths = [("video_resolution_buckets", f"{'x'.join(map(str, b))}: ", b[0]) for b in data.video_resolution_buckets]
     lengths += [("frame_buckets", "", frames) for frames in data.frame_buckets]
     for option, bucket, frames in lengths:
         if 1 < frames < size:
             message = f"{bucket}windows of {size} frames cannot be cut from {frames}; give a longer length, or none"
-            found.append((option, f"{message}, or a smaller --sliding_window_size"))
+            problems.append((option, f"{message}, or a smaller --sliding_window_size"))
     if data.frame_selection not in ("head", "middle"):
         message = "has no meaning with --sliding_window_size, whose windows start everywhere in a clip; leave it out"
-        found.append(("frame_selection", f"{data.frame_selection} {message}"))
-    return found
+        problems.append(("frame_selection", f"{data.frame_selection} {message}"))
+    return problems
 
 
 def window_warnings(config: TrainConfig) -> list[str]:

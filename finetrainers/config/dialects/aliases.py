@@ -39,7 +39,7 @@ RENAMED = {
     "adv_clip_max": "advantage_clip",
     "cfg_infer": "rollout_cfg",
 }
-#: Names that its published commands have and that change nothing there (`model_type` chooses a loader): what does it here.
+#: Names in its published commands that change nothing there (`model_type` chooses a loader), and what does it here.
 WITHOUT_EFFECT = {
     "model_type": "--model_name (there it chooses how weights are loaded)",
     "num_frames": "--t, or --rollout_size FxHxW",
@@ -69,7 +69,7 @@ REFUSED = {
 }
 #: Where DanceGRPO looks for the reward model.
 _VIDEOALIGN = Path("videoalign_ckpt")
-#: Our options for the ways in which it shards the network.
+#: Our options for its sharding strategies.
 _SHARDING: dict[str, dict[str, Any]] = {
     "full": {"fsdp": "full"},
     "hybrid_full": {"fsdp": "hybrid"},
@@ -78,8 +78,8 @@ _SHARDING: dict[str, dict[str, Any]] = {
 }
 
 
-class _Theirs(Section):
-    """Options that become ours by a sum or a choice, with their defaults; the description is the one that each sets.
+class _ExternalOptions(Section):
+    """Options that become ours by a sum or a choice, with their defaults; descriptions name the option that each sets.
 
     Those without a description are refused unless they ask for what always holds here.
     """
@@ -110,280 +110,284 @@ class _Theirs(Section):
 #: All names of DanceGRPO's that are not ours, with our option that each sets, if it sets one.
 FOREIGN: dict[str, str | None] = {
     **RENAMED,
-    **{name: field.description for name, field in _Theirs.model_fields.items()},
+    **{name: field.description for name, field in _ExternalOptions.model_fields.items()},
     **dict.fromkeys((*WITHOUT_EFFECT, *REFUSED)),
 }
 
 
-def translate(given: Given) -> None:
-    """Replace DanceGRPO's names by ours; with other methods than those of reward finetuning they are unknown."""
-    if given.values.get("method") in COMPARING_METHODS:
-        _Translation(given, [name for name in TELLING if name in given.values]).run()
+def translate(options: Given) -> None:
+    """Replace DanceGRPO's names by ours; with methods other than those of reward finetuning they are unknown."""
+    if options.values.get("method") in COMPARING_METHODS:
+        _Translation(options, [name for name in TELLING if name in options.values]).run()
         return
-    for name in [name for name in given.values if name in FOREIGN]:
+    for name in [name for name in options.values if name in FOREIGN]:
         target = FOREIGN[name]
         hint = f"; it is DanceGRPO's name of {target!r}, for --method grpo" if target else nearest(name, fields())
-        _refuse(given, name, f"unknown option {name!r}{hint}")
+        _refuse(options, name, f"unknown option {name!r}{hint}")
 
 
-def _refuse(given: Given, name: str, message: str) -> None:
-    given.refuse(name, message, *filter(None, [FOREIGN.get(name)]))
+def _refuse(options: Given, name: str, message: str) -> None:
+    options.refuse(name, message, *filter(None, [FOREIGN.get(name)]))
 
 
 @dataclass
 class _Translation:
-    """The translation of one set of options.
+    """Translation of one set of options.
 
     Attributes:
-        given: the options, of which theirs are replaced.
-        told: names of DanceGRPO's algorithm among them.
+        options: the options; DanceGRPO's are replaced.
+        dance_names: names of DanceGRPO's algorithm among them.
     """
 
-    given: Given
-    told: list[str]
+    options: Given
+    dance_names: list[str]
 
     def run(self) -> None:
         """Translate all options."""
-        given = self.given
-        given.is_translated |= bool(self.told)
+        options = self.options
+        options.is_translated |= bool(self.dance_names)
         self._preset()
         self._without_effect()
-        for name in [name for name in REFUSED if name in given.values]:
-            _refuse(given, name, REFUSED[name])
-        base = Path(str(given.values.get("pretrained_model_name_or_path")))
-        for name in [name for name in RENAMED if name in given.values]:
-            value, option = given.values.pop(name), fields()[RENAMED[name]]
+        for name in [name for name in REFUSED if name in options.values]:
+            _refuse(options, name, REFUSED[name])
+        base = Path(str(options.values.get("pretrained_model_name_or_path")))
+        for name in [name for name in RENAMED if name in options.values]:
+            value, option = options.values.pop(name), fields()[RENAMED[name]]
             if option.place != "model" or Path(str(value)) != base:  # a part in the folder of the model needs no option
-                given.put(option.name, value, name)
-        theirs = self._read()
-        self._size(theirs)
-        self._rewards(theirs)
-        self._machine(theirs)
-        self._seed(theirs)
-        if not theirs.use_group:
-            _refuse(given, "use_group", "clips are always compared within the group of their prompt; leave it out")
-        if theirs.cfg:
+                options.put(option.name, value, name)
+        external = self._read()
+        self._size(external)
+        self._rewards(external)
+        self._machine(external)
+        self._seed(external)
+        if not external.use_group:
+            _refuse(options, "use_group", "clips are always compared within the group of their prompt; leave it out")
+        if external.cfg:
             message = (
-                f"{theirs.cfg:g} is DanceGRPO's rate of dropped prompts; none is dropped here, leave it out. "
+                f"{external.cfg:g} is DanceGRPO's rate of dropped prompts; none is dropped here, leave it out. "
                 "Classifier-free guidance is --rollout_cfg"
             )
-            _refuse(given, "cfg", message)
-        self._clips(theirs)
+            _refuse(options, "cfg", message)
+        self._clips(external)
         self._accumulation()
-        self._length(theirs)
+        self._length(external)
 
-    def _read(self) -> _Theirs:
-        """Take their options with valid values; the others are refused."""
-        values = self.given.values
-        found = {name: values.pop(name) for name in _Theirs.model_fields if name in values}
+    def _read(self) -> _ExternalOptions:
+        """Take the external options with valid values; refuse the others."""
+        values = self.options.values
+        external = {name: values.pop(name) for name in _ExternalOptions.model_fields if name in values}
         try:
-            return _Theirs.model_validate(found)
+            return _ExternalOptions.model_validate(external)
         except ValidationError as error:
             wrong = {str(entry["loc"][0]): value_message(entry) for entry in error.errors()}
         for name, message in wrong.items():
-            _refuse(self.given, name, message)
-        return _Theirs.model_validate({name: value for name, value in found.items() if name not in wrong})
+            _refuse(self.options, name, message)
+        return _ExternalOptions.model_validate({name: value for name, value in external.items() if name not in wrong})
 
     def _count(self, name: str) -> int | None:
-        """The number that our option will have, given, by the preset or by default; None if it is none."""
-        values = self.given.values
-        said = (values.get(name), preset_options(values).get(name), fields()[name].field.default)
-        return _integer(next((value for value in said if value is not None), None))
+        """Return the number that our option will have, given, by the preset or by default, or None if it has none."""
+        values = self.options.values
+        candidates = (values.get(name), preset_options(values).get(name), fields()[name].field.default)
+        return _integer(next((value for value in candidates if value is not None), None))
 
     def _preset(self) -> None:
         """Choose DanceGRPO's algorithm if its own names are used and no other algorithm is named."""
-        if not self.told:
+        if not self.dance_names:
             return
-        given = self.given
-        places = ", ".join(given.where[name] for name in self.told)
+        options = self.options
+        places = ", ".join(options.where[name] for name in self.dance_names)
         for other, own in (("grpo_preset", "dancegrpo"), ("method", "grpo")):
-            named = given.values.get(other)
+            named = options.values.get(other)
             if named not in (None, own):
                 note = f"{places}: these are DanceGRPO's names, but the algorithm is that of --{other} {named}"
-                given.notes.append(note)
+                options.notes.append(note)
                 return
-        if given.values.get("grpo_preset") is None:
-            given.values["grpo_preset"], given.where["grpo_preset"] = "dancegrpo", places
-            given.notes.append(
+        if options.values.get("grpo_preset") is None:
+            options.values["grpo_preset"], options.where["grpo_preset"] = "dancegrpo", places
+            options.notes.append(
                 f"{places}: these are DanceGRPO's names, so --grpo_preset dancegrpo sets what is not given (sampler, "
                 "trained steps, clip range, optimizer); name another preset for another algorithm"
             )
 
     def _without_effect(self) -> None:
         """Note which names have no effect, there or here, and what to use instead."""
-        values, where = self.given.values, self.given.where
-        found = {name: text for name, text in WITHOUT_EFFECT.items() if name in values}
-        if self.told and "validation_steps" in values and not values.get("validation_prompts"):
-            found["validation_steps"] = "--validation_prompts with --validation_steps"
-        for name in found:
+        values, where = self.options.values, self.options.where
+        hints = {name: text for name, text in WITHOUT_EFFECT.items() if name in values}
+        if self.dance_names and "validation_steps" in values and not values.get("validation_prompts"):
+            hints["validation_steps"] = "--validation_prompts with --validation_steps"
+        for name in hints:
             del values[name]
-        if found:
-            width = max(len(where[name]) for name in found)
-            lines = [f"  {where[name]:<{width}}  {text}" for name, text in found.items()]
+        if hints:
+            width = max(len(where[name]) for name in hints)
+            lines = [f"  {where[name]:<{width}}  {text}" for name, text in hints.items()]
             head = "flags of DanceGRPO's scripts that its trainer never reads have no effect here either; instead use"
-            self.given.notes.append("\n".join([head, *lines]))
+            self.options.notes.append("\n".join([head, *lines]))
 
-    def _size(self, theirs: _Theirs) -> None:
-        names = [name for name in ("t", "h", "w") if name in theirs.model_fields_set]
+    def _size(self, external: _ExternalOptions) -> None:
+        names = [name for name in ("t", "h", "w") if name in external.model_fields_set]
         missing = [name for name in ("t", "h", "w") if name not in names]
         if names and missing:
-            _refuse(self.given, names[0], f"a clip's size needs h, w and t; {' and '.join(missing)} is not given")
+            _refuse(self.options, names[0], f"a clip's size needs h, w and t; {' and '.join(missing)} is not given")
         elif names:
-            self.given.put("rollout_size", f"{theirs.t}x{theirs.h}x{theirs.w}", *names)
+            self.options.put("rollout_size", f"{external.t}x{external.h}x{external.w}", *names)
 
-    def _rewards(self, theirs: _Theirs) -> None:
+    def _rewards(self, external: _ExternalOptions) -> None:
         scorers = ("use_videoalign", "use_hpsv2", "use_pickscore")
-        names = [name for name in (*scorers, "vq_coef", "mq_coef") if name in theirs.model_fields_set]
-        if not names or "reward" in self.given.lost:
+        names = [name for name in (*scorers, "vq_coef", "mq_coef") if name in external.model_fields_set]
+        if not names or "reward" in self.options.lost:
             return
-        rewards = [f"{name.removeprefix('use_')}=1.0" for name in scorers[1:] if getattr(theirs, name)]
-        if theirs.use_videoalign:
+        rewards = [f"{name.removeprefix('use_')}=1.0" for name in scorers[1:] if getattr(external, name)]
+        if external.use_videoalign:
             path = f",path={_VIDEOALIGN}" if _VIDEOALIGN.is_dir() else ""
-            weights = {"vq": theirs.vq_coef, "mq": theirs.mq_coef}
+            weights = {"vq": external.vq_coef, "mq": external.mq_coef}
             rewards += [f"videoalign.{head}={weight!r}{path}" for head, weight in weights.items()]
         elif names[-1] not in scorers:
-            _refuse(self.given, names[-1], "needs use_videoalign; or use --reward videoalign.vq=WEIGHT")
+            _refuse(self.options, names[-1], "needs use_videoalign; or use --reward videoalign.vq=WEIGHT")
             return
-        self.given.put("reward", rewards, *names)
+        self.options.put("reward", rewards, *names)
 
-    def _machine(self, theirs: _Theirs) -> None:
+    def _machine(self, external: _ExternalOptions) -> None:
         """Translate options of memory and parallelism."""
-        given = self.given
-        if theirs.train_sp_batch_size > 1:
+        options = self.options
+        if external.train_sp_batch_size > 1:
             message = (
                 "processes that share clips (--sp_size) train as many at once as others do; leave it out, and use "
                 "--batch_size"
             )
-            _refuse(given, "train_sp_batch_size", message)
-        if theirs.master_weight_type is not None:
-            ours = {"fp32": "fp32", "bf16": "stochastic_rounding"}[theirs.master_weight_type]
-            given.put("master_weights", ours, "master_weight_type")
-        if theirs.use_lora:
-            given.put("training_type", "lora", "use_lora")
-        if theirs.fsdp_sharding_startegy is not None:
-            self._shard(theirs.fsdp_sharding_startegy)
-        if theirs.use_cpu_offload:
-            self._offload(splits=theirs.fsdp_sharding_startegy != "none")
+            _refuse(options, "train_sp_batch_size", message)
+        if external.master_weight_type is not None:
+            master_weights = {"fp32": "fp32", "bf16": "stochastic_rounding"}[external.master_weight_type]
+            options.put("master_weights", master_weights, "master_weight_type")
+        if external.use_lora:
+            options.put("training_type", "lora", "use_lora")
+        if external.fsdp_sharding_startegy is not None:
+            self._shard(external.fsdp_sharding_startegy)
+        if external.use_cpu_offload:
+            self._offload(splits=external.fsdp_sharding_startegy != "none")
 
     def _shard(self, strategy: str) -> None:
         """Translate how weights are split; a single process has nothing to split."""
-        given, name = self.given, "fsdp_sharding_startegy"
-        place, processes = given.where[name], launched_processes()
-        ours = _SHARDING[strategy] if processes > 1 else {}
-        if all(given.put(option, value, name) for option, value in ours.items()):
-            said = " ".join(f"--{option} {value}" for option, value in ours.items() if isinstance(value, str))
-            kept = " --no-fsdp_reshard_after_forward" if len(ours) > 1 else ""
-            whole = "every process has all weights" if processes > 1 else "nothing is split"
-            given.notes.append(
-                f"{place} {strategy} with {plural(processes, 'process', 'processes')}: {said + kept or whole}"
+        options, name = self.options, "fsdp_sharding_startegy"
+        place, processes = options.where[name], launched_processes()
+        sharding = _SHARDING[strategy] if processes > 1 else {}
+        if all(options.put(option, value, name) for option, value in sharding.items()):
+            flags = " ".join(f"--{option} {value}" for option, value in sharding.items() if isinstance(value, str))
+            reshard = " --no-fsdp_reshard_after_forward" if len(sharding) > 1 else ""
+            fallback = "every process has all weights" if processes > 1 else "nothing is split"
+            options.notes.append(
+                f"{place} {strategy} with {plural(processes, 'process', 'processes')}: {flags + reshard or fallback}"
             )
 
     def _offload(self, *, splits: bool) -> None:
         """Choose the offload of the engine that splits the run: DeepSpeed's, or that of FSDP2, as in DanceGRPO."""
-        given, processes = self.given, launched_processes()
-        is_deepspeed = given.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED")
+        options, processes = self.options, launched_processes()
+        is_deepspeed = options.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED")
         option = "zero_offload" if is_deepspeed else "fsdp_cpu_offload"
-        place = given.where["use_cpu_offload"]
-        if not given.put(option, True, "use_cpu_offload"):
+        place = options.where["use_cpu_offload"]
+        if not options.put(option, True, "use_cpu_offload"):
             return
-        said = f"--{option}"
-        if not is_deepspeed and given.values.get("fsdp") is None and launched_to_split_weights() is None:
-            whole = processes > 1 and not splits
-            engine: dict[str, Any] = {"fsdp": "hybrid", "fsdp_group_size": 1} if whole else {"fsdp": "full"}
-            given.values |= engine
-            given.where |= dict.fromkeys(engine, place)
-            said = " ".join([*(f"--{name} {value}" for name, value in engine.items()), said])
-        given.notes.append(f"{place} with {plural(processes, 'process', 'processes')}: {said}")
+        flags = f"--{option}"
+        if not is_deepspeed and options.values.get("fsdp") is None and launched_to_split_weights() is None:
+            is_replicated = processes > 1 and not splits
+            engine: dict[str, Any] = {"fsdp": "hybrid", "fsdp_group_size": 1} if is_replicated else {"fsdp": "full"}
+            options.values |= engine
+            options.where |= dict.fromkeys(engine, place)
+            flags = " ".join([*(f"--{name} {value}" for name, value in engine.items()), flags])
+        options.notes.append(f"{place} with {plural(processes, 'process', 'processes')}: {flags}")
 
-    def _seed(self, theirs: _Theirs) -> None:
-        """There is one seed here: theirs for the prompts is used if no other is given."""
-        seed = theirs.sampler_seed
-        if seed is not None and self.given.values.get("seed") is None:
-            self.given.put("seed", seed, "sampler_seed")
+    def _seed(self, external: _ExternalOptions) -> None:
+        """Translate the seed of the prompts; there is one seed here, so it is used only if no other is given."""
+        seed = external.sampler_seed
+        if seed is not None and self.options.values.get("seed") is None:
+            self.options.put("seed", seed, "sampler_seed")
         elif seed is not None:
             note = f"sampler_seed {seed}: the order of prompts follows from --seed too, which is given"
-            self.given.notes.append(note)
+            self.options.notes.append(note)
 
-    def _clips(self, theirs: _Theirs) -> None:
-        """Translate counts that are those of a process there."""
-        batch, kept = theirs.train_batch_size, theirs.bestofn
+    def _clips(self, external: _ExternalOptions) -> None:
+        """Translate counts that are per process there."""
+        batch, best_of_n = external.train_batch_size, external.bestofn
         if batch is not None:
-            self.given.put("prompts_per_step", batch * self._data_size(), "train_batch_size")
-        if kept is not None and kept % (batch or 1):
-            message = f"{kept} kept clips of a process do not divide by its train_batch_size of {batch}"
-            _refuse(self.given, "bestofn", message)
-        elif kept is not None:
-            self.given.put("best_of_n", kept // (batch or 1), "bestofn")
+            self.options.put("prompts_per_step", batch * self._data_size(), "train_batch_size")
+        if best_of_n is not None and best_of_n % (batch or 1):
+            message = f"{best_of_n} kept clips of a process do not divide by its train_batch_size of {batch}"
+            _refuse(self.options, "bestofn", message)
+        elif best_of_n is not None:
+            self.options.put("best_of_n", best_of_n // (batch or 1), "bestofn")
 
     def _data_size(self) -> int:
-        """Processes with clips of their own."""
+        """Return how many processes train on separate clips."""
         return max(1, launched_processes() // (self._count("sp_size") or 1))
 
     def _accumulation(self) -> None:
-        """Translate clips per optimizer step. 1, our default, counts only next to names that are theirs alone."""
-        name, given, processes = "gradient_accumulation_steps", self.given, self._data_size()
-        values = given.values
+        """Translate clips per optimizer step. 1, our default, counts only next to names that only DanceGRPO has."""
+        name, options, processes = "gradient_accumulation_steps", self.options, self._data_size()
+        values = options.values
         clips = _integer(values.get(name))
-        prompts, kept = self._count("prompts_per_step"), self._count("best_of_n") or self._count("num_generations")
-        if clips is None or prompts is None or kept is None:
+        prompts, clips_per_prompt = (
+            self._count("prompts_per_step"),
+            self._count("best_of_n") or self._count("num_generations"),
+        )
+        if clips is None or prompts is None or clips_per_prompt is None:
             return
-        if clips == 1 and (not self.told or "updates_per_rollout" in values):
+        if clips == 1 and (not self.dance_names or "updates_per_rollout" in values):
             return
-        share = prompts * kept // processes
-        if clips > share and "train_batch_size" in given.where:
-            self._accumulate_prompts(name, clips, prompts=prompts, kept=kept, share=share)
+        share = prompts * clips_per_prompt // processes
+        if clips > share and "train_batch_size" in options.where:
+            self._accumulate_prompts(name, clips, prompts=prompts, clips_per_prompt=clips_per_prompt, share=share)
             return
         if clips > share:
-            total = f"{plural(prompts, 'prompt')} x {plural(kept, 'clip')}"
+            total = f"{plural(prompts, 'prompt')} x {plural(clips_per_prompt, 'clip')}"
             total += f" / {processes} processes" if processes > 1 else ""
             message = (
                 f"a step every {clips} clips never comes: of a rollout, a process keeps {total} = {share}; use at most "
                 f"{share}, or --updates_per_rollout"
             )
-            given.refuse(name, message, "updates_per_rollout")
+            options.refuse(name, message, "updates_per_rollout")
             return
         if rest := share % clips:
-            given.notes.append(
-                f"{given.where[name]} {clips} does not divide the {share} clips that a process keeps of a rollout: "
+            options.notes.append(
+                f"{options.where[name]} {clips} does not divide the {share} clips that a process keeps of a rollout: "
                 f"DanceGRPO would drop {plural(rest, 'clip')}, and here the clips are spread over one step more"
             )
-        given.put("updates_per_rollout", math.ceil(share / clips), name)
+        options.put("updates_per_rollout", math.ceil(share / clips), name)
 
-    def _accumulate_prompts(self, name: str, batches: int, *, prompts: int, kept: int, share: int) -> None:
-        """A step of more clips than a process keeps takes as many of its batches of prompts, all in one rollout."""
-        given, place = self.given, self.given.where[name]
-        if not given.put("updates_per_rollout", 1, name):
+    def _accumulate_prompts(self, name: str, batches: int, *, prompts: int, clips_per_prompt: int, share: int) -> None:
+        """Put as many batches of prompts into a rollout as a step counts, if a step has more clips than a process."""
+        options, place = self.options, self.options.where[name]
+        if not options.put("updates_per_rollout", 1, name):
             return
-        total = given.values["prompts_per_step"] = prompts * batches
+        total = options.values["prompts_per_step"] = prompts * batches
         batch = plural(prompts // self._data_size(), "prompt")
-        given.notes.append(
-            f"{place} {batches} exceeds the {plural(share, 'clip')} that a process keeps of a rollout, so DanceGRPO would "
-            f"never take a step. It counts batches of {batch} here: --prompts_per_step {total}, so {total * kept} clips "
-            f"a step. A rollout samples {batches} times as many clips; {place} {share} takes a step for each batch"
+        options.notes.append(
+            f"{place} {batches} exceeds the {plural(share, 'clip')} that a process keeps of a rollout, so DanceGRPO "
+            f"would never take a step. It counts batches of {batch} here: --prompts_per_step {total}, so "
+            f"{total * clips_per_prompt} clips a step. A rollout samples {batches} times as many clips; {place} "
+            f"{share} takes a step for each batch"
         )
 
-    def _length(self, theirs: _Theirs) -> None:
+    def _length(self, external: _ExternalOptions) -> None:
         """Translate the number of rollouts into optimizer steps: here a rollout has one or more."""
-        given, rollouts, updates = self.given, theirs.max_train_steps, self._count("updates_per_rollout") or 1
+        options, rollouts, updates = self.options, external.max_train_steps, self._count("updates_per_rollout") or 1
         if rollouts is None:
             return
-        given.put("train_steps", rollouts * updates, "max_train_steps")
-        said = [f"{given.where['max_train_steps']} {rollouts}"]
+        options.put("train_steps", rollouts * updates, "max_train_steps")
+        sources = [f"{options.where['max_train_steps']} {rollouts}"]
         becomes = [f"--train_steps {rollouts * updates}"]
-        every = _integer(given.values.get("checkpointing_steps"))
+        every = _integer(options.values.get("checkpointing_steps"))
         if every is not None:
-            given.values["checkpointing_steps"] = every * updates
-            said.append(f"{given.where['checkpointing_steps']} {every}")
+            options.values["checkpointing_steps"] = every * updates
+            sources.append(f"{options.where['checkpointing_steps']} {every}")
             becomes.append(f"--checkpointing_steps {every * updates}")
-        if updates > 1 or self.told:
-            counts = "counts" if len(said) == 1 else "count"
+        if updates > 1 or self.dance_names:
+            counts = "counts" if len(sources) == 1 else "count"
             each = plural(updates, "optimizer step")
-            note = f"{' and '.join(said)} {counts} rollouts, of {each} each: {', '.join(becomes)}"
-            given.notes.append(note)
+            note = f"{' and '.join(sources)} {counts} rollouts, of {each} each: {', '.join(becomes)}"
+            options.notes.append(note)
 
 
 def _integer(value: Any) -> int | None:
-    """A positive whole number, also as text; None for anything else."""
+    """Return a positive whole number, text included, or None for anything else."""
     try:
         return TypeAdapter(Count).validate_python(value)
     except ValidationError:

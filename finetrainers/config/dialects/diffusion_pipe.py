@@ -1,7 +1,7 @@
 """The training files of diffusion-pipe: which option each key becomes, or why it is refused. Imports no torch.
 
 Its keys are those of `examples/main_example.toml` there (commit 0784ca8) and `framepack`, `framepack_window_size`. A
-file of its may hold options of ours too. What it says of the data stands in a file of its own, `dataset`.
+training file may also hold options of ours. Its data is described in a separate file, `dataset`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetrainers.utils.text import nearest
 
 from ..errors import Problem
 from ..given import Given, Locate
-from ..names import names_of
+from ..names import invert_groups
 
 #: Keys, `TABLE.NAME` or `NAME` at the top of the file, that mean the same as an option of ours.
 RENAMED = {
@@ -52,7 +52,7 @@ _EVALUATION = "evaluation is every --eval_steps, on the clips of --eval_num_item
 _BATCHES = "give one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
 _STAGES = "no network is split into stages here; several GPUs share it with --fsdp full or --deepspeed --zero_stage 3"
 #: Keys that are refused, by what to use instead; false, 0 and empty are not.
-REFUSED = names_of({
+REFUSED = invert_groups({
     _BATCHES: "image_micro_batch_size_per_gpu",
     _STAGES: "partition_split",
     "use --lr, and --resume_from_checkpoint with --reset scheduler for a run that is continued": "force_constant_lr",
@@ -72,7 +72,7 @@ REFUSED = names_of({
     "keys are not read from files; set WANDB_API_KEY in the environment": "monitoring.wandb_api_key",
 })  # fmt: skip
 #: Keys that do nothing here, by the reason.
-WITHOUT_EFFECT = names_of({
+WITHOUT_EFFECT = invert_groups({
     "is counted in optimizer steps here: --checkpointing_steps (whole state and weights), without it every 500":
         "save_every_n_epochs save_every_n_examples checkpoint_every_n_epochs checkpoint_every_n_minutes",
     _EVALUATION: "eval_every_n_steps eval_every_n_epochs eval_every_n_examples eval_before_first_step",
@@ -90,7 +90,7 @@ WITHOUT_EFFECT = names_of({
 })  # fmt: skip
 _TABLES = ("model", "adapter", "optimizer", "monitoring")
 _KNOWN = {*RENAMED, *COMPUTED, *REFUSED, *WITHOUT_EFFECT}
-#: Keys by which a file of theirs is recognized, as tables and names.
+#: Keys that identify a file of diffusion-pipe, as tables and names.
 _TELLING = (("", "micro_batch_size_per_gpu"), ("model", "type"), ("model", "transformer_path"), ("adapter", "type"))
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _FLOAT8 = {"float8": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
@@ -108,24 +108,24 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def is_diffusion_pipe(document: Mapping[str, Any]) -> bool:
-    """Whether a parsed TOML file is one of diffusion-pipe's training files."""
+    """Return whether a parsed TOML file is one of diffusion-pipe's training files."""
     return any(key in document.get(table, {}) if table else key in document for table, key in _TELLING)
 
 
-def translate_document(document: Mapping[str, Any], given: Given, locate: Locate) -> dict[str, Any]:
-    """Translate a file for which `is_diffusion_pipe` holds; returns what stands in it under other keys than theirs.
+def translate_document(document: Mapping[str, Any], options: Given, locate: Locate) -> dict[str, Any]:
+    """Translate a file for which `is_diffusion_pipe` holds; return its entries under keys that diffusion-pipe lacks.
 
     Args:
         document: the parsed file.
-        given: gets our options; defaults of theirs have the first line as their place.
+        options: gets our options; diffusion-pipe's defaults have the first line as their place.
         locate: says where a key stands.
     """
-    given.is_translated = True
-    theirs: dict[str, Any] = {}
+    options.is_translated = True
+    external: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in document.items():
         if name in _TABLES and isinstance(value, dict):
-            theirs |= {f"{name}.{key}": inner for key, inner in value.items() if f"{name}.{key}" in _KNOWN}
+            external |= {f"{name}.{key}": inner for key, inner in value.items() if f"{name}.{key}" in _KNOWN}
             others = {key: inner for key, inner in value.items() if f"{name}.{key}" not in _KNOWN}
             if name in ("model", "optimizer"):
                 rest[name] = others
@@ -133,45 +133,45 @@ def translate_document(document: Mapping[str, Any], given: Given, locate: Locate
             names = [key.removeprefix(f"{name}.") for key in _KNOWN if key.startswith(f"{name}.")]
             for key in others:
                 message = f"{key}: unknown option {key!r}{nearest(key, names)}"
-                given.problems.append(Problem(locate(name, key), message))
+                options.problems.append(Problem(locate(name, key), message))
         elif name in _KNOWN:
-            theirs[name] = value
+            external[name] = value
         else:
             rest[name] = value
     own = {*rest, *(key for table in rest.values() if isinstance(table, dict) for key in table)}
-    _Translation(theirs, given, locate, own).run()
+    _Translation(external, options, locate, own).run()
     for option, value in _DEFAULTS.items():
-        if option not in own and option not in given.values:
-            given.values[option], given.where[option] = value, locate(None, option)
+        if option not in own and option not in options.values:
+            options.values[option], options.where[option] = value, locate(None, option)
     return rest
 
 
 @dataclass
 class _Translation:
-    """Translates the keys, group by group.
+    """Translation of the keys, group by group.
 
     Attributes:
-        theirs: their keys and values.
-        given: gets our options.
+        external: diffusion-pipe's keys and values.
+        options: gets our options.
         locate: says where a key stands.
         own: our names that the file gives as well.
     """
 
-    theirs: dict[str, Any]
-    given: Given
+    external: dict[str, Any]
+    options: Given
     locate: Locate
     own: set[str]
 
     def run(self) -> None:
         for key, message in REFUSED.items():
-            if self.theirs.get(key):
+            if self.external.get(key):
                 self.refuse(key, message)
         for key, message in WITHOUT_EFFECT.items():
-            if self.theirs.get(key):
+            if self.external.get(key):
                 self.note(key, f"has no effect: {message}")
         for key, option in RENAMED.items():
-            if self.theirs.get(key) not in (None, ""):
-                self.put(key, option, self.theirs[key])
+            if self.external.get(key) not in (None, ""):
+                self.put(key, option, self.external[key])
         self._batches()
         self._schedule()
         self._model()
@@ -181,24 +181,24 @@ class _Translation:
         self._optimizer()
 
     def place(self, key: str) -> tuple[str, str]:
-        """File and line of a key, and its name there."""
+        """Return file and line of a key, and its name there."""
         table, _, name = key.rpartition(".")
         return self.locate(table, name), name
 
     def refuse(self, key: str, message: str) -> None:
         where, name = self.place(key)
-        self.given.problems.append(Problem(where, f"{name}: {message}"))
+        self.options.problems.append(Problem(where, f"{name}: {message}"))
 
     def note(self, key: str, message: str) -> None:
         where, name = self.place(key)
-        self.given.notes.append(f"{where}: {name} {message}")
+        self.options.notes.append(f"{where}: {name} {message}")
 
     def put(self, key: str, option: str, value: Any) -> None:
-        self.given.values[option], self.given.where[option] = value, self.place(key)[0]
+        self.options.values[option], self.options.where[option] = value, self.place(key)[0]
 
     def choose(self, key: str, choices: Mapping[str, Any], *options: str) -> None:
         """Set options to our value for a key's; it is a problem if there is none."""
-        value = self.theirs.get(key)
+        value = self.external.get(key)
         if value is not None and str(value) not in choices:
             self.refuse(key, f"{value!r} is none of: {', '.join(choices)}")
         elif value is not None:
@@ -206,30 +206,30 @@ class _Translation:
                 self.put(key, option, choices[str(value)])
 
     def _batches(self) -> None:
-        size = self.theirs.get("micro_batch_size_per_gpu")
+        size = self.external.get("micro_batch_size_per_gpu")
         if isinstance(size, list):
             self.refuse("micro_batch_size_per_gpu", _BATCHES)
         elif size is not None:
             self.put("micro_batch_size_per_gpu", "batch_size", size)
-        stages = self.theirs.get("pipeline_stages", 1)
+        stages = self.external.get("pipeline_stages", 1)
         if stages != 1:
             self.refuse("pipeline_stages", f"{stages}: {_STAGES}")
-        checkpointing = self.theirs.get("activation_checkpointing")
+        checkpointing = self.external.get("activation_checkpointing")
         if checkpointing is not None:
             self.put("activation_checkpointing", "gradient_checkpointing", bool(checkpointing))
         if checkpointing == "unsloth":
             self.note("activation_checkpointing", "activations are recomputed, not moved to the CPU")
-        if self.theirs.get("video_clip_mode") == "multiple_overlapping":
+        if self.external.get("video_clip_mode") == "multiple_overlapping":
             self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride")
         else:
             modes = {"single_beginning": "head", "single_middle": "middle"}
             self.choose("video_clip_mode", modes, "frame_selection")
 
     def _schedule(self) -> None:
-        """Translate schedule and warmup; a constant one with warmup is a schedule of its own here."""
-        warmup, schedule = self.theirs.get("warmup_steps") or 0, self.theirs.get("lr_scheduler") or "constant"
+        """Translate schedule and warmup; constant with warmup is a separate schedule here."""
+        warmup, schedule = self.external.get("warmup_steps") or 0, self.external.get("lr_scheduler") or "constant"
         constant = "constant_with_warmup" if warmup else "constant"
-        if "lr_scheduler" in self.theirs:
+        if "lr_scheduler" in self.external:
             choices = {"constant": constant, "linear": "linear", "cosine": "cosine"}
             self.choose("lr_scheduler", choices, "lr_scheduler")
         elif warmup:
@@ -238,26 +238,29 @@ class _Translation:
             self.put("warmup_steps" if warmup else "lr_scheduler", "lr_warmup_steps", warmup)
 
     def _model(self) -> None:
-        kind = self.theirs.get("model.type")
+        kind = self.external.get("model.type")
         if kind is not None:
             self.put("model.type", "model_name", str(kind).replace("-", "_"))
         self.choose("model.dtype", _DTYPES, "transformer_dtype", "vae_dtype", "text_encoder_dtype")
-        if "model.clip_path" in self.theirs and "text_encoder_dtype" in self.given.values:
-            self.put("model.dtype", "text_encoder_2_dtype", self.given.values["text_encoder_dtype"])
+        if "model.clip_path" in self.external and "text_encoder_dtype" in self.options.values:
+            self.put("model.dtype", "text_encoder_2_dtype", self.options.values["text_encoder_dtype"])
         key = "model.transformer_dtype"
-        if self.theirs.get(key) in _FLOAT8:
+        if self.external.get(key) in _FLOAT8:
             self.put(key, "layerwise_upcasting_modules", ["transformer"])
-            self.put(key, "layerwise_upcasting_storage_dtype", _FLOAT8[self.theirs[key]])
+            self.put(key, "layerwise_upcasting_storage_dtype", _FLOAT8[self.external[key]])
         else:
             self.choose(key, {**_DTYPES, **_FLOAT8}, "transformer_dtype")
         schemes = {"logit_normal": "logit_normal", "uniform": "none"}
         self.choose("model.timestep_sample_method", schemes, "flow_weighting_scheme")
-        guidance = self.theirs.get("model.guidance", 1)
+        guidance = self.external.get("model.guidance", 1)
         if guidance != 1:
             self.refuse("model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it")
 
     def _places(self) -> None:
-        """Translate the parts of the model, files or folders; a repository that a folder is in has the parts without a key."""
+        """Translate the parts of the model, files or folders.
+
+        A repository that contains a part's folder provides the parts without a key.
+        """
         base: Path | None = None
         for key, option, tokenizer in (
             ("model.transformer_path", "transformer_id", None),
@@ -265,17 +268,17 @@ class _Translation:
             ("model.llm_path", "text_encoder_id", "tokenizer_id"),
             ("model.clip_path", "text_encoder_2_id", "tokenizer_2_id"),
         ):
-            if key not in self.theirs:
+            if key not in self.external:
                 continue
-            place = Path(str(self.theirs[key]))
+            place = Path(str(self.external[key]))
             self.put(key, option, str(place))
             if tokenizer is not None and any((place / file).is_file() for file in _TOKENIZER_FILES):
                 self.put(key, tokenizer, str(place))
             if base is None:
                 base = next((f for f in (place.parent, place) if (f / "model_index.json").is_file()), None)
-        if "pretrained_model_name_or_path" in {*self.given.values, *self.own}:
+        if "pretrained_model_name_or_path" in {*self.options.values, *self.own}:
             return
-        published = published_base(str(self.given.values.get("model_name")))
+        published = published_base(str(self.options.values.get("model_name")))
         if base is not None:
             self.put("model.transformer_path", "pretrained_model_name_or_path", str(base))
         elif published is not None:
@@ -284,46 +287,47 @@ class _Translation:
                 f"configs are those of {published}, which are part of this program; tokenizers are looked for there"
             )
             self.note("model.transformer_path", f"{message} unless llm_path and clip_path have them")
-        elif "model.transformer_path" in self.theirs:
+        elif "model.transformer_path" in self.external:
             message = "is not in a repository in diffusers layout; add diffusers_path = 'FOLDER or hub id' to [model]"
             self.note("model.transformer_path", f"{message}, which has the configs, the tokenizers and the scheduler")
 
     def _windows(self) -> None:
-        wanted, has_size = self.theirs.get("model.framepack"), "model.framepack_window_size" in self.theirs
-        if wanted and not has_size:
+        is_framepack, has_size = self.external.get("model.framepack"), "model.framepack_window_size" in self.external
+        if is_framepack and not has_size:
             self.refuse("model.framepack", "needs framepack_window_size, the frames of a window")
-        elif wanted:
+        elif is_framepack:
             message = (
                 "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
-                "compression of what came before; --sliding_window_batching clip trains all windows of a clip in one step"
+                "compression of what came before; --sliding_window_batching clip trains all windows of a clip in one "
+                "step"
             )
             self.note("model.framepack", message)
         elif has_size:
-            self.given.values.pop("sliding_window_size", None)
+            self.options.values.pop("sliding_window_size", None)
             self.note("model.framepack_window_size", "has no effect without framepack = true")
 
     def _adapter(self) -> None:
-        if not any(key.startswith("adapter.") for key in self.theirs):
+        if not any(key.startswith("adapter.") for key in self.external):
             self.put("epochs", "training_type", "full-finetune")
             return
-        kind = self.theirs.get("adapter.type")
+        kind = self.external.get("adapter.type")
         if kind != "lora":
             self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)")
             return
         self.put("adapter.type", "training_type", "lora")
-        alpha = "adapter.alpha" if "adapter.alpha" in self.theirs else "adapter.rank"
-        if alpha in self.theirs:
-            self.put(alpha, "lora_alpha", self.theirs[alpha])
+        alpha = "adapter.alpha" if "adapter.alpha" in self.external else "adapter.rank"
+        if alpha in self.external:
+            self.put(alpha, "lora_alpha", self.external[alpha])
         message = (
             "adapts the attention's projections; diffusion-pipe adapts every linear layer of the blocks, see "
             "--target_modules"
         )
         self.note("adapter.type", message)
-        if self.theirs.get("adapter.dtype", "float32") != "float32":
+        if self.external.get("adapter.dtype", "float32") != "float32":
             self.note("adapter.dtype", "has no effect: LoRA weights are trained in fp32")
 
     def _optimizer(self) -> None:
-        kind = str(self.theirs.get("optimizer.type", "")).lower()
+        kind = str(self.external.get("optimizer.type", "")).lower()
         if kind in _OPTIMIZERS:
             self.put("optimizer.type", "optimizer", _OPTIMIZERS[kind])
         elif kind:
@@ -331,13 +335,13 @@ class _Translation:
             self.refuse("optimizer.type", message)
         if kind in ("adamw_optimi", "adamw8bitkahan"):
             self.note("optimizer.type", _KAHAN)
-        betas = self.theirs.get("optimizer.betas", [])
+        betas = self.external.get("optimizer.betas", [])
         if isinstance(betas, list):
             for number, beta in enumerate(betas[:3], start=1):
                 self.put("optimizer.betas", f"beta{number}", beta)
         else:
             self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}")
-        if self.theirs.get("monitoring.enable_wandb"):
+        if self.external.get("monitoring.enable_wandb"):
             self.put("monitoring.enable_wandb", "report_to", "wandb")
         else:
-            self.given.values.pop("tracker_name", None)
+            self.options.values.pop("tracker_name", None)

@@ -27,20 +27,27 @@ def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: 
 @pytest.mark.parametrize(
     ("first_frame", "any_frame", "options", "expected"),
     [
-        ("none", False, {"frame_conditioning": "first=0.1"}, "--frame_conditioning: this m takes no given frames; --list_models says which models take any"),
+        ("none", False, {"frame_conditioning": "first=0.1"},
+            "--frame_conditioning: this m takes no given frames; --list_models says which models take any"),
         ("channels", False, {"frame_conditioning": "first=0.1,last=0.1,prefix:9=0.1"},
-         "--frame_conditioning: this m takes the first frame alone, not last, prefix:9; --list_models says which models "
-         "take any"),
-        ("tokens", False, {"frame_conditioning": "random=0.1"}, "--frame_conditioning: this m takes the first frame alone"),
-        ("channels", True, {"frame_conditioning": "last=0.1", "sliding_window_size": 33, "sliding_window_latents": "slice"},
+         "--frame_conditioning: this m takes the first frame alone, not last, prefix:9; --list_models says which "
+         "models take any"),
+        ("tokens", False, {"frame_conditioning": "random=0.1"},
+            "--frame_conditioning: this m takes the first frame alone"),
+        ("channels", True, {"frame_conditioning": "last=0.1", "sliding_window_size": 33,
+            "sliding_window_latents": "slice"},
          "--sliding_window_latents: this checkpoint is given each window's first frame"),
-        ("channels", False, {"window_context": 1, "sliding_window_size": 33}, "--window_context: this m cannot be given frames"),
+        ("channels", False, {"window_context": 1, "sliding_window_size": 33},
+            "--window_context: this m cannot be given frames"),
         ("tokens", True, {"frame_conditioning": "last=0.1", "first_frame_conditioning_p": 0.1},
          "--frame_conditioning: says how often the first frame is given, too; give one of the two options"),
-        ("tokens", True, {"frame_conditioning": "prefix=0.1", "sliding_window_size": 33, "sliding_window_latents": "slice"},
-         "--frame_conditioning: prefix: with --sliding_window_latents slice, a window's first latent stands for several"),
+        ("tokens", True, {"frame_conditioning": "prefix=0.1", "sliding_window_size": 33,
+            "sliding_window_latents": "slice"},
+         "--frame_conditioning: prefix: with --sliding_window_latents slice, a window's first latent stands for "
+         "several"),
         ("tokens", False, {"frame_conditioning": "first=0.5", "sees": True},
-         "--frame_conditioning: the text encoder of this checkpoint sees the image, so every clip is given its first frame"),
+         "--frame_conditioning: the text encoder of this checkpoint sees the image, so every clip is given its first "
+         "frame"),
     ],
 )  # fmt: skip
 def test_what_a_model_cannot_be_given(first_frame: str, any_frame: bool, options: dict, expected: str) -> None:

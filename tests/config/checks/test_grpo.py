@@ -16,7 +16,8 @@ from finetrainers.methods.registry import method_names, method_spec
 
 MODEL = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
 BASE = {
-    **MODEL, "method": "grpo", "prompts": "p.txt", "reward": ["brightness"], "rollout_size": "17x64x64", "train_steps": 100,
+    **MODEL, "method": "grpo", "prompts": "p.txt", "reward": ["brightness"], "rollout_size": "17x64x64",
+    "train_steps": 100,
 }  # fmt: skip
 NFT = {"method": "nft", "init_same_noise": False}
 REFL = {"method": "refl", "num_generations": 1}
@@ -63,15 +64,16 @@ def test_a_plain_run_has_no_findings(family, options):
          "100 is not a multiple of --updates_per_rollout 3, and only whole rollouts can be resumed; use 99 or 102"),
         ({"updates_per_rollout": 2, "checkpointing_steps": 1}, "checkpointing_steps", "use 2"),
         ({"updates_per_rollout": 2, "rollout_gradients": "reweight"}, "rollout_gradients",
-         "is that of the first update, and there are --updates_per_rollout 2: later ones need the network as it is then; "
-         "use 1, or replay"),
+         "is that of the first update, and there are --updates_per_rollout 2: later ones need the network as it is "
+         "then; use 1, or replay"),
         ({"kl_coef": 0.1, "rollout_gradients": "reweight"}, "rollout_gradients",
          "the gradient of --kl_coef 0.1 is not scaled by the advantage"),
         ({"window_size": 9}, "window_size",
-         "a window of 9 does not fit: of 10 --sampling_steps, --window_range 0 0.5 holds 5 steps (0 to 4), and the last "
-         "step is never trained; use at most 5, or a wider range"),
+         "a window of 9 does not fit: of 10 --sampling_steps, --window_range 0 0.5 holds 5 steps (0 to 4), and the "
+         "last step is never trained; use at most 5, or a wider range"),
         ({"window_size": 16, "window_range": [0, 1]}, "window_size", "holds 9 steps (0 to 8)"),
-        ({"window_range": [0.97, 1.0]}, "window_size", "holds 0 steps, and the last step is never trained; use a wider"),
+        ({"window_range": [0.97, 1.0]}, "window_size",
+            "holds 0 steps, and the last step is never trained; use a wider"),
         ({"window_range": [0.5, 0.5]}, "window_range", "the second must be above the first"),
         ({"window_strategy": "progressive", "window_stride": 3}, "window_stride", "use at most 2"),
         ({"timestep_fraction": 0.4}, "timestep_fraction", "0.4 of 2 stochastic steps is 0.8, rounded down 0"),
@@ -108,7 +110,8 @@ def test_errors(options, where, expected):
     [
         (6, {}, "4 prompts x 8 clips = 32 clips do not divide by 6 processes x batches of 1 = 6; use 6,"),
         (1, {"batch_size": 3}, "4 prompts x 8 clips = 32 clips do not divide by 1 process x batches of 3 = 3; use 6,"),
-        (5, {"batch_size": 2, "num_generations": 12}, "48 clips do not divide by 5 processes x batches of 2 = 10; use 5,"),
+        (5, {"batch_size": 2, "num_generations": 12},
+            "48 clips do not divide by 5 processes x batches of 2 = 10; use 5,"),
     ],
 )  # fmt: skip
 def test_clips_must_divide(world_size, options, expected):
@@ -145,7 +148,8 @@ def test_rewards_of_all_processes_on_the_gpu_of_one(monkeypatch):
         ({"best_of_n": 4, "updates_per_rollout": 2}, "4 prompts x 4 clips / 2 updates = 8 clips"),
         ({"updates_per_rollout": 3, "num_generations": 16, "train_steps": 99, "checkpointing_steps": 0},
          "4 prompts x 16 clips = 64, which do not divide by 1 process x batches of 1 x 3 --updates_per_rollout = 3"),
-        ({"rollout_gradients": "reweight", "best_of_n": 4}, "costs more than replaying the 4 of --best_of_n 4; it saves "
+        ({"rollout_gradients": "reweight", "best_of_n": 4},
+            "costs more than replaying the 4 of --best_of_n 4; it saves "
          "time from about 6 of 8 on. retain takes only those of the clips that are trained"),
         ({"rollout_gradients": "retain"}, "retain saves nothing where all clips are trained: reweight takes as long"),
         ({"rollout_gradients": "retain", "best_of_n": 4, "offload_trajectory": True},
@@ -155,7 +159,8 @@ def test_rewards_of_all_processes_on_the_gpu_of_one(monkeypatch):
         ({"updates_per_rollout": 2, "rollout_cfg": 4.5}, "one update per rollout is safer"),
         ({"kl_space": "mean"}, "--kl_space has no effect while --kl_coef is 0"),
         ({"kl_coef": 0.1, "training_type": "full-finetune"}, "a frozen copy of the whole network in memory"),
-        ({**NFT, "nft_kl": 0.0, "training_type": "full-finetune"}, "keeps copies of the whole network in memory: the policy"),
+        ({**NFT, "nft_kl": 0.0, "training_type": "full-finetune"},
+            "keeps copies of the whole network in memory: the policy"),
         ({"nft_beta": 0.1}, "--nft_beta has no effect with --method grpo"),
         ({**NFT, "kl_coef": 0.1}, "--kl_coef has no effect with --method nft"),
         ({**NFT, "window_size": 0}, "--window_size has no effect with --method nft"),
@@ -229,15 +234,21 @@ OF_CLIPS = {
     "data_root": "x", "dataset_file": "x", "video_column": "x", "caption_column": "x", "id_token": "x",
     "image_resolution_buckets": ["64x64"], "video_resolution_buckets": ["17x64x64"], "video_reshape_mode": "none",
     "frame_selection": "middle", "video_backend": "pyav", "sliding_window_size": 17, "sliding_window_stride": 4,
-    "sliding_window_latents": "slice", "sliding_window_batching": "clip", "target_fps": 8, "caption_dropout_p": 0.5, "caption_dropout_technique": "zero",
-    "remove_common_llm_caption_prefixes": True, "precompute_conditions": True, "precompute_batch_size": 2, "first_frame_conditioning_p": 0.5,
+    "sliding_window_latents": "slice", "sliding_window_batching": "clip", "target_fps": 8, "caption_dropout_p": 0.5,
+    "caption_dropout_technique": "zero",
+    "remove_common_llm_caption_prefixes": True, "precompute_conditions": True, "precompute_batch_size": 2,
+    "first_frame_conditioning_p": 0.5,
     "first_frame_noise": False, "frame_conditioning": "last=0.1", "window_context": 1,
-    "max_bad_samples": 1, "max_pixels": 10**9, "probe_dir": "x", "max_bad_share": 0.5, "eval_num_items": 1, "flow_resolution_shifting": True, "flow_base_seq_len": 10,
+    "max_bad_samples": 1, "max_pixels": 10**9, "probe_dir": "x", "max_bad_share": 0.5, "eval_num_items": 1,
+    "flow_resolution_shifting": True, "flow_base_seq_len": 10,
     "flow_max_seq_len": 20, "flow_base_shift": 0.1, "flow_max_shift": 0.2, "flow_shift": 2.0,
     "flow_weighting_scheme": "mode", "flow_logit_mean": 0.1, "flow_logit_std": 2.0, "flow_mode_scale": 1.0,
-    "loss_weight_max": 2.0, "resolutions": [512], "frame_buckets": [17], "min_ar": 0.6, "max_ar": 3.0, "num_ar_buckets": 3,
-    "bucket_keep_prob": ["17x64x64=0.5"], "bucket_fall_shorter": True, "dataset": "x", "hf_dataset": "x", "hf_subset": "x", "hf_split": "x",
-    "hf_revision": "x", "hf_streaming": True, "max_items": 1, "allow_outside": True, "caption_columns": ["x"], "extra_columns": ["control_video=x"],
+    "loss_weight_max": 2.0, "resolutions": [512], "frame_buckets": [17], "min_ar": 0.6, "max_ar": 3.0,
+    "num_ar_buckets": 3,
+    "bucket_keep_prob": ["17x64x64=0.5"], "bucket_fall_shorter": True, "dataset": "x", "hf_dataset": "x",
+    "hf_subset": "x", "hf_split": "x",
+    "hf_revision": "x", "hf_streaming": True, "max_items": 1, "allow_outside": True, "caption_columns": ["x"],
+    "extra_columns": ["control_video=x"],
     "caption_lines": True, "caption_missing": "skip", "mask_column": "x", "unmasked_weight": 0.5,
 }  # fmt: skip
 
@@ -261,7 +272,8 @@ HELD_OUT = {"eval_prompts": "e.txt", "eval_steps": 10}
     [
         (
             {},
-            "held-out prompts (--eval_prompts FILE), evaluations during training (--eval_steps N), a reward that is not",
+            "held-out prompts (--eval_prompts FILE), evaluations during training (--eval_steps N), a reward that is "
+            "not",
         ),
         (HELD_OUT, "add a reward that is not trained (--eval_reward NAME), or measure the KL with --kl_coef"),
         ({**HELD_OUT, "eval_reward": ["brightness"]}, "add a reward that is not trained"),

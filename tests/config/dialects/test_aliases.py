@@ -43,7 +43,7 @@ def test_every_flag_of_their_trainers_is_known():
 
 def test_no_name_is_ours_too():
     assert [name for name in aliases.FOREIGN if name in fields()] == []
-    tables = (aliases.RENAMED, aliases._Theirs.model_fields, aliases.WITHOUT_EFFECT, aliases.REFUSED)
+    tables = (aliases.RENAMED, aliases._ExternalOptions.model_fields, aliases.WITHOUT_EFFECT, aliases.REFUSED)
     assert len(aliases.FOREIGN) == sum(map(len, tables))
     assert all(target in {*fields(), None} for target in aliases.FOREIGN.values())
 
@@ -56,7 +56,8 @@ def test_the_published_script(monkeypatch, caplog):
     expected = {
         "prompts_per_step": 32, "num_generations": 24, "best_of_n": 8, "updates_per_rollout": 2, "train_steps": 404,
         "checkpointing_steps": 100, "grpo_preset": "dancegrpo", "window_size": 0, "clip_range": 1e-4,
-        "reward_combination": "separate", "validation_steps": None, "rollout_size": (53, 480, 480), "lr": 1e-5, "seed": 42, "reward_fps": 8.0,
+        "reward_combination": "separate", "validation_steps": None, "rollout_size": (53, 480, 480), "lr": 1e-5,
+        "seed": 42, "reward_fps": 8.0,
         "init_same_noise": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 1, "vae_id": None,
         "tracker_name": "grpo", "sampler": "dance", "eta": 0.25, "shift": 5.0, "timestep_fraction": 0.6,
     }  # fmt: skip
@@ -174,7 +175,7 @@ def test_rollouts_become_steps_and_checkpoints_with_them(caplog):
     config = load(**names, train_steps=10, checkpointing_steps=4)
     assert (config.training.train_steps, config.training.checkpointing_steps) == (10, 4)
     assert load(**names, max_train_steps=10, checkpointing_steps=0).training.checkpointing_steps == 0
-    assert "checkpointing_steps: not a whole number" in problems(**names, max_train_steps=1, checkpointing_steps="x")[0]  # fmt: skip
+    assert "checkpointing_steps: not a whole number" in problems(**names, max_train_steps=1, checkpointing_steps="x")[0]
 
 
 def test_dancegrpos_names_choose_its_preset(caplog):

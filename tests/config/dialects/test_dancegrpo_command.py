@@ -28,12 +28,14 @@ def test_the_guides_command_for_six_gpus(caplog, tmp_path, monkeypatch):
     with caplog.at_level(logging.WARNING, logger="finetrainers"):
         config = parsed(*DANCEGRPO_6GPUS)
     expected = {
-        "method": "grpo", "training_type": "full-finetune", "model_name": "auto", "fsdp": "full", "fsdp_cpu_offload": True,
+        "method": "grpo", "training_type": "full-finetune", "model_name": "auto", "fsdp": "full",
+        "fsdp_cpu_offload": True,
         "sync_each_batch": True, "fit_gpu": True, "enable_tiling": True,
         "sp_size": 2, "selective_checkpointing": 0.3, "gradient_checkpointing": True, "prompts_per_step": 24,
         "num_generations": 12, "best_of_n": 6, "updates_per_rollout": 1, "train_steps": 202, "checkpointing_steps": 50,
         "lr": 8e-6, "lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 10, "weight_decay": 1e-4, "beta2": 0.999,
-        "max_grad_norm": 1.0, "rollout_guidance": 6.018, "shift": 5.0, "eta": 0.25, "sampler": "dance", "clip_range": 1e-4,
+        "max_grad_norm": 1.0, "rollout_guidance": 6.018, "shift": 5.0, "eta": 0.25, "sampler": "dance",
+        "clip_range": 1e-4,
         "rollout_size": (49, 384, 384), "reward_fps": 8.0, "init_same_noise": True, "master_weights": "fp32",
         "mixed_precision": "bf16", "dancegrpo_files": True, "train_log": True, "seed": 42, "allow_tf32": True,
     }  # fmt: skip
@@ -60,11 +62,13 @@ def test_the_published_command(caplog):
 
 def test_what_is_left_out_has_the_trainers_defaults(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
-    kept = ["--model_type", "hunyuan_hf", "--pretrained_model_name_or_path", "x", "--use_group", "--max_train_steps", "4",
+    kept = ["--model_type", "hunyuan_hf", "--pretrained_model_name_or_path", "x", "--use_group", "--max_train_steps",
+        "4",
             "--train_batch_size", "2"]  # fmt: skip
     config = parsed(*kept)
     expected = {
-        "fsdp": None, "num_generations": 16, "prompts_per_step": 2, "best_of_n": 4, "lr": 1e-4, "timestep_fraction": 1.0, "shift": 1.0,
+        "fsdp": None, "num_generations": 16, "prompts_per_step": 2, "best_of_n": 4, "lr": 1e-4,
+        "timestep_fraction": 1.0, "shift": 1.0,
         "max_grad_norm": 2.0, "weight_decay": 0.01, "checkpointing_steps": 4000, "updates_per_rollout": 8,
     }  # fmt: skip
     assert {name: config.get(name) for name in expected} == expected

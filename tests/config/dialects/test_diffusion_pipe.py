@@ -61,8 +61,10 @@ def test_the_published_file_is_read_as_it_was_meant(
         config, _ = parse_flags(["--deepspeed", "--config", str(file), "--local_rank=0", "--train_steps", "7"])
     assert config is not None
     expected = {
-        "model_name": "hunyuan_video", "pretrained_model_name_or_path": str(repo), "transformer_id": f"{repo}/transformer",
-        "vae_id": f"{repo}/vae", "text_encoder_id": f"{repo}/text_encoder", "text_encoder_2_id": f"{repo}/text_encoder_2",
+        "model_name": "hunyuan_video", "pretrained_model_name_or_path": str(repo),
+        "transformer_id": f"{repo}/transformer",
+        "vae_id": f"{repo}/vae", "text_encoder_id": f"{repo}/text_encoder",
+        "text_encoder_2_id": f"{repo}/text_encoder_2",
         "tokenizer_id": None, "transformer_dtype": "bf16", "layerwise_upcasting_modules": ["transformer"],
         "layerwise_upcasting_storage_dtype": "float8_e4m3fn", "sliding_window_size": 33, "sliding_window_stride": 1,
         "training_type": "lora", "rank": 32, "lora_alpha": 32.0, "train_epochs": 200, "train_steps": 7, "batch_size": 1,
@@ -79,7 +81,13 @@ def test_the_published_file_is_read_as_it_was_meant(
 
 
 def test_single_weight_files_take_the_places_of_parts(load: Callable[..., TrainConfig], repo: Path) -> None:
-    config = load(model={"transformer_path": "/m/hunyuan.safetensors", "vae_path": "/m/vae.safetensors", "llm_path": "/m/llava.safetensors"})  # fmt: skip
+    config = load(
+        model={
+            "transformer_path": "/m/hunyuan.safetensors",
+            "vae_path": "/m/vae.safetensors",
+            "llm_path": "/m/llava.safetensors",
+        }
+    )
     model = config.model
     assert (model.transformer_id, model.vae_id, model.text_encoder_id, model.tokenizer_id) == (
         "/m/hunyuan.safetensors", "/m/vae.safetensors", "/m/llava.safetensors", None,
@@ -114,23 +122,28 @@ def test_text_encoders_bring_their_tokenizers(load: Callable[..., TrainConfig], 
         ({"activation_checkpointing": "unsloth"}, {"gradient_checkpointing": True}),
         ({"video_clip_mode": "single_middle"}, {"frame_selection": "middle"}),
         ({"save_every_n_steps": 50, "max_steps": 9}, {"checkpointing_steps": 50, "train_steps": 9}),
-        ({"model": {"dtype": "float32"}}, {"transformer_dtype": "fp32", "vae_dtype": "fp32", "text_encoder_dtype": "fp32"}),
+        ({"model": {"dtype": "float32"}}, {"transformer_dtype": "fp32", "vae_dtype": "fp32",
+            "text_encoder_dtype": "fp32"}),
         ({"model": {"transformer_dtype": "float8_e5m2"}}, {"layerwise_upcasting_storage_dtype": "float8_e5m2"}),
         ({"model": {"transformer_dtype": "float16"}}, {"transformer_dtype": "fp16", "layerwise_upcasting_modules": []}),
         ({"model": {"timestep_sample_method": "uniform"}}, {"flow_weighting_scheme": "none"}),
         ({"model": {"shift": 3, "sigmoid_scale": 1.3}}, {"flow_shift": 3.0, "flow_logit_std": 1.3}),
         ({"model": {"first_frame_conditioning_p": 0.2}}, {"first_frame_conditioning_p": 0.2}),
         (
-            {"optimizer": {"type": "AdamW8bitKahan", "lr": 2e-5, "betas": [0.8, 0.99], "weight_decay": 0.01, "eps": 1e-7}},
-            {"optimizer": "adamw-bnb-8bit", "lr": 2e-5, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.01, "epsilon": 1e-7},
+            {"optimizer": {"type": "AdamW8bitKahan", "lr": 2e-5, "betas": [0.8, 0.99], "weight_decay": 0.01,
+                "eps": 1e-7}},
+            {"optimizer": "adamw-bnb-8bit", "lr": 2e-5, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.01,
+                "epsilon": 1e-7},
         ),
         ({"optimizer": {"type": "Prodigy"}}, {"optimizer": "prodigy"}),
         (
             {"monitoring": {"enable_wandb": True, "wandb_tracker_name": "mine", "wandb_api_key": ""}},
             {"report_to": ["wandb"], "tracker_name": "mine"},
         ),
-        ({"monitoring": {"enable_wandb": False, "wandb_tracker_name": "x"}}, {"report_to": [], "tracker_name": "finetrainers"}),
-        ({"precompute_conditions": False, "data": {"target_fps": 8}}, {"precompute_conditions": False, "target_fps": 8.0}),
+        ({"monitoring": {"enable_wandb": False, "wandb_tracker_name": "x"}},
+            {"report_to": [], "tracker_name": "finetrainers"}),
+        ({"precompute_conditions": False, "data": {"target_fps": 8}}, {"precompute_conditions": False,
+            "target_fps": 8.0}),
         ({"blocks_to_swap": 0, "compile": False, "pipeline_stages": 1}, {"deepspeed": False, "blocks_to_swap": 0}),
         ({"blocks_to_swap": 20}, {"blocks_to_swap": 20}),
         ({"compile": True}, {"compile": "regional"}),
