@@ -146,14 +146,14 @@ def test_a_start_reads_its_data_once(hub: Hub, from_hub: Callable[..., dict], mo
     monkeypatch.setattr(automatic, "_options_for_budget", lambda checked, budget: checkpointed(checked.config))
     values = from_hub(memory_budget=0.4, checkpointing_steps=1)
     result = train(load_config(**values))
-    assert load_config(result.output_dir / "config.toml").memory.gradient_checkpointing
+    assert load_config(result.run_dir / "config.toml").memory.gradient_checkpointing
     assert count == 1
-    [weights] = (result.output_dir / "checkpoints" / "step-1").glob("*.safetensors")
+    [weights] = (result.run_dir / "checkpoints" / "step-1").glob("*.safetensors")
     weights.write_bytes(b"damaged")
     with pytest.raises(ConfigError):
         train(load_config(**values, resume_from_checkpoint="latest"))
     assert count == 2
-    checked = preflight(load_config(**from_hub(output_dir=str(result.output_dir.with_name("other")))))
+    checked = preflight(load_config(**from_hub(output_dir=str(result.run_dir.with_name("other")))))
     other = checked.config.model_copy(
         update={"dataloader": checked.config.dataloader.model_copy(update={"batch_size": 2})}
     )
