@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,14 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
     """Train with these flags; return an exit code (`utils.exit_codes`). Unexpected errors are raised."""
-
-    def train(config: TrainConfig) -> int:
+    interrupted = (
+        "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command "
+        "continues"
+    )
+    with _RunOptions(argv, prog, interrupted) as command:
+        config = command.parse()
+        if config is None:
+            return command.code
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(config)
@@ -112,15 +119,9 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         quiet_progress_bars()
         gc.freeze()  # the libraries' objects live to the end; collections between loading phases need not walk them
         state = run(checked, handle_signals=True)
-        if state is None or state.stopped_by is None:
-            return exit_codes.DONE
-        return exit_codes.GUARDED if state.stopped_by == HACKING_GUARD else exit_codes.STOPPED
-
-    interrupted = (
-        "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command "
-        "continues"
-    )
-    return _run(train, argv, prog=prog, interrupted=interrupted)
+        if state is not None and state.stopped_by is not None:
+            command.code = exit_codes.GUARDED if state.stopped_by == HACKING_GUARD else exit_codes.STOPPED
+    return command.code
 
 
 #: Commands that parse their arguments themselves, and whether they join the processes of a launcher.
@@ -151,8 +152,11 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
 
 def prepare_command(argv: Sequence[str]) -> int:
     """Encode the data that a training run with these flags would encode before its first step; return an exit code."""
-
-    def encode(config: TrainConfig) -> int:
+    interrupted = "stopped; the same command encodes what is not in the cache yet"
+    with _RunOptions(argv, "finetrainers prepare", interrupted, preparing=True) as command:
+        config = command.parse()
+        if config is None:
+            return command.code
         from finetrainers.plan.preflight import for_preparing
         from finetrainers.plan.ready import get_ready
 
@@ -162,53 +166,67 @@ def prepare_command(argv: Sequence[str]) -> int:
 
         quiet_progress_bars()
         prepare(checked)
-        return exit_codes.DONE
-
-    interrupted = "stopped; the same command encodes what is not in the cache yet"
-    return _run(encode, argv, prog="finetrainers prepare", interrupted=interrupted, preparing=True)
+    return command.code
 
 
-def _run(
-    work: Callable[[TrainConfig], int], argv: Sequence[str], *, prog: str, interrupted: str, preparing: bool = False
-) -> int:
-    """Parse the flags of a run and do the work; return an exit code.
+@dataclass
+class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
+    """A command that takes the options of a run; expected errors of the block are printed and become its exit code.
 
-    Args:
-        work: takes the configuration, returns the exit code.
+    Attributes:
         argv: flags of a run.
         prog: the command.
         interrupted: the message if the user interrupts it.
         preparing: whether nothing is trained.
+        config: the parsed configuration.
+        code: the exit code.
     """
-    from finetrainers.config.flags import parse_flags
-    from finetrainers.config.help import PREPARE, TRAIN
 
-    configure_logging()
-    yield_idle_threads()
-    use_expandable_segments()
-    if _cannot_start():
-        return exit_codes.CONFIGURATION
-    config = None
-    try:
-        config, _ = parse_flags(argv, prog=prog, guide=PREPARE if preparing else TRAIN)
-        if config is None:
-            return _models(None)
-        with planning() if config.run.dry_run else contextlib.nullcontext():
-            return work(config)
-    except KeyboardInterrupt:  # while loading; in a step it is a signal
-        if launched_rank() == 0:
-            print(interrupted, file=sys.stderr)
-        return exit_codes.killed_by(signal.SIGINT)
-    except ConfigError as error:
-        message = f"error: {_with_the_rest(error, preparing=preparing)}"
-        if not argv and not preparing:
-            message += f"\n{prog} --help lists the options. New here? finetrainers quickstart needs none."
-        print_refusal(message)
-        return exit_codes.refused([problem.where for problem in error.problems])
-    except Exception as error:
-        if config is None or not _say_failure(error, None if preparing else config.run.output_dir, config.run.verbose):
-            raise
-        return exit_codes.FAILED
+    argv: Sequence[str]
+    prog: str
+    interrupted: str
+    preparing: bool = False
+    config: TrainConfig | None = None
+    code: int = exit_codes.DONE
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def parse(self) -> TrainConfig | None:
+        """Return the configuration, or None if there is nothing to run and `code` says why."""
+        from finetrainers.config.flags import parse_flags
+        from finetrainers.config.help import PREPARE, TRAIN
+
+        configure_logging()
+        yield_idle_threads()
+        use_expandable_segments()
+        if _cannot_start():
+            self.code = exit_codes.CONFIGURATION
+            return None
+        self.config, _ = parse_flags(self.argv, prog=self.prog, guide=PREPARE if self.preparing else TRAIN)
+        if self.config is None:
+            self.code = _models(None)
+        elif self.config.run.dry_run:
+            self._stack.enter_context(planning())
+        return self.config
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        """Print an expected error and set the exit code; any other error is raised."""
+        self._stack.close()
+        if isinstance(error, KeyboardInterrupt):  # while loading; in a step it is a signal
+            if launched_rank() == 0:
+                print(self.interrupted, file=sys.stderr)
+            self.code = exit_codes.killed_by(signal.SIGINT)
+        elif isinstance(error, ConfigError):
+            message = f"error: {_with_the_rest(error, preparing=self.preparing)}"
+            if not self.argv and not self.preparing:
+                message += f"\n{self.prog} --help lists the options. New here? finetrainers quickstart needs none."
+            print_refusal(message)
+            self.code = exit_codes.refused([problem.where for problem in error.problems])
+        elif isinstance(error, Exception):
+            directory = None if self.preparing or self.config is None else self.config.run.output_dir
+            if self.config is None or not _say_failure(error, directory, self.config.run.verbose):
+                return False
+            self.code = exit_codes.FAILED
+        return error is None or isinstance(error, (KeyboardInterrupt, Exception))
 
 
 def _say_failure(error: Exception, directory: Path | None = None, verbose: bool = False) -> bool:
