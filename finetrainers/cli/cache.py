@@ -152,7 +152,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     """Return the keys of all entries that training with any of the configurations would read, without loading a model.
 
-    Where a model's files were replaced under the same name, entries of the old ones also count as needed.
+    If a model's files were replaced under one name, entries of the old files also count as needed.
 
     Args:
         directory: the cache.

@@ -69,41 +69,41 @@ def check_command(argv: Sequence[str]) -> int:
 
     parser = own_options()
     try:
-        own, rest = parser.parse_known_args(argv)
-        problems = [*parser.problems([]), *_path_problems(own)]
-        config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=problems)
+        arguments, run_flags = parser.parse_known_args(argv)
+        problems = [*parser.problems([]), *_path_problems(arguments)]
+        config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
         if config is None:
             raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-        return _check(config, own)
+        return _check(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
-def _check(config: TrainConfig, own: argparse.Namespace) -> int:
+def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
     from finetrainers.data.inspect.html_report import make_page
     from finetrainers.data.inspect.probe_all import ProbeOptions
     from finetrainers.plan.check import examine
 
     with Stages() as progress:
         options = ProbeOptions(
-            decode=own.decode == "full",
+            decode=arguments.decode == "full",
             duplicates=True,
-            recall=not own.fresh,
-            jobs=own.jobs,
+            recall=not arguments.fresh,
+            jobs=arguments.jobs,
             progress=progress,
         )
         report, problems = examine(config, options)
         if report is None:
             raise ConfigError(problems)
-        page = make_page(report, jobs=own.jobs, progress=progress) if own.html else None
+        page = make_page(report, jobs=arguments.jobs, progress=progress) if arguments.html else None
     _print(report)
-    if own.json is not None:
-        write_json_lines_atomic(own.json, [report])
+    if arguments.json is not None:
+        write_json_lines_atomic(arguments.json, [report])
     if page is not None:
         # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
-        write_text_atomic(own.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))
-    for report_path in (own.json, own.html):
+        write_text_atomic(arguments.html, page.encode("utf-8", "backslashreplace").decode("utf-8"))
+    for report_path in (arguments.json, arguments.html):
         if report_path is not None:
             print(f"written: {report_path}")
     if problems:
@@ -111,12 +111,12 @@ def _check(config: TrainConfig, own: argparse.Namespace) -> int:
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
 
 
-def _path_problems(own: argparse.Namespace) -> list[Problem]:
+def _path_problems(arguments: argparse.Namespace) -> list[Problem]:
     """Return why reports cannot be written, found before hours of decoding rather than after."""
     from finetrainers.plan.ownership import json_problem, page_problem
 
     problems = []
-    for option, file in (("--json", own.json), ("--html", own.html)):
+    for option, file in (("--json", arguments.json), ("--html", arguments.html)):
         if file is None:
             continue
         try:

@@ -95,8 +95,10 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
 
     problems = []
     if arguments.hosts is None:
-        named = {"--python": arguments.python, "--rsh": arguments.rsh}
-        problems += [Problem(name, "is for --hosts, which is not given") for name, value in named.items() if value]
+        option_values = {"--python": arguments.python, "--rsh": arguments.rsh}
+        problems += [
+            Problem(name, "is for --hosts, which is not given") for name, value in option_values.items() if value
+        ]
     else:
         if shutil.which("ssh") is None and not arguments.rsh:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
@@ -176,7 +178,7 @@ def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> Fleet
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Read the machines again and again until Ctrl-C; print what rose, and append each reading to the run."""
+    """Read the machines repeatedly until Ctrl-C; print increases, and append each reading to the run."""
     from finetrainers.rundir.health import HEALTH as FILE
     from finetrainers.rundir.health import Rises, health_facts, reading, round_lines
     from finetrainers.tools.doctor.hosts import HEALTH, Node, read_hosts

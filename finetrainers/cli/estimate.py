@@ -84,33 +84,33 @@ def estimate_command(argv: Sequence[str]) -> int:
     parser = _own_options()
     try:
         with planning():  # which restores the environment: it launches nothing
-            own, rest = parser.parse_known_args(argv)
+            arguments, run_flags = parser.parse_known_args(argv)
             problems = parser.problems([])
             try:
-                os.environ.update(planned_environment(own))
+                os.environ.update(planned_environment(arguments))
             except ConfigError as error:
                 problems += error.problems
-            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=problems)
+            config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-            return _estimate(config, own)
+            return _estimate(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
-def planned_environment(own: argparse.Namespace) -> Mapping[str, str]:
+def planned_environment(arguments: argparse.Namespace) -> Mapping[str, str]:
     """Return the environment variables that a launcher would set.
 
     Raises:
         ConfigError: its file cannot be read.
     """
     try:
-        environment = {} if own.accelerate_config is None else launcher_environment(own.accelerate_config)
+        environment = {} if arguments.accelerate_config is None else launcher_environment(arguments.accelerate_config)
     except ValueError as error:
         raise ConfigError([Problem("--accelerate_config", str(error))]) from None
-    processes = own.num_processes or int(environment.get("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    machines = own.num_machines or int(environment.pop("NUM_MACHINES", "1"))
+    processes = arguments.num_processes or int(environment.get("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    machines = arguments.num_machines or int(environment.pop("NUM_MACHINES", "1"))
     if processes % machines:
         message = f"{processes} processes do not divide among {machines} machines; use a multiple"
         raise ConfigError([Problem("--num_processes", message)])
@@ -145,8 +145,8 @@ def parse_gib(text: str) -> float:
 
 def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:
     """Return the configuration of a dry run, planned for a GPU if one is given on the command line or in the file."""
-    stated = {"dry_run": True} if gpu is None else {"dry_run": True, "gpu": gpu}
-    return config.model_copy(update={"run": config.run.model_copy(update=stated)})
+    run_options = {"dry_run": True} if gpu is None else {"dry_run": True, "gpu": gpu}
+    return config.model_copy(update={"run": config.run.model_copy(update=run_options)})
 
 
 def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
@@ -177,8 +177,8 @@ def _check(config: TrainConfig, *, has_data: bool) -> Preflight:
     return preflight(config, preparing=True, weights=False, planner=plan_work if has_data else plan_sizes)
 
 
-def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
-    resolved_run, no_data = checked_sizes(planned_for(config, own.gpu))
+def _estimate(config: TrainConfig, arguments: argparse.Namespace) -> int:
+    resolved_run, no_data = checked_sizes(planned_for(config, arguments.gpu))
     gpu_plan = planned_gpu(resolved_run.config)
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
         from finetrainers.memory.estimate import GIB
@@ -194,12 +194,12 @@ def _estimate(config: TrainConfig, own: argparse.Namespace) -> int:
         check_strategy(resolved_run.config)
         check_network(resolved_run, plan_known=not no_data)
         resolved_run = within_budget(resolved_run, partial(_check, has_data=not no_data))
-        memory = RunMemory(resolved_run, host_gib=own.host)
+        memory = RunMemory(resolved_run, host_gib=arguments.host)
         choice = memory.choose()
         is_too_large = gpu_plan is not None and not fits(choice.plan.peak, GIB * gpu_plan.gib)
         device = target_device(resolved_run.config)
         advice = memory.advice(gpu_plan.gib, device=device) if gpu_plan is not None and is_too_large else None
-    if own.json:
+    if arguments.json:
         print(json.dumps(as_json(memory, choice, gpu_plan, advice), indent=2))
         return exit_codes.DONE
     for line in memory_lines(memory, choice):

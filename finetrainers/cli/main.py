@@ -243,7 +243,7 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
     where = f"{_TRACEBACK}=1 shows it"
     if directory is not None and directory.is_dir():
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n"
-        with contextlib.suppress(OSError):  # the disk may be what failed
+        with contextlib.suppress(OSError):  # the disk may have failed
             with open(directory / "traceback.txt", "a", encoding="utf-8") as file:
                 file.write(text)
             where = str(directory / "traceback.txt")

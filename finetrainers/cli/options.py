@@ -50,7 +50,7 @@ def read_arguments(parser: ArgumentParser, section: type[S], argv: Sequence[str]
 
 
 def options_parser(section: type[S], *, prog: str, usage: str, about: str, epilog: str) -> ArgumentParser:
-    """Return a parser of positional `targets` and of flags; flags that are not given are absent from its result.
+    """Return a parser of positional `targets` and of flags; its result lacks flags that are not given.
 
     Args:
         section: the command's own options, with help.

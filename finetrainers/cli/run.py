@@ -93,32 +93,32 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
     """
     parser = _own_options()
     try:
-        own, rest = parser.parse_known_args(argv)
-        stages = _read(parser, own, rest)
-        environment = _launcher_environment(own.launcher)
-        if own.again_from is not None and environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
+        arguments, run_flags = parser.parse_known_args(argv)
+        stages = _load_stages(parser, arguments, run_flags)
+        environment = _launcher_environment(arguments.launcher)
+        if arguments.again_from is not None and environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
             message = (
                 "each of several machines would set directories aside; rename those of the stages yourself, and "
                 "leave it out"
             )
             raise ConfigError([Problem("--from", message)])
-        if own.plan:
+        if arguments.plan:
             os.environ.update(environment)
-            return _plan(stages, own)
+            return _plan(stages, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
 
     def check() -> int:
         os.environ.update(environment)
-        return _plan(stages, own)
+        return _plan(stages, arguments)
 
     # In a separate process: it imports torch and may query the GPU, whose memory is for the stages.
     code = _in_child(check)
-    return code if code != exit_codes.DONE else _train_all(stages, own, train)
+    return code if code != exit_codes.DONE else _train_all(stages, arguments, train)
 
 
-def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) -> list[Stage]:
+def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flags: Sequence[str]) -> list[Stage]:
     """Read the stages of the file.
 
     Raises:
@@ -126,7 +126,7 @@ def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) 
     """
     from finetrainers.config.flags import read_flags
 
-    path, flags = read_flags(rest, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
+    path, flags = read_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
     if flags is None:
         raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
     problems, flags.problems = flags.problems, []
@@ -146,8 +146,8 @@ def _read(parser: ArgumentParser, own: argparse.Namespace, rest: Sequence[str]) 
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     names = [stage.name for stage in stages]
-    if own.again_from is not None and own.again_from not in names:
-        problems.append(Problem("--from", f"no stage {own.again_from!r}{nearest(own.again_from, names)}"))
+    if arguments.again_from is not None and arguments.again_from not in names:
+        problems.append(Problem("--from", f"no stage {arguments.again_from!r}{nearest(arguments.again_from, names)}"))
     if problems:
         raise ConfigError(problems, of="this command", hint=f"{parser.prog} --help lists the options")
     return stages
@@ -180,25 +180,27 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _plan(stages: Sequence[Stage], own: argparse.Namespace) -> int:
+def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     """Check all stages, and print their plan; return an exit code."""
     from finetrainers.runs.stages_plan import plan_stages
     from finetrainers.utils.logs import quiet_progress_bars
 
     quiet_progress_bars()
     try:
-        plan_stages(stages, again_from=own.again_from, keep_finished=own.keep_finished, trains=not own.plan)
+        plan_stages(
+            stages, again_from=arguments.again_from, keep_finished=arguments.keep_finished, trains=not arguments.plan
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
     return exit_codes.DONE
 
 
-def _train_all(stages: Sequence[Stage], own: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
+def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
     """Train the unfinished stages; return an exit code."""
     from finetrainers.runs.stages import look_at, set_aside, start_flags
 
-    for was, now in set_aside(look_at(stages, again_from=own.again_from)):
+    for was, now in set_aside(look_at(stages, again_from=arguments.again_from)):
         print(f"{was} is set aside: {now}")
     count = len(stages)
     for number, stage in enumerate(stages):
@@ -209,15 +211,19 @@ def _train_all(stages: Sequence[Stage], own: argparse.Namespace, train: Callable
             continue
         print(f"{head}: {f'from step {status.step}, ' if status.step else ''}in {status.root}", flush=True)
         code = _start(
-            start_flags(status), own.launcher, status.config.run.hub_token, train, verbose=status.config.run.verbose
+            start_flags(status),
+            arguments.launcher,
+            status.config.run.hub_token,
+            train,
+            verbose=status.config.run.verbose,
         )
         if code != exit_codes.DONE:
-            then = (
+            advice = (
                 "the same command resumes it"
                 if code == exit_codes.STOPPED
                 else "after a correction the same command continues"
             )
-            print(f"{head} ended with exit code {code}; {then}", file=sys.stderr)
+            print(f"{head} ended with exit code {code}; {advice}", file=sys.stderr)
             return code
     print(f"done: {plural(count, 'stage')}; the result is in {look_at(stages)[-1].root}")
     return exit_codes.DONE

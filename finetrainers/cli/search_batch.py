@@ -109,20 +109,20 @@ def search_batch_command(argv: Sequence[str]) -> int:
 
     parser = _own_options()
     try:
-        own, rest = parser.parse_known_args(argv)
+        arguments, run_flags = parser.parse_known_args(argv)
         problems = parser.problems([])
         # A command that plans disables compiling in PyTorch, and a run that is measured may compile.
-        with planning() if own.estimate_only else environment_restored():
+        with planning() if arguments.estimate_only else environment_restored():
             try:
-                os.environ.update(planned_environment(own))
+                os.environ.update(planned_environment(arguments))
             except ConfigError as error:
                 problems += error.problems
             refused = {problem.where for problem in problems}
-            problems += [problem for problem in _option_problems(own) if problem.where not in refused]
-            config, _ = parse_flags(rest, prog=parser.prog, own=parser.flags, own_problems=problems)
+            problems += [problem for problem in _option_problems(arguments) if problem.where not in refused]
+            config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
             if config is None:
                 raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-            return _search(config, own)
+            return _search(config, arguments)
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print("stopped", file=sys.stderr)
@@ -132,24 +132,24 @@ def search_batch_command(argv: Sequence[str]) -> int:
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
-def _search(config: TrainConfig, own: argparse.Namespace) -> int:
-    resolved_run, reason = _check_run(config, own)
+def _search(config: TrainConfig, arguments: argparse.Namespace) -> int:
+    resolved_run, reason = _check_run(config, arguments)
     if config.dataloader.bucket_batch_sizes and launched_rank() == 0:
         print("note: bucket_batch_sizes of the configuration are not used: they are what is searched", file=sys.stderr)
-    searched = _run_search(resolved_run, own, reason)
+    searched = _run_search(resolved_run, arguments, reason)
     if launched_rank() != 0:
         return exit_codes.DONE
     from finetrainers.tools.batch_search.report import as_json, report_lines
 
     for line in report_lines(searched):
         print(line)
-    if own.output is not None:
-        write_json_atomic(own.output, as_json(searched))
-        print(f"written to {own.output}")
+    if arguments.output is not None:
+        write_json_atomic(arguments.output, as_json(searched))
+        print(f"written to {arguments.output}")
     return exit_codes.FAILED if searched.unfit else exit_codes.DONE
 
 
-def _check_run(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight, str | None]:
+def _check_run(config: TrainConfig, arguments: argparse.Namespace) -> tuple[Preflight, str | None]:
     """Return the validated run and the reason why nothing is measured, to begin a sentence, or None if it is measured.
 
     Raises:
@@ -160,9 +160,9 @@ def _check_run(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight,
 
     problems = search_problems(config)
     config = searched_config(config)
-    reason = _skip_reason(own)
-    if reason is not None and own.gpu is not None:
-        config = planned_for(config, own.gpu)
+    reason = _skip_reason(arguments)
+    if reason is not None and arguments.gpu is not None:
+        config = planned_for(config, arguments.gpu)
     is_known = config.training.method in method_names()
     no_data = is_known and method_spec(config).without_data(config) is not None
     try:
@@ -180,38 +180,41 @@ def _check_run(config: TrainConfig, own: argparse.Namespace) -> tuple[Preflight,
     return resolved_run, reason
 
 
-def _option_problems(own: argparse.Namespace) -> Iterator[Problem]:
+def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems with the options of this command on this machine."""
     from finetrainers.plan.ownership import json_problem
 
     on_gpu = likely_device_type() == "cuda"
-    if own.measure_on_cpu and own.estimate_only:
+    if arguments.measure_on_cpu and arguments.estimate_only:
         yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them")
-    elif own.measure_on_cpu and on_gpu:
+    elif arguments.measure_on_cpu and on_gpu:
         yield Problem("--measure_on_cpu", "this machine has a GPU, which is measured; leave it out")
-    if not on_gpu and own.gpu is None and not own.measure_on_cpu:
+    if not on_gpu and arguments.gpu is None and not arguments.measure_on_cpu:
         message = (
             "there is no GPU on this machine; say the memory to fit, such as 24GB, or measure with --measure_on_cpu"
         )
         yield Problem("--gpu", message)
-    if own.output is not None and own.output.is_dir():
-        yield Problem("--output", f"{own.output} is a directory; give a file")
-    elif own.output is not None and not own.output.absolute().parent.is_dir():
-        yield Problem("--output", f"no such directory: {own.output.absolute().parent}")
-    elif own.output is not None and (other := json_problem(own.output, "bucket_batch_sizes", "buckets")) is not None:
+    if arguments.output is not None and arguments.output.is_dir():
+        yield Problem("--output", f"{arguments.output} is a directory; give a file")
+    elif arguments.output is not None and not arguments.output.absolute().parent.is_dir():
+        yield Problem("--output", f"no such directory: {arguments.output.absolute().parent}")
+    elif (
+        arguments.output is not None
+        and (other := json_problem(arguments.output, "bucket_batch_sizes", "buckets")) is not None
+    ):
         yield Problem("--output", other)
 
 
-def _skip_reason(own: argparse.Namespace) -> str | None:
-    """Return the reason why nothing is measured, whatever the run is, or None if there is none."""
-    if own.estimate_only:
+def _skip_reason(arguments: argparse.Namespace) -> str | None:
+    """Return the reason why nothing is measured for any run, or None if there is none."""
+    if arguments.estimate_only:
         return "--estimate_only"
-    if likely_device_type() != "cuda" and not own.measure_on_cpu:
+    if likely_device_type() != "cuda" and not arguments.measure_on_cpu:
         return "there is no GPU on this machine"
     return None
 
 
-def _run_search(resolved_run: Preflight, own: argparse.Namespace, reason: str | None) -> Searched:
+def _run_search(resolved_run: Preflight, arguments: argparse.Namespace, reason: str | None) -> Searched:
     """Search; progress goes to stderr, where libraries also print."""
     from finetrainers.memory.estimate import GIB
     from finetrainers.plan.memory_plan import gib_of_this_gpu
@@ -225,11 +228,11 @@ def _run_search(resolved_run: Preflight, own: argparse.Namespace, reason: str | 
     quiet_progress_bars()
     with contextlib.redirect_stdout(sys.stderr):
         print_warnings(resolved_run.warnings)
-        noun, margin = resolved_run.plan.noun, own.margin / 100
+        noun, margin = resolved_run.plan.noun, arguments.margin / 100
         gpu_gib = gib_of_this_gpu()
-        on_cpu = gpu_gib is None and (own.measure_on_cpu or own.gpu is None)
-        size_gib = gpu_gib or room().available / GIB if own.gpu is None else read_gpu(own.gpu).gib
-        searches, planned_gib = buckets_of(resolved_run.plan, most=own.max_batch_size), (1 - margin) * size_gib
+        on_cpu = gpu_gib is None and (arguments.measure_on_cpu or arguments.gpu is None)
+        size_gib = gpu_gib or room().available / GIB if arguments.gpu is None else read_gpu(arguments.gpu).gib
+        searches, planned_gib = buckets_of(resolved_run.plan, most=arguments.max_batch_size), (1 - margin) * size_gib
         estimate_sizes(
             resolved_run,
             searches,
@@ -237,7 +240,9 @@ def _run_search(resolved_run: Preflight, own: argparse.Namespace, reason: str | 
             on_cpu=on_cpu,
             say=lambda search: print_line(estimate_line(search, noun=noun)),
         )
-        device, limit = (None, None) if reason is not None else _measure(resolved_run, searches, own, size=size_gib)
+        device, limit = (
+            (None, None) if reason is not None else _measure(resolved_run, searches, arguments, size=size_gib)
+        )
     tokens = [tokens_of(resolved_run, search.bucket) for search in searches]
     return Searched(
         searches, noun, tokens, size_gib, margin, (planned_gib, limit), device=device, unmeasured=reason,
@@ -246,7 +251,7 @@ def _run_search(resolved_run: Preflight, own: argparse.Namespace, reason: str | 
 
 
 def _measure(
-    resolved_run: Preflight, searches: Sequence[BucketSearch], own: argparse.Namespace, *, size: float
+    resolved_run: Preflight, searches: Sequence[BucketSearch], arguments: argparse.Namespace, *, size: float
 ) -> tuple[str, float]:
     """Measure each bucket to fit `size` GiB; return the device, and how many GiB of them could be used."""
     import torch
@@ -258,10 +263,10 @@ def _measure(
 
     noun = resolved_run.plan.noun
     with loaded_bench(examine_weights(resolved_run)) as bench:
-        limit = bench.limit(size, margin=own.margin / 100)
+        limit = bench.limit(size, margin=arguments.margin / 100)
         for search in searches:
             measure_sizes(
-                bench, search, steps=own.timed_steps, limit=limit,
+                bench, search, steps=arguments.timed_steps, limit=limit,
                 say=lambda bucket, trial: print_line(trial_line(bucket, trial, noun=noun)),
             )  # fmt: skip
         return torch.cuda.get_device_name(bench.device) if bench.on_gpu else "the CPU", limit

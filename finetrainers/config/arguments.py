@@ -20,12 +20,12 @@ _KINDS = {"float": "a number", "int": "a whole number"}
 class ArgumentParser(argparse.ArgumentParser):
     """Argparse parser that collects problems, where argparse ends the process at the first mistake.
 
-    `parse_args` raises all problems. After `parse_known_args`, `problems` has those of the values, and what is missing.
+    `parse_args` raises all problems. After `parse_known_args`, `problems` has those of values and of missing arguments.
     """
 
     # argparse sets its attributes in `__init__`; these are of one command line.
-    _wrong: dict[argparse.Action, list[str]]
-    _seen: set[argparse.Action]
+    _messages: dict[argparse.Action, list[str]]
+    _seen_actions: set[argparse.Action]
     _required: list[argparse.Action]
 
     def parse_args(  # type: ignore[override]
@@ -46,7 +46,7 @@ class ArgumentParser(argparse.ArgumentParser):
             SystemExit: after `--help`.
         """
         namespace, unknown = self.parse_known_args(args, namespace)
-        *ancestors, parser = self._chosen(namespace)
+        *ancestors, parser = self._parser_chain(namespace)
         problems = [problem for ancestor in ancestors for problem in ancestor.problems([])] + parser.problems(unknown)
         hint = f"{parser.prog} --help lists the options" if problems else ""
         check = getattr(namespace, "check", None) if checked else None
@@ -63,7 +63,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Return the arguments, with defaults in place of wrong values, and the unknown arguments."""
-        self._wrong, self._seen = {}, set()
+        self._messages, self._seen_actions = {}, set()
         self._negative_number_matcher = _NUMBER  # argparse takes -1e-4 for a flag
         self.allow_abbrev = False
         self._required = [action for action in self._actions if action.required]
@@ -89,20 +89,20 @@ class ArgumentParser(argparse.ArgumentParser):
         ]
         if stray:
             problems.append(Problem("", f"unexpected {format_arguments(stray)}"))
-        for action, messages in self._wrong.items():
+        for action, messages in self._messages.items():
             if action.option_strings or not flags:  # it may be the value of an unknown flag
                 problems += [
                     Problem(display_name(action), message, about=(action.dest,)) for message in dict.fromkeys(messages)
                 ]
         for action in self._required:
-            if action not in self._seen and not {*action.option_strings} & {*suggestions.values()}:
+            if action not in self._seen_actions and not {*action.option_strings} & {*suggestions.values()}:
                 problems.append(Problem(display_name(action), f"is required: {_describe_values(action)}"))
         return problems
 
     def _is_clear(self) -> bool:
         """Return whether all positional and required arguments are given and readable."""
-        is_wrong = any(not action.option_strings for action in self._wrong)
-        return not is_wrong and all(action in self._seen for action in self._required)
+        is_wrong = any(not action.option_strings for action in self._messages)
+        return not is_wrong and all(action in self._seen_actions for action in self._required)
 
     @property
     def flags(self) -> list[str]:
@@ -117,14 +117,14 @@ class ArgumentParser(argparse.ArgumentParser):
         problems = [*self.problems([]), Problem(where, reason)]
         raise ConfigError(problems, of="this command", hint=f"{self.prog} --help lists the options")
 
-    def _chosen(self, namespace: argparse.Namespace) -> Iterator[ArgumentParser]:
+    def _parser_chain(self, namespace: argparse.Namespace) -> Iterator[ArgumentParser]:
         """Yield the parsers of the command, of its subcommand, and so on."""
         yield self
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 parser = action.choices.get(str(getattr(namespace, action.dest, None)))
                 if isinstance(parser, ArgumentParser):
-                    yield from parser._chosen(namespace)
+                    yield from parser._parser_chain(namespace)
 
     def _readable(self, args: Iterable[str]) -> Iterator[str]:
         """Yield arguments with flags spelled as the parser has them, without the values that switches do not take."""
@@ -141,8 +141,8 @@ class ArgumentParser(argparse.ArgumentParser):
                 yield f"{spelled}{equals}{value}"
 
     def _refuse(self, action: argparse.Action, message: str) -> None:
-        self._seen.add(action)
-        self._wrong.setdefault(action, []).append(message)
+        self._seen_actions.add(action)
+        self._messages.setdefault(action, []).append(message)
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -152,15 +152,16 @@ class ArgumentParser(argparse.ArgumentParser):
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if action in self._seen and action.option_strings and action.nargs in ("*", "+"):  # meant as one list, maybe
+        # Repeated flags are perhaps meant as one list.
+        if action in self._seen_actions and action.option_strings and action.nargs in ("*", "+"):
             NOTES.warning(
                 "%s is given twice, and the last one counts; give all values after one flag", display_name(action)
             )
-        self._seen.add(action)
-        if not arg_strings and action in self._wrong and action.nargs != 0:
+        self._seen_actions.add(action)
+        if not arg_strings and action in self._messages and action.nargs != 0:
             return action.default
         values = super()._get_values(action, arg_strings)  # type: ignore[misc]
-        return action.default if action in self._wrong else values
+        return action.default if action in self._messages else values
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -42,7 +42,7 @@ class Problem:
     Attributes:
         where: the flag, or `file:line`, that has to change.
         message: the problem, with the value, and how to fix it.
-        about: flat names of the options that were probably meant: what depends on them cannot be judged.
+        about: flat names of the options that were probably meant; rules that depend on them are not checked.
         is_local: whether only this machine has it: a package or a compiler that is not installed.
     """
 

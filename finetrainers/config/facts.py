@@ -22,13 +22,13 @@ class Activations:
     The unit is U = clips * latent tokens * width * 2 bytes, one bf16 hidden tensor.
 
     Attributes:
-        kept: what a block keeps for backward without checkpointing, by list of blocks.
-        outside: what the network keeps or needs outside of blocks, without checkpointing.
-        checkpointed: what a checkpointed block keeps.
-        forward: the most that forward needs besides, with checkpointing.
-        backward: the most that backward needs besides, with checkpointing: one recomputed block and its gradients.
-        attention: what the attention operators of a block return, output and log-sum-exp.
-        between: what the network keeps outside of blocks from forward until backward.
+        kept: activations that a block keeps for backward without checkpointing, by list of blocks.
+        outside: activations that the network keeps or needs outside of blocks, without checkpointing.
+        checkpointed: activations that a checkpointed block keeps.
+        forward: peak of further memory in forward, with checkpointing.
+        backward: peak of further memory in backward, with checkpointing: one recomputed block and its gradients.
+        attention: outputs of a block's attention operators, including log-sum-exp.
+        between: activations that the network keeps outside of blocks from forward until backward.
     """
 
     kept: tuple[float, ...]
@@ -47,7 +47,7 @@ class Facts:
     Attributes:
         geometry: size rules.
         text_parts: tokenizers and text encoders, in the order in which they are loaded.
-        clip_parts: the VAE, and what else encodes clips: an image encoder with its processor, say.
+        clip_parts: the VAE, and other parts that encode clips, such as an image encoder with its processor.
         companions: frozen parts that only sampling needs.
         trained: the part that is trained.
         is_flow: whether it is a flow-matching model, so that the flow options mean something.
@@ -55,7 +55,7 @@ class Facts:
             "channels", or "unknown" where that depends on a config that is not on this disk.
         any_frame: whether any latent frames can be conditioned on, since the network takes a noise level for each, or
             each on channels; where that depends on a config that is not on this disk: whether they can with some.
-        first_frame_p: probability with which training conditions on the first frame when the user does not say.
+        first_frame_p: probability with which training conditions on the first frame by default.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
             frame on channels in training, or None if none was.
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
@@ -67,7 +67,7 @@ class Facts:
             `transformer_2` does. It is None if one network denoises at all levels.
         noise_range: quantiles that the trained part is for.
         heads: attention heads of the network, over which processes can share a clip, or None if not known.
-        media: further media that the network takes with every clip, each of the clip's frames: `control_video`, say.
+        media: further media that the network takes with every clip, one image per frame, such as `control_video`.
         misread: the reason why a program takes a file of all weights for another network, by export format.
         read_notes: notes for users on a file that the program reads, by export format.
     """

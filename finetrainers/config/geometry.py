@@ -93,11 +93,11 @@ class Geometry:
 
     def problems(self, frames: int, height: int, width: int) -> list[str]:
         """Return the reasons why a size is not legal, each with a legal one; empty if it is."""
-        problems = self._wrong(frames, height, width)
+        problems = self._size_problems(frames, height, width)
         if problems and width < min(frames, height):
             # Others write WIDTHxHEIGHTxFRAMES; clips are wider than high more often than not.
             size = (width, min(frames, height), max(frames, height))
-            if not self._wrong(*size):
+            if not self._size_problems(*size):
                 return [f"the order is FRAMESxHEIGHTxWIDTH; did you mean {'x'.join(map(str, size))}?"]
         return problems
 
@@ -108,7 +108,7 @@ class Geometry:
         below = (frames - 1) // self.temporal * self.temporal + 1
         return [f"{frames} frames is not {self.temporal}*k+1; use {below} or {below + self.temporal}"]
 
-    def _wrong(self, frames: int, height: int, width: int) -> list[str]:
+    def _size_problems(self, frames: int, height: int, width: int) -> list[str]:
         problems = self.length_problems(frames)
         if self.sides is not None and (height, width) != self.sides:
             legal = "x".join(map(str, self.sides))

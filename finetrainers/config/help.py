@@ -29,7 +29,7 @@ _METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "rew
 
 @dataclass(frozen=True)
 class Guide:
-    """The first part of the help of a command.
+    """First part of the help of a command.
 
     Attributes:
         description: summary of the command.
@@ -112,7 +112,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         parser.usage = argparse.SUPPRESS
         name = str(word).lstrip("-").replace("-", "_").lower()
         parser.description = _wrapped(INSTEAD.get(name, ""))
-        groups = {name: sections[name]} if name in sections else _by_section(_named(name))
+        groups = {name: sections[name]} if name in sections else _by_section(_matching_options(name))
         if not groups and not parser.description:
             nothing = f"no option is called {name!r}, nor a part of one; sections: {' '.join(sections)}"
             raise ConfigError([Problem("--help", nothing)], of="this command")
@@ -128,7 +128,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, shutil.get_terminal_size().columns - 4)
 
 
-def _named(word: str) -> list[str]:
+def _matching_options(word: str) -> list[str]:
     """Return the options that match a word: by name, another trainer's name, part of the name, help text, or a typo."""
     if word in fields():
         return [word]

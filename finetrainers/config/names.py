@@ -2,7 +2,7 @@
 trainers, SimpleTuner, diffusion-pipe, Open-Sora, later releases of these scripts.
 
 A name that means the same is accepted, with a note. One that means something else, or that has no counterpart, is
-refused with what to use instead. DanceGRPO's names are in `aliases.py`; with `--method grpo` they come first.
+refused with a replacement. DanceGRPO's names are in `aliases.py`; with `--method grpo` they come first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def invert_groups(groups: Mapping[str, str]) -> dict[str, str]:
     return {name: value for value, names in groups.items() for name in names.split()}
 
 
-#: Our options, and the names that mean the same.
+#: Our options, and other names for each.
 _SAME = {
     "model_name": "model_family arch",
     "pretrained_model_name_or_path": "pretrained_model_path pretrained_model model_id model_path model_source "
@@ -252,7 +252,7 @@ def other_names(option: str) -> list[str]:
 
 
 def unknown_option(name: str, where: str) -> Problem:
-    """Return the problem of an unknown name: what to use instead, or the nearest option if the name is a typo.
+    """Return the problem of an unknown name: its replacement, or the nearest option if the name is a typo.
 
     Args:
         name: without dashes.

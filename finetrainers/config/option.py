@@ -1,6 +1,6 @@
 """Options: pydantic fields with properties for resumed runs, datasets, caches and files.
 
-Whoever needs "all options that ..." asks `root.fields()`; there is no list of names anywhere else.
+Code that needs "all options that ..." calls `root.fields()`; there is no list of names anywhere else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Published settings of reward finetuning by name: the value of each option in a paper's code, and where it is.
 
-A preset gives what the user does not. It holds what carries over to another model; sizes, noise shift and guidance
-belong to a checkpoint, and are listed with the rest that is not set.
+A preset sets options that the user does not set. It has settings that apply to any model; sizes, noise shift and
+guidance belong to a checkpoint, and are listed with the rest that is not set.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def preset_tables() -> str:
 
 
 def _from(source: str, **values: Any) -> dict[str, tuple[Any, str]]:
-    """Several settings of one source."""
+    """Return several settings of one source."""
     return {name: (value, source) for name, value in values.items()}
 
 
@@ -120,7 +120,7 @@ _NFT_CODE = "`train_nft_sd3.py`"
 _FLASH = "`config/dgx.py`"
 _FLASH_CODE = "its trainer"
 _EMA = "(0.9 every 8 steps, as a decay per step)"
-#: What all presets share that build upon Flow-GRPO's code.
+#: Settings of all presets that build on Flow-GRPO's code.
 _FLOW_SHARED = {
     **_from(_FLOW_BASE, advantage_clip=5.0, optimizer="adamw", beta2=0.999, weight_decay=1e-4, max_grad_norm=1.0),
     **_from("`rewards.py`: `avg`, the sum of weighted scores", reward_combination="weighted"),

@@ -147,9 +147,9 @@ def critical_options(*tables: str) -> dict[str, str | None]:
     Args:
         tables: sections to consider; default: all but those whose options the plan of a method's work lists.
     """
-    chosen = tables or tuple(name for name, section in sections().items() if not section.in_plan)
+    selected_tables = tables or tuple(name for name, section in sections().items() if not section.in_plan)
     return {
         name: None if option.resume == "same" else option.resume
         for name, option in fields().items()
-        if option.section in chosen and option.resume not in ("free", "unlisted")
+        if option.section in selected_tables and option.resume not in ("free", "unlisted")
     }

@@ -79,11 +79,11 @@ def read_options(section: type[S], values: dict[str, Any]) -> tuple[S, list[Prob
     try:
         return section.model_validate(values), []
     except ValidationError as error:
-        wrong = {
+        problems_by_option = {
             str(detail["loc"][0]): Problem(f"--{detail['loc'][0]}", value_message(detail)) for detail in error.errors()
         }
-        valid_values = {name: value for name, value in values.items() if name not in wrong}
-        return section.model_validate(valid_values), list(wrong.values())
+        valid_values = {name: value for name, value in values.items() if name not in problems_by_option}
+        return section.model_validate(valid_values), list(problems_by_option.values())
 
 
 def options_of_runs() -> tuple[str, ...]:

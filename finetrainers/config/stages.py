@@ -194,7 +194,7 @@ def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage]
 def _read_init(
     table: Mapping[str, Any], locate: Locate, before: Sequence[Stage], problems: list[Problem]
 ) -> Init | None:
-    """Return what a stage begins from, or None, with problems recorded if that cannot be read."""
+    """Return the start of a stage, or None, with problems recorded if it cannot be read."""
     if "init" not in table:
         return None
     entry, where = table["init"], locate(None, "init")

@@ -181,7 +181,7 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
 
     Args:
         name: of the preset.
-        native: frames, height and width of what the run trains on.
+        native: frames, height and width of the run's clips.
         geometry: of the model.
         frame_rate: of samples.
 

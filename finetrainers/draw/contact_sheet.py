@@ -84,7 +84,7 @@ class _Page:
         if self._rows:
             self._top += self._sizes[_INK] // 2
         for index, line in enumerate(text.splitlines()):
-            for part in self._wrapped(line, _PALE if index else _INK):
+            for part in self._wrap(line, _PALE if index else _INK):
                 self._line(part, _MARGIN, _PALE if index else _INK)
         self._top += _GUTTER
 
@@ -118,7 +118,7 @@ class _Page:
     def _length(self, text: str, ink: tuple[int, int, int]) -> int:
         return round(self._ruler.textlength(text, self._fonts[ink]))
 
-    def _wrapped(self, text: str, ink: tuple[int, int, int]) -> list[str]:
+    def _wrap(self, text: str, ink: tuple[int, int, int]) -> list[str]:
         """Wrap text to the width; a word that is too long is not broken."""
         lines = [""]
         for word in text.split():

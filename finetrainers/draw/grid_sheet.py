@@ -145,17 +145,17 @@ def _tile_image(tile: Tile, width: int) -> Image.Image:
     if main[1] > 1.25 * width:  # upright clips
         main = (max(1, round(1.25 * width * clip_width / height)), round(1.25 * width))
     if count == 1:
-        return _scaled(tile.frames[0], main)
+        return _resize(tile.frames[0], main)
     small_width = (main[0] - (count - 1) * _STRIP_GAP) // count
     small = (max(1, small_width), max(1, round(height * small_width / clip_width)))
     image = Image.new("RGB", (main[0], main[1] + _STRIP_GAP + small[1]), _PAPER)
-    image.paste(_scaled(tile.frames[count // 2], main), (0, 0))
+    image.paste(_resize(tile.frames[count // 2], main), (0, 0))
     for index, frame in enumerate(tile.frames):
-        image.paste(_scaled(frame, small), (round(index * (main[0] - small[0]) / (count - 1)), main[1] + _STRIP_GAP))
+        image.paste(_resize(frame, small), (round(index * (main[0] - small[0]) / (count - 1)), main[1] + _STRIP_GAP))
     return image
 
 
-def _scaled(frame: np.ndarray, size: tuple[int, int]) -> Image.Image:
+def _resize(frame: np.ndarray, size: tuple[int, int]) -> Image.Image:
     """Return a frame resized to a size in pixels; small clips keep their square pixels."""
     resampling = Image.Resampling.NEAREST if size[0] >= 3 * frame.shape[1] else Image.Resampling.LANCZOS
     return Image.fromarray(frame).resize(size, resampling)

@@ -40,18 +40,16 @@ class Series:
     spread: Sequence[float] = ()
 
     @cached_property
-    def shown(self) -> list[tuple[float, float]]:
+    def drawn_points(self) -> list[tuple[float, float]]:
         """Points that are drawn."""
-        return _thinned(*self.points)
+        return _thin(*self.points)
 
     @cached_property
     def band(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
         """Upper and lower edge of the band."""
         xs, ys = self.points
         pairs = list(zip(ys, self.spread, strict=True)) if self.spread else []
-        return _thinned(xs[: len(pairs)], [y + s for y, s in pairs]), _thinned(
-            xs[: len(pairs)], [y - s for y, s in pairs]
-        )
+        return _thin(xs[: len(pairs)], [y + s for y, s in pairs]), _thin(xs[: len(pairs)], [y - s for y, s in pairs])
 
 
 @dataclass(frozen=True)
@@ -117,19 +115,19 @@ class _Axes:
     """Positions of values in a chart."""
 
     def __init__(self, chart: Chart) -> None:
-        points = [point for line in chart.series for part in (line.shown, *line.band) for point in part]
+        points = [point for line in chart.series for part in (line.drawn_points, *line.band) for point in part]
         xs, ys = [x for x, _ in points], [*(y for _, y in points), *(level.y for level in chart.levels)]
         self.is_log = chart.is_log
         self.low_x, self.high_x = min(xs), max(xs)
         if self.low_x == self.high_x:
             self.low_x, self.high_x = self.low_x - 1, self.high_x + 1
-        low, high = self._scaled(min(ys)), self._scaled(max(ys))
+        low, high = self._scale(min(ys)), self._scale(max(ys))
         pad = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
         # The axis of nonnegative values ends at 0 if they come near it.
         self.low_y = 0.0 if not self.is_log and 0 <= low < 2 * pad else low - pad
         self.high_y = high + pad
 
-    def _scaled(self, y: float) -> float:
+    def _scale(self, y: float) -> float:
         return math.log10(y) if self.is_log else y
 
     def x(self, x: float) -> float:
@@ -138,7 +136,7 @@ class _Axes:
 
     def y(self, y: float) -> float:
         """Return the vertical position of a value."""
-        share = (self._scaled(y) - self.low_y) / (self.high_y - self.low_y)
+        share = (self._scale(y) - self.low_y) / (self.high_y - self.low_y)
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
     def x_ticks(self) -> list[float]:
@@ -221,7 +219,8 @@ def _draw_marks(chart: Chart) -> Iterator[str]:
 def _draw_series(series: Series, axes: _Axes) -> Iterator[str]:
     """Yield the elements of a line, from the back to the front."""
     xs, ys = series.points
-    dots = f'<path class="dots c{series.color}" d="{"".join(f"M{axes.x(x)} {axes.y(y)}h0" for x, y in series.shown)}"/>'
+    moves = "".join(f"M{axes.x(x)} {axes.y(y)}h0" for x, y in series.drawn_points)
+    dots = f'<path class="dots c{series.color}" d="{moves}"/>'
     if series.style == "dots" or len(xs) == 1:
         yield dots
         return
@@ -229,19 +228,19 @@ def _draw_series(series: Series, axes: _Axes) -> Iterator[str]:
         upper, lower = series.band
         yield f'<path class="band c{series.color}" d="{_path([*upper, *lower[::-1]], axes)}Z"/>'
     if series.style == "line":
-        yield f'<path class="line c{series.color}" d="{_path(series.shown, axes)}"/>'
+        yield f'<path class="line c{series.color}" d="{_path(series.drawn_points, axes)}"/>'
         if len(xs) <= _DOTTED:
             yield dots
     else:
-        yield f'<path class="pale c{series.color}" d="{_path(series.shown, axes)}"/>'
-        yield f'<path class="line c{series.color}" d="{_path(_thinned(xs, smoothed(ys)), axes)}"/>'
+        yield f'<path class="pale c{series.color}" d="{_path(series.drawn_points, axes)}"/>'
+        yield f'<path class="line c{series.color}" d="{_path(_thin(xs, smoothed(ys)), axes)}"/>'
 
 
 def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
     return "M" + "L".join(f"{axes.x(x)} {axes.y(y)}" for x, y in points)
 
 
-def _thinned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+def _thin(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
     """Return at most about `_MOST` points; minimum and maximum of each segment stay, so that no spike is lost."""
     count = len(xs)
     if count <= _MOST:
@@ -262,7 +261,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
         "from": _LEFT, "to": _WIDTH - _RIGHT, "low": axes.low_x, "high": axes.high_x, "width": _WIDTH,
         "top": _TOP, "bottom": _HEIGHT - _BOTTOM,
         "series": [
-            {"label": line.label, "color": line.color, "points": [[x, float(f"{y:.5g}")] for x, y in line.shown]}
+            {"label": line.label, "color": line.color, "points": [[x, float(f"{y:.5g}")] for x, y in line.drawn_points]}
             for line in chart.series
         ],
     }  # fmt: skip

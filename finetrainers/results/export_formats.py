@@ -119,11 +119,11 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     identity = read_identity(home)
     if step is not None:
         folder = home / FOLDER / f"step-{step}"
-        return Source(given, target.weights, config, f"{_plain(name)}-step-{step}", folder, identity)
-    return Source(given, target.weights, config, _plain(name), home / FOLDER, identity)
+        return Source(given, target.weights, config, f"{_to_file_stem(name)}-step-{step}", folder, identity)
+    return Source(given, target.weights, config, _to_file_stem(name), home / FOLDER, identity)
 
 
-def _plain(name: str) -> str:
+def _to_file_stem(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-") or "lora"
 
 
@@ -133,7 +133,7 @@ def result_source(config: TrainConfig, root: Path) -> Source:
         weights = Weights("result", "lora", root / LORA_FILE)
     else:
         weights = Weights("result", "full", root / get_family(config.model.model_name).facts_of(config.model).trained)
-    return Source(str(root), weights, config, _plain(root.resolve().name), root / FOLDER, read_identity(root))
+    return Source(str(root), weights, config, _to_file_stem(root.resolve().name), root / FOLDER, read_identity(root))
 
 
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
@@ -222,13 +222,13 @@ def export_formats(
     lora = _read(source, spec, network)
     for weights_format in formats:
         if weights_format == "merged":
-            with _published(folder / weights_format, source) as temporary:
+            with _publish(folder / weights_format, source) as temporary:
                 _merge(spec, lora, temporary, torch_dtype or DTYPES["bf16"], lora_scale, one_file=one_file)
             yield Exported(weights_format, folder / weights_format / spec.facts.trained, None)
             continue
         cast_lora = cast(lora, torch_dtype)
         metadata = lora_metadata(lora, architecture=_architecture(source), facts=_facts(source))
-        with _published(folder / weights_format, source) as temporary:
+        with _publish(folder / weights_format, source) as temporary:
             file = write_lora(
                 temporary, source.name, cast_lora, weights_format, spec=spec, network=network, metadata=metadata
             )
@@ -335,7 +335,7 @@ def _export_full(
             weights[name].copy_(average)
     state = network.state_dict()
     for weights_format in formats:
-        with _published(folder / weights_format, source) as temporary:
+        with _publish(folder / weights_format, source) as temporary:
             if weights_format == "diffusers":
                 _write_network(temporary, spec, network, state, one_file=one_file)
                 written = spec.facts.trained
@@ -365,7 +365,7 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _published(final: Path, source: Source) -> Iterator[Path]:
+def _publish(final: Path, source: Source) -> Iterator[Path]:
     """Yield a temporary folder that replaces `final` when the block ends; on an error it is removed."""
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -128,20 +128,20 @@ class _FrameReward(Reward):
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.score`."""
-        scores = self._scores(to_bytes(self._chosen(videos)), self.text(prompts))
+        scores = self._scores(to_bytes(self._select_frames(videos)), self.text(prompts))
         return {"score": self.factor * scores.mean(dim=1).cpu()}
 
     def differentiate(self, videos: Tensor, prompts: Sequence[str], *, fps: float) -> Mapping[str, Tensor]:
         """See `Reward.differentiate`."""
         with torch.no_grad():
             text = self.text(prompts)
-        frames = (self._chosen(videos) * 255).split(1, dim=1)
+        frames = (self._select_frames(videos) * 255).split(1, dim=1)
         scores = [
             checkpoint(self._scores, frame, text, use_reentrant=False, preserve_rng_state=False) for frame in frames
         ]
         return {"score": self.factor * torch.cat(scores, dim=1).mean(dim=1)}
 
-    def _chosen(self, videos: Tensor) -> Tensor:
+    def _select_frames(self, videos: Tensor) -> Tensor:
         return videos[:, spread_indices(videos.shape[1], self.frames).to(videos.device)]
 
     def _scores(self, frames: Tensor, text: Tensor | None) -> Tensor:

@@ -109,16 +109,16 @@ def flow(video: Tensor) -> Tensor:
     """
     grey = luma(video)[:, None]
     factor = max(1.0, min(grey.shape[-2:]) / _SIDE)
-    pyramid = [_resized(grey, [round(side / factor) for side in grey.shape[-2:]])]
+    pyramid = [_resize(grey, [round(side / factor) for side in grey.shape[-2:]])]
     while len(pyramid) < _LEVELS and min(pyramid[-1].shape[-2:]) >= 16:
-        pyramid.append(_resized(pyramid[-1], [side // 2 for side in pyramid[-1].shape[-2:]]))
-    moved = grey.new_zeros(len(grey) - 1, 2, *pyramid[-1].shape[-2:])
+        pyramid.append(_resize(pyramid[-1], [side // 2 for side in pyramid[-1].shape[-2:]]))
+    displacement = grey.new_zeros(len(grey) - 1, 2, *pyramid[-1].shape[-2:])
     for level in reversed(pyramid):
         texture = _texture(level)
-        moved = _enlarged(moved, level.shape[-2:])
+        displacement = _enlarge(displacement, level.shape[-2:])
         for _ in range(_ITERATIONS):
-            moved = _improved(moved, texture[:-1], texture[1:])
-    return moved * _likeness(moved, texture[:-1], texture[1:]) / min(texture.shape[-2:])
+            displacement = _gauss_newton_step(displacement, texture[:-1], texture[1:])
+    return displacement * _likeness(displacement, texture[:-1], texture[1:]) / min(texture.shape[-2:])
 
 
 def warp(images: Tensor, displacement: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,25 +143,29 @@ def _texture(grey: Tensor) -> Tensor:
 
     Flicker and shade do not change this.
     """
-    detail = grey - _mean(grey)
-    return detail / (_mean(detail**2) + _FLAT).sqrt()
+    detail = grey - _window_mean(grey)
+    return detail / (_window_mean(detail**2) + _FLAT).sqrt()
 
 
-def _improved(moved: Tensor, before: Tensor, after: Tensor) -> Tensor:
+def _gauss_newton_step(displacement: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Return displacements `[N, 2, h, w]` between images `[N, 1, h, w]` after one Gauss-Newton step."""
-    warped, inside = warp(after, moved)
+    warped, inside = warp(after, displacement)
     gradient_x, gradient_y = _gradient((before + warped) / 2)
     difference = (before - warped) * inside[:, None]
-    xx, xy, yy = _mean(gradient_x**2) + _RIDGE, _mean(gradient_x * gradient_y), _mean(gradient_y**2) + _RIDGE
-    bx, by = _mean(gradient_x * difference), _mean(gradient_y * difference)
+    xx, xy, yy = (
+        _window_mean(gradient_x**2) + _RIDGE,
+        _window_mean(gradient_x * gradient_y),
+        _window_mean(gradient_y**2) + _RIDGE,
+    )
+    bx, by = _window_mean(gradient_x * difference), _window_mean(gradient_y * difference)
     step = torch.cat([yy * bx - xy * by, xx * by - xy * bx], dim=1) / (xx * yy - xy**2)
-    return moved + step.clamp(-1, 1)  # gradients are linear no further
+    return displacement + step.clamp(-1, 1)  # gradients are linear no further
 
 
-def _likeness(moved: Tensor, before: Tensor, after: Tensor) -> Tensor:
+def _likeness(displacement: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Return the likeness in [0, 1] of textures `[N, 1, h, w]` around points and displaced points, `[N, 1, h, w]`."""
-    warped, _ = warp(after, moved)
-    correlation = _mean(before * warped) / (_mean(before**2 + warped**2) / 2 + _RIDGE)
+    warped, _ = warp(after, displacement)
+    correlation = _window_mean(before * warped) / (_window_mean(before**2 + warped**2) / 2 + _RIDGE)
     return (2 * correlation - 1).clamp(min=0)
 
 
@@ -172,7 +176,7 @@ def _gradient(images: Tensor) -> tuple[Tensor, Tensor]:
     return across, down
 
 
-def _mean(values: Tensor) -> Tensor:
+def _window_mean(values: Tensor) -> Tensor:
     """Return the mean over the window around each pixel.
 
     It is the mean of the means of its columns, which takes a fraction of the additions.
@@ -182,14 +186,14 @@ def _mean(values: Tensor) -> Tensor:
     return functional.avg_pool2d(columns, (1, _WINDOW), stride=1, padding=(0, half), count_include_pad=False)
 
 
-def _enlarged(moved: Tensor, size: torch.Size) -> Tensor:
+def _enlarge(displacement: Tensor, size: torch.Size) -> Tensor:
     """Return displacements in pixels, on a finer grid."""
-    height, width = moved.shape[-2:]
-    finer = functional.interpolate(moved, size=size, mode="bilinear", align_corners=False)
+    height, width = displacement.shape[-2:]
+    finer = functional.interpolate(displacement, size=size, mode="bilinear", align_corners=False)
     return finer * finer.new_tensor([size[1] / width, size[0] / height])[:, None, None]
 
 
-def _resized(images: Tensor, size: list[int]) -> Tensor:
+def _resize(images: Tensor, size: list[int]) -> Tensor:
     return functional.interpolate(images, size=size, mode="area")
 
 

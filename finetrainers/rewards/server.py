@@ -115,7 +115,7 @@ class Request:
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
         if not {"videos"} <= tensors.keys() <= {"videos", "images"} or not {"prompts", "fps"} <= metadata.keys():
             raise ValueError("wanted: the tensor 'videos', perhaps 'images', and the metadata 'prompts' and 'fps'")
-        videos, prompts, fps = tensors["videos"], _parsed(metadata["prompts"]), _number(metadata["fps"])
+        videos, prompts, fps = tensors["videos"], _parse_json(metadata["prompts"]), _parse_number(metadata["fps"])
         if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[-1] != 3 or videos.numel() == 0:
             raise ValueError(f"videos are {videos.dtype} {list(videos.shape)}; wanted: uint8 [B, T, H, W, 3]")
         if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
@@ -208,7 +208,7 @@ class RewardServer(ThreadingHTTPServer):
         if isinstance(error, ConnectionError | TimeoutError):
             logger.warning("%s has left: %s", client_address[0], error)
         else:
-            logger.error("request of %s\n%s", client_address[0], _trace())
+            logger.error("request of %s\n%s", client_address[0], _format_traceback())
 
     def run(self) -> None:
         """Answer requests until interrupted."""
@@ -338,7 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             raise _RequestError(422, str(error)) from None
         except Exception as error:  # any error of the reward concerns only this request
-            logger.error("the reward failed\n%s", _trace())
+            logger.error("the reward failed\n%s", _format_traceback())
             raise _RequestError(500, f"{type(error).__name__}: {error}") from None
 
     def _answer(self, status: int, content: Mapping[str, Any]) -> None:
@@ -355,7 +355,7 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
     scores_by_head: dict[str, list[float | None]] = {head: [] for head in reward.heads}
     if reward.images == "required" and request.images is None:
         raise ValueError("this reward needs the images that clips start from")
-    for part in _parts(request, batch_size):
+    for part in _split_batches(request, batch_size):
         prompts, images = part.prompts, None if part.images is None else part.images.movedim(-1, -3).float() / 255
         keywords = {} if reward.images == "none" else {"images": images}
         with torch.no_grad():
@@ -367,7 +367,7 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
     return scores_by_head
 
 
-def _parts(request: Request, size: int) -> list[Request]:
+def _split_batches(request: Request, size: int) -> list[Request]:
     rows = [slice(i, i + size) for i in range(0, len(request.prompts), size)]
     images = request.images
     return [
@@ -375,22 +375,22 @@ def _parts(request: Request, size: int) -> list[Request]:
     ]
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):  # invalid JSON, a number of thousands of digits, or deeply nested lists
         return None
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     """Return a JSON number, or NaN for anything else, including numbers beyond a float."""
-    value = _parsed(text)
+    value = _parse_json(text)
     try:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
         return math.nan
 
 
-def _trace() -> str:
+def _format_traceback() -> str:
     """Return the traceback of the handled exception, without terminal escapes that its message may quote."""
     return "\n".join(map(printable, traceback.format_exc().rstrip().split("\n")))

@@ -25,9 +25,9 @@ class Ledger:
         for path in sorted(folder.glob(f"{_NAME}*.jsonl")):
             for record in read_jsonl(path)[0]:
                 if isinstance(record.get("key"), str) and isinstance(record.get("file"), str):
-                    self._take(record["key"], record["file"], record.get("bytes"))
+                    self._index(record["key"], record["file"], record.get("bytes"))
 
-    def _take(self, key: str, name: str, size: Any) -> None:
+    def _index(self, key: str, name: str, size: Any) -> None:
         self._names[name] = key
         file = self.folder / name
         if file.is_file() and file.stat().st_size == size:
@@ -61,4 +61,4 @@ class Ledger:
             "generator_seed": sample_seed(sample.seed, str(sample.facts["prompt"])), **sample.facts,
         }  # fmt: skip
         append_jsonl(self._file, record)
-        self._take(sample.key, name, size)
+        self._index(sample.key, name, size)

@@ -109,8 +109,8 @@ class SamplePlan:
 
     def samples(self) -> list[Sample]:
         """Return all clips, by column, then by prompt, then by seed."""
-        common = self._common()
-        images = [_content(prompt) for prompt in self.prompts]
+        common = self._common_facts()
+        images = [_media_digests(prompt) for prompt in self.prompts]
         samples = []
         for variant in self.variants:
             for index, prompt in enumerate(self.prompts):
@@ -131,7 +131,7 @@ class SamplePlan:
         """Return the file name of a clip, without its suffix."""
         return f"{slug(self.prompts[sample.prompt].prompt)}_{sample.variant.name}_seed-{sample.seed}"
 
-    def _common(self) -> dict[str, Any]:
+    def _common_facts(self) -> dict[str, Any]:
         """Return the facts that determine the frames of all clips: the model's files, and the options."""
         config, validation = self.config, self.config.validation
         plain = config.plain()
@@ -185,7 +185,7 @@ def plan_targets(
     Raises:
         ConfigError: all problems, at once.
     """
-    config = _one_model(targets, flags, findings)
+    config = _common_config(targets, flags, findings)
     if config is None:
         raise ConfigError(findings.errors)
     try:
@@ -207,7 +207,7 @@ def plan_targets(
     if (problem := folder_problem(output_dir)) is not None or (problem := samples_problem(output_dir)) is not None:
         findings.error("output_dir", problem)
     if findings.errors:
-        raise ConfigError(_renamed(findings.errors))
+        raise ConfigError(_use_command_names(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
     return SamplePlan(
         names,
@@ -246,7 +246,7 @@ def _targets(names: Sequence[str], options: SampleSection, findings: Findings) -
     return targets
 
 
-def _one_model(targets: Sequence[Target], flags: Given, findings: Findings) -> TrainConfig | None:
+def _common_config(targets: Sequence[Target], flags: Given, findings: Findings) -> TrainConfig | None:
     """Return the one configuration of all targets without training options, or None, with errors, if there is none."""
     with_source = [target for target in targets if target.source.values]
     configs = []
@@ -315,19 +315,19 @@ def _prompts(
         findings.error(
             "prompts", "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
         )
-        return _with(config, section), []
+        return _replace_validation(config, section), []
     try:
         count = len(parse_validation_prompts(section))
     except ConfigError as error:
         findings.errors += error.problems
-        return _with(config, section), []
+        return _replace_validation(config, section), []
     for medium, name in MEDIA_OPTIONS.items():
         if (text := getattr(options, medium)) is not None:
             separator = section.validation_separator
             one_for_all = separator not in text
             value = separator.join([text] * count) if one_for_all else text
             section = section.model_copy(update={name: value})
-    config = _with(config, section)
+    config = _replace_validation(config, section)
     prompts = read_prompts(config, findings)
     size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:
@@ -336,7 +336,7 @@ def _prompts(
     return config, [prompt.model_copy(update={"size": size if override else prompt.size or size}) for prompt in prompts]
 
 
-def _with(config: TrainConfig, section: Section) -> TrainConfig:
+def _replace_validation(config: TrainConfig, section: Section) -> TrainConfig:
     return config.model_copy(update={"validation": section})
 
 
@@ -427,7 +427,7 @@ def _warnings(config: TrainConfig, prompts: Sequence[ValidationPrompt]) -> Itera
         yield f"no prompt has the trigger word of the run, {trigger} (id_token)"
 
 
-def _content(prompt: ValidationPrompt) -> list[str]:
+def _media_digests(prompt: ValidationPrompt) -> list[str]:
     """Return digests of a prompt's image and video files, or their addresses."""
 
     def content(source: str | Path) -> str:
@@ -442,7 +442,7 @@ def _content(prompt: ValidationPrompt) -> list[str]:
     return contents
 
 
-def _renamed(problems: Sequence[Problem]) -> list[Problem]:
+def _use_command_names(problems: Sequence[Problem]) -> list[Problem]:
     """Return problems with the names that options have in this command."""
     renamed = []
     for problem in problems:

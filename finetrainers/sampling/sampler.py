@@ -50,7 +50,7 @@ class Sampler:
         self._scheduler = self.spec.load_scheduler()
         self._vae: nn.Module | None = None
         self._network: nn.Module | None = None
-        self._held: Weights | None = None  # weights of the loaded network
+        self._loaded_weights: Weights | None = None  # weights of the loaded network
 
     def encode(
         self, prompts: Sequence[ValidationPrompt], *, negative: str = "", failed: dict[int, Exception] | None = None
@@ -77,7 +77,7 @@ class Sampler:
         Raises:
             ValueError: the weights do not belong to this model.
         """
-        network = self._with(weights, scale)
+        network = self._prepare_network(weights, scale)
         dtype = self.parallel.compute_dtype(self._dtype(weights))
         device = self.parallel.device
         if self._vae is None:
@@ -108,7 +108,7 @@ class Sampler:
 
     def free(self) -> None:
         """Free the network and the VAE."""
-        self._network = self._held = self._vae = None
+        self._network = self._loaded_weights = self._vae = None
         free_memory()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -119,27 +119,27 @@ class Sampler:
         is_trained = weights.kind == "full" and weights.is_checkpoint
         return trainable_dtype(self.config) if is_trained else DTYPES[self.config.model.transformer_dtype]
 
-    def _with(self, weights: Weights, scale: float) -> nn.Module:
+    def _prepare_network(self, weights: Weights, scale: float) -> nn.Module:
         """Return the network with these weights."""
-        if self._network is None or not self._put(weights):
+        if self._network is None or not self._set_weights(weights):
             if self._network is not None:
-                self._network = self._held = None
+                self._network = self._loaded_weights = None
                 free_memory()
             self._network = self.parallel.in_turns("loading the transformer", lambda: self._load(weights))
         if weights.kind != "base":
-            self._held = weights
+            self._loaded_weights = weights
         _set_scale(self._network, 0.0 if weights.kind == "base" else scale)
         return self._network
 
-    def _put(self, weights: Weights) -> bool:
+    def _set_weights(self, weights: Weights) -> bool:
         """Set these weights on the loaded network, and return whether that was possible."""
         assert self._network is not None
-        held = self._held
-        if held is not None and weights == held:
+        loaded = self._loaded_weights
+        if loaded is not None and weights == loaded:
             return True
         if weights.kind == "base":
-            return held is None or held.kind == "lora"  # without its adapter
-        if weights.kind == "full" or held is None or held.kind == "full":
+            return loaded is None or loaded.kind == "lora"  # without its adapter
+        if weights.kind == "full" or loaded is None or loaded.kind == "full":
             return False
         assert weights.path is not None
         if not replace_lora(weights.path, self._network, spec=self.spec):

@@ -168,10 +168,10 @@ def _visit(name: str, poison: Iterable[Tensor]) -> None:
         if fault.point == name and (visit == fault.count or (fault.ever and visit > fault.count)):
             logger.warning("%s: %s at %s, visit %d, process %d", ENVIRONMENT, fault.kind, name, visit, os.getpid())
             sys.stderr.flush()
-            _happen(fault.kind, f"fault injected at {name}", poison)
+            _inject(fault.kind, f"fault injected at {name}", poison)
 
 
-def _happen(kind: str, message: str, poison: Iterable[Tensor]) -> None:
+def _inject(kind: str, message: str, poison: Iterable[Tensor]) -> None:
     if kind in ("kill", "term"):
         # Windows has no SIGKILL, but any other signal has its effect there.
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM) if kind == "kill" else signal.SIGTERM)

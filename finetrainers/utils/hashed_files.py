@@ -102,7 +102,7 @@ def save_safetensors(
         path: the file.
         metadata: free text by key.
     """
-    ordered = _ordered(tensors)
+    ordered = _file_order(tensors)
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in ordered:
@@ -122,13 +122,13 @@ def save_safetensors(
 def data_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the weights in a file of `save_safetensors`, without its header, in hexadecimal."""
     digest = hashlib.sha256()
-    for name in _ordered(tensors):
+    for name in _file_order(tensors):
         if tensors[name].numel():
             digest.update(_content(tensors[name]))
     return digest.hexdigest()
 
 
-def _ordered(tensors: Mapping[str, Tensor]) -> list[str]:
+def _file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return names in the order of a file."""
     return sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
 

@@ -30,7 +30,7 @@ def to_json(value: Any) -> str:
     Raises:
         TypeError: a part of it has a type that cannot be written.
     """
-    return json.dumps(_written(value), separators=(",", ":"))  # ASCII, so that names that are not UTF-8 survive
+    return json.dumps(_to_plain(value), separators=(",", ":"))  # ASCII, so that names that are not UTF-8 survive
 
 
 def from_json(text: str | bytes) -> Any:
@@ -39,35 +39,35 @@ def from_json(text: str | bytes) -> Any:
     Raises:
         ValueError: it is another text.
     """
-    return _read(json.loads(text))
+    return _from_plain(json.loads(text))
 
 
-def _written(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a JSON value; a value that is not plain is a list of its type and its parts."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind in (list, tuple, set, frozenset):
-        return [kind.__name__, *_all_written(value)]
+        return [kind.__name__, *_all_to_plain(value)]
     if isinstance(value, Path):
         return ["Path", str(value)]
     if isinstance(value, Mapping):
-        return ["dict", *_all_written(value.keys()), *_all_written(value.values())]
+        return ["dict", *_all_to_plain(value.keys()), *_all_to_plain(value.values())]
     if isinstance(value, SecretStr):
         return ["SecretStr", value.get_secret_value()]
     address = f"{kind.__module__}:{kind.__qualname__}"
-    return [address, *_all_written(_values(_class(address), value))]
+    return [address, *_all_to_plain(_values(_class(address), value))]
 
 
-def _all_written(values: Any) -> list[Any]:
-    return [value if type(value) in _PLAIN else _written(value) for value in values]
+def _all_to_plain(values: Any) -> list[Any]:
+    return [value if type(value) in _PLAIN else _to_plain(value) for value in values]
 
 
-def _read(written: Any) -> Any:
-    if not isinstance(written, list):
-        return written
-    kind, *parts = written
-    values = [_read(part) if type(part) is list else part for part in parts]
+def _from_plain(plain: Any) -> Any:
+    if not isinstance(plain, list):
+        return plain
+    kind, *parts = plain
+    values = [_from_plain(part) if type(part) is list else part for part in parts]
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](values)
     if kind == "dict":

@@ -63,13 +63,13 @@ def read_gpus(text: str) -> list[dict[str, Any]]:
     """
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     return [
-        {name: value if name in _TEXTS else _number(value) for name, value in zip(_QUERY, row, strict=True)}
+        {name: value if name in _TEXTS else _parse_number(value) for name, value in zip(_QUERY, row, strict=True)}
         for row in rows
         if len(row) == len(_QUERY)
     ]
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:

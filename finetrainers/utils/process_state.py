@@ -194,10 +194,10 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map) if dist is not None and is_joined else []
 
 
-def leave_groups(kept: Sequence[Any]) -> None:
-    """Leave all process groups except `kept`, which the host program has joined. Every rank must call it."""
+def leave_groups(excluded: Sequence[Any]) -> None:
+    """Leave all process groups except `excluded`, which the host program has joined. Every rank must call it."""
     for group in process_groups():
-        if group not in kept:
+        if group not in excluded:
             sys.modules["torch.distributed"].destroy_process_group(group)
 
 

@@ -424,7 +424,7 @@ def test_gradients_are_of_the_scores_without_rounding_to_bytes(
     torch.testing.assert_close(found.detach(), plain, rtol=0.02, atol=0.02 * float(plain.abs().max()))
     (gradient,) = torch.autograd.grad(found.sum(), x)
     assert gradient.flatten(1).norm(dim=1).min() > 0
-    at_once = reward.factor * reward._scores(reward._chosen(x) * 255, reward.text(PROMPTS)).mean(1)
+    at_once = reward.factor * reward._scores(reward._select_frames(x) * 255, reward.text(PROMPTS)).mean(1)
     torch.testing.assert_close(found, at_once)
     torch.testing.assert_close(gradient, torch.autograd.grad(at_once.sum(), x)[0], rtol=1e-3, atol=1e-6)
     step = 0.02 * gradient / gradient.abs().amax((1, 2, 3, 4), keepdim=True)

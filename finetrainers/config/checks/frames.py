@@ -17,7 +17,7 @@ Bucket = tuple[int, int, int]
 
 
 def check_frames(config: TrainConfig, facts: Facts, findings: Findings) -> None:
-    """Check the options of given frames against what the model takes."""
+    """Check the options of frame conditioning against the model."""
     data, model = config.data, config.model.model_name
     if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
         findings.warnings.append(

@@ -1,4 +1,4 @@
-"""Rules between the options of reward finetuning, with the sums that show what does not divide. No torch."""
+"""Rules between the options of reward finetuning, with the arithmetic in messages. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEW_CLIPS = 16
 #: Published amounts of noise for `flow` and `dance` are between 0.25 and this, but for one.
 _MUCH_NOISE = 1.5
 
-#: Options of training on clips that are an error here, and what to use instead.
+#: Options of training on clips that are an error here, and their replacements.
 OF_CLIPS = {
     **dict.fromkeys(("data_root", "dataset_file", "dataset", "hf_dataset"), "clips are sampled; use --prompts FILE"),
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
@@ -125,31 +125,31 @@ def _check_division(config: TrainConfig, world_size: int, findings: Findings) ->
     """Check that clips divide by processes, batch size and updates."""
     section, batch = config.grpo, config.dataloader.batch_size
     prompts, size, updates = section.prompts_per_step, section.num_generations, section.updates_per_rollout
-    places = world_size * batch
+    global_batch = world_size * batch
     over = f"{plural(world_size, 'process', 'processes')} x batches of {batch}"
     clips = f"{plural(prompts, 'prompt')} x {plural(size, 'clip')}"
-    if prompts * size % places:
+    if prompts * size % global_batch:
         findings.error(
             "prompts_per_step",
-            f"{clips} = {prompts * size} clips do not divide by {over} = {places}; use "
-            f"{_multiple(prompts, size, places)}, or another --num_generations or --batch_size",
+            f"{clips} = {prompts * size} clips do not divide by {over} = {global_batch}; use "
+            f"{_multiple(prompts, size, global_batch)}, or another --num_generations or --batch_size",
         )
     clips_per_prompt = min(section.best_of_n or size, size)
     total = prompts * clips_per_prompt
     clips = f"{plural(prompts, 'prompt')} x {plural(clips_per_prompt, 'clip')}"
-    if total < places * updates:
-        fewer = f"at most {total // places}, or " if total >= places else ""
+    if total < global_batch * updates:
+        fewer = f"at most {total // global_batch}, or " if total >= global_batch else ""
         findings.error(
             "updates_per_rollout",
-            f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least {places * updates} "
-            f"clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
-            f"{-(-places * updates // clips_per_prompt)} or more",
+            f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least "
+            f"{global_batch * updates} clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
+            f"{-(-global_batch * updates // clips_per_prompt)} or more",
         )
         return
-    if total % (places * updates):
+    if total % (global_batch * updates):
         findings.warnings.append(
             f"a rollout keeps {clips} = {total}, which do not divide by {over} x {updates} --updates_per_rollout = "
-            f"{places * updates}: some batches are filled up with clips that do not count"
+            f"{global_batch * updates}: some batches are filled up with clips that do not count"
         )
     if total / updates < FEW_CLIPS and config.training.method in COMPARING_METHODS:
         findings.warnings.append(
@@ -158,9 +158,9 @@ def _check_division(config: TrainConfig, world_size: int, findings: Findings) ->
         )
 
 
-def _multiple(prompts: int, size: int, places: int) -> int:
-    """Return the next larger number of prompts whose clips divide by `places`."""
-    step = places // math.gcd(places, size)
+def _multiple(prompts: int, size: int, global_batch: int) -> int:
+    """Return the next larger number of prompts whose clips divide by `global_batch`."""
+    step = global_batch // math.gcd(global_batch, size)
     return -(-prompts // step) * step
 
 
@@ -278,11 +278,11 @@ def _check_window(config: TrainConfig, findings: Findings) -> None:
     if first >= last:
         findings.error("window_range", f"{first:g} {last:g}: the second must be above the first")
     elif size > len(allowed):
-        held = f"{plural(len(allowed), 'step')}{f' ({allowed[0]} to {allowed[-1]})' if allowed else ''}"
+        available = f"{plural(len(allowed), 'step')}{f' ({allowed[0]} to {allowed[-1]})' if allowed else ''}"
         findings.error(
             "window_size",
-            f"a window of {size} does not fit: of {steps} --sampling_steps, {span} holds {held}, and the last step is "
-            f"never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
+            f"a window of {size} does not fit: of {steps} --sampling_steps, {span} holds {available}, and the last "
+            f"step is never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
         message = f"a window of {size} that moves by {section.window_stride} leaves steps between untrained"

@@ -45,7 +45,7 @@ def check_config(
         facts: of the model.
         prompts: to be sampled during training.
         scored: further prompts, to be sampled and scored.
-        world_size: how many processes train together; default: what the launcher says.
+        world_size: how many processes train together; default: as launched.
         unread: options that the method does not read, each with its replacement or ''; default: none.
     """
     findings = Findings()
@@ -389,7 +389,7 @@ def check_shared_sizes(
         config: the run.
         facts: of the model.
         sizes: of all clips and samples.
-        findings: gets what is wrong.
+        findings: gets the errors.
         processes: of the run.
     """
     sp_size, mode = config.parallel.sp_size, config.parallel.sp_mode

@@ -39,7 +39,7 @@ RENAMED = {
     "adv_clip_max": "advantage_clip",
     "cfg_infer": "rollout_cfg",
 }
-#: Names in its published commands that change nothing there (`model_type` chooses a loader), and what does it here.
+#: Names in its published commands that change nothing there (`model_type` chooses a loader), and our replacements.
 WITHOUT_EFFECT = {
     "model_type": "--model_name (there it chooses how weights are loaded)",
     "num_frames": "--t, or --rollout_size FxHxW",
@@ -61,13 +61,13 @@ WITHOUT_EFFECT = {
         ("weighting_scheme", "logit_mean", "logit_std", "mode_scale"), "--shift sets the noise levels of rollouts"
     ),
 }
-#: Names whose work is another's here: what to use instead.
+#: Names that are refused, and their replacements.
 REFUSED = {
     "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
     "reference_model_path": "no model draws first frames here; name an image with each prompt in the file of --prompts",
     "fsdp_sharding_strategy": "DanceGRPO writes it fsdp_sharding_startegy; use --fsdp full or --fsdp hybrid",
 }
-#: Where DanceGRPO looks for the reward model.
+#: Directory in which DanceGRPO expects the reward model.
 _VIDEOALIGN = Path("videoalign_ckpt")
 #: Our options for its sharding strategies.
 _SHARDING: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ _SHARDING: dict[str, dict[str, Any]] = {
 class _ExternalOptions(Section):
     """Options that become ours by a sum or a choice, with their defaults; descriptions name the option that each sets.
 
-    Those without a description are refused unless they ask for what always holds here.
+    Options without a description are refused unless they have the only value that is supported here.
     """
 
     h: Any = Field(None, description="rollout_size")
@@ -155,7 +155,7 @@ class _Translation:
             value, option = options.values.pop(name), fields()[RENAMED[name]]
             if option.place != "model" or Path(str(value)) != base:  # a part in the folder of the model needs no option
                 options.put(option.name, value, name)
-        external = self._read()
+        external = self._read_external()
         self._size(external)
         self._rewards(external)
         self._machine(external)
@@ -172,7 +172,7 @@ class _Translation:
         self._accumulation()
         self._length(external)
 
-    def _read(self) -> _ExternalOptions:
+    def _read_external(self) -> _ExternalOptions:
         """Take the external options with valid values; refuse the others."""
         values = self.options.values
         external = {name: values.pop(name) for name in _ExternalOptions.model_fields if name in values}
@@ -196,10 +196,10 @@ class _Translation:
             return
         options = self.options
         places = ", ".join(options.where[name] for name in self.dance_names)
-        for other, own in (("grpo_preset", "dancegrpo"), ("method", "grpo")):
-            named = options.values.get(other)
-            if named not in (None, own):
-                note = f"{places}: these are DanceGRPO's names, but the algorithm is that of --{other} {named}"
+        for other, expected in (("grpo_preset", "dancegrpo"), ("method", "grpo")):
+            value = options.values.get(other)
+            if value not in (None, expected):
+                note = f"{places}: these are DanceGRPO's names, but the algorithm is that of --{other} {value}"
                 options.notes.append(note)
                 return
         if options.values.get("grpo_preset") is None:
@@ -210,7 +210,7 @@ class _Translation:
             )
 
     def _without_effect(self) -> None:
-        """Note which names have no effect, there or here, and what to use instead."""
+        """Note names that have no effect, there or here, and their replacements."""
         values, where = self.options.values, self.options.where
         hints = {name: text for name, text in WITHOUT_EFFECT.items() if name in values}
         if self.dance_names and "validation_steps" in values and not values.get("validation_prompts"):

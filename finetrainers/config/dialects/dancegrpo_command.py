@@ -57,8 +57,8 @@ def read_command(sources: Sequence[Given], our_options: dict[str, str | None]) -
         our_options: our option that each of its names sets.
     """
     values = {name: value for source in sources for name, value in source.values.items()}
-    named = [name for name in ("method", "grpo_preset") if values.get(name) is not None]
-    if "model_type" not in values or named or not any(name in values for name in TELLING):
+    algorithm_options = [name for name in ("method", "grpo_preset") if values.get(name) is not None]
+    if "model_type" not in values or algorithm_options or not any(name in values for name in TELLING):
         return None
     place = next(source.where["model_type"] for source in sources if "model_type" in source.values)
     set_names = {*values, *(our_options.get(name) for name in values)} - {None}
@@ -68,27 +68,27 @@ def read_command(sources: Sequence[Given], our_options: dict[str, str | None]) -
     if _shards(values) and "sync_each_batch" not in set_names:
         fixed["sync_each_batch"] = True  # its trainer never defers the reduction of gradients (`no_sync`)
     left_out = {name: value for name, value in _DEFAULTS.items() if not {name, our_options.get(name)} & set_names}
-    read = Given({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
+    settings = Given({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
     flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in fixed.items())
     note = f"{place} {values['model_type']}: a command of DanceGRPO's video trainer, which is {flags}"
     if left_out:
         defaults = ", ".join(f"{name} {value}" for name, value in left_out.items())
         note += f"; its own defaults count for what the command leaves out: {defaults}"
-    read.notes.append(note)
+    settings.notes.append(note)
     if "cfg" not in values:
-        read.notes.append(
+        settings.notes.append(
             f"{place} without --cfg drops a tenth of the prompts there, whose embeddings are zeros then; none is "
             "dropped here"
         )
     for source in sources:
         if (schedule := source.values.get("lr_scheduler")) in _DECAYING:
             source.values["lr_scheduler"] = "constant_with_warmup"
-            read.notes.append(
+            settings.notes.append(
                 f"{source.where['lr_scheduler']} {schedule} is over 1,000,000 steps there, so it hardly decays: "
                 "--lr_scheduler constant_with_warmup"
             )
-    read.is_translated = True
-    return read
+    settings.is_translated = True
+    return settings
 
 
 def _shards(values: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The training files of diffusion-pipe: which option each key becomes, or why it is refused. Imports no torch.
+"""Training files of diffusion-pipe: the option that each key becomes, or the reason why it is refused. No torch.
 
 Its keys are those of `examples/main_example.toml` there (commit 0784ca8) and `framepack`, `framepack_window_size`. A
 training file may also hold options of ours. Its data is described in a separate file, `dataset`.
@@ -51,7 +51,7 @@ COMPUTED = (
 _EVALUATION = "evaluation is every --eval_steps, on the clips of --eval_num_items"
 _BATCHES = "give one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
 _STAGES = "no network is split into stages here; several GPUs share it with --fsdp full or --deepspeed --zero_stage 3"
-#: Keys that are refused, by what to use instead; false, 0 and empty are not.
+#: Keys that are refused, by their replacement; false, 0 and empty values are not refused.
 REFUSED = invert_groups({
     _BATCHES: "image_micro_batch_size_per_gpu",
     _STAGES: "partition_split",
@@ -126,12 +126,12 @@ def translate_document(document: Mapping[str, Any], options: Given, locate: Loca
     for name, value in document.items():
         if name in _TABLES and isinstance(value, dict):
             external |= {f"{name}.{key}": inner for key, inner in value.items() if f"{name}.{key}" in _KNOWN}
-            others = {key: inner for key, inner in value.items() if f"{name}.{key}" not in _KNOWN}
+            unknown_keys = {key: inner for key, inner in value.items() if f"{name}.{key}" not in _KNOWN}
             if name in ("model", "optimizer"):
-                rest[name] = others
+                rest[name] = unknown_keys
                 continue
             names = [key.removeprefix(f"{name}.") for key in _KNOWN if key.startswith(f"{name}.")]
-            for key in others:
+            for key in unknown_keys:
                 message = f"{key}: unknown option {key!r}{nearest(key, names)}"
                 options.problems.append(Problem(locate(name, key), message))
         elif name in _KNOWN:
@@ -180,21 +180,21 @@ class _Translation:
         self._adapter()
         self._optimizer()
 
-    def place(self, key: str) -> tuple[str, str]:
+    def locate_key(self, key: str) -> tuple[str, str]:
         """Return file and line of a key, and its name there."""
         table, _, name = key.rpartition(".")
         return self.locate(table, name), name
 
     def refuse(self, key: str, message: str) -> None:
-        where, name = self.place(key)
+        where, name = self.locate_key(key)
         self.options.problems.append(Problem(where, f"{name}: {message}"))
 
     def note(self, key: str, message: str) -> None:
-        where, name = self.place(key)
+        where, name = self.locate_key(key)
         self.options.notes.append(f"{where}: {name} {message}")
 
     def put(self, key: str, option: str, value: Any) -> None:
-        self.options.values[option], self.options.where[option] = value, self.place(key)[0]
+        self.options.values[option], self.options.where[option] = value, self.locate_key(key)[0]
 
     def choose(self, key: str, choices: Mapping[str, Any], *options: str) -> None:
         """Set options to our value for a key's; it is a problem if there is none."""
@@ -270,12 +270,12 @@ class _Translation:
         ):
             if key not in self.external:
                 continue
-            place = Path(str(self.external[key]))
-            self.put(key, option, str(place))
-            if tokenizer is not None and any((place / file).is_file() for file in _TOKENIZER_FILES):
-                self.put(key, tokenizer, str(place))
+            locate_key = Path(str(self.external[key]))
+            self.put(key, option, str(locate_key))
+            if tokenizer is not None and any((locate_key / file).is_file() for file in _TOKENIZER_FILES):
+                self.put(key, tokenizer, str(locate_key))
             if base is None:
-                base = next((f for f in (place.parent, place) if (f / "model_index.json").is_file()), None)
+                base = next((f for f in (locate_key.parent, locate_key) if (f / "model_index.json").is_file()), None)
         if "pretrained_model_name_or_path" in {*self.options.values, *self.own}:
             return
         published = published_base(str(self.options.values.get("model_name")))

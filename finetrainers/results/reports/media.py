@@ -52,7 +52,7 @@ class Videos:
     left_out: int = 0
 
     @property
-    def shown(self) -> int:
+    def shown_count(self) -> int:
         """Number of videos in the grid."""
         return 0 if self.grid is None else sum(cell.video is not None for cell in self.grid.cells)
 
@@ -86,7 +86,7 @@ def sample_videos(runs: Sequence[RunRecords], limits: VideoLimits) -> Videos:
 def _videos(grid: Grid, count: int) -> Videos:
     """Return a grid as the videos of a page, where `count` videos exist."""
     videos = Videos(replace(grid, missing=_MISSING, widest=min(_WIDEST, _ROW // len(grid.columns))))
-    return Videos(videos.grid if videos.shown else None, count - videos.shown)
+    return Videos(videos.grid if videos.shown_count else None, count - videos.shown_count)
 
 
 def _by_step(folder: Path) -> Iterator[tuple[int, dict[str, Path]]]:
@@ -110,16 +110,16 @@ def _cell(path: Path | None, limits: VideoLimits, *, caption: str = "") -> Cell:
 
 def _sampling_facts(path: Path) -> dict[str, str]:
     """Return the sampling settings in a video's comment."""
-    _, _, rest = _comment(path).partition("\n")
+    _, _, rest = _read_comment(path).partition("\n")
     return {"sampled with": rest} if rest else {}
 
 
 def _heading(path: Path) -> str:
     """Return the prompt of a sample, or its file name if the video's comment lacks it."""
-    return _comment(path).partition("\n")[0] or path.stem
+    return _read_comment(path).partition("\n")[0] or path.stem
 
 
-def _comment(path: Path) -> str:
+def _read_comment(path: Path) -> str:
     try:
         return comment_of(path)
     except (OSError, ValueError):  # truncated while it is copied; PyAV's errors are subclasses of these
@@ -148,10 +148,10 @@ def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
     selected = columns[: max(1, min(_MOST_STEPS, limits.count))]
     rows: dict[tuple[str, str], list[Row]] = {}
     for prompt, size, seed in _in_turns(by_place)[: max(1, limits.count // len(selected))]:
-        cells = [_drawn(by_place[prompt, size, seed].get(name), limits) for name in selected]
+        cells = [_sample_cell(by_place[prompt, size, seed].get(name), limits) for name in selected]
         rows.setdefault((prompt, size), []).append(Row(f"seed {seed}", cells))
     groups = [Group(prompt, seed_rows) for (prompt, _), seed_rows in rows.items()]
-    return _videos(Grid([_column(name) for name in selected], groups), count)
+    return _videos(Grid([_column_title(name) for name in selected], groups), count)
 
 
 def _in_turns(places: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
@@ -173,12 +173,12 @@ def _column_order(name: str) -> tuple[bool, str, float]:
     return name != "base", weights, float(scale) if scale else 1.0
 
 
-def _column(name: str) -> str:
+def _column_title(name: str) -> str:
     """Return the title of a column of `finetrainers sample`, such as `result, scale 0.5`."""
     return name.replace("_scale-", ", scale ").replace("base", "base model", name == "base")
 
 
-def _drawn(record: Mapping[str, Any] | None, limits: VideoLimits) -> Cell:
+def _sample_cell(record: Mapping[str, Any] | None, limits: VideoLimits) -> Cell:
     if record is None or not limits.takes(record["video"]):
         return Cell(None)
     titles = {
@@ -226,7 +226,9 @@ def watched_videos(watched: Watched, limits: VideoLimits) -> Videos:
 def rollout_videos(run: RunRecords, limits: VideoLimits) -> Videos:
     """Return the best and the worst clip of some rollouts by advantage, and by each reward, with their scores."""
     folders = [
-        (folder, scores) for folder in sorted((run.root / "rollouts").glob("step-*")) if (scores := _scores(folder))
+        (folder, scores)
+        for folder in sorted((run.root / "rollouts").glob("step-*"))
+        if (scores := _read_scores(folder))
     ]
     paths = [path for folder, _ in folders for path in folder.glob("[!.]*.mp4")]
     if not folders or limits.count < 2:
@@ -236,30 +238,30 @@ def rollout_videos(run: RunRecords, limits: VideoLimits) -> Videos:
     selected = [folders[index] for index in _select_steps(range(len(folders)), columns_per_page)]
     groups = []
     for head in heads[: max(1, limits.count // (2 * len(selected)))]:
-        kinds = [kind for kind in ("best", "worst") if any(_clip(scores, head, kind) for _, scores in selected)]
-        rows = [Row(kind, [_rollout(f, scores, head, kind, limits) for f, scores in selected]) for kind in kinds]
+        kinds = [kind for kind in ("best", "worst") if any(_clip_record(scores, head, kind) for _, scores in selected)]
+        rows = [Row(kind, [_rollout_cell(f, scores, head, kind, limits) for f, scores in selected]) for kind in kinds]
         several = len(heads) > 1
         groups.append(Group(f"by {head}" if head else "by advantage, over all rewards" if several else "", rows))
     columns = [f"step {int(folder.name.removeprefix('step-'))}" for folder, _ in selected]
     return _videos(Grid(columns, groups), len(paths))
 
 
-def _rollout(folder: Path, scores: Mapping[str, Any], head: str, kind: str, limits: VideoLimits) -> Cell:
+def _rollout_cell(folder: Path, scores: Mapping[str, Any], head: str, kind: str, limits: VideoLimits) -> Cell:
     """Return the cell of the best or the worst clip of a rollout by a reward, or by the advantage."""
-    clip = _clip(scores, head, kind)
+    clip = _clip_record(scores, head, kind)
     if clip is None:
         return Cell(None)
     video = folder / str(clip.get("video", f"{kind}.mp4"))
     return _cell(video if video.is_file() else None, limits, caption=_caption(scores, clip))
 
 
-def _clip(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str, Any] | None:
+def _clip_record(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str, Any] | None:
     """Return the record of a rollout's best or worst clip, or None where a prompt has only one clip."""
     clip = ((scores.get("heads") or {}).get(head) or {}).get(kind) if head else scores.get(kind)
     return clip if isinstance(clip, Mapping) else None
 
 
-def _scores(folder: Path) -> dict[str, Any]:
+def _read_scores(folder: Path) -> dict[str, Any]:
     try:
         scores = json.loads((folder / "scores.json").read_bytes())
     except (OSError, ValueError):

@@ -49,7 +49,7 @@ class Memory:
     table: tuple[list[str], list[list[str]]]
 
     @property
-    def most(self) -> float:
+    def maximum(self) -> float:
         """Right end of the bars."""
         values = [v for bar in self.bars for v in (bar.peak, bar.reserved, bar.planned) if v is not None]
         return max(values) or 1.0

@@ -123,13 +123,15 @@ def _video_sections(
     for name, entries in present.items():
         share = replace(limits, count=limits.count // parts // max(1, len(entries)) // 2 * 2)
         section_videos[name] = (makers[name][0], [(title, build(share)) for title, build in entries])
-    remaining = limits.count - sum(videos.shown for _, entries in section_videos.values() for _, videos in entries)
+    remaining = limits.count - sum(
+        videos.shown_count for _, entries in section_videos.values() for _, videos in entries
+    )
     return {"samples": ("Samples", [("", sample_videos(runs, replace(limits, count=remaining)))]), **section_videos}
 
 
 def _videos_text(videos: Sequence[Videos], runs: Sequence[RunRecords], limits: VideoLimits) -> str:
     """Return the number of videos on the page, and the command that includes those left out."""
-    count, left_out = sum(grid.shown for grid in videos), sum(grid.left_out for grid in videos)
+    count, left_out = sum(grid.shown_count for grid in videos), sum(grid.left_out for grid in videos)
     if not count and not left_out:
         return ""
     text = f"{plural(count, 'video')} of {count + left_out}" if left_out else plural(count, "video")

@@ -95,7 +95,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
         requested = read_presets(options)
     except ConfigError as error:
         findings.errors += error.problems
-        requested = {AS_VALIDATION: Preset()}  # prompts and images are checked as for all presets
+        requested = {AS_VALIDATION: Preset()}  # to check prompts and images, which all presets share
     target = Target(str(run), BASE, run_source(run), run)
     config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
     output_dir = options.output_dir or run / "watch"

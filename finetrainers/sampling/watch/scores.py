@@ -49,18 +49,18 @@ class Scores:
         self._path = folder / FILE
         self.labels = list(labels)
         self._by_clip: dict[str, dict[str, float | None]] = {}
-        self._recorded: dict[str, set[str]] = {}  # keys of clips by manifest
+        self._recorded_keys: dict[str, set[str]] = {}  # keys of clips by manifest
         self._variants: dict[str, dict[str, Variant]] = {}  # by manifest and digest of the weights
         self._steps: dict[int, tuple[str, str]] = {}  # manifest and digest of the last record
         for record in read_jsonl(self._path)[0] if self._path.is_file() else []:
             if isinstance(record.get("key"), str) and isinstance(record.get("manifest"), str):
                 finished = {label: value for label, value in record.get("scores", {}).items() if value is not None}
-                self._take({**record, "scores": finished})
+                self._index({**record, "scores": finished})
 
-    def _take(self, record: Mapping[str, Any]) -> None:
+    def _index(self, record: Mapping[str, Any]) -> None:
         manifest, key, digest, step = record["manifest"], record["key"], record["weights"], int(record["step"])
         self._by_clip.setdefault(key, {}).update(record["scores"])
-        self._recorded.setdefault(manifest, set()).add(key)
+        self._recorded_keys.setdefault(manifest, set()).add(key)
         weights = Weights(f"step {step}", record["kind"], Path(record["checkpoint"]), digest=digest, is_checkpoint=True)
         self._variants.setdefault(manifest, {})[digest] = checkpoint_variant(step, weights)
         self._steps[step] = manifest, digest
@@ -71,7 +71,7 @@ class Scores:
 
     def has(self, manifest: str, key: str) -> bool:
         """Return whether a clip is recorded for a checkpoint, with all requested scores."""
-        return key in self._recorded.get(manifest, ()) and set(self.labels) <= self._by_clip[key].keys()
+        return key in self._recorded_keys.get(manifest, ()) and set(self.labels) <= self._by_clip[key].keys()
 
     def add(
         self, checkpoint: Checkpoint, preset: str, sample: Sample, file: Path, scores: Mapping[str, float | None]
@@ -85,7 +85,7 @@ class Scores:
             "key": sample.key, "scores": dict(scores),
         }  # fmt: skip
         append_jsonl(self._path, record)
-        self._take(record)
+        self._index(record)
 
     def values(self, samples: Sequence[Sample], label: str) -> list[float]:
         """Return the scores of some clips by one reward, without missing and failed ones."""

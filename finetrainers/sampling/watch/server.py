@@ -105,13 +105,13 @@ class Watch:
         for listed in scan_checkpoints(self.plan.run, weights_only=True):
             self._check_run()
             for name in self.plan.presets:
-                checkpoint = self._content(listed)
+                checkpoint = self._read_checkpoint(listed)
                 if checkpoint is not None and not self._is_done(name, checkpoint):
                     worked |= self._serve(name, listed, checkpoint)
         best = None if self.plan.options.best_by is None else self._mark_best(self.plan.options.best_by)
         for name, best_on_page in self._best_on_page.items():
             if best_on_page != best:
-                self._show(name, best)
+                self._update_page(name, best)
         return worked
 
     def _check_run(self) -> None:
@@ -156,19 +156,19 @@ class Watch:
             self._rewards = None
             free_memory()
 
-    def _content(self, listed: Found) -> Checkpoint | None:
+    def _read_checkpoint(self, listed: Found) -> Checkpoint | None:
         """Return a listed checkpoint with its content, or None if it is incomplete, which is reported once."""
         if listed.path.name.startswith("."):  # it is being replaced
             return None
         if listed.damage is not None:
-            self._waits(listed.step, listed.damage)
+            self._report_incomplete(listed.step, listed.damage)
             return None
         with contextlib.suppress(OSError, ValueError):
             averages = read_manifest(listed.path)["files"].get(AVERAGES, {}).get("sha256")
             return Checkpoint(listed.step, listed.path, file_sha256(listed.path / MANIFEST), averages)
         return None
 
-    def _waits(self, step: int, reason: str) -> None:
+    def _report_incomplete(self, step: int, reason: str) -> None:
         if step not in self._reported_steps:
             self._reported_steps.add(step)
             self.say(f"step {step} is not whole yet: {reason}")
@@ -181,11 +181,11 @@ class Watch:
             self._clips[key] = list({sample.key: sample for sample in samples}.values())
         return self._clips[key]
 
-    def _recorded(self, name: str, checkpoint: Checkpoint) -> list[Sample]:
+    def _recorded_samples(self, name: str, checkpoint: Checkpoint) -> list[Sample]:
         """Return the clips of a checkpoint if any of them is recorded; its weights are not read."""
-        averages = None if self.plan.options.no_ema else checkpoint.averages
+        ema_digest = None if self.plan.options.no_ema else checkpoint.averages
         for digest, variant in self._scores[name].variants(checkpoint.manifest).items():
-            if digest == averages or (averages is None and digest != checkpoint.averages):
+            if digest == ema_digest or (ema_digest is None and digest != checkpoint.averages):
                 return self._samples(name, variant)
         return []
 
@@ -193,7 +193,7 @@ class Watch:
         tracker, scores = self._tracker, self._scores[name]
         if (name, checkpoint.manifest) in self.failed:
             return True
-        samples = self._recorded(name, checkpoint)
+        samples = self._recorded_samples(name, checkpoint)
         is_scored = bool(samples) and all(scores.has(checkpoint.manifest, sample.key) for sample in samples)
         return is_scored and (tracker is None or tracker.has(name, checkpoint.manifest))
 
@@ -203,7 +203,7 @@ class Watch:
         try:
             target = find_target(str(listed.path), use_ema=not self.plan.options.no_ema)  # reads every byte
         except (OSError, ValueError) as error:
-            self._waits(listed.step, str(error))
+            self._report_incomplete(listed.step, str(error))
             return False
         self._reported_steps.discard(listed.step)
         variant = checkpoint_variant(listed.step, target.weights)
@@ -214,7 +214,7 @@ class Watch:
         except Exception as error:
             if self._sampler is not None:
                 self._sampler.free()
-            self._went_wrong(name, checkpoint, error)
+            self._report_failure(name, checkpoint, error)
             return True
         samples = self._samples(name, variant)
         if _is_gone(checkpoint) and drawn.new:
@@ -227,7 +227,7 @@ class Watch:
         self._score(name, samples, checkpoint, drawn)
         means = self._scores[name].means(samples)
         self._problems[name] |= drawn.problems
-        self._show(name, self._best(self.plan.options.best_by))
+        self._update_page(name, self._best(self.plan.options.best_by))
         scores_text = "".join(f", {label} {value:.4g}" for label, value in means.items())
         took = duration(time.monotonic() - started)
         self.say(f"step {listed.step}, {name}: {plural(len(drawn.clips), 'clip')}{scores_text} ({took})")
@@ -235,7 +235,7 @@ class Watch:
             self.say(f"not sampled: {problem}")
         return True
 
-    def _went_wrong(self, name: str, checkpoint: Checkpoint, error: Exception) -> None:
+    def _report_failure(self, name: str, checkpoint: Checkpoint, error: Exception) -> None:
         """Report why a checkpoint could not be sampled.
 
         Raises:
@@ -259,14 +259,14 @@ class Watch:
         if all(ledger.find(sample) is not None for sample in plan.samples()):
             return draw_missing(plan, self.parallel)
         if self._sampler is None:
-            self._sampler, self._encoded = self._ready()
+            self._sampler, self._encoded = self._load_models()
             plan = self._column_plan(name, variant)  # without the prompts that cannot be encoded
         return draw_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
 
     def _column_plan(self, name: str, variant: Variant) -> SamplePlan:
         return replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
 
-    def _ready(self) -> tuple[Sampler, EncodedPrompts]:
+    def _load_models(self) -> tuple[Sampler, EncodedPrompts]:
         """Return a sampler and the encoded prompts of all presets, and load the rewards."""
         largest = max(self.plan.presets.values(), key=lambda preset: max(map(math.prod, preset.sizes)))
         spec: ModelSpec = largest.family.load(largest.config.model)
@@ -281,7 +281,7 @@ class Watch:
             if isinstance(error, MemoryError | torch.OutOfMemoryError):  # no prompt caused it
                 raise error
         self._leave_out({prompts[index]: error for index, error in failed.items()})
-        self._panel()  # before sampling, so that a reward that cannot be loaded wastes no sample
+        self._load_rewards()  # before sampling, so that a reward that cannot be loaded wastes no sample
         return sampler, encoded
 
     def _leave_out(self, failed: Mapping[ValidationPrompt, Exception]) -> None:
@@ -319,7 +319,7 @@ class Watch:
                 clip_scores = self._score_clip(self.plan.presets[name].frame_rate, sample, drawn.clips[sample.key])
             scores.add(checkpoint, name, sample, drawn.clips[sample.key], clip_scores)
 
-    def _panel(self) -> RewardSet:
+    def _load_rewards(self) -> RewardSet:
         if self._rewards is None:
             self._rewards = RewardSet(self.plan.rewards, on_error="mask")
         return self._rewards
@@ -327,7 +327,7 @@ class Watch:
     def _score_clip(self, fps: float, sample: Sample, file: Path) -> dict[str, float | None]:
         """Return the scores of a clip by all rewards, None for failed ones."""
         try:
-            heads = self._panel().score(_pixels(file), [str(sample.facts["prompt"])], fps=fps).heads
+            heads = self._load_rewards().score(_pixels(file), [str(sample.facts["prompt"])], fps=fps).heads
         except (RewardError, ValueError) as error:
             self.say(f"{file.name} is not scored: {error}")
             return dict.fromkeys(self.plan.labels)
@@ -335,7 +335,7 @@ class Watch:
         pairs = zip(self.plan.labels, values, strict=True)
         return {label: value if math.isfinite(value) else None for label, value in pairs}
 
-    def _show(self, name: str, best: Checkpoint | None) -> None:
+    def _update_page(self, name: str, best: Checkpoint | None) -> None:
         """Write sheet and page of the newest checkpoints and the best, and send those that the tracker lacks."""
         plan, scores, tracker = self.plan.presets[name], self._scores[name], self._tracker
         ledger, columns = Ledger(plan.output_dir), []
@@ -359,7 +359,7 @@ class Watch:
         """
         candidates: list[tuple[float, Checkpoint]] = []
         for listed in scan_checkpoints(self.plan.run, weights_only=True) if label is not None else []:
-            checkpoint = self._content(listed) if listed.damage is None else None
+            checkpoint = self._read_checkpoint(listed) if listed.damage is None else None
             values = [] if checkpoint is None else self._values(checkpoint, str(label))
             if checkpoint is not None and values:
                 candidates.append((sum(values) / len(values), checkpoint))
@@ -369,7 +369,7 @@ class Watch:
         """Return the scores of all clips of a checkpoint, or none unless all clips of all presets have one."""
         all_values: list[float] = []
         for name, scores in self._scores.items():
-            samples = self._recorded(name, checkpoint)
+            samples = self._recorded_samples(name, checkpoint)
             values = scores.values(samples, label)
             if not samples or len(values) < len(samples):
                 return []
@@ -383,7 +383,7 @@ class Watch:
             return best
         fault_point("watch.best")
         mark_best(best.path)
-        means = {n: s.means(self._recorded(n, best))[label] for n, s in self._scores.items()}
+        means = {n: s.means(self._recorded_samples(n, best))[label] for n, s in self._scores.items()}
         means_text = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
         self.say(f"best by {label}: step {best.step} ({means_text})")
         return best

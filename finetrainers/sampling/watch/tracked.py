@@ -131,7 +131,7 @@ class _SingleTracker:
 
 
 def training_run(run: Path, config: TrainConfig, tracker: str) -> str | None:
-    """Return the tracker's name of the training's run, or None if a second process may not write to it."""
+    """Return the tracker's name of the training's run, or None without one that a second process may write to."""
     events = run / "events.jsonl"
     fields = {"event": "tracker", "tracker": tracker, "project": config.run.tracker_name}
     records = read_jsonl(events)[0] if events.is_file() else []

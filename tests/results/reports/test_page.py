@@ -203,7 +203,7 @@ def test_its_numbers_are_those_of_the_records(run_dir: Path) -> None:
     headings = ["phase", "GPU memory, allocated, planned", "GPU memory, allocated, measured"]
     assert memory.table == (headings, [["training step", "4.50", "5.00"]])
     assert [(bar.phase, bar.text) for bar in memory.bars] == [("training step", "5.00, plan 4.50")]
-    assert (memory.title, memory.most) == ("GPU memory, allocated", 5.0)
+    assert (memory.title, memory.maximum) == ("GPU memory, allocated", 5.0)
     data = summarize_data(run)
     assert data is not None
     assert [(share["text"], share["count"]) for share in data.shares] == [
@@ -316,10 +316,10 @@ def test_videos_are_few_and_small(run_dir: Path) -> None:
     some = sample_videos([run], VideoLimits(4))
     assert some.grid is not None
     assert some.grid.columns == ["step 0", "step 6"]
-    assert (some.shown, some.left_out) == (4, 2)
+    assert (some.shown_count, some.left_out) == (4, 2)
     last = sample_videos([run], VideoLimits(1))
     assert last.grid is not None
-    assert (last.grid.columns, last.shown, last.left_out) == (["step 6"], 1, 5)
+    assert (last.grid.columns, last.shown_count, last.left_out) == (["step 6"], 1, 5)
     clip(run_dir / "samples" / "step-000006" / "00-a.mp4", comment="large", size=512)
     assert (run_dir / "samples" / "step-000006" / "00-a.mp4").stat().st_size > VideoLimits.SMALL
     assert sample_videos([run], VideoLimits(9, own_size=True)).left_out == 1
@@ -454,7 +454,7 @@ def test_watched_checkpoints_and_drawn_samples_are_shown(tmp_path: Path) -> None
     ]
     assert [cell.caption for cell in grid.cells][-2:] == ["motion 0.35\nbright failed", "motion 0.85\nbright failed"]
     few = watched_videos(watched, VideoLimits(4))
-    assert (few.shown, few.left_out) == (4, 2)
+    assert (few.shown_count, few.left_out) == (4, 2)
     assert few.grid is not None
     assert [group.heading for group in few.grid.groups] == [EVIL, "b"]  # a seed of each prompt first
 
