@@ -1,4 +1,4 @@
-"""Hooks of the documentation's website: the navigation is that of docs/README.md, and linked files outside docs/ are included."""
+"""Hooks of the documentation's website: navigation by docs/README.md, and pages for linked files outside docs/."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _on_site(page: str, link: str) -> str:
-    """The site's path of a link's target; pages of docs/ are at the top, everything else is where it is in the repository."""
+    """Return the site's path of a link's target; pages of docs/ are at the top, other files as in the repository."""
     source = ROOT / "docs" / page if (ROOT / "docs" / page).exists() else ROOT / page
     target = Path(os.path.normpath(source.parent / link)).relative_to(ROOT)
     return (target.relative_to("docs") if target.parts[0] == "docs" else target).as_posix()

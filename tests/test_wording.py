@@ -8,8 +8,8 @@ import wording
 
 #: How often each rule of `wording` is broken. Lower a number when it has fallen; raise none.
 LIMITS = {
-    "opening": 526, "none": 182, "so many": 57, "is no": 90, "of its own": 180, "of": 62, "also": 40, "says": 109,
-    "idiom": 211, "what is": 328, "which": 157, "weights": 36, "number": 167, "term": 248, "name": 2028,
+    "opening": 4, "none": 0, "so many": 5, "is no": 35, "of its own": 79, "of": 7, "also": 28, "says": 36,
+    "idiom": 58, "what is": 75, "which": 52, "weights": 22, "number": 167, "term": 122, "name": 115,
 }  # fmt: skip
 CODE = '''"""What is drawn.
 

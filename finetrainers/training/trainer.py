@@ -73,7 +73,7 @@ class Trainer:
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
-        """Train from the current step to the last, then save; a stop request ends the run earlier, with a checkpoint."""
+        """Train from the current step to the last, then save; a stop request ends the run earlier with a checkpoint."""
         state = self.state
         state.transformer.train()
         with self._running():
@@ -84,7 +84,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Within the block, watch requests, hardware, interrupts and memory; at its end, call `on_stop` of callbacks."""
+        """Watch requests, hardware, interrupts and memory within the block; at its end, call `on_stop` of callbacks."""
         watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
         with (
             self._stopping(),

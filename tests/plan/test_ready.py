@@ -130,7 +130,7 @@ def test_a_dry_run_finds_weights_of_rewards_that_a_run_would_miss(
 
 
 def test_a_start_reads_its_data_once(hub: Hub, from_hub: Callable[..., dict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if configs are fetched, memory options are chosen and a checkpoint is damaged; other batches are planned anew."""
+    """Even if configs are fetched, options chosen and checkpoints damaged; other batches are planned again."""
     count, plan = 0, MethodSpec.plan
 
     def checkpointed(config: TrainConfig) -> TrainConfig:
