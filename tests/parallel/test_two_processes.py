@@ -68,7 +68,9 @@ def in_turns(*names: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def ranks(options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     root = tmp_path_factory.mktemp("two")
-    jobs = {name: options(root / {"resumed": "interrupted"}.get(name, name), **changes) for name, changes in JOBS.items()}
+    jobs = {
+        name: options(root / {"resumed": "interrupted"}.get(name, name), **changes) for name, changes in JOBS.items()
+    }
     # torchao compiles its step, which takes longer than everything else here.
     launcher = ["torch.distributed.run", "--nproc_per_node", "2"]
     return do_jobs(root, jobs, launcher=launcher, needs=NEEDS, TORCHDYNAMO_DISABLE="1")
