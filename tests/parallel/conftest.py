@@ -73,7 +73,7 @@ def do_jobs() -> Iterator[Callable[..., Jobs]]:
     """`do_jobs(root, jobs, script=..., launcher=..., ...)`: `Jobs`, whose ranks live until the module's last test."""
     made: list[Jobs] = []
 
-    def make(root: Path, jobs: dict[str, Any], *, script: Path = RANK_SCRIPT, **how: Any) -> Jobs:
+    def make(root: Path, jobs: dict[str, Any] | None = None, *, script: Path = RANK_SCRIPT, **how: Any) -> Jobs:
         made.append(Jobs(root, script, jobs, **how))
         return made[-1]
 

@@ -30,7 +30,7 @@ class Jobs:
         self,
         root: Path,
         script: Path,
-        jobs: Mapping[str, dict[str, Any]],
+        jobs: Mapping[str, dict[str, Any]] | None = None,
         *,
         needs: Mapping[str, Sequence[str]] | None = None,
         launcher: Sequence[str] = (),
@@ -47,7 +47,7 @@ class Jobs:
         environment: of all of them.
         """
         self.root = root
-        self._script, self._jobs, self._needs = script, jobs, needs or {}
+        self._script, self._jobs, self._needs = script, jobs or {}, needs or {}
         self._launcher, self._processes, self._environment = launcher, processes, environment
         self._found: dict[str, list[dict[str, Any]]] = {}
         self._python: Python | None = None
@@ -58,7 +58,7 @@ class Jobs:
         if name not in self._found:
             for before in self._needs.get(name, ()):
                 self[before]
-            self._found[name] = self._do(name)
+            self._found[name] = self.do(self._jobs[name])
         return self._found[name]
 
     def directory(self, name: str) -> Path:
@@ -77,19 +77,24 @@ class Jobs:
         self._thread.join(30)
         self._python = None
 
-    def _do(self, name: str) -> list[dict[str, Any]]:
+    def do(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank wrote down of a job without a name, which is done now.
+
+        Raises:
+            AssertionError: a rank has ended.
+        """
         if self._python is None or not self._thread.is_alive():
             self.close()  # of ranks that a job has ended: another one is none the worse for it
             self._start()
         number = next(self._numbers)
         answers = [self._folder / f"{number}-rank{rank}.json" for rank in range(self._processes)]
-        _write(self._folder / f"{number}.json", self._jobs[name])
+        _write(self._folder / f"{number}.json", job)
         deadline = time.monotonic() + TIMEOUT_S
         while not all(answer.exists() for answer in answers):
             # Of ranks that have ended meanwhile, all answers may be there.
             alive = self._thread.is_alive() or all(answer.exists() for answer in answers)
-            assert alive, f"{name}: the ranks have ended\n{''.join(self._said)[-9000:]}"
-            assert time.monotonic() < deadline, f"{name}: not done within {TIMEOUT_S:g} s\n{self._output()}"
+            assert alive, f"{job}: the ranks have ended\n{''.join(self._said)[-9000:]}"
+            assert time.monotonic() < deadline, f"{job}: not done within {TIMEOUT_S:g} s\n{self._output()}"
             time.sleep(_POLL_S)
         return [json.loads(answer.read_text()) for answer in answers]
 
