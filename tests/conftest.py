@@ -27,7 +27,7 @@ from types import ModuleType
 import pytest
 import torch
 from loopback_hub import hub  # noqa: F401
-from real_process import Python
+from real_process import Python, start_server
 from shares import in_shares
 
 pytest_plugins = ["rotation", "whole_runs"]
@@ -65,6 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The server of `real_process` imports beside the first tests, which takes seconds, instead of within one of them."""
+    if any({"python", "python_of_module", "do_jobs"} & {*getattr(item, "fixturenames", ())} for item in session.items):
+        start_server()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -63,7 +63,7 @@ class RealProcess:
             streams = (f"/proc/{like}/fd/1", f"/proc/{like}/fd/2")
         network = None if like is None else f"/proc/{like}/ns/net"
         self._process = _CONTEXT.Process(target=_become, args=(arguments, str(cwd), dict(env), streams, network))
-        _start_server()
+        start_server()
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -239,11 +239,11 @@ def _stand_in(requests: Path) -> Path:
 
 def server_pid() -> int:
     """The server's process."""
-    _start_server()
+    start_server()
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the server if it does not run; what it imports lies in this folder and in the repository."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent), *filter(None, [before])])

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from real_process import Python
 
 from finetrainers.utils import exit_codes
@@ -45,6 +46,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_alone(train: Callable[..., Any
     assert files.events.count("checkpoint") == 8, "no step was trained twice"
 
 
+@pytest.mark.rotating
 def test_a_write_that_is_cut_short_publishes_nothing(
     python: Python, flags: Callable[..., list[str]], files: Any
 ) -> None:

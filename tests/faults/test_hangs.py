@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from real_process import Python
 
 from finetrainers.utils import exit_codes
@@ -30,6 +31,7 @@ def test_a_section_that_hangs_is_ended(train: Callable[..., Any], files: Any, tm
         assert type(files)(tmp_path / limit).checkpoints == [2, 3]
 
 
+@pytest.mark.rotating
 def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(train: Callable[..., Any], tmp_path: Path) -> None:
     sections: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "loading": ("hang@load", "loading_timeout", "in load_trainable_transformer", {}),
@@ -56,6 +58,7 @@ def test_a_worker_that_hangs_on_an_unneeded_batch_does_not_keep_a_finished_run(
     assert files.events[-1] == "finished"
 
 
+@pytest.mark.rotating
 def test_what_hangs_while_a_finished_run_is_closed_costs_nothing(
     python: Python, flags: Callable[..., list[str]], files: Any, tmp_path: Path
 ) -> None:
@@ -78,6 +81,6 @@ def test_a_step_that_takes_many_times_the_usual_is_reported_then_ended(
     assert hanging.wait() == exit_codes.HUNG, hanging.stderr
     [event] = [event for event in read_jsonl(files.root / "events.jsonl")[0] if event["event"] == "slow_section"]
     assert (event["section"], event["step"]) == ("step", 7)
-    assert event["seconds"] >= 10 * event["median"]
+    assert event["seconds"] >= 9.9 * event["median"]  # both are rounded
     assert (files.root / "hangs" / "rank-0.txt").read_text().count("in train_step") == 2
     assert "--step_timeout" in hanging.stderr

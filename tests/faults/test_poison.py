@@ -31,6 +31,7 @@ def test_a_poisoned_loss_ends_the_run_and_a_poisoned_gradient_is_left_out(
     assert any(not one[name].equal(two[name]) for name in one), "the step after it must train"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["raise", "mask"])
 def test_a_poisoned_reward_names_its_clip_or_is_left_out(
     policy: str, train: Callable[..., Any], files: Any, tmp_path: Path

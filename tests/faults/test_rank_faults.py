@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from finetrainers.utils import exit_codes
 
 
@@ -39,6 +41,7 @@ def test_a_rank_that_dies_hangs_or_fails_ends_both(train: Callable[..., Any], fi
     assert files.same_as(type(files)(tmp_path / "undisturbed"))
 
 
+@pytest.mark.rotating
 def test_a_rank_that_is_stopped_ends_the_wait_of_the_others_and_one_at_work_does_not(
     train: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -50,12 +53,11 @@ def test_a_rank_that_is_stopped_ends_the_wait_of_the_others_and_one_at_work_does
     }
     for busy, both in runs.items():
         both[busy].wait_until(lambda process=both[busy]: "hang at save" in process.stderr)
-    # All of them are suspended for a while, as by a scheduler or a laptop's lid; then one works for longer than the
-    # timeout.
-    for number in (signal.SIGSTOP, signal.SIGCONT):
+    # All of them are suspended for a while, as by a scheduler or a laptop's lid; then one works for longer than the timeout.
+    for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 3.2)):
         for process in (process for both in runs.values() for process in both):
             process.send_signal(number)
-        time.sleep(4)
+        time.sleep(seconds)
     assert [process.returncode for both in runs.values() for process in both] == [None] * 4
     for busy, both in runs.items():
         both[busy].send_signal(signal.SIGSTOP)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from real_process import Python
+from rank_jobs import Jobs
 
 from finetrainers.utils.video import write_mp4
 
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
-TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="session")
@@ -70,27 +69,14 @@ def options(tiny_repo: Callable[..., Path], five_clips: Path, five_pairs: str) -
 
 
 @pytest.fixture(scope="module")
-def launch(python_of_module: Python) -> Callable[..., list[dict[str, Any]]]:
-    """`launch(launcher, jobs, directory, script=..., **environment)`: the records of each of two ranks, by job."""
+def do_jobs() -> Iterator[Callable[..., Jobs]]:
+    """`do_jobs(root, jobs, script=..., launcher=..., ...)`: `Jobs`, whose ranks live until the module's last test."""
+    made: list[Jobs] = []
 
-    def start(
-        launcher: list[str],
-        jobs: dict[str, Any],
-        directory: Path,
-        *,
-        script: Path = RANK_SCRIPT,
-        processes: int = 2,
-        **environment: str,
-    ) -> list[dict[str, Any]]:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "jobs.json").write_text(json.dumps(jobs))
-        said = python_of_module.launch(
-            "-m", *launcher, str(script), str(directory / "jobs.json"), str(directory), timeout=TIMEOUT_S, **environment
-        )
-        files = [directory / f"rank{rank}.json" for rank in range(processes)]
-        # Strategies sometimes abort while the interpreter shuts down, when all is done; what counts is that all is
-        # done.
-        assert all(file.is_file() for file in files), said[-9000:]
-        return [json.loads(file.read_text()) for file in files]
+    def make(root: Path, jobs: dict[str, Any] | None = None, *, script: Path = RANK_SCRIPT, **how: Any) -> Jobs:
+        made.append(Jobs(root, script, jobs, **how))
+        return made[-1]
 
-    return start
+    yield make
+    for jobs in made:
+        jobs.close()

@@ -1,11 +1,12 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
-Usage: rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_fail_saving_on` (a rank),
-`_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of
-NaN) `_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
-`_least_file_bytes` (of weight files that ranks share), `_copied` (whether weights are loaded in turns, in the dtype
-that is trained), and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for
-itself).
+Usage: rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `rank_jobs.py`), or a file that maps names to
+jobs. These are options of a run, plus `_fail_saving_on` (a rank),
+`_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
+`_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
+`_least_file_bytes` (of weight files that ranks share),
+`_copied` (whether weights are loaded in turns, in the dtype that is trained),
+and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -26,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_jobs import served
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
@@ -139,15 +142,12 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     }
 
 
-def main(jobs: Path, out: Path) -> None:
+def main(jobs: Path, out: Path, do: Callable[..., Any] | None = None) -> None:
+    """`do(job, train)`: what a job is; by default, `train(job)`."""
     torch.set_num_threads(1)
     # One process group serves all jobs: made a second time over the same store, it would find the first one's
     # addresses.
     Strategy.close = Strategy.barrier  # type: ignore[method-assign]
-    uses_deepspeed = any(name in jobs.read_text() for name in ("deepspeed", "_zero_stage"))
-    if find_spec("deepspeed") is not None and uses_deepspeed:
-        # An extension that speeds up gloo, and takes a minute to compile.
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     exchange._BUCKET_BYTES = 1000  # of the tiny networks' gradients, several buckets are on their way
     seen: list[float] = []
     predict = LTXVideoSpec.predict
@@ -156,10 +156,21 @@ def main(jobs: Path, out: Path) -> None:
         seen.append(x.double().sum().item())
         return predict(self, transformer, x, *rest)
 
+    def train(options: dict[str, Any]) -> dict[str, Any]:
+        if find_spec("deepspeed") is not None and any(name in options for name in ("deepspeed", "_zero_stage")):
+            # An extension that speeds up gloo, and takes a minute to compile.
+            import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        return run_job(options, seen)
+
     LTXVideoSpec.predict = record  # type: ignore[method-assign]
-    results = {name: run_job(options, seen) for name, options in json.loads(jobs.read_text()).items()}
-    torch.distributed.destroy_process_group()
-    (out / f"rank{RANK}.json").write_text(json.dumps(results))
+    job = train if do is None else partial(do, train=train)
+    if jobs.is_dir():
+        served(jobs, out, RANK, job)
+    else:
+        results = {name: job(options) for name, options in json.loads(jobs.read_text()).items()}
+        (out / f"rank{RANK}.json").write_text(json.dumps(results))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""One of four ranks: compares networks whose calls are shared by groups with whole ones, then trains as `rank.py` does.
+"""One of two or four ranks: compares networks whose calls are shared by all ranks with whole ones, or trains as `rank.py` does.
 
-Usage: sequence_rank.py REPOSITORIES jobs.json OUT, with the folders of tiny models by family and version. Rank 0 writes
-`cases.json`: of each case the largest difference of predictions, of losses and of gradients (relative to all of them).
+Usage: sequence_rank.py JOBS OUT, as of `rank.py`. A job with `_case`, which names one of `CASES`, has its arguments instead
+of a run's options; found are largest differences of predictions, of losses and of gradients (relative to all of them).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,33 +95,14 @@ def compiled(spec: Any, network: nn.Module) -> Iterator[None]:
         yield
 
 
-def cases(repositories: dict[str, str], group: Any) -> dict[str, Any]:
-    """Compute `cases.json`: each group of two computes half of the models' cases, and all four processes the others."""
-    found: dict[str, Any] = {}
-    for number, (name, repository) in enumerate(repositories.items()):
-        family, _, version = name.partition(" ")
-        spec = spec_of(Path(repository), family, "auto")
-        odd: dict[str, Any] = {"size": (96, 96) if family == "ltx_video" else (48, 80), "frames": 17}
-        if number % 2 == dist.get_rank() // 2:
-            found |= group_cases(name, spec, odd, group)
-        if family == "ltx_video":
-            odd = {"batch": 2, "times_per_frame": True, **odd}  # whose noise levels are split as well
-        if version == "1.5":
-            found["four processes"] = differences(spec, networks(spec, dist.group.WORLD), dist.group.WORLD, odd)
-        if version in ("", "t2v", "1.5"):
-            found |= {f"{name}, {case}": one for case, one in ring_cases(spec, odd).items()}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return {**every[2], **every[0]}
-
-
-def group_cases(name: str, spec: Any, odd: dict[str, Any], group: Any) -> dict[str, Any]:
-    """The cases of one model by a group of two, by exchanges of heads; `odd`: a size that does not divide."""
-    family, _, version = name.partition(" ")
-    pair = networks(spec, group)
-    found: dict[str, Any] = {name: differences(spec, pair, group, {}, {"batch": 2})}
-    if name != "cogvideox i2v":  # whose positions are learned for one size
-        found[f"{name}, odd"] = differences(spec, pair, group, odd, {"batch": 2, **odd})
+def models_cases(model: str, repository: str) -> dict[str, Any]:
+    """The cases of one model, shared by exchanges of heads."""
+    family, _, version = model.partition(" ")
+    spec, group = spec_of(Path(repository), family, "auto"), dist.group.WORLD
+    odd, pair = odd_size(family), networks(spec, group)
+    found: dict[str, Any] = {"plain": differences(spec, pair, group, {}, {"batch": 2})}
+    if model != "cogvideox i2v":  # whose positions are learned for one size
+        found["odd"] = differences(spec, pair, group, odd, {"batch": 2, **odd})
     if family == "ltx_video":
         odd = {"batch": 2, "times_per_frame": True, **odd}
         found["noise levels per frame"] = differences(spec, pair, group, odd)
@@ -130,17 +110,26 @@ def group_cases(name: str, spec: Any, odd: dict[str, Any], group: Any) -> dict[s
         layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
         adapted = networks(spec, group, adapted="|".join(layers))
         set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
-        found[f"{name}, dropout of a LoRA of every layer"] = differences(spec, adapted, group, {**odd, "batch": 2})
-    if family == "ltx_video":
-        with compiled(spec, pair[1]):
-            found["compiled"] = differences(spec, pair, group, {"batch": 2})
-            found["graph breaks"] = (float(len(counters["graph_break"])),)
+        found["dropout of a LoRA of every layer"] = differences(spec, adapted, group, {**odd, "batch": 2})
     if version == "t2v":
-        found |= t2v_cases(spec, pair, group, ({}, {"batch": 2, **odd}))
+        found |= two_sizes(spec, pair, group, ({}, {"batch": 2, **odd}))
     return found
 
 
-def t2v_cases(spec: Any, pair: Pair, group: Any, sizes: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def odd_size(family: str) -> dict[str, Any]:
+    """A size that does not divide."""
+    return {"size": (96, 96) if family == "ltx_video" else (48, 80), "frames": 17}
+
+
+def compiled_case(repository: str) -> dict[str, Any]:
+    spec, group = spec_of(Path(repository), "ltx_video", "auto"), dist.group.WORLD
+    pair = networks(spec, group)
+    with compiled(spec, pair[1]):
+        different = differences(spec, pair, group, {"batch": 2})
+    return {"different": different, "graph breaks": len(counters["graph_break"])}
+
+
+def two_sizes(spec: Any, pair: Pair, group: Any, sizes: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """The second size is computed before blocks of the first one are recomputed in backward."""
     found: dict[str, Any] = {}
     for setting in ("checkpoint", "keep_attention", "offload"):
@@ -149,22 +138,33 @@ def t2v_cases(spec: Any, pair: Pair, group: Any, sizes: tuple[dict[str, Any], ..
         found[f"two sizes, {setting}"] = differences(spec, pair, group, *sizes)
     with torch.autocast("cpu", torch.bfloat16):
         found["bf16"] = differences(spec, pair, group, *sizes)
-    try:
-        networks(spec, dist.group.WORLD)
-    except ConfigError as error:
-        found["refused"] = str(error)
     return found
 
 
-def ring_cases(spec: Any, odd: dict[str, Any]) -> dict[str, Any]:
-    """Of a family's network by ring attention, on four processes; HunyuanVideo's heads do not divide by four."""
-    found, pair = {}, networks(spec, dist.group.WORLD, mode="ring")
+def refused(repository: str) -> dict[str, Any]:
+    """Two heads do not divide by four processes."""
+    try:
+        networks(spec_of(Path(repository), "hunyuan_video", "auto"), dist.group.WORLD)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
+def ring_cases(model: str, repository: str) -> dict[str, Any]:
+    """Of a family's network by ring attention; HunyuanVideo's heads do not divide by four."""
+    family, _, version = model.partition(" ")
+    spec, group, odd = spec_of(Path(repository), family, "auto"), dist.group.WORLD, odd_size(family)
+    if family == "ltx_video":
+        odd = {"batch": 2, "times_per_frame": True, **odd}  # whose noise levels are split as well
+    found, pair = {}, networks(spec, group, mode="ring")
+    if version == "1.5":
+        found["four processes, no ring"] = differences(spec, networks(spec, group), group, odd)
     for setting in ("none", "checkpoint", "keep_attention", "offload"):
         for network in pair:
             set_activation_memory(network, setting, blocks=spec.block_modules(network))
-        found[f"ring, {setting}"] = differences(spec, pair, dist.group.WORLD, odd, {**odd, "batch": 2})
+        found[setting] = differences(spec, pair, group, odd, {**odd, "batch": 2})
     with torch.autocast("cpu", torch.bfloat16):
-        found["ring, bf16"] = differences(spec, pair, dist.group.WORLD, odd)
+        found["bf16"] = differences(spec, pair, group, odd)
     return found
 
 
@@ -215,18 +215,31 @@ def exact_ring(before: int, tokens: int, after: int, *, masked: bool, compiled: 
     return max(one.abs().max().item() for one in different)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    repositories, jobs, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    found = cases(json.loads(repositories), dist.new_subgroups(2)[0])
-    found["float64"] = [
+def exact_rings() -> dict[str, Any]:
+    different = [
         exact_ring(5, 9, 0, masked=False),
         exact_ring(0, 14, 7, masked=True),
         exact_ring(0, 4, 0, masked=False),
     ]
+    return {"different": different}
+
+
+def exact_compiled_ring() -> dict[str, Any]:
     with compiling_allowed():
-        found["float64"].append(exact_ring(3, 14, 7, masked=True, compiled=True))
-    if dist.get_rank() == 0:
-        (out / "cases.json").write_text(json.dumps(found))
-    rank.main(jobs, out)
+        return {"different": [exact_ring(3, 14, 7, masked=True, compiled=True)]}
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    "model": models_cases, "compiled": compiled_case, "refused": refused, "ring": ring_cases, "exact": exact_rings,
+    "exact, compiled": exact_compiled_ring,
+}  # fmt: skip
+
+
+def case_or_run(job: dict[str, Any], train: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """A case if the job names one, else a run."""
+    return CASES[job.pop("_case")](**job) if "_case" in job else train(job)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    rank.main(Path(sys.argv[1]), Path(sys.argv[2]), case_or_run)

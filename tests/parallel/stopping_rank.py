@@ -1,7 +1,7 @@
 """One rank of a run that is disturbed on one rank alone; writes down how it ended.
 
-Usage: stopping_rank.py jobs.json OUT, where jobs.json maps names to options of a run, plus `_disturb`: what happens to
-rank 1 in its second step, or in all of them.
+Usage: stopping_rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `rank_jobs.py`), or a file that maps
+names to jobs. These are options of a run, plus `_disturb`: what happens to rank 1 in its second step, or in all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rank_jobs import served
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
@@ -80,14 +81,22 @@ def run_job(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def in_the_group_of_a_host(options: dict[str, Any]) -> dict[str, Any]:
+    found = run_job(options)
+    assert process_groups() == [torch.distributed.group.WORLD]
+    return found
+
+
 def main(jobs: Path, out: Path) -> None:
     torch.set_num_threads(1)
     # The group of a host program serves all jobs, and stays the only one.
     torch.distributed.init_process_group("gloo")
-    results = {name: run_job(options) for name, options in json.loads(jobs.read_text()).items()}
-    assert process_groups() == [torch.distributed.group.WORLD]
+    if jobs.is_dir():
+        served(jobs, out, RANK, in_the_group_of_a_host)
+    else:
+        results = {name: in_the_group_of_a_host(job) for name, job in json.loads(jobs.read_text()).items()}
+        (out / f"rank{RANK}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
-    (out / f"rank{RANK}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

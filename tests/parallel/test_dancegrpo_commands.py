@@ -109,15 +109,22 @@ def check_copies(python: Python, workplace: Path) -> None:
     assert all(tensor.equal(trained[name].bfloat16()) for name, tensor in exported.items())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_both_commands_train(workplace: Path, python: Python) -> None:
-    prepare, guide, script = shown()
-    done = python("-m", "finetrainers", *prepare, cwd=workplace)
+@pytest.fixture(scope="module")
+def prepared(workplace: Path, python_of_module: Python) -> Path:
+    """The directory, with the embeddings of its prompts."""
+    prepare, *_ = shown()
+    done = python_of_module("-m", "finetrainers", *prepare, cwd=workplace)
     assert done.wait() == 0, done.stderr
     assert len(json.loads((workplace / "data/rl_embeddings/videos2caption.json").read_text())) == 3
+    return workplace
 
-    run, said = trained(python, workplace, smaller(guide, GUIDE))
+
+@pytest.mark.rotating
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_command_of_the_guide_trains(prepared: Path, python: Python) -> None:
+    _, guide, _ = shown()
+    run, said = trained(python, prepared, smaller(guide, GUIDE))
     assert "--gradient_accumulation_steps 3 exceeds the 2 clips" in said
     assert "--max_train_steps 2 and --checkpointing_steps 1 count rollouts, of 1 optimizer step each" in said
     records = [json.loads(line) for line in lines(run / "metrics.jsonl")]
@@ -128,7 +135,7 @@ def test_both_commands_train(workplace: Path, python: Python) -> None:
     links = {path.name: path.readlink() for path in run.glob("*checkpoint-*")}
     assert links == {f"checkpoint-{n}-0": Path(f"checkpoints/step-{n}/transformer") for n in (1, 2)}
     assert load_file(run / "transformer" / "diffusion_pytorch_model.safetensors")
-    check_copies(python, workplace)
+    check_copies(python, prepared)
     for name, head in (("vq_reward", "videoalign.vq"), ("mq_reward", "videoalign.mq")):
         expected = [f"{record[f'reward_normalized/{head}']:.4g}" for record in steps]
         assert [f"{float(line):.4g}" for line in lines(run / f"{name}.txt")] == expected
@@ -138,7 +145,13 @@ def test_both_commands_train(workplace: Path, python: Python) -> None:
     assert log.count("vq_reward") == 2
     assert "step 2/2" in log
 
-    run, said = trained(python, workplace, smaller(script, SCRIPT))
+
+@pytest.mark.rotating
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_command_of_the_published_script_trains(prepared: Path, python: Python) -> None:
+    _, _, script = shown()
+    run, said = trained(python, prepared, smaller(script, SCRIPT))
     assert "--max_train_steps 1 and --checkpointing_steps 1 count rollouts, of 2 optimizer steps each" in said
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2"]
     assert (run / "checkpoint-1-0").resolve() == (run / "checkpoints/step-2/transformer").resolve(), "of rollout 1"

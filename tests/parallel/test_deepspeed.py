@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_jobs import Jobs
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
@@ -27,6 +28,11 @@ pytestmark = [
 ]
 
 STAGES = [1, 2, 3]
+#: Other strategies' tests show each mechanism every day; stages have their turn by themselves.
+SPLIT, ALL = (
+    [pytest.param(stage, marks=pytest.mark.rotating(f"deepspeed zero-{stage}")) for stage in stages]
+    for stages in ([2, 3], STAGES)
+)
 CONFIG = Path(__file__).parents[2] / "accelerate_configs" / "deepspeed_zero2.yaml"
 SCHEDULE = {"lr_scheduler": "cosine", "lr_warmup_steps": 2, "max_grad_norm": 0.02, "checkpointing_steps": 2}
 LORA = {"train_steps": 3, "eval_num_items": 1, "eval_steps": 3, **SCHEDULE}
@@ -35,12 +41,7 @@ QUANTIZED = {"train_steps": 2, "quantize_frozen": "int8", "max_grad_norm": 0.02}
 FULL = {"train_steps": 2, "training_type": "full-finetune", "gradient_accumulation_steps": 2, **SCHEDULE}
 
 
-@pytest.fixture(scope="module")
-def jobs(
-    options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, Any]]]:
-    """The run directories' parent, and what both ranks saw, by job."""
-    root = tmp_path_factory.mktemp("deepspeed")
+def jobs_below(root: Path, options: Callable[..., dict]) -> dict[str, dict[str, Any]]:
     todo = {}
     for stage in STAGES:
         lora, full = root / f"lora {stage}", root / f"full {stage}"
@@ -54,35 +55,41 @@ def jobs(
         todo[f"poisoned {stage}"] = {
             **options(root / f"poisoned {stage}", **FULL, on_nonfinite="skip"), "_zero_stage": stage, "_poisoned": 1,
         }  # fmt: skip
-    todo["averaged 3"] = {
-        **options(
-            root / "averaged",
-            use_ema=True,
-            on_nonfinite="rollback",
-            async_checkpointing=True,
-            checkpointing_steps=1,
-            quantize_frozen="int8",
-        ),
-        "_zero_stage": 3,
-    }
+    refused = {"use_ema": True, "on_nonfinite": "rollback", "async_checkpointing": True, "checkpointing_steps": 1}
+    todo["averaged 3"] = {**options(root / "averaged", **refused, quantize_frozen="int8"), "_zero_stage": 3}
     todo["quantized 2"] = {**options(root / "quantized", **QUANTIZED), "_zero_stage": 2}
-    # The launcher's file says ZeRO-2 (and the jobs otherwise); a CPU has no bf16 matrix units to test.
-    launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
-    return root, launch([*launcher, "--mixed_precision", "no"], todo, root, ACCELERATE_USE_CPU="false")
+    return todo
+
+
+def launcher(processes: int) -> list[str]:
+    """The file says ZeRO-2 (and the jobs otherwise); a CPU has no bf16 matrix units to test."""
+    count = ["--num_processes", str(processes)]
+    return ["accelerate.commands.launch", "--config_file", str(CONFIG), *count, "--mixed_precision", "no"]
 
 
 @pytest.fixture(scope="module")
-def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same runs on one process, with twice the batch."""
+def jobs(options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    root, needs = tmp_path_factory.mktemp("deepspeed"), {f"resumed {stage}": [f"lora {stage}"] for stage in STAGES}
+    todo = jobs_below(root, options)
+    return do_jobs(root, todo, launcher=launcher(2), needs=needs, ACCELERATE_USE_CPU="false")
+
+
+@pytest.fixture(scope="module")
+def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`single(job)`: directory of the same run on one process, with twice the batch."""
+    root = tmp_path_factory.mktemp("single")
     larger = {
         "lora": {**LORA, "batch_size": 2},
         "full": {**FULL, "gradient_accumulation_steps": 4},
         "quantized": {**QUANTIZED, "batch_size": 2},
     }
-    directories = {name: tmp_path_factory.mktemp(name) for name in larger}
-    for name, changes in larger.items():
-        train(load_config(**options(directories[name], **changes)))
-    return directories
+
+    def run(name: str) -> Path:
+        if not (root / name).exists():
+            train(load_config(**options(root / name, **larger[name])))
+        return root / name
+
+    return run
 
 
 def curve(records: list[dict[str, Any]], *names: str) -> torch.Tensor:
@@ -106,60 +113,58 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "stage"), [("full", 1), ("lora", 2), ("full", 2), ("lora", 3), ("full", 3)])
-def test_same_training_as_one_process(name: str, stage: int, jobs: Any, single: dict[str, Path]) -> None:
-    root, (rank, other) = jobs
-    found = rank[f"{name} {stage}"]
+def test_same_training_as_one_process(name: str, stage: int, jobs: Jobs, single: Callable[[str], Path]) -> None:
+    found, other = jobs[f"{name} {stage}"]
     assert f"2 processes (deepspeed zero-{stage})" in found["kind"]
     if name == "full":  # where there is nothing else that both ranks look at
-        assert not set(found["inputs"]) & set(other["full 2"]["inputs"])
-    expected = read(single[name])
+        assert not set(found["inputs"]) & set(other["inputs"])
+    expected = read(single(name))
     columns = ("loss", "grad_norm", "lr")
     torch.testing.assert_close(curve(found["metrics"], *columns), curve(expected, *columns), rtol=1e-4, atol=0)
     if name == "lora":
         torch.testing.assert_close(
             curve(found["metrics"], "eval_loss"), curve(expected, "eval_loss"), rtol=1e-5, atol=0
         )
-    same_weights(root / f"{name} {stage}", single[name])
+    same_weights(jobs.directory(f"{name} {stage}"), single(name))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_resuming_changes_nothing(stage: int, jobs: Any) -> None:
-    _, (rank, _) = jobs
-    straight, resumed = rank[f"lora {stage}"], rank[f"resumed {stage}"]
+@pytest.mark.parametrize("stage", SPLIT)
+def test_resuming_changes_nothing(stage: int, jobs: Jobs) -> None:
+    straight, resumed = jobs[f"lora {stage}"][0], jobs[f"resumed {stage}"][0]
     assert len(resumed["inputs"]) < len(straight["inputs"])
     columns = ("loss", "grad_norm", "step")
     assert torch.equal(curve(straight["metrics"], *columns), curve(resumed["metrics"], *columns))
     assert straight["results"] == resumed["results"] != {}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_all_samples_are_written(stage: int, jobs: Any) -> None:
-    root, _ = jobs
-    found = sorted(path.name for path in (root / f"lora {stage}" / "samples" / "step-000003").glob("*.mp4"))
+@pytest.mark.parametrize("stage", SPLIT)
+def test_all_samples_are_written(stage: int, jobs: Jobs) -> None:
+    found = sorted(path.name for path in (jobs.directory(f"lora {stage}") / "samples" / "step-000003").glob("*.mp4"))
     assert found == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
 
 
-def test_an_average_of_shards_is_refused(jobs: Any) -> None:
-    for rank in jobs[1]:
-        assert "--use_ema: averages need whole weights" in rank["averaged 3"]["error"]
-        assert "--async_checkpointing: DeepSpeed writes its own files" in rank["averaged 3"]["error"]
-        assert "--on_nonfinite rollback: weights that the strategy splits" in rank["averaged 3"]["error"]
-        assert "--quantize_frozen: ZeRO-3 splits floating-point weights alone" in rank["averaged 3"]["error"]
+def test_an_average_of_shards_is_refused(jobs: Jobs) -> None:
+    for rank in jobs["averaged 3"]:
+        assert "--use_ema: averages need whole weights" in rank["error"]
+        assert "--async_checkpointing: DeepSpeed writes its own files" in rank["error"]
+        assert "--on_nonfinite rollback: weights that the strategy splits" in rank["error"]
+        assert "--quantize_frozen: ZeRO-3 splits floating-point weights alone" in rank["error"]
 
 
-def test_quantized_weights_under_stage_2(jobs: Any, single: dict[str, Path]) -> None:
+@pytest.mark.rotating
+def test_quantized_weights_under_stage_2(jobs: Jobs, single: Callable[[str], Path]) -> None:
     columns = ("loss", "grad_norm")
-    found = jobs[1][0]["quantized 2"]["metrics"]
-    torch.testing.assert_close(curve(found, *columns), curve(read(single["quantized"]), *columns), rtol=1e-5, atol=0)
+    found = jobs["quantized 2"][0]["metrics"]
+    torch.testing.assert_close(curve(found, *columns), curve(read(single("quantized")), *columns), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", SPLIT)
 def test_a_step_that_is_not_finite_changes_nothing(
-    stage: int, jobs: Any, options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, jobs: Jobs, options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does anything of its gradients stay for the next step: one process agrees."""
-    root, (rank, _) = jobs
     loss, calls = SFT.loss, count()
 
     def poisoned(method: SFT, transformer: Any, batch: Any) -> Any:
@@ -169,33 +174,31 @@ def test_a_step_that_is_not_finite_changes_nothing(
 
     monkeypatch.setattr(SFT, "loss", poisoned)
     train(load_config(**options(tmp_path, **{**FULL, "gradient_accumulation_steps": 4}, on_nonfinite="skip")))
-    found = rank[f"poisoned {stage}"]["metrics"]
+    found = jobs[f"poisoned {stage}"][0]["metrics"]
     expected = read(tmp_path)
     assert [record.get("nonfinite_steps") for record in found if record["step"] == 1] == [1]
     assert len(curve(found, "loss")) == 1
     columns = ("loss", "grad_norm", "lr")
     torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-4, atol=0)
-    same_weights(root / f"poisoned {stage}", tmp_path)
+    same_weights(jobs.directory(f"poisoned {stage}"), tmp_path)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_process_writes_its_part(stage: int, jobs: Any) -> None:
-    """Weights in several files, and DeepSpeed's own, which the processes have hashed together; nothing is damaged."""
-    root, _ = jobs
-    checkpoint = root / f"full {stage}" / "checkpoints" / "step-2"
+@pytest.mark.parametrize("stage", ALL)
+def test_each_process_writes_its_part(stage: int, jobs: Jobs) -> None:
+    """Weights in several files, and DeepSpeed's own, which the processes have hashed between them; nothing is damaged."""
+    checkpoint = jobs.directory(f"full {stage}") / "checkpoints" / "step-2"
     files = read_manifest(checkpoint)["files"]
     assert sum(name.startswith("transformer/diffusion_pytorch_model-") for name in files) > 2
     assert sum(name.startswith("deepspeed/state/") and "optim_states" in name for name in files) == 2
     assert damage(checkpoint, contents=True) is None
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_checkpoints_convert_to_the_universal_format(stage: int, jobs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ALL)
+def test_checkpoints_convert_to_the_universal_format(stage: int, jobs: Jobs, tmp_path: Path) -> None:
     """DeepSpeed's own converter makes whole weights and moments of them, which load on any number of processes."""
     from deepspeed.checkpoint.ds_to_universal import main
 
-    root, _ = jobs
-    checkpoint = root / f"full {stage}" / "checkpoints" / "step-2"
+    checkpoint = jobs.directory(f"full {stage}") / "checkpoints" / "step-2"
     main(
         Namespace(
             input_folder=str(checkpoint / "deepspeed" / "state"), output_folder=str(tmp_path / "universal"),
@@ -212,37 +215,32 @@ def test_checkpoints_convert_to_the_universal_format(stage: int, jobs: Any, tmp_
         assert {file.name for file in path.iterdir()} >= {"exp_avg.pt", "exp_avg_sq.pt"}
 
 
+@pytest.mark.rotating
 def test_another_number_of_processes_continues(
-    jobs: Any, single: dict[str, Path], options: Callable[..., dict], launch: Callable[..., Any], tmp_path: Path
+    jobs: Jobs,
+    single: Callable[[str], Path],
+    options: Callable[..., dict],
+    do_jobs: Callable[..., Jobs],
+    tmp_path: Path,
 ) -> None:
     """One process takes two's run on, weights and moments, as it takes on its own."""
-    root, _ = jobs
     longer = {**FULL, "gradient_accumulation_steps": 4, "train_steps": 3, "resume_from_checkpoint": "2"}
     names = [f"full {stage}" for stage in STAGES]
     for name in names:
-        copytree(root / name, tmp_path / name)
+        copytree(jobs.directory(name), tmp_path / name)
     todo = {
-        f"full {stage}": {**options(tmp_path / f"full {stage}", **longer), "_zero_stage": stage} for stage in STAGES
+        name: {**options(tmp_path / name, **longer), "_zero_stage": stage}
+        for name, stage in zip(names, STAGES, strict=True)
     }
-    launcher = [
-        "accelerate.commands.launch",
-        "--config_file",
-        str(CONFIG),
-        "--num_processes",
-        "1",
-        "--mixed_precision",
-        "no",
-    ]
-    [found] = launch(launcher, todo, tmp_path, processes=1, ACCELERATE_USE_CPU="false")
-    copytree(single["full"], tmp_path / "single")
+    continued = do_jobs(tmp_path, todo, launcher=launcher(1), processes=1, ACCELERATE_USE_CPU="false")
+    copytree(single("full"), tmp_path / "single")
     train(load_config(**options(tmp_path / "single", **longer)))
     expected = read(tmp_path / "single")
     assert len(curve(expected, "loss")) == 3
     columns = ("loss", "grad_norm", "lr")
     for name in todo:
-        assert "1 process" in found[name]["kind"]
-        torch.testing.assert_close(
-            curve(found[name]["metrics"], *columns), curve(expected, *columns), rtol=1e-4, atol=0
-        )
+        [found] = continued[name]
+        assert "1 process" in found["kind"]
+        torch.testing.assert_close(curve(found["metrics"], *columns), curve(expected, *columns), rtol=1e-4, atol=0)
         same_weights(tmp_path / name, tmp_path / "single")
         assert not list((tmp_path / name / "checkpoints").glob(".*.tmp"))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
+from rank_jobs import Jobs
 from real_process import Python
 from safetensors.torch import load_file
 from torch import nn
@@ -96,6 +97,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "refused": {"use_ema": True, "optimizer": "lion"},
     "uneven": {"fsdp": "hybrid", "fsdp_group_size": 3},
 }
+NEEDS = {"resumed": ["full"], "regrouped": ["full"], "damaged": ["gathered"], "second round": ["lora"]}
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +113,11 @@ def bf16_repo(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def jobs(
-    options: Callable[..., dict], launch: Callable[..., Any], bf16_repo: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, Any]]]:
-    """The run directories' parent, and what both ranks saw, by job."""
+    options: Callable[..., dict],
+    do_jobs: Callable[..., Jobs],
+    bf16_repo: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Jobs:
     root = tmp_path_factory.mktemp("fsdp")
     todo = {
         name: options(root / {"resumed": "full", "damaged": "gathered"}.get(name, name), **changes)
@@ -121,24 +125,28 @@ def jobs(
     }
     todo = json.loads(json.dumps(todo).replace("{root}", str(root)).replace("{bf16}", str(bf16_repo)))
     launcher = ["accelerate.commands.launch", "--config_file", str(CONFIG), "--num_processes", "2"]
-    return root, launch([*launcher, "--mixed_precision", "no"], todo, root, TORCHDYNAMO_DISABLE="1")
+    return do_jobs(root, todo, launcher=[*launcher, "--mixed_precision", "no"], needs=NEEDS, TORCHDYNAMO_DISABLE="1")
 
 
 @pytest.fixture(scope="module")
-def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same runs on one process, with twice the batch."""
+def single(options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`single(job)`: directory of the same run on one process, with twice the batch."""
     root = tmp_path_factory.mktemp("single")
-    bf16 = {**MIXED, "fsdp_cpu_offload": False, "batch_size": 2}
     larger = {
         "lora": {**LORA, "batch_size": 2},
         "full": {**FULL, "gradient_accumulation_steps": 4},
-        "offloaded": bf16,
+        "offloaded": {**MIXED, "fsdp_cpu_offload": False, "batch_size": 2},
         "pairs": {**PAIRS, "batch_size": 2},
         "quantized": {**QUANTIZED, "batch_size": 2},
     }
-    for name, changes in larger.items():
-        train(load_config(**options(root / name, **changes)))
-    return {**{name: root / name for name in larger}, "hybrid": root / "lora"}
+
+    def run(name: str) -> Path:
+        name = "lora" if name == "hybrid" else name
+        if not (root / name).exists():
+            train(load_config(**options(root / name, **larger[name])))
+        return root / name
+
+    return run
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -161,65 +169,72 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], *, rtol: float = 1e-5, a
         torch.testing.assert_close(value, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", ["lora", "full", "hybrid", "pairs", "quantized"])
-def test_same_training_as_one_process(name: str, jobs: Any, single: dict[str, Path]) -> None:
-    root, (rank, other) = jobs
+@pytest.mark.parametrize(
+    "name",
+    ["full", *(pytest.param(name, marks=pytest.mark.rotating) for name in ("lora", "hybrid", "pairs", "quantized"))],
+)
+def test_same_training_as_one_process(name: str, jobs: Jobs, single: Callable[[str], Path]) -> None:
+    rank, other = jobs[name]
     kind = "fsdp2 in groups of 1" if name == "hybrid" else "fsdp2"
-    assert f"2 processes ({kind})" in rank[name]["kind"]
-    assert rank[name]["digest"] == other[name]["digest"]
+    assert f"2 processes ({kind})" in rank["kind"]
+    assert rank["digest"] == other["digest"]
     if name == "full":  # where there is nothing else that both ranks look at
-        assert not set(rank[name]["inputs"]) & set(other[name]["inputs"])
+        assert not set(rank["inputs"]) & set(other["inputs"])
     columns = ("loss", "grad_norm", "lr")
-    found, expected = rank[name]["metrics"], read(single[name])
+    found, expected = rank["metrics"], read(single(name))
     torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-5, atol=0)
     torch.testing.assert_close(curve(found, "eval_loss"), curve(expected, "eval_loss"), rtol=1e-5, atol=0)
-    close(weights(root / name), weights(single[name]))
+    close(weights(jobs.directory(name)), weights(single(name)))
 
 
-def test_a_second_round_begins_at_its_reference(jobs: Any, options: Callable[..., dict], tmp_path: Path) -> None:
-    root, (rank, other) = jobs
-    train(load_config(**options(tmp_path, **{**SECOND_ROUND, "init_from": str(root / "lora"), "batch_size": 2})))
-    assert rank["second round"]["digest"] == other["second round"]["digest"]
-    found, expected, columns = rank["second round"]["metrics"], read(tmp_path), ("loss", "margin", "grad_norm")
+@pytest.mark.rotating
+def test_a_second_round_begins_at_its_reference(jobs: Jobs, options: Callable[..., dict], tmp_path: Path) -> None:
+    rank, other = jobs["second round"]
+    train(
+        load_config(**options(tmp_path, **{**SECOND_ROUND, "init_from": str(jobs.directory("lora")), "batch_size": 2}))
+    )
+    assert rank["digest"] == other["digest"]
+    found, expected, columns = rank["metrics"], read(tmp_path), ("loss", "margin", "grad_norm")
     assert curve(found, "margin")[0] == 0
     torch.testing.assert_close(curve(found, *columns), curve(expected, *columns), rtol=1e-4, atol=1e-6)
-    close(weights(root / "second round"), weights(tmp_path), rtol=1e-4, atol=1e-5)
+    close(weights(jobs.directory("second round")), weights(tmp_path), rtol=1e-4, atol=1e-5)
 
 
-def test_swapped_blocks_change_nothing(jobs: Any) -> None:
+@pytest.mark.rotating
+def test_swapped_blocks_change_nothing(jobs: Jobs) -> None:
     """Their weights are whole on each process, and nobody gathers them; a block that stays is split as before."""
-    root, found = jobs
-    for rank in found:
-        assert rank["swapped"]["digest"] == rank["whole"]["digest"]
-        swapped, whole = rank["swapped"]["metrics"], rank["whole"]["metrics"]
-        assert torch.equal(curve(swapped, "loss", "grad_norm"), curve(whole, "loss", "grad_norm"))
-        assert torch.equal(curve(swapped, "eval_loss"), curve(whole, "eval_loss"))
-    samples = sorted(path.relative_to(root / "whole") for path in (root / "whole").rglob("*.mp4"))
-    assert len(samples) == 1
-    for sample in samples:
-        assert (root / "swapped" / sample).read_bytes() == (root / "whole" / sample).read_bytes()
+    for swapped, whole in zip(jobs["swapped"], jobs["whole"], strict=True):
+        assert swapped["digest"] == whole["digest"]
+        ours, theirs = swapped["metrics"], whole["metrics"]
+        assert torch.equal(curve(ours, "loss", "grad_norm"), curve(theirs, "loss", "grad_norm"))
+        assert torch.equal(curve(ours, "eval_loss"), curve(theirs, "eval_loss"))
+    [sample] = jobs.directory("whole").rglob("*.mp4")
+    same = jobs.directory("swapped") / sample.relative_to(jobs.directory("whole"))
+    assert same.read_bytes() == sample.read_bytes()
 
 
-def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Any, single: dict[str, Path]) -> None:
+@pytest.mark.rotating
+def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Jobs, single: Callable[[str], Path]) -> None:
     """Norm layers see rounded weights here and none under autocast alone, so that the two agree to bf16's precision."""
-    root, (rank, _) = jobs
-    assert "(fsdp2, on the host) on cpu:0, bf16 mixed precision" in rank["offloaded"]["kind"]
-    found, expected = rank["offloaded"]["metrics"], read(single["offloaded"])
+    rank, _ = jobs["offloaded"]
+    assert "(fsdp2, on the host) on cpu:0, bf16 mixed precision" in rank["kind"]
+    found, expected = rank["metrics"], read(single("offloaded"))
     torch.testing.assert_close(
         curve(found, "loss", "grad_norm"), curve(expected, "loss", "grad_norm"), rtol=2e-3, atol=0
     )
-    ours, theirs = weights(root / "offloaded"), weights(single["offloaded"])
+    ours, theirs = weights(jobs.directory("offloaded")), weights(single("offloaded"))
     close(ours, theirs, rtol=0, atol=5e-3)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in ours.values())
 
 
+@pytest.mark.rotating
 def test_weights_of_files_become_fp32_part_by_part(
-    jobs: Any, options: Callable[..., dict], bf16_repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, options: Callable[..., dict], bf16_repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mapped and widened in shards, or on the device, they are those that each process loaded in fp32 at its turn."""
-    for rank in jobs[1]:
-        assert rank["widened"]["digest"] == rank["copied"]["digest"]
-        assert rank["widened"]["results"] == rank["copied"]["results"]
+    for widened, copied in zip(jobs["widened"], jobs["copied"], strict=True):
+        assert widened["digest"] == copied["digest"]
+        assert widened["results"] == copied["results"]
     found = {}
     for name in ("widened", "copied"):
         if name == "copied":
@@ -230,35 +245,36 @@ def test_weights_of_files_become_fp32_part_by_part(
     close(found["widened"], found["copied"], rtol=0, atol=0)
 
 
-def test_all_samples_of_an_odd_number_are_written(jobs: Any) -> None:
-    found = sorted(path.name for path in (jobs[0] / "lora" / "samples" / "step-000002").glob("*.mp4"))
+@pytest.mark.rotating
+def test_all_samples_of_an_odd_number_are_written(jobs: Jobs) -> None:
+    found = sorted(path.name for path in (jobs.directory("lora") / "samples" / "step-000002").glob("*.mp4"))
     assert found == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
 
 
-def test_what_shards_store_changes_between_steps(jobs: Any) -> None:
+@pytest.mark.rotating
+def test_what_shards_store_changes_between_steps(jobs: Jobs) -> None:
     """Rank 1 alone has measured that it does not fit; the weights are those of one process (see above)."""
-    events = map(json.loads, (jobs[0] / "quantized" / "events.jsonl").read_text().splitlines())
+    events = map(json.loads, (jobs.directory("quantized") / "events.jsonl").read_text().splitlines())
     assert [event["setting"] for event in events if event["event"] == "activation_memory"] != []
 
 
-def test_the_export_names_the_stock_class(jobs: Any) -> None:
-    config = json.loads((jobs[0] / "full" / "transformer" / "config.json").read_text())
+def test_the_export_names_the_stock_class(jobs: Jobs) -> None:
+    config = json.loads((jobs.directory("full") / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "LTXVideoTransformer3DModel"
 
 
-def test_resuming_changes_nothing(jobs: Any) -> None:
+def test_resuming_changes_nothing(jobs: Jobs) -> None:
     """Nor does what blocks store for backward: everything in the one run, attention in the other."""
-    _, (rank, _) = jobs
-    straight, resumed = rank["full"], rank["resumed"]
+    straight, resumed = jobs["full"][0], jobs["resumed"][0]
     assert len(resumed["inputs"]) < len(straight["inputs"])
     columns = ("loss", "grad_norm", "step")
     assert torch.equal(curve(straight["metrics"], *columns), curve(resumed["metrics"], *columns))
     assert straight["results"] == resumed["results"] != {}
 
 
-def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Any, single: dict[str, Path]) -> None:
-    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed loads them."""
-    ours, theirs = jobs[0] / "gathered" / "checkpoints" / "step-2", single["full"] / "checkpoints" / "step-2"
+def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Jobs, single: Callable[[str], Path]) -> None:
+    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed continues from them."""
+    ours, theirs = jobs.directory("gathered") / "checkpoints" / "step-2", single("full") / "checkpoints" / "step-2"
     close(weights(ours), weights(theirs))
     found, expected = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))
     assert found["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
@@ -267,9 +283,9 @@ def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Any, single: di
         close(found["state"][number], values, rtol=1e-4)
 
 
-def test_each_process_writes_its_part(jobs: Any) -> None:
+def test_each_process_writes_its_part(jobs: Jobs) -> None:
     """Put together, the parts are what rank 0 gathers, bit for bit; torch's own reader puts them together."""
-    parts, gathered = (jobs[0] / name / "checkpoints" / "step-2" for name in ("full", "gathered"))
+    parts, gathered = (jobs.directory(name) / "checkpoints" / "step-2" for name in ("full", "gathered"))
     files = read_manifest(parts)["files"]
     assert sum(name.startswith("transformer/diffusion_pytorch_model-") for name in files) > 2
     assert {f"optimizer/shard-0000{rank}-of-00002.safetensors" for rank in (1, 2)} < files.keys()
@@ -287,13 +303,13 @@ def test_each_process_writes_its_part(jobs: Any) -> None:
         close(found["state"][name], expected["state"][number], rtol=0, atol=0)
 
 
-def test_parts_are_continued_in_other_groups(jobs: Any) -> None:
+@pytest.mark.rotating
+def test_parts_are_continued_in_other_groups(jobs: Jobs) -> None:
     """Two parts are read by processes that hold everything each, and one of them writes: the others have copies."""
-    root, (rank, _) = jobs
-    whole, regrouped = rank["full"]["metrics"], rank["regrouped"]["metrics"]
+    whole, regrouped = (jobs[name][0]["metrics"] for name in ("full", "regrouped"))
     assert torch.equal(curve(whole, "loss")[1:], curve(regrouped, "loss"))
     torch.testing.assert_close(curve(whole, "grad_norm")[1:], curve(regrouped, "grad_norm"))  # summed in another order
-    found, expected = (root / name / "checkpoints" / "step-2" for name in ("regrouped", "gathered"))
+    found, expected = (jobs.directory(name) / "checkpoints" / "step-2" for name in ("regrouped", "gathered"))
     assert [path.name for path in (found / "optimizer").iterdir()] == ["shard-00001-of-00002.safetensors"]
     close(weights(found), weights(expected))
     values = read_state(found)["optimizer"]
@@ -302,48 +318,49 @@ def test_parts_are_continued_in_other_groups(jobs: Any) -> None:
         close(state[names[number]], one, rtol=1e-4)
 
 
-def test_every_byte_of_a_checkpoint_is_read_by_one_process(jobs: Any) -> None:
+@pytest.mark.rotating
+def test_every_byte_of_a_checkpoint_is_read_by_one_process(jobs: Jobs) -> None:
     """The newest one is damaged, which one process sees, and both fall back to the one before."""
-    _, ranks = jobs
-    shares = [rank["damaged"]["hashed"] for rank in ranks]
+    damaged, gathered = jobs["damaged"], jobs["gathered"]
+    shares = [rank["hashed"] for rank in damaged]
     large = [name for share in shares for name in share if not name.endswith(".json")]
     assert sorted(large) == ["diffusion_pytorch_model.safetensors"] * 2 + ["optimizer.pt"] * 2
     assert all(shares)
-    assert torch.equal(
-        curve(ranks[0]["damaged"]["metrics"], "step", "loss"), curve(ranks[0]["gathered"]["metrics"], "step", "loss")
-    )
-    assert len(ranks[0]["damaged"]["inputs"]) < len(ranks[0]["gathered"]["inputs"])
+    assert torch.equal(curve(damaged[0]["metrics"], "step", "loss"), curve(gathered[0]["metrics"], "step", "loss"))
+    assert len(damaged[0]["inputs"]) < len(gathered[0]["inputs"])
 
 
-def test_a_part_that_cannot_be_written_ends_the_run_on_all_ranks(jobs: Any) -> None:
-    root, found = jobs
-    assert "no space left on device" in found[1]["a part fails"]["error"]
-    assert "failed on another rank: rank 1: no space left" in found[0]["a part fails"]["error"]
-    assert list((root / "a part fails" / "checkpoints").iterdir()) == []
+def test_a_part_that_cannot_be_written_ends_the_run_on_all_ranks(jobs: Jobs) -> None:
+    first, second = jobs["a part fails"]
+    assert "no space left on device" in second["error"]
+    assert "failed on another rank: rank 1: no space left" in first["error"]
+    assert list((jobs.directory("a part fails") / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.rotating
 def test_parts_are_continued_by_one_process(
-    jobs: Any, single: dict[str, Path], options: Callable[..., dict], tmp_path: Path
+    jobs: Jobs, single: Callable[[str], Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:
-    shutil.copytree(jobs[0] / "full" / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
+    shutil.copytree(jobs.directory("full") / "checkpoints" / "step-1", tmp_path / "checkpoints" / "step-1")
     changes = {**FULL, "gradient_accumulation_steps": 4, "resume_from_checkpoint": "latest"}
     train(load_config(**options(tmp_path, **changes)))
-    close(weights(tmp_path), weights(single["full"]))
+    close(weights(tmp_path), weights(single("full")))
     found, expected = (
         torch.load(root / "checkpoints" / "step-2" / "optimizer.pt", weights_only=True)["state"]
-        for root in (tmp_path, single["full"])
+        for root in (tmp_path, single("full"))
     )
     for number, values in expected.items():
         close(found[number], values, rtol=1e-4)
 
 
-def test_what_parts_cannot_do_is_refused(jobs: Any) -> None:
-    for rank in jobs[1]:
-        assert "--use_ema: averages need whole weights" in rank["refused"]["error"]
-        assert "--optimizer: lion needs whole weights" in rank["refused"]["error"]
-        assert "--fsdp_group_size: 2 processes do not divide into groups of 3" in rank["uneven"]["error"]
+def test_what_parts_cannot_do_is_refused(jobs: Jobs) -> None:
+    for refused, uneven in zip(jobs["refused"], jobs["uneven"], strict=True):
+        assert "--use_ema: averages need whole weights" in refused["error"]
+        assert "--optimizer: lion needs whole weights" in refused["error"]
+        assert "--fsdp_group_size: 2 processes do not divide into groups of 3" in uneven["error"]
 
 
+@pytest.mark.rotating
 def test_sizes_that_do_not_divide_and_two_dtypes(
     options: Callable[..., dict], tiny_repo: Callable[..., Path], python: Python, tmp_path: Path
 ) -> None:

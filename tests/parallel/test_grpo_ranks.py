@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_jobs import Jobs
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
@@ -83,7 +84,8 @@ FILES = {"full": "transformer/diffusion_pytorch_model.safetensors"}
 
 
 @pytest.fixture(scope="module")
-def jobs(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def todo(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Options of all jobs."""
     root = tmp_path_factory.mktemp("grpo")
     (root / "prompts.txt").write_text("a red ball\na blue cube rolls\na cat\n")
     common = {
@@ -113,18 +115,17 @@ def jobs(tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     for job in jobs.values():
         if job.get("training_type") == "full-finetune":
             del job["rank"], job["lora_alpha"]
-    return root, jobs
+    return jobs
 
 
 @pytest.fixture(scope="module")
-def ranks(jobs: Any, launch: Callable[..., Any]) -> list[dict[str, Any]]:
-    root, todo = jobs
+def ranks(todo: dict[str, Any], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # DeepSpeed's own launcher; other tests start processes in the other ways.
     launcher = ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
-    return launch(launcher, todo, root, TORCHDYNAMO_DISABLE="1")
+    return do_jobs(tmp_path_factory.mktemp("ranks"), todo, launcher=launcher, TORCHDYNAMO_DISABLE="1")
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -132,9 +133,8 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def alone(todo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`alone(job)`: directory of the same run on one process."""
-    _, todo = jobs
     done: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -151,12 +151,13 @@ def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return run
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != REFUSED])
-def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], alone: Callable[[str], Path]) -> None:
+def test_two_ranks_are_one(name: str, ranks: Jobs, alone: Callable[[str], Path]) -> None:
     job, _, strategy = name.partition(", ")
-    assert f"2 processes ({strategy or 'DDP'}" in ranks[0][name]["kind"].replace("deepspeed ", "")
-    assert ranks[0][name]["digest"] == ranks[1][name]["digest"]
-    for found, expected in zip(ranks[0][name]["metrics"], read(alone(job)), strict=True):
+    assert f"2 processes ({strategy or 'DDP'}" in ranks[name][0]["kind"].replace("deepspeed ", "")
+    assert ranks[name][0]["digest"] == ranks[name][1]["digest"]
+    for found, expected in zip(ranks[name][0]["metrics"], read(alone(job)), strict=True):
         own = (
             ("loss", "reward_gradient") if job == "refl" else ("group_std/brightness", "advantage_abs", "clips_trained")
         )
@@ -167,36 +168,36 @@ def test_two_ranks_are_one(name: str, jobs: Any, ranks: list[dict[str, Any]], al
         elif job != "refl":
             assert found["ratio_error"] == 0.0
     if job == "full":  # the model before training, a copy of which the strategy splits as well
-        divergences = [record["kl"] for record in ranks[0][name]["metrics"]]
+        divergences = [record["kl"] for record in ranks[name][0]["metrics"]]
         assert divergences[0] == 0.0
         assert divergences[1] == pytest.approx(read(alone(job))[1]["kl"], rel=2e-3)
     file = FILES.get(job, "pytorch_lora_weights.safetensors")
-    ours, theirs = load_file(jobs[0] / name / file), load_file(alone(job) / file)
+    ours, theirs = load_file(ranks.directory(name) / file), load_file(alone(job) / file)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)
 
 
-def test_a_policy_that_is_swapped_in_whole_is_refused_in_shards(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert "--method nft: the sampling policy is swapped in as whole weights" in rank[REFUSED]["error"]
+def test_a_policy_that_is_swapped_in_whole_is_refused_in_shards(ranks: Jobs) -> None:
+    for rank in ranks[REFUSED]:
+        assert "--method nft: the sampling policy is swapped in as whole weights" in rank["error"]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [name for name in REWEIGHTED if "zero" not in name])
 def test_gradients_taken_while_sampling_are_those_of_replay(
-    name: str, jobs: Any, ranks: list[dict[str, Any]], alone: Callable[[str], Path]
+    name: str, ranks: Jobs, alone: Callable[[str], Path]
 ) -> None:
     job, full = name.partition(", ")[0], f"{name}, reweighted"
-    assert ranks[0][full]["digest"] == ranks[1][full]["digest"]
-    for found, expected in zip(ranks[0][full]["metrics"], read(alone(job)), strict=True):
+    assert ranks[full][0]["digest"] == ranks[full][1]["digest"]
+    for found, expected in zip(ranks[full][0]["metrics"], read(alone(job)), strict=True):
         for key in ("loss", "clips_trained", "grad_norm", "gradient/0.75-1.00"):
             assert found[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-6), (key, found["step"])
     file = FILES.get("full" if job == "drawn" else job, "pytorch_lora_weights.safetensors")
-    ours, theirs = load_file(jobs[0] / full / file), load_file(alone(job) / file)
+    ours, theirs = load_file(ranks.directory(full) / file), load_file(alone(job) / file)
     for key, value in ours.items():
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)
 
 
-def test_deepspeed_has_no_gradients_of_one_process(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        error = rank["drawn, zero-2, reweighted"]["error"]
-        assert "--rollout_gradients: DeepSpeed takes gradients from its own backward pass alone" in error
+def test_deepspeed_has_no_gradients_of_one_process(ranks: Jobs) -> None:
+    for rank in ranks["drawn, zero-2, reweighted"]:
+        assert "--rollout_gradients: DeepSpeed takes gradients from its own backward pass alone" in rank["error"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from every_family import CHECKPOINTS
-from real_process import Python
+from rank_jobs import Jobs
 from test_two_processes import close, metrics, weights
 
 from finetrainers.config.load import load_config
@@ -20,9 +20,9 @@ from finetrainers.utils.video import read_mp4
 
 pytestmark = pytest.mark.slow
 
-SCRIPT, TIMEOUT_S = Path(__file__).with_name("sequence_rank.py"), 600
-#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be
-#: rounded in another way for the rows of one process than for those of all, and gradients are sums over other parts.
+SCRIPT = Path(__file__).with_name("sequence_rank.py")
+#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be rounded in
+#: another way for the rows of one process than for those of all, and gradients are sums over other parts.
 TOLERANCE = 1e-6
 LORA = {
     "batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 2, "eval_num_items": 1, "eval_steps": 2,
@@ -90,58 +90,87 @@ def job(root: Path, folder: Path, options: Callable[..., dict], name: str, **cha
     return found
 
 
+#: Every version of a model, and those whose processes pass keys and values on in a ring.
+MODELS = {f"{family} {version}" if version else family: (family, version) for family, version in CHECKPOINTS}
+RINGS = ("ltx_video", "hunyuan_video t2v", "cogvideox 1.5")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "false", "TORCHDYNAMO_DISABLE": "1"}
+
+
 @pytest.fixture(scope="module")
-def root(
-    options: Callable[..., dict], tiny_repo: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """What four ranks left."""
+def two(do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Two ranks, which share calls."""
+    return do_jobs(tmp_path_factory.mktemp("two"), script=SCRIPT, **ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def four(options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Four ranks, which share calls or do `JOBS`."""
     root = tmp_path_factory.mktemp("sequence")
     folders = {"resumed": root / "interrupted"}
     jobs = {name: job(root, folders.get(name, root / name), options, name) for name in JOBS}
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    repositories = {f"{f} {v}" if v else f: str(tiny_repo(f, v)) for f, v in CHECKPOINTS}
-    python = Python(root)
-    try:
-        started = python.ranks(
-            4, str(SCRIPT), json.dumps(repositories), str(root / "jobs.json"), str(root), OMP_NUM_THREADS="1",
-            ACCELERATE_USE_CPU="false", TORCHDYNAMO_DISABLE="1",
-        )  # fmt: skip
-        assert [one.wait(TIMEOUT_S) for one in started] == [0] * 4, "\n".join(one.stderr[-3000:] for one in started)
-    finally:
-        python.close()
-    return root
+    needs = {"resumed": ["interrupted"], "in one group, by a ring": ["interrupted"]}
+    return do_jobs(root, jobs, script=SCRIPT, processes=4, needs=needs, **ENVIRONMENT)
 
 
-@pytest.fixture(scope="module")
-def ranks(root: Path) -> list[dict[str, Any]]:
-    return [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(4)]
+@pytest.mark.parametrize(
+    "model", ["ltx_video", *(pytest.param(name, marks=pytest.mark.rotating) for name in MODELS if name != "ltx_video")]
+)
+def test_a_shared_call_computes_the_same(model: str, two: Jobs, tiny_repo: Callable[..., Path]) -> None:
+    [found, _] = two.do({"_case": "model", "model": model, "repository": str(tiny_repo(*MODELS[model]))})
+    more = {"ltx_video": 2, "hunyuan_video t2v": 5, "cogvideox 1.5": 1, "cogvideox i2v": -1}
+    assert len(found) == 2 + more.get(model, 0)
+    check_differences(found)
 
 
-def test_a_shared_call_computes_the_same(root: Path) -> None:
-    found = json.loads((root / "cases.json").read_text())
-    assert "2 attention heads do not divide by 4 processes; use one of 2" in found.pop("refused")
-    assert max(found.pop("float64")) < 1e-13
-    rounded = [name for name in found if name.endswith("bf16")]  # in which each process rounds its part of a gradient
-    assert all(max(found.pop(name)) < 2e-2 for name in rounded)
-    assert len(found) == 2 * len(CHECKPOINTS) - 1 + 10 + 3 * 4
+def check_differences(found: dict[str, Any]) -> None:
     for name, different in found.items():
-        assert max(different) < TOLERANCE, name
+        # In bf16 each process rounds its part of a gradient.
+        assert max(different) < (2e-2 if name == "bf16" else TOLERANCE), name
 
 
-def test_resuming_changes_nothing(root: Path, ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.rotating
+def test_a_shared_call_that_is_compiled_computes_the_same(two: Jobs, tiny_repo: Callable[..., Path]) -> None:
+    [found, _] = two.do({"_case": "compiled", "repository": str(tiny_repo("ltx_video"))})
+    assert max(found["different"]) < TOLERANCE
+    assert found["graph breaks"] == 0
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("model", RINGS)
+def test_a_ring_computes_the_same(model: str, four: Jobs, tiny_repo: Callable[..., Path]) -> None:
+    found, *_ = four.do({"_case": "ring", "model": model, "repository": str(tiny_repo(*MODELS[model]))})
+    assert len(found) == 5 + (model == "cogvideox 1.5")
+    check_differences(found)
+
+
+@pytest.mark.parametrize("case", ["exact", pytest.param("exact, compiled", marks=pytest.mark.rotating)])
+def test_ring_attention_is_attention_to_all_tokens(case: str, four: Jobs) -> None:
+    for rank in four.do({"_case": case}):
+        assert max(rank["different"]) < 1e-13
+
+
+def test_heads_that_do_not_divide_are_refused(four: Jobs, tiny_repo: Callable[..., Path]) -> None:
+    for rank in four.do({"_case": "refused", "repository": str(tiny_repo("hunyuan_video", "t2v"))}):
+        assert "2 attention heads do not divide by 4 processes; use one of 2" in rank["error"]
+
+
+@pytest.mark.rotating
+def test_resuming_changes_nothing(four: Jobs) -> None:
     names = ("loss", "grad_norm", "step")
-    assert torch.equal(metrics(root / "lora", *names), metrics(root / "interrupted", *names))
-    assert ranks[0]["lora"]["digest"] == ranks[0]["resumed"]["digest"]
-    assert ranks[0]["lora"]["kind"].startswith("4 processes (DDP), 2 share each clip, on cpu")
+    straight, resumed = four["lora"][0], four["resumed"][0]
+    assert torch.equal(metrics(four.directory("lora"), *names), metrics(four.directory("resumed"), *names))
+    assert straight["digest"] == resumed["digest"]
+    assert straight["kind"].startswith("4 processes (DDP), 2 share each clip, on cpu")
 
 
-def test_samples_are_written_once(root: Path) -> None:
-    names = sorted(path.name for path in (root / "fsdp2" / "samples").rglob("*.mp4"))
+@pytest.mark.rotating
+def test_samples_are_written_once(four: Jobs) -> None:
+    names = sorted(path.name for path in (four.directory("fsdp2") / "samples").rglob("*.mp4"))
     assert names == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
 
 
 @pytest.fixture(scope="module")
-def alone(root: Path, options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def alone(four: Jobs, options: Callable[..., dict], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process with whole clips leaves of a job; the same folder for jobs that differ in `sp_mode` alone."""
     folders: dict[str, Path] = {}
 
@@ -157,33 +186,33 @@ def alone(root: Path, options: Callable[..., dict], tmp_path_factory: pytest.Tem
         larger = "gradient_accumulation_steps" if "lora_dropout" in JOBS[name] else "batch_size"
         strategy |= {"sp_size": 1, larger: groups * JOBS[name].get(larger, 1)}
         folders[known] = tmp_path_factory.mktemp("alone") / "run"
-        train(load_config(**job(root, folders[known], options, name, **strategy)))
+        train(load_config(**job(four.root, folders[known], options, name, **strategy)))
         return folders[known]
 
     return train_alone
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [name for name in JOBS if name not in ("interrupted", "resumed")])
-def test_groups_train_as_processes_with_whole_clips(
-    name: str, root: Path, ranks: list[dict[str, Any]], alone: Callable[[str], Path]
-) -> None:
+def test_groups_train_as_processes_with_whole_clips(name: str, four: Jobs, alone: Callable[[str], Path]) -> None:
+    ranks, directory = four[name], four.directory(name)
     whole = alone(name)
     if "reward" in JOBS[name]:  # advantages and ratios enlarge what is rounded
-        found = [metrics(path, "loss", "grad_norm", "reward/brightness") for path in (root / name, whole)]
+        found = [metrics(path, "loss", "grad_norm", "reward/brightness") for path in (directory, whole)]
         torch.testing.assert_close(*found, rtol=2e-3, atol=1e-6)
-        ours, theirs = weights(root / name), weights(whole)
+        ours, theirs = weights(directory), weights(whole)
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-        kept = [sorted(path.name for path in one.glob("rollouts/*/*")) for one in (root / name, whole)]
+        kept = [sorted(path.name for path in one.glob("rollouts/*/*")) for one in (directory, whole)]
         assert kept[0] == kept[1]
         assert bool(kept[0]) == (name == "grpo")
     else:
-        close(root / name, whole)
-    assert len({rank[name]["digest"] for rank in ranks}) == 1
-    first, second, third, fourth = (rank[name]["inputs"] for rank in ranks)
+        close(directory, whole)
+    assert len({rank["digest"] for rank in ranks}) == 1
+    first, second, third, fourth = (rank["inputs"] for rank in ranks)
     assert first == second
     assert third == fourth
     for path in (whole / "samples").rglob("*.mp4"):
-        ours, _ = read_mp4(root / name / path.relative_to(whole), columns=9)
+        ours, _ = read_mp4(directory / path.relative_to(whole), columns=9)
         theirs, _ = read_mp4(path, columns=9)
         assert np.abs(ours.astype(int) - theirs).mean() < 1
     if name in ("lora", "in one group, by a ring"):

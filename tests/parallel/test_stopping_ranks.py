@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_process import Python
+from rank_jobs import Jobs
 
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.rundir.lock import exclusive
@@ -45,23 +45,18 @@ class _Here:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stopping")
-
-
-@pytest.fixture(scope="module")
-def ranks(options: Callable[..., dict], python_of_module: Python, root: Path) -> list[dict[str, Any]]:
+def ranks(
+    options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Jobs]:
+    root = tmp_path_factory.mktemp("stopping")
     jobs = {
         name: options(
             root / ("signal" if name == "resumed" else name), train_steps=4, **{"lora_dropout": 0.3, **changes}
         )
         for name, changes in JOBS.items()
     }
-    (root / "jobs.json").write_text(json.dumps(jobs))
     with exclusive(root / "in use", _Here()):  # type: ignore[arg-type]
-        for process in python_of_module.ranks(2, str(SCRIPT), str(root / "jobs.json"), str(root)):
-            assert process.wait() == 0, process.stderr
-    return [json.loads((root / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+        yield do_jobs(root, jobs, script=SCRIPT, needs={"resumed": ["signal"]})
 
 
 def events(directory: Path) -> list[tuple[str, int | None]]:
@@ -69,67 +64,70 @@ def events(directory: Path) -> list[tuple[str, int | None]]:
     return [(event["event"], event.get("step")) for event in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize(("job", "by"), [("signal", "SIGUSR1"), ("stop file", "control/stop")])
-def test_both_stop_after_the_same_step(job: str, by: str, ranks: list[dict[str, Any]], root: Path) -> None:
-    for rank in ranks:
-        assert (rank[job]["step"], rank[job]["stopped_by"]) == (2, by)
-    assert ("stopped", 2) in events(root / job)
-    assert scan_checkpoints(root / job)[0].step == 2
+@pytest.mark.parametrize(
+    ("job", "by"), [("signal", "SIGUSR1"), pytest.param("stop file", "control/stop", marks=pytest.mark.rotating)]
+)
+def test_both_stop_after_the_same_step(job: str, by: str, ranks: Jobs) -> None:
+    for rank in ranks[job]:
+        assert (rank["step"], rank["stopped_by"]) == (2, by)
+    assert ("stopped", 2) in events(ranks.directory(job))
+    assert scan_checkpoints(ranks.directory(job))[0].step == 2
 
 
-def test_resuming_after_the_stop_changes_nothing(ranks: list[dict[str, Any]], root: Path) -> None:
-    assert [rank["resumed"] for rank in ranks] == [rank["straight"] for rank in ranks]
-    assert len({rank["resumed"]["digest"] for rank in ranks}) == 1
-    assert [found.step for found in scan_checkpoints(root / "signal") if found.damage is None] == [2, 4]
+def test_resuming_after_the_stop_changes_nothing(ranks: Jobs) -> None:
+    assert ranks["resumed"] == ranks["straight"]
+    assert len({rank["digest"] for rank in ranks["resumed"]}) == 1
+    assert [found.step for found in scan_checkpoints(ranks.directory("signal")) if found.damage is None] == [2, 4]
 
 
-def test_a_checkpoint_that_was_asked_for_is_written(ranks: list[dict[str, Any]], root: Path) -> None:
-    assert [found.step for found in scan_checkpoints(root / "save file") if found.damage is None] == [2, 4]
-    assert [rank["save file"] for rank in ranks] == [rank["straight"] for rank in ranks]
+def test_a_checkpoint_that_was_asked_for_is_written(ranks: Jobs) -> None:
+    assert [found.step for found in scan_checkpoints(ranks.directory("save file")) if found.damage is None] == [2, 4]
+    assert ranks["save file"] == ranks["straight"]
 
 
-def test_one_ranks_nan_ends_both_before_the_update(ranks: list[dict[str, Any]], root: Path) -> None:
-    for rank in ranks:
-        assert "step 2: loss nan, grad_norm nan" in rank["raise"]["error"]
-    assert scan_checkpoints(root / "raise") == []
+def test_one_ranks_nan_ends_both_before_the_update(ranks: Jobs) -> None:
+    for rank in ranks["raise"]:
+        assert "step 2: loss nan, grad_norm nan" in rank["error"]
+    assert scan_checkpoints(ranks.directory("raise")) == []
 
 
-def test_one_ranks_nan_is_skipped_by_both(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["skip"]["skipped"] for rank in ranks] == [1, 1]
-    assert len({rank["skip"]["digest"] for rank in ranks}) == 1
-    assert ranks[0]["skip"]["digest"] != ranks[0]["straight"]["digest"]
+def test_one_ranks_nan_is_skipped_by_both(ranks: Jobs) -> None:
+    assert [rank["skipped"] for rank in ranks["skip"]] == [1, 1]
+    assert len({rank["digest"] for rank in ranks["skip"]}) == 1
+    assert ranks["skip"][0]["digest"] != ranks["straight"][0]["digest"]
 
 
-def test_both_go_back_together(ranks: list[dict[str, Any]], root: Path) -> None:
-    for rank in ranks:
-        assert (rank["rollback"]["step"], rank["rollback"]["data_ahead"], rank["rollback"]["skipped"]) == (4, 1, 1)
-    assert len({rank["rollback"]["digest"] for rank in ranks}) == 1
-    assert ("rollback", 1) in events(root / "rollback")
+def test_both_go_back_together(ranks: Jobs) -> None:
+    for rank in ranks["rollback"]:
+        assert (rank["step"], rank["data_ahead"], rank["skipped"]) == (4, 1, 1)
+    assert len({rank["digest"] for rank in ranks["rollback"]}) == 1
+    assert ("rollback", 1) in events(ranks.directory("rollback"))
 
 
-def test_exchanging_gradients_late_changes_nothing(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["late"] for rank in ranks] == [rank["straight"] for rank in ranks]
+@pytest.mark.rotating
+def test_exchanging_gradients_late_changes_nothing(ranks: Jobs) -> None:
+    assert ranks["late"] == ranks["straight"]
 
 
-def test_one_rank_out_of_memory_halves_the_batches_of_both(ranks: list[dict[str, Any]], root: Path) -> None:
+def test_one_rank_out_of_memory_halves_the_batches_of_both(ranks: Jobs) -> None:
     """Also where the other has a batch of one clip, at the end of an epoch of five."""
-    assert len({rank["memory"]["digest"] for rank in ranks}) == 1
-    assert [[size for _, size in rank["memory"]["fits"]] for rank in ranks] == [[1], [1]]
-    found = [[json.loads(line) for line in (root / job / "metrics.jsonl").read_text().splitlines()]
+    assert len({rank["digest"] for rank in ranks["memory"]}) == 1
+    assert [[size for _, size in rank["fits"]] for rank in ranks["memory"]] == [[1], [1]]
+    found = [[json.loads(line) for line in (ranks.directory(job) / "metrics.jsonl").read_text().splitlines()]
              for job in ("memory", "pairs")]  # fmt: skip
     for ours, theirs in zip(*found, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    assert ("out_of_memory", None) in events(root / "memory")
+    assert ("out_of_memory", None) in events(ranks.directory("memory"))
 
 
-def test_a_directory_in_use_is_refused_on_both(ranks: list[dict[str, Any]]) -> None:
-    assert all("is in use by another run (process " in rank["in use"]["error"] for rank in ranks)
+def test_a_directory_in_use_is_refused_on_both(ranks: Jobs) -> None:
+    assert all("is in use by another run (process " in rank["error"] for rank in ranks["in use"])
 
 
-def test_the_slow_rank_is_the_one_that_is_named(ranks: list[dict[str, Any]], root: Path) -> None:
-    """The reaction is tested in `training/guards/test_straggler.py`: here the machine may slow the other down."""
-    records = [json.loads(line) for line in (root / "slow" / "metrics.jsonl").read_text().splitlines()]
+def test_the_slow_rank_is_the_one_that_is_named(ranks: Jobs) -> None:
+    """What is done with that is tested in `training/guards/test_straggler.py`: here the machine may make the other slow, now and then."""
+    records = [json.loads(line) for line in (ranks.directory("slow") / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if "loss" in record]
     assert statistics.mode(record["slowest_rank"] for record in records) == 1
     assert all(0 <= record["waiting_s"] < record["step_s"] for record in records)

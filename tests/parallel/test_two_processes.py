@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_jobs import Jobs
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
@@ -68,28 +69,25 @@ JOBS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Ranks:
-    """What both ranks of all jobs left."""
+NEEDS = {"resumed": ["interrupted"]}
+#: Tests that repeat a mechanism of one process, or of the other tests here.
+BACKGROUND = pytest.mark.rotating("ddp, in the background")
 
-    def __init__(self, root: Path, found: list[dict[str, Any]]) -> None:
-        self.root = root
-        self.found = found
 
-    def directory(self, job: str) -> Path:
-        return self.root / {"resumed": "interrupted"}.get(job, job)
-
-    def __getitem__(self, job: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.found[0][job], self.found[1][job]
+def in_turns(*names: str) -> list[Any]:
+    """Cases of which every run takes one."""
+    return [pytest.param(name, marks=pytest.mark.rotating) for name in names]
 
 
 @pytest.fixture(scope="module")
-def ranks(options: Callable[..., dict], launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def ranks(options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     root = tmp_path_factory.mktemp("two")
-    directory = Ranks(root, []).directory
-    jobs = {name: options(directory(name), **changes) for name, changes in JOBS.items()}
+    jobs = {
+        name: options(root / {"resumed": "interrupted"}.get(name, name), **changes) for name, changes in JOBS.items()
+    }
     # torchao compiles its step, which takes longer than everything else here.
-    found = launch(["torch.distributed.run", "--nproc_per_node", "2"], jobs, root, TORCHDYNAMO_DISABLE="1")
-    return Ranks(root, found)
+    launcher = ["torch.distributed.run", "--nproc_per_node", "2"]
+    return do_jobs(root, jobs, launcher=launcher, needs=NEEDS, TORCHDYNAMO_DISABLE="1")
 
 
 def metrics(directory: Path, *names: str) -> torch.Tensor:
@@ -112,16 +110,17 @@ def close(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_swapped_blocks_change_nothing(ranks: Ranks) -> None:
+@pytest.mark.rotating
+def test_swapped_blocks_change_nothing(ranks: Jobs) -> None:
     """DDP broadcasts the weights of a network at the start, but none that wait on each host."""
     for swapped, whole in zip(ranks["swapped"], ranks["whole"], strict=True):
         assert swapped["digest"] == whole["digest"]
         assert swapped["results"] == whole["results"]
 
 
-@pytest.mark.parametrize("job", ["plain", "ltx", "hunyuan", "cog", "pairs", "prior", "quantized"])
+@pytest.mark.parametrize("job", ["plain", *in_turns("ltx", "hunyuan", "cog", "pairs", "prior", "quantized")])
 def test_two_ranks_are_one_with_twice_the_batch(
-    job: str, ranks: Ranks, options: Callable[..., dict], tmp_path: Path
+    job: str, ranks: Jobs, options: Callable[..., dict], tmp_path: Path
 ) -> None:
     changes = JOBS[job]
     train(load_config(**options(tmp_path, **{**changes, "batch_size": 2})))
@@ -148,19 +147,19 @@ def test_two_ranks_are_one_with_twice_the_batch(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
-def test_uneven_batches_weigh_by_their_clips(ranks: Ranks, options: Callable[..., dict], tmp_path: Path) -> None:
+def test_uneven_batches_weigh_by_their_clips(ranks: Jobs, options: Callable[..., dict], tmp_path: Path) -> None:
     """Five clips in batches of 2, 2 and 1; steps span epochs."""
     changes = {**JOBS["uneven"], "gradient_accumulation_steps": 4}
     train(load_config(**options(tmp_path, **changes)))
     close(ranks.directory("uneven"), tmp_path)
 
 
-def test_ranks_share_the_work_of_precomputing(ranks: Ranks) -> None:
+def test_ranks_share_the_work_of_precomputing(ranks: Jobs) -> None:
     close(ranks.directory("precomputed"), ranks.directory("plain"))
 
 
-@pytest.mark.parametrize("job", ["plain", "straight", "rounding", "ltx", "pairs"])
-def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("job", ["plain", "straight", *in_turns("rounding", "ltx", "pairs")])
+def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: Jobs) -> None:
     one, other = ranks[job]
     assert one["digest"] == other["digest"]
     assert one["inputs"]
@@ -169,7 +168,7 @@ def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: R
         assert not set(one["inputs"]) & set(other["inputs"])
 
 
-def test_resuming_changes_nothing(ranks: Ranks) -> None:
+def test_resuming_changes_nothing(ranks: Jobs) -> None:
     """Nor does what blocks store for backward, which is something else in each of these runs."""
     straight, resumed = ranks.directory("straight"), ranks.directory("resumed")
     assert torch.equal(metrics(straight, "loss", "grad_norm", "step"), metrics(resumed, "loss", "grad_norm", "step"))
@@ -178,12 +177,13 @@ def test_resuming_changes_nothing(ranks: Ranks) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_all_samples_of_an_odd_number_are_written(ranks: Ranks) -> None:
+def test_all_samples_of_an_odd_number_are_written(ranks: Jobs) -> None:
     found = sorted(path.name for path in (ranks.directory("plain") / "samples" / "step-000002").glob("*.mp4"))
     assert found == ["00-one-0.mp4", "01-two-0.mp4", "02-three-0.mp4"]
 
 
-def test_saving_in_the_background_changes_nothing(ranks: Ranks) -> None:
+@BACKGROUND
+def test_saving_in_the_background_changes_nothing(ranks: Jobs) -> None:
     straight, saved = ranks.directory("straight"), ranks.directory("in the background")
     assert ranks["straight"][0]["digest"] == ranks["in the background"][1]["digest"]
     files = [path / "checkpoints" / "step-2" / "optimizer.pt" for path in (straight, saved)]
@@ -192,7 +192,8 @@ def test_saving_in_the_background_changes_nothing(ranks: Ranks) -> None:
     assert whole == [1, 2]
 
 
-def test_all_ranks_change_what_blocks_store(ranks: Ranks) -> None:
+@BACKGROUND
+def test_all_ranks_change_what_blocks_store(ranks: Jobs) -> None:
     """Rank 1 alone has measured that it does not fit; the weights are those without (see above)."""
     events = map(json.loads, (ranks.directory("in the background") / "events.jsonl").read_text().splitlines())
     assert [event["setting"] for event in events if event["event"] == "activation_memory"] != []
@@ -200,8 +201,8 @@ def test_all_ranks_change_what_blocks_store(ranks: Ranks) -> None:
     assert one["digest"] == other["digest"]
 
 
-@pytest.mark.parametrize("job", ["rank 0 fails", "the writer fails"])
-def test_a_save_that_fails_on_the_writing_rank_fails_everywhere(job: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("job", ["rank 0 fails", pytest.param("the writer fails", marks=BACKGROUND)])
+def test_a_save_that_fails_on_the_writing_rank_fails_everywhere(job: str, ranks: Jobs) -> None:
     one, other = ranks[job]
     assert one["error"] == "OSError('no space left on device')"
     assert "failed on another rank: rank 0: no space left on device" in other["error"]
@@ -210,7 +211,7 @@ def test_a_save_that_fails_on_the_writing_rank_fails_everywhere(job: str, ranks:
     assert "error" not in ranks["rank 1 is fine"][1], "only rank 0 writes"
 
 
-def test_records_are_written_once(ranks: Ranks) -> None:
+def test_records_are_written_once(ranks: Jobs) -> None:
     steps = metrics(ranks.directory("uneven"), "loss", "step")[:, 1].tolist()
     assert steps == [1, 2]
     assert list((ranks.directory("uneven") / "checkpoints").iterdir()) == [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_process import Python
+from rank_jobs import Jobs
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
@@ -17,8 +17,6 @@ from finetrainers.runs.training import train
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("rank.py")
-TIMEOUT_S = 300
 #: Five clips, so that steps span epochs and batches differ in size; dropout, so that its masks must not go by rank.
 SFT = {
     "batch_size": 2,
@@ -47,8 +45,10 @@ def of_a_reward_run(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def roots(options: Callable[..., dict], python_of_module: Python, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`straight-JOB` on two processes; `moved-JOB` on two for two steps, one to the first stop, two to the end."""
+def roots(
+    options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, Path]]:
+    """`roots(job)`: a run on two processes; one on two for two steps, on one to the first of `STOPS`, on two to the end."""
     root = tmp_path_factory.mktemp("world")
     (root / "prompts.txt").write_text("a red ball\na blue cube rolls\na cat\n")
 
@@ -56,32 +56,25 @@ def roots(options: Callable[..., dict], python_of_module: Python, tmp_path_facto
         values = options(root / f"{kind}-{name}", **{**JOBS[name], "train_steps": STOPS[name][1], **changes})
         return values if name != "rollouts" else {**of_a_reward_run(values), "prompts": str(root / "prompts.txt")}
 
-    def on_two(jobs: dict[str, Any], directory: Path) -> None:
-        directory.mkdir()
-        (directory / "jobs.json").write_text(json.dumps(jobs))
-        arguments = (str(SCRIPT), str(directory / "jobs.json"), str(directory))
-        for process in python_of_module.ranks(2, *arguments, TORCHDYNAMO_DISABLE="1"):
-            assert process.wait(TIMEOUT_S) == 0, process.stderr
-        ranks = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-        assert [
-            "2 processes" in rank[name].get("kind", rank[name].get("error")) for rank in ranks for name in jobs
-        ] == [True] * 2 * len(jobs), ranks
-
-    first = {f"straight {name}": job(name, "straight", checkpointing_steps=2) for name in JOBS}
-    on_two(first, root / "first")
     again = {"resume_from_checkpoint": "latest"}
-    for name in JOBS:  # as a run that was stopped after two steps has left them
-        begun = root / f"straight-{name}"
-        moved = root / f"moved-{name}"
-        (moved / "checkpoints").mkdir(parents=True)
+    todo = {f"straight {name}": job(name, "straight", checkpointing_steps=2) for name in JOBS}
+    on_two = do_jobs(
+        root, todo | {f"moved {name}": job(name, "moved", **again) for name in JOBS}, TORCHDYNAMO_DISABLE="1"
+    )
+
+    def run(name: str) -> tuple[Path, Path]:
+        begun, moved = on_two.directory(f"straight {name}"), root / f"moved-{name}"
+        (moved / "checkpoints").mkdir(parents=True)  # as a run that was stopped after two steps has left them
         (moved / "checkpoints" / "step-2").symlink_to(begun / "checkpoints" / "step-2")
         alone = {} if name == "rollouts" else {"gradient_accumulation_steps": 2}
         if name == "sharded":
             alone["fsdp"] = None
         train(load_config(**job(name, "moved", **again, **alone, train_steps=STOPS[name][0])))
-    second = {f"moved {name}": job(name, "moved", **again) for name in JOBS}
-    on_two(second, root / "second")
-    return root
+        for kind in ("straight", "moved"):
+            assert all("2 processes" in rank.get("kind", rank.get("error")) for rank in on_two[f"{kind} {name}"])
+        return begun, moved
+
+    return run
 
 
 def records(directory: Path, *names: str) -> dict[int, list[float]]:
@@ -89,9 +82,10 @@ def records(directory: Path, *names: str) -> dict[int, list[float]]:
     return {record["step"]: [record[name] for name in names] for record in lines if "loss" in record}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", JOBS)
-def test_the_number_of_processes_may_change(name: str, roots: Path) -> None:
-    straight, moved = roots / f"straight-{name}", roots / f"moved-{name}"
+def test_the_number_of_processes_may_change(name: str, roots: Callable[[str], tuple[Path, Path]]) -> None:
+    straight, moved = roots(name)
     names = ("loss", "grad_norm", "lr", *(["reward/brightness"] if name == "rollouts" else []))
     expected, found = records(straight, *names), records(moved, *names)
     last = STOPS[name][1]
