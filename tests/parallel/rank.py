@@ -1,12 +1,11 @@
 """One rank of a multi-process test: trains one job after another and writes down what it saw.
 
-Usage: rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `rank_jobs.py`), or a file that maps names to
-jobs. These are options of a run, plus `_fail_saving_on` (a rank),
-`_slow_saving` (seconds), `_zero_stage` (of DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN)
-`_measured_on` (a rank on which a step takes slightly more memory than there is, with `--activation_memory auto`)
-`_least_file_bytes` (of weight files that ranks share),
-`_copied` (whether weights are loaded in turns, in the dtype that is trained),
-and `_damaged` (a file in which a byte changes before; then no process reads a whole checkpoint for itself).
+Usage: rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `rank_jobs.py`), or a file that maps
+names to jobs. These are options of a run, plus `_fail_saving_on` (a rank), `_slow_saving` (seconds), `_zero_stage` (of
+DeepSpeed), `_poisoned` (how many of the first micro-batches have a loss of NaN) `_measured_on` (a rank on which a step
+takes slightly more memory than there is, with `--activation_memory auto`) `_least_file_bytes` (of weight files that
+ranks share), `_copied` (whether weights are loaded in turns, in the dtype that is trained), and `_damaged` (a file in
+which a byte changes before; then no process reads a whole checkpoint for itself).
 """
 
 from __future__ import annotations

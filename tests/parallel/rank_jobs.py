@@ -1,6 +1,8 @@
-"""Jobs that ranks do as tests ask for them: ranks start once in a module, and a job that no test of a run looks at costs nothing.
+"""Jobs that ranks do as tests ask for them: ranks start once in a module, and a job that no test of a run looks at
+costs nothing.
 
-`Jobs` is the tests' side: it puts a job into a folder and waits for what each rank writes down. `served` is the ranks' side.
+`Jobs` is the tests' side: it puts a job into a folder and waits for what each rank writes down. `served` is the ranks'
+side.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 
 from real_process import Python, RealProcess
 
-#: How long a job may take, and a launcher with the start of its ranks: more than any needs on a machine with much else to do.
+#: How long a job may take, and a launcher with the start of its ranks: more than any needs on a machine with much else
+#: to do.
 TIMEOUT_S = 300.0
 #: How long ranks may live, however many tests have their turn between two jobs.
 _LIFE_S = 3600.0

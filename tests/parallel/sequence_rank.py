@@ -1,7 +1,9 @@
-"""One of two or four ranks: compares networks whose calls are shared by all ranks with whole ones, or trains as `rank.py` does.
+"""One of two or four ranks: compares networks whose calls are shared by all ranks with whole ones, or trains as
+`rank.py` does.
 
-Usage: sequence_rank.py JOBS OUT, as of `rank.py`. A job with `_case`, which names one of `CASES`, has its arguments instead
-of a run's options; found are largest differences of predictions, of losses and of gradients (relative to all of them).
+Usage: sequence_rank.py JOBS OUT, as of `rank.py`. A job with `_case`, which names one of `CASES`, has its arguments
+instead of a run's options; found are largest differences of predictions, of losses and of gradients (relative to all of
+them).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One rank of a run that is disturbed on one rank alone; writes down how it ended.
 
-Usage: stopping_rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `rank_jobs.py`), or a file that maps
-names to jobs. These are options of a run, plus `_disturb`: what happens to rank 1 in its second step, or in all of them.
+Usage: stopping_rank.py JOBS OUT, where JOBS is a folder into which tests put jobs (see `rank_jobs.py`), or a file that
+maps names to jobs. These are options of a run, plus `_disturb`: what happens to rank 1 in its second step, or in all of
+them.
 """
 
 from __future__ import annotations

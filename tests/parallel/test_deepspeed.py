@@ -185,7 +185,8 @@ def test_a_step_that_is_not_finite_changes_nothing(
 
 @pytest.mark.parametrize("stage", ALL)
 def test_each_process_writes_its_part(stage: int, jobs: Jobs) -> None:
-    """Weights in several files, and DeepSpeed's own, which the processes have hashed between them; nothing is damaged."""
+    """Weights in several files, and DeepSpeed's own, which the processes have hashed between them; nothing is
+    damaged."""
     checkpoint = jobs.directory(f"full {stage}") / "checkpoints" / "step-2"
     files = read_manifest(checkpoint)["files"]
     assert sum(name.startswith("transformer/diffusion_pytorch_model-") for name in files) > 2

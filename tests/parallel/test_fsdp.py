@@ -273,7 +273,8 @@ def test_resuming_changes_nothing(jobs: Jobs) -> None:
 
 
 def test_a_checkpoint_is_what_one_process_would_have_saved(jobs: Jobs, single: Callable[[str], Path]) -> None:
-    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed continues from them."""
+    """Gathered weights and optimizer are whole and named as by one process: any strategy but DeepSpeed continues from
+    them."""
     ours, theirs = jobs.directory("gathered") / "checkpoints" / "step-2", single("full") / "checkpoints" / "step-2"
     close(weights(ours), weights(theirs))
     found, expected = (torch.load(path / "optimizer.pt", weights_only=True) for path in (ours, theirs))

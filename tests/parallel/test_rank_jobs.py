@@ -1,4 +1,5 @@
-"""Ranks do a job when a test first looks at it, after those that it needs, and a job that ends them is the only one that fails."""
+"""Ranks do a job when a test first looks at it, after those that it needs, and a job that ends them is the only one
+that fails."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from finetrainers.utils.video import read_mp4
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("sequence_rank.py")
-#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be rounded in
-#: another way for the rows of one process than for those of all, and gradients are sums over other parts.
+#: Of predictions, losses and gradients. Most predictions are equal to the last bit. But a product of matrices may be
+#: rounded in another way for the rows of one process than for those of all, and gradients are sums over other parts.
 TOLERANCE = 1e-6
 LORA = {
     "batch_size": 2, "gradient_accumulation_steps": 2, "train_steps": 2, "eval_num_items": 1, "eval_steps": 2,

@@ -126,7 +126,8 @@ def test_a_directory_in_use_is_refused_on_both(ranks: Jobs) -> None:
 
 
 def test_the_slow_rank_is_the_one_that_is_named(ranks: Jobs) -> None:
-    """What is done with that is tested in `training/guards/test_straggler.py`: here the machine may make the other slow, now and then."""
+    """What is done with that is tested in `training/guards/test_straggler.py`: here the machine may make the other
+    slow, now and then."""
     records = [json.loads(line) for line in (ranks.directory("slow") / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if "loss" in record]
     assert statistics.mode(record["slowest_rank"] for record in records) == 1

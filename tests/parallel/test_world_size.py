@@ -48,7 +48,8 @@ def of_a_reward_run(values: dict[str, Any]) -> dict[str, Any]:
 def roots(
     options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[Path, Path]]:
-    """`roots(job)`: a run on two processes; one on two for two steps, on one to the first of `STOPS`, on two to the end."""
+    """`roots(job)`: a run on two processes; one on two for two steps, on one to the first of `STOPS`, on two to the
+    end."""
     root = tmp_path_factory.mktemp("world")
     (root / "prompts.txt").write_text("a red ball\na blue cube rolls\na cat\n")
 
