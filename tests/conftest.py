@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The server of `real_process` imports beside the first tests, which takes seconds, instead of within one of them."""
+    """The server of `real_process` imports beside the first tests, which takes seconds, instead of within one of
+    them."""
     if any({"python", "python_of_module", "do_jobs"} & {*getattr(item, "fixturenames", ())} for item in session.items):
         start_server()
 

@@ -53,7 +53,8 @@ def test_a_rank_that_is_stopped_ends_the_wait_of_the_others_and_one_at_work_does
     }
     for busy, both in runs.items():
         both[busy].wait_until(lambda process=both[busy]: "hang at save" in process.stderr)
-    # All of them are suspended for a while, as by a scheduler or a laptop's lid; then one works for longer than the timeout.
+    # All of them are suspended for a while, as by a scheduler or a laptop's lid; then one works for longer than the
+    # timeout.
     for number, seconds in ((signal.SIGSTOP, 4), (signal.SIGCONT, 3.2)):
         for process in (process for both in runs.values() for process in both):
             process.send_signal(number)
