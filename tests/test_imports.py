@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -91,6 +92,11 @@ def _imports_of(path: Path) -> Iterator[tuple[int, list[str]]]:
                 yield node.lineno, name.split(".")[1:]
 
 
+def is_module(dotted: str) -> bool:
+    path = ROOT / Path(*dotted.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
 def is_package(dotted: str) -> bool:
     return (ROOT / Path(*dotted.split("."))).is_dir()
 
@@ -146,6 +152,23 @@ def test_the_walk_sees_imports_of_all_kinds(tmp_path: Path, monkeypatch: pytest.
     assert sorted(".".join(parts) for _, parts in imports_of(module)) == [
         "cli.main", "data.plan", "methods.sft", "models.registry", "models.spec", "runs.run",
     ]  # fmt: skip
+
+
+def test_code_in_templates_imports_what_there_is() -> None:
+    """Model cards, also those of earlier versions, have Python code that users paste."""
+    names = {("finetrainers.models.single_file", "load_single_file")}  # in cards before the module moved
+    for path in modules():
+        lines = re.findall(
+            r"^from (finetrainers[\w.]*) import (\w+(?:, \w+)*)$", path.read_text(encoding="utf-8"), re.M
+        )
+        names |= {(module, name) for module, imported in lines for name in imported.split(", ")}
+    assert len(names) > 500
+    missing = [
+        f"{module}: {name}"
+        for module, name in sorted(names)
+        if not hasattr(importlib.import_module(module), name) and not is_module(f"{module}.{name}")
+    ]
+    assert missing == []
 
 
 def test_imports_point_down() -> None:

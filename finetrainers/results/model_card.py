@@ -71,7 +71,7 @@ from finetrainers import model_path
 {%- endif %}
 {%- if from_file %}
 from pathlib import Path
-from finetrainers.models.single_file import load_single_file
+from finetrainers.models.files.single_file import load_single_file
 {%- endif %}
 {% if is_lora %}
 {%- if from_file %}
