@@ -148,7 +148,7 @@ def _sample(plan: SamplePlan) -> int:
         num_existing = len(samples.clips) - samples.new
         print(
             f"{plural(samples.new, 'clip')} "
-            f"sampled{f', {num_existing} were num_existing already' if num_existing else ''}: {plan.output_dir}"
+            f"sampled{f', {num_existing} were there already' if num_existing else ''}: {plan.output_dir}"
         )
         if samples.sheet is not None:
             print(f"contact sheet: {samples.sheet}\npage:          {samples.page}")
