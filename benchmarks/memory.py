@@ -43,11 +43,11 @@ from finetrainers.methods.base import MethodParts, Step  # noqa: E402
 from finetrainers.methods.sft import SFT  # noqa: E402
 from finetrainers.models import common  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
-from finetrainers.models.spec import Batch, Conditions, VAEStats, VideoMeta  # noqa: E402
+from finetrainers.models.spec import Batch, PromptEmbeds, VAEStats, VideoMeta  # noqa: E402
 from finetrainers.optim.factory import create_optimizer  # noqa: E402
 from finetrainers.plan.block_swap import block_swap  # noqa: E402
 from finetrainers.plan.init_distributed import make_strategy  # noqa: E402
-from finetrainers.plan.preflight import Preflight  # noqa: E402
+from finetrainers.plan.preflight import ResolvedRun  # noqa: E402
 from finetrainers.plan.resume_plan import new_run  # noqa: E402
 from finetrainers.plan.throughput import measure_calls, peak_flops  # noqa: E402
 from finetrainers.plan.trainable import attach, trainable_dtype, trainable_parameters  # noqa: E402
@@ -112,7 +112,7 @@ CASES: dict[str, Case] = {
 }
 
 
-class Bench:
+class StepTimer:
     """A case made ready: configuration, description of the network, and where its files are."""
 
     def __init__(self, case: Case, folder: Path, *, tiny: bool) -> None:
@@ -170,7 +170,7 @@ class Bench:
         device = parallel.device
         plan = DatasetPlan((), (), (), (), (), (), (), BatchCounts({}, (), (), False), "")
         start = new_run(self.config, plan, initial=None, data_size=1)
-        checked = Preflight(self.config, self.geometry, [], plan, start)
+        checked = ResolvedRun(self.config, self.geometry, [], plan, start)
         with patch.object(common, "load_network", _randomly(device)):
             trainer, batch = self._trainer(checked, parallel)
         try:
@@ -178,7 +178,7 @@ class Bench:
         finally:
             parallel.close()
 
-    def _trainer(self, checked: Preflight, parallel: Any) -> tuple[Trainer, Batch]:
+    def _trainer(self, checked: ResolvedRun, parallel: Any) -> tuple[Trainer, Batch]:
         config, spec, dtype = self.config, self.spec, trainable_dtype(self.config)
         wrapped, optimizer = parallel.prepare(
             lambda: load_trainable_transformer(checked, spec, dtype, device=parallel.device),
@@ -286,7 +286,7 @@ def _batch(text: Mapping[str, tuple[int, ...]], moments: tuple[int, ...], clips:
 
     return Batch(
         moments=torch.randn(clips, *moments, generator=draw).to(device),
-        conditions=Conditions({name: condition(name, shape) for name, shape in text.items()}).to(device),
+        conditions=PromptEmbeds({name: condition(name, shape) for name, shape in text.items()}).to(device),
         meta=VideoMeta(fps=torch.full((clips,), 24.0, device=device)),
         sample_keys=[(0, index) for index in range(clips)],
     )
@@ -307,7 +307,7 @@ def run_case(name: str, *, tiny: bool, count: bool) -> Result:
     """All that is known of a case; `note` says why it was not measured."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(case, Path(folder), tiny=tiny)
+        bench = StepTimer(case, Path(folder), tiny=tiny)
         found: Result = {"planned": bench.planned(), "size": "x".join(map(str, bench.size))}
         if count:
             found["counted"] = bench.counted()

@@ -31,7 +31,7 @@ from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, Workload, estimate  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
-from finetrainers.parallel.sharding import WHOLE, Split  # noqa: E402
+from finetrainers.parallel.sharding import WHOLE, ShardingSpec  # noqa: E402
 from finetrainers.plan.trainable import attach  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 
@@ -91,7 +91,7 @@ full deepspeed yes 4
 #: Bytes of optimizer state on the GPU for each trained bf16 weight.
 _STATE = {"adamw": 4.0, "8-bit": 2.0, "offload": 0.0, "deepspeed": 0.0}
 #: Two GPUs, ZeRO-2 with the optimizer's state and fp32 weights in host memory.
-_ZERO = Split(gradients=2, optimizer=2, zero_stage=2, optimizer_on_host=True)
+_ZERO = ShardingSpec(gradients=2, optimizer=2, zero_stage=2, optimizer_on_host=True)
 _RANK_OF_DEEPSPEED = 64
 _LOADING, _CLOSE = 0.02, 0.05
 

@@ -40,14 +40,14 @@ class CountedZero:
     Attributes:
         loading: peak on the device while DeepSpeed takes over the weights.
         step: peak on the device of a step with its update.
-        at_rest: on the device between steps.
+        persistent_bytes: on the device between steps.
         host: between steps in host memory.
         saving: peak on the device while the weights are gathered for a file.
     """
 
     loading: int
     step: int
-    at_rest: int
+    persistent_bytes: int
     host: int
     saving: int
 
@@ -141,11 +141,11 @@ def count_zero(
                 live.restart()
                 _step(spec, engine, shape, conditions, meta, settings["gradient_accumulation_steps"])
                 steps.append(int(live.peak))
-            at_rest, host = live.now(), live.host
+            persistent_bytes, host = live.now(), live.host
             live.restart()
             if gather is not None:
                 gather(network)
-            return CountedZero(loading, max(steps), at_rest, host, int(live.peak))
+            return CountedZero(loading, max(steps), persistent_bytes, host, int(live.peak))
 
 
 def _prepared(spec: ModelSpec, network: nn.Module, shape: StepShape, device: torch.device) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 
 
 class OneOf:
@@ -18,7 +18,7 @@ class OneOf:
 
     device = torch.device("cpu")
     forward_is_collective = False
-    has_turn, take_turns = Ranks.has_turn, Ranks.take_turns
+    owns_item, take_turns = DistributedContext.owns_item, DistributedContext.take_turns
 
     def __init__(self, rank: int = 0, world_size: int = 1, *, sharing: int = 1) -> None:
         self.rank, self.world_size, self.sharing = rank, world_size, sharing
@@ -49,5 +49,5 @@ class OneOf:
     def gather_objects(self, items: list[Any]) -> list[Any]:
         return items
 
-    def in_turns(self, what: str, load: Callable[[], Any], *, together: bool = False) -> Any:
+    def one_at_a_time(self, what: str, load: Callable[[], Any], *, together: bool = False) -> Any:
         return load()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.batch import Conditions
+from finetrainers.models.batch import PromptEmbeds
 from finetrainers.models.registry import get_family
 
 
@@ -45,5 +45,5 @@ def predict(
     t = torch.full((batch,), 0.5) if spec.facts.is_flow else torch.full((batch,), 500)
     if times_per_frame:
         t = t[:, None] * torch.linspace(0, 1, x.shape[2])
-    given = Conditions(tensors, (text,) * batch if masks else None)
+    given = PromptEmbeds(tensors, (text,) * batch if masks else None)
     return spec.predict(network, x, t, given, meta)

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     turns = turns_of(whole)
     for name, group in rotating.items():
         for number, item in enumerate(group):
-            if turn is None or (turns[name] == turn if name in turns else has_turn(number, len(group), turn)):
+            if turn is None or (turns[name] == turn if name in turns else owns_item(number, len(group), turn)):
                 item.add_marker("today")
 
 
@@ -52,7 +52,7 @@ def turns_of(names: Iterable[str]) -> dict[str, int]:
     return {name: number % TURNS for number, name in enumerate(sorted(set(names)))}
 
 
-def has_turn(number: int, cases: int, turn: int) -> bool:
+def owns_item(number: int, cases: int, turn: int) -> bool:
     """Return whether a case of a parametrized test has its turn: one case in every run, or a tenth of more than ten."""
     cycle = min(cases, TURNS)
     return number % cycle == turn % cycle

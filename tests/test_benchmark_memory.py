@@ -63,7 +63,7 @@ def test_a_measured_case_is_a_row(script: Any) -> None:
 @pytest.mark.parametrize("name", ["hunyuan-lora-24gb", "hunyuan-full-80gb"])
 def test_cases_for_a_card_fit_it_by_the_estimate(name: str, script: Any, tmp_path: Path) -> None:
     case = script.CASES[name]
-    assert 0 < script.Bench(case, tmp_path, tiny=False).planned() < case.card_gb * 1e9 / 2**30
+    assert 0 < script.StepTimer(case, tmp_path, tiny=False).planned() < case.card_gb * 1e9 / 2**30
 
 
 def test_a_case_that_fails_is_a_note(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rotation import TURNS, has_turn, turns_of
+from rotation import TURNS, owns_item, turns_of
 
 SETTINGS = """
 [tool.pytest.ini_options]
@@ -47,7 +47,7 @@ def test_each_group_has_one_turn() -> None:
 
 @pytest.mark.parametrize("cases", [2, 3, 10, 25])
 def test_each_case_has_a_turn_and_each_turn_a_case(cases: int) -> None:
-    taken = [[number for number in range(cases) if has_turn(number, cases, turn)] for turn in range(TURNS)]
+    taken = [[number for number in range(cases) if owns_item(number, cases, turn)] for turn in range(TURNS)]
     assert all(taken)
     assert {number for turn in taken for number in turn} == set(range(cases))
 

@@ -162,7 +162,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         ConfigError: a configuration cannot run, or the cache has never been used with its model.
     """
     from finetrainers.config.load import load_config
-    from finetrainers.data.buckets.clip import Picture
+    from finetrainers.data.buckets.clip import ConditioningImage
     from finetrainers.data.cache.encoder_index import recall_models
     from finetrainers.data.cache.keys import CacheKeys, text_key
     from finetrainers.data.inspect.file_facts import FileFacts
@@ -176,7 +176,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         text_encoders = recall_models(directory, config.model, "text")
         clips = plan.encoded_clips()
         prompts = plan.shown_texts()
-        images = {image for _, image in prompts if isinstance(image, Picture)}
+        images = {image for _, image in prompts if isinstance(image, ConditioningImage)}
         vaes = recall_models(directory, config.model, "vae") if clips or images else []
         complete = bool(text_encoders and (vaes or not clips))
         masked = [clip for clip in clips if clip.mask is not None]

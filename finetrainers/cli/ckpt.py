@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import duration, file_size
 
 from .overview import described
@@ -47,7 +47,7 @@ def add_ckpt(commands: Any) -> None:
 
 def _path_problems(where: str, paths: Sequence[Path]) -> list[Problem]:
     """Return the problems of paths without a directory."""
-    return [Problem(where, f"{path} {not_there(path, folder=True)}") for path in paths if not path.is_dir()]
+    return [Problem(where, f"{path} {missing_path_problem(path, folder=True)}") for path in paths if not path.is_dir()]
 
 
 def _check_verify(arguments: argparse.Namespace) -> list[Problem]:

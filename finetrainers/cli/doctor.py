@@ -25,7 +25,7 @@ from .sync import seconds
 
 if TYPE_CHECKING:
     from finetrainers.tools.doctor.findings import Finding, Needs
-    from finetrainers.tools.doctor.hosts import Fleet, Node
+    from finetrainers.tools.doctor.hosts import HostGroup, Node
 
 _MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared
 memory and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once
@@ -167,14 +167,14 @@ def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
     return fleet.ask(nodes)
 
 
-def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> Fleet:
+def _fleet(arguments: argparse.Namespace, question: str, *options: str) -> HostGroup:
     """Return the fleet that queries the machines of the hosts file, with options for the command there."""
-    from finetrainers.tools.doctor.hosts import Fleet
+    from finetrainers.tools.doctor.hosts import HostGroup
     from finetrainers.tools.sync import SSH
 
     timeout = arguments.timeout or arguments.every or 120.0
     command = ["doctor", "--answer", *options]
-    return Fleet(arguments.rsh or SSH, arguments.python or sys.executable, command, timeout, question)
+    return HostGroup(arguments.rsh or SSH, arguments.python or sys.executable, command, timeout, question)
 
 
 def _watch(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from finetrainers.utils.process_state import planning
 from .demo import positive_integer
 
 if TYPE_CHECKING:
-    from finetrainers.plan.preflight import Preflight
+    from finetrainers.plan.preflight import ResolvedRun
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
 No weights are read: config files of the model are enough.
@@ -149,7 +149,7 @@ def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:
     return config.model_copy(update={"run": config.run.model_copy(update=run_options)})
 
 
-def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
+def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
     """Return a run that is checked as far as its sizes need it, and whether its data is not on this machine.
 
     Raises:
@@ -169,7 +169,7 @@ def checked_sizes(config: TrainConfig) -> tuple[Preflight, bool]:
     return resolved_run, without_data is not None
 
 
-def _check(config: TrainConfig, *, has_data: bool) -> Preflight:
+def _check(config: TrainConfig, *, has_data: bool) -> ResolvedRun:
     from finetrainers.methods.registry import plan_work
     from finetrainers.plan.preflight import preflight
     from finetrainers.plan.sizes_plan import plan_sizes

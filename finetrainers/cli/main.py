@@ -21,7 +21,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.exit_in_time import exit_in_time
-from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.failures import user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
@@ -237,7 +237,7 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
         directory: of the run, which keeps the traceback.
         verbose: whether the terminal shows the traceback.
     """
-    sentence = sentence_of(error)
+    sentence = user_message(error)
     if sentence is None or verbose or os.environ.get(_TRACEBACK):
         return False
     where = f"{_TRACEBACK}=1 shows it"

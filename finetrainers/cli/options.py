@@ -10,7 +10,7 @@ from typing import Any, Generic
 from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
 from finetrainers.config.errors import Problem
 from finetrainers.config.flags import flat_flag
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.names import unknown_option
 from finetrainers.config.root import fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
@@ -31,7 +31,7 @@ class Arguments(Generic[S]):
 
     targets: list[str]
     options: S
-    flags: Given
+    flags: RawOptions
     problems: list[Problem]
     unclear: bool
 
@@ -45,7 +45,7 @@ def read_arguments(parser: ArgumentParser, section: type[S], argv: Sequence[str]
     problems = [*(unknown_flag(section, flag) for flag in unknown_flags), *parser.problems([])]
     own = {name: values.pop(name) for name in list(values) if name in section.model_fields}
     options, wrong = read_options(section, own)
-    flags = Given(values, {name: f"--{name}" for name in values})
+    flags = RawOptions(values, {name: f"--{name}" for name in values})
     return Arguments(targets, options, flags, [*problems, *wrong], bool(unknown_flags))
 
 

@@ -32,7 +32,7 @@ def _plot_rollouts(directory: Path) -> Path | None:
 
     Returns the image, or None if none were kept.
     """
-    from finetrainers.training.callbacks.samples import sheet_of
+    from finetrainers.training.callbacks.samples import video_sheet
     from finetrainers.utils.video import evenly_spaced
 
     folders = [path.parent for path in sorted(directory.glob("rollouts/step-*/best.mp4"))]
@@ -41,7 +41,7 @@ def _plot_rollouts(directory: Path) -> Path | None:
     selected = [folders[index] for index in evenly_spaced(len(folders), _MAX_ROLLOUTS)]
     videos = [path for folder in selected for kind in ("best", "worst") if (path := folder / f"{kind}.mp4").is_file()]
     sheet = directory / "rollouts.png"
-    sheet_of(videos).save(sheet)
+    video_sheet(videos).save(sheet)
     return sheet
 
 

@@ -25,8 +25,8 @@ from .demo import positive_integer
 from .estimate import checked_sizes, parse_gpu, planned_environment, planned_for
 
 if TYPE_CHECKING:
-    from finetrainers.plan.preflight import Preflight
-    from finetrainers.tools.batch_search.report import Searched
+    from finetrainers.plan.preflight import ResolvedRun
+    from finetrainers.tools.batch_search.report import SearchResult
     from finetrainers.tools.batch_search.request import BucketSearch
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
@@ -149,7 +149,7 @@ def _search(config: TrainConfig, arguments: argparse.Namespace) -> int:
     return exit_codes.FAILED if searched.unfit else exit_codes.DONE
 
 
-def _check_run(config: TrainConfig, arguments: argparse.Namespace) -> tuple[Preflight, str | None]:
+def _check_run(config: TrainConfig, arguments: argparse.Namespace) -> tuple[ResolvedRun, str | None]:
     """Return the validated run and the reason why nothing is measured, to begin a sentence, or None if it is measured.
 
     Raises:
@@ -214,13 +214,13 @@ def _skip_reason(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-def _run_search(resolved_run: Preflight, arguments: argparse.Namespace, reason: str | None) -> Searched:
+def _run_search(resolved_run: ResolvedRun, arguments: argparse.Namespace, reason: str | None) -> SearchResult:
     """Search; progress goes to stderr, where libraries also print."""
     from finetrainers.memory.estimate import GIB
     from finetrainers.plan.memory_plan import gib_of_this_gpu
     from finetrainers.plan.start_report import print_line, print_warnings
     from finetrainers.tools.batch_search.estimate import estimate_sizes
-    from finetrainers.tools.batch_search.report import Searched, estimate_line
+    from finetrainers.tools.batch_search.report import SearchResult, estimate_line
     from finetrainers.tools.batch_search.request import buckets_of, tokens_of, without_clips
     from finetrainers.utils.host_memory import room
     from finetrainers.utils.logs import quiet_progress_bars
@@ -244,25 +244,25 @@ def _run_search(resolved_run: Preflight, arguments: argparse.Namespace, reason: 
             (None, None) if reason is not None else _measure(resolved_run, searches, arguments, size=size_gib)
         )
     tokens = [tokens_of(resolved_run, search.bucket) for search in searches]
-    return Searched(
+    return SearchResult(
         searches, noun, tokens, size_gib, margin, (planned_gib, limit), device=device, unmeasured=reason,
         on_gpu=not on_cpu, empty=without_clips(resolved_run.config, searches),
     )  # fmt: skip
 
 
 def _measure(
-    resolved_run: Preflight, searches: Sequence[BucketSearch], arguments: argparse.Namespace, *, size: float
+    resolved_run: ResolvedRun, searches: Sequence[BucketSearch], arguments: argparse.Namespace, *, size: float
 ) -> tuple[str, float]:
     """Measure each bucket to fit `size` GiB; return the device, and how many GiB of them could be used."""
     import torch
 
     from finetrainers.plan.ready import examine_weights
     from finetrainers.plan.start_report import print_line
-    from finetrainers.tools.batch_search.measure import loaded_bench, measure_sizes
+    from finetrainers.tools.batch_search.measure import load_timer, measure_sizes
     from finetrainers.tools.batch_search.report import trial_line
 
     noun = resolved_run.plan.noun
-    with loaded_bench(examine_weights(resolved_run)) as bench:
+    with load_timer(examine_weights(resolved_run)) as bench:
         limit = bench.limit(size, margin=arguments.margin / 100)
         for search in searches:
             measure_sizes(

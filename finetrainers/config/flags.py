@@ -10,7 +10,7 @@ from typing import Any
 
 from .arguments import ArgumentParser, format_arguments, near_flag, split_unknown
 from .errors import ConfigError, Problem
-from .given import Given
+from .given import RawOptions
 from .help import TRAIN, Guide, help_text
 from .load import OTHER_NAMES, build_config, file_source
 from .names import SAME, unknown_option
@@ -113,7 +113,7 @@ def parse_flags(
     path, flags = read_flags(argv, prog=prog, guide=guide, own=own, own_problems=own_problems)
     if flags is None:
         return None, True
-    sources: list[Given] = []
+    sources: list[RawOptions] = []
     if path is not None:
         try:
             sources.append(file_source(path))
@@ -129,7 +129,7 @@ def read_flags(
     guide: Guide = TRAIN,
     own: Collection[str] = (),
     own_problems: Sequence[Problem] = (),
-) -> tuple[Path | None, Given | None]:
+) -> tuple[Path | None, RawOptions | None]:
     """Read flags: return the path of the config file, which is not read, and the flags with their problems.
 
     The flags are None if only the list of models was requested.
@@ -158,4 +158,4 @@ def read_flags(
     if stray:
         problems.append(Problem("command line", f"unexpected {format_arguments(stray)}; values follow their flag"))
     problems += parser.problems([])
-    return path, Given(values, {name: f"--{name}" for name in values}, problems)
+    return path, RawOptions(values, {name: f"--{name}" for name in values}, problems)

@@ -13,7 +13,7 @@ Locate = Callable[[str | None, str | None], str]
 
 
 @dataclass
-class Given:
+class RawOptions:
     """Options from one place or several. Names of other programs among them are replaced by ours, dialect by dialect.
 
     Attributes:
@@ -35,7 +35,7 @@ class Given:
         """Options that refused names would have set."""
         return [option for problem in self.problems for option in problem.about]
 
-    def override(self, other: Given) -> None:
+    def override(self, other: RawOptions) -> None:
         """Add options that override those of the same name."""
         self.values |= other.values
         self.where |= other.where

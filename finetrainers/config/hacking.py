@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .rewards import RewardEntry, labels_of, options_text
+from .rewards import RewardEntry, options_text, reward_labels
 from .root import TrainConfig
 
 _INTERVAL = 10  # rollouts of one judgment by the KL, where nothing is evaluated
@@ -51,13 +51,13 @@ def held_out_rewards(config: TrainConfig) -> tuple[str, ...]:
     trained = {identity(entry) for entry in config.grpo.reward if entry.weight}
     entries = config.validation.eval_reward or config.grpo.reward
     return tuple(
-        label for label, entry in zip(labels_of(entries), entries, strict=True) if identity(entry) not in trained
+        label for label, entry in zip(reward_labels(entries), entries, strict=True) if identity(entry) not in trained
     )
 
 
 def trained_labels(trained: Sequence[RewardEntry], evaluated: Sequence[RewardEntry]) -> dict[str, float]:
     """Return the weight of each reward for training, by its label in the evaluation; empty if one is not evaluated."""
-    labels = dict(zip(map(identity, evaluated), labels_of(evaluated), strict=True))
+    labels = dict(zip(map(identity, evaluated), reward_labels(evaluated), strict=True))
     weights = {identity(entry): entry.weight for entry in trained if entry.weight}
     return {labels[key]: weight for key, weight in weights.items()} if weights.keys() <= labels.keys() else {}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import ConfigError, Problem
-from .names import INSTEAD, SAME, meant_by, other_names
+from .names import INSTEAD, SAME, other_names, suggest_option
 from .root import TrainConfig, fields
 from .shape import choices, is_list, is_switch, kind, value_text
 
@@ -138,7 +138,7 @@ def _matching_options(word: str) -> list[str]:
         return [name for name in dict.fromkeys(re.findall(r"--(\w+)", INSTEAD[word])) if name in fields()]
     pattern = re.compile(rf"\b{re.escape(word.replace('_', ' '))}", re.IGNORECASE)
     matches = [name for name, o in fields().items() if word in name or pattern.search(o.field.description or "")]
-    suggestion = None if matches else meant_by(word, fields())
+    suggestion = None if matches else suggest_option(word, fields())
     return matches if suggestion is None else [suggestion]
 
 

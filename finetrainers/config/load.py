@@ -20,7 +20,7 @@ from .dialects.dancegrpo_command import read_command
 from .dialects.diffusion_pipe import is_diffusion_pipe, translate_document
 from .errors import ConfigError, Problem, value_message
 from .files import read_text
-from .given import Given, Locate
+from .given import Locate, RawOptions
 from .grpo import COMPARING_METHODS
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
 from .presets import fill_preset
@@ -46,7 +46,7 @@ def load_config(path: str | Path | None = None, **options: Any) -> TrainConfig:
     Raises:
         ConfigError: anything unknown, missing or out of bounds; all of it at once.
     """
-    overrides = Given()
+    overrides = RawOptions()
     options = {name: _without_torch(name, value) for name, value in options.items()}
     take_options(overrides, options, lambda table, name: ".".join(part for part in (table, name) if part))
     return build_config([*([file_source(Path(path))] if path is not None else []), overrides])
@@ -60,7 +60,7 @@ def _without_torch(name: str, value: Any) -> Any:
     return VALUES.get(name, {}).get(text, text)
 
 
-def file_source(path: Path) -> Given:
+def file_source(path: Path) -> RawOptions:
     """Read a TOML file; options stand in their section's table, or flat at the top level.
 
     Raises:
@@ -71,14 +71,14 @@ def file_source(path: Path) -> Given:
     def locate(table: str | None, name: str | None) -> str:
         return f"{path}:{find_line(text, name, table)}"
 
-    options = Given()
+    options = RawOptions()
     if is_diffusion_pipe(document):
         document = translate_document(document, options, locate)
     take_options(options, document, locate)
     return options
 
 
-def take_options(options: Given, document: Mapping[str, Any], locate: Locate) -> None:
+def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locate) -> None:
     """Add options that stand in their section's table, or flat at the top level."""
     for entry, value in document.items():
         if not isinstance(value, Mapping):
@@ -91,7 +91,7 @@ def take_options(options: Given, document: Mapping[str, Any], locate: Locate) ->
             options.problems.append(Problem(locate(entry, None), message))
 
 
-def _take_option(options: Given, table: str | None, name: str, value: Any, locate: Locate) -> None:
+def _take_option(options: RawOptions, table: str | None, name: str, value: Any, locate: Locate) -> None:
     where = locate(table, name)
     name = flat_name(name.replace("-", "_"), table)
     option = former_names().get(name, name)
@@ -154,7 +154,7 @@ def _paths(text: str) -> list[tuple[int, list[str]]]:
     return paths
 
 
-def build_config(sources: Sequence[Given]) -> TrainConfig:
+def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
     """Merge sources (later ones override), translate other programs' names, apply the preset, and validate.
 
     Raises:
@@ -163,7 +163,7 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
     command = read_command(sources, FOREIGN)
     sources = [*([] if command is None else [command]), *sources]
     method = next((source.values["method"] for source in reversed(sources) if "method" in source.values), None)
-    merged = Given()
+    merged = RawOptions()
     for source in sources:
         translate_names(source, others=FOREIGN if method in COMPARING_METHODS else ())
         merged.override(source)
@@ -178,7 +178,7 @@ def build_config(sources: Sequence[Given]) -> TrainConfig:
     return _validated(merged)
 
 
-def _validated(options: Given) -> TrainConfig:
+def _validated(options: RawOptions) -> TrainConfig:
     """Return the validated configuration of flat options.
 
     Raises:

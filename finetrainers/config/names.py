@@ -15,7 +15,7 @@ from finetrainers.utils.text import quoted, shortened
 
 from .attention import backend_name
 from .errors import Problem
-from .given import Given
+from .given import RawOptions
 from .root import fields, former_names, split_name
 
 
@@ -263,13 +263,17 @@ def unknown_option(name: str, where: str) -> Problem:
     if name in INSTEAD:
         return Problem(where, f"{kind}; {INSTEAD[name]}", about=tuple(re.findall(r"--(\w+)", INSTEAD[name])))
     table, key = split_name(name)
-    option = key if table is not None and key in fields() else meant_by(name, fields()) or meant_by(key, fields())
+    option = (
+        key
+        if table is not None and key in fields()
+        else suggest_option(name, fields()) or suggest_option(key, fields())
+    )
     if option is None:
         return Problem(where, f"{kind}; `finetrainers train --help all` lists all of them")
     return Problem(where, f"{kind}; did you mean {f'--{option}' if as_flag else repr(option)}?", about=(option,))
 
 
-def meant_by(name: str, options: Iterable[str]) -> str | None:
+def suggest_option(name: str, options: Iterable[str]) -> str | None:
     """Return the option that a name is another trainer's for, or a typo of, or None if that is not certain."""
     option_by_name = {option: option for option in options}
     option_by_name |= {other: option for other, option in SAME.items() if option in option_by_name}
@@ -277,7 +281,7 @@ def meant_by(name: str, options: Iterable[str]) -> str | None:
     return option_by_name[close[0]] if close else None
 
 
-def translate_names(source: Given, *, others: Container[str]) -> None:
+def translate_names(source: RawOptions, *, others: Container[str]) -> None:
     """Replace other trainers' names, and former ones, by ours, with notes on those accepted.
 
     Args:
@@ -304,7 +308,7 @@ def translate_names(source: Given, *, others: Container[str]) -> None:
     source.notes += notes
 
 
-def translate_dependent(options: Given) -> None:
+def translate_dependent(options: RawOptions) -> None:
     """Replace the names of `DEPENDENT`, when the options of all places are known."""
     _translate_sampled(options)
     values, where = options.values, options.where
@@ -332,7 +336,7 @@ def translate_dependent(options: Given) -> None:
         options.refuse("rl_algorithm", "nft is a method of its own; give --method nft, or leave it out")
 
 
-def _translate_sampled(options: Given) -> None:
+def _translate_sampled(options: RawOptions) -> None:
     """Accept an attention backend of samples that equals that of training; a separate one is not supported."""
     name, values = "attn_provider_inference", options.values
     if name not in values:

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetrainers.utils.launch import launched_to_split_weights
 
-from .given import Given
+from .given import RawOptions
 from .grpo import COMPARING_METHODS
 from .shape import value_cell
 
@@ -47,7 +47,7 @@ class Preset:
         return {name: value for name, (value, _) in {**self.settings, **extra}.items()}
 
 
-def fill_preset(source: Given) -> None:
+def fill_preset(source: RawOptions) -> None:
     """Add the named preset's settings for options that are not given. None means not given, as TOML cannot write it."""
     options = source.values
     preset_values, strategy = preset_options(options), _splits_weights(options)

@@ -101,12 +101,12 @@ def options_text(entry: RewardEntry) -> str:
     return ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
 
 
-def labels_of(entries: Sequence[RewardEntry]) -> list[str]:
+def reward_labels(entries: Sequence[RewardEntry]) -> list[str]:
     """Return the name of each entry in records, with its options if entries of that name have different ones."""
-    return labels_of_keys([(entry.name, options_text(entry)) for entry in entries])
+    return labels_for_keys([(entry.name, options_text(entry)) for entry in entries])
 
 
-def labels_of_keys(keys: Sequence[tuple[str, str]]) -> list[str]:
+def labels_for_keys(keys: Sequence[tuple[str, str]]) -> list[str]:
     """Return a label for each pair of name and options: the name if all pairs of that name have its options."""
     variants: dict[str, set[str]] = {}
     for name, options in keys:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from finetrainers.utils.text import nearest, quoted
 
 from .errors import ConfigError, Problem
-from .given import Given, Locate
+from .given import Locate, RawOptions
 from .load import build_config, file_source, find_line, read_toml, take_options
 from .root import TrainConfig
 
@@ -59,7 +59,7 @@ class Stage:
     wrong: frozenset[str] = frozenset()
 
 
-def read_stages(path: Path, flags: Given) -> list[Stage]:
+def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     """Read a file of stages; each has its problems.
 
     Args:
@@ -120,7 +120,7 @@ def _locate(path: Path, text: str, above: str) -> Locate:
 def _read_stage(
     shared_options: Mapping[str, Any],
     table: Mapping[str, Any],
-    flags: Given,
+    flags: RawOptions,
     *,
     shared: Locate,
     locate: Locate,
@@ -131,7 +131,7 @@ def _read_stage(
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
-    everywhere, here, over = Given(), Given(), copy.deepcopy(flags)
+    everywhere, here, over = RawOptions(), RawOptions(), copy.deepcopy(flags)
     take_options(everywhere, shared_options, shared)
     take_options(here, own_options, locate)
     sources = [everywhere]
@@ -168,7 +168,7 @@ def _read_stage(
     return Stage(name, config, init, problems, wrong)
 
 
-def _refuse(source: Given, problems: list[Problem]) -> None:
+def _refuse(source: RawOptions, problems: list[Problem]) -> None:
     """Take out the options that a file of stages cannot set."""
     for name, reason in _REFUSED.items():
         if name in source.values:

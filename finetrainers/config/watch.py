@@ -199,7 +199,7 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
     return frames, height, width
 
 
-def rewards_of(config: TrainConfig) -> list[RewardEntry]:
+def evaluation_rewards(config: TrainConfig) -> list[RewardEntry]:
     """Return the rewards that a run evaluates with, or else those that it trains on."""
     return list(config.get("eval_reward") or config.get("reward"))
 

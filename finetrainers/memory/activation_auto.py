@@ -12,7 +12,7 @@ from finetrainers.config.sections import ActivationMemory
 from .activation_plan import SETTINGS, Choice, Machine, StepWork, choose, recomputed, step_seconds
 from .estimate import GIB, MemoryPlan, Workload, build_workload, estimate
 from .network_weights import NetworkWeights
-from .phases import Surroundings
+from .phases import RunSizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,8 +69,8 @@ class ActivationModel:
     def sizes(self, stored: ActivationMemory, number: int) -> tuple[float, float]:
         """Return the bytes on the device and on the host with a setting for `number` blocks."""
         plan = self.plan(stored, number)
-        moving = self.correction * (plan.total - plan.at_rest)
-        return self.others + GIB * (plan.at_rest + moving), GIB * plan.offloaded
+        moving = self.correction * (plan.total - plan.persistent_bytes)
+        return self.others + GIB * (plan.persistent_bytes + moving), GIB * plan.offloaded
 
     def plan(self, stored: ActivationMemory, number: int) -> MemoryPlan:
         """Return the estimate with a setting for `number` blocks, without the correction."""
@@ -78,15 +78,15 @@ class ActivationModel:
         return estimate(replace(self.workload, stored=stored, share=None if number == total else number / total))
 
     @property
-    def at_rest(self) -> float:
+    def persistent_bytes(self) -> float:
         """Bytes on the device between steps."""
-        return self.others + GIB * self.plan("none", 0).at_rest
+        return self.others + GIB * self.plan("none", 0).persistent_bytes
 
     def measured(self, choice: Choice, *, peak: float) -> ActivationModel:
         """Return the model, corrected by the peak in bytes of a step with this choice."""
         plan = self.plan(choice.stored, choice.number)
-        moving = max(0.0, (peak - self.others) / GIB - plan.at_rest)
-        return replace(self, correction=moving / (plan.total - plan.at_rest))
+        moving = max(0.0, (peak - self.others) / GIB - plan.persistent_bytes)
+        return replace(self, correction=moving / (plan.total - plan.persistent_bytes))
 
     def operations(self, choice: Choice) -> float:
         """Return the operations of a micro-batch divided by those without recomputation."""
@@ -100,7 +100,7 @@ def activation_model(
     network: nn.Module,
     *,
     spec: ModelSpec,
-    around: Surroundings,
+    around: RunSizes,
     others: float = 0.0,
 ) -> ActivationModel:
     """Return the model of a configured run.

@@ -1,7 +1,7 @@
 """The switches that lower memory peaks, what each costs, and the search for the cheapest set that fits a GPU.
 
-A new option that saves memory gets a row in `SWITCHES`. What it saves is not written here: the estimate computes it.
-Imports no torch.
+A new option that saves memory gets a row in `MEMORY_OPTIONS`. What it saves is not written here: the estimate computes
+it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Outcomes = Callable[[TrainConfig], Outcome | None]
 
 
 @dataclass(frozen=True)
-class Switch:
+class MemoryOption:
     """Options that lower memory, and their cost.
 
     Attributes:
@@ -72,66 +72,66 @@ class Switch:
 
 
 #: In order of price.
-SWITCHES: tuple[Switch, ...] = (
-    Switch({"enable_slicing": True}, "the VAE takes the clips of a batch one after another", 1, 0, is_exact=True),
-    Switch({"precompute_batch_size": 1}, "the VAE encodes clips one by one before training", 1, 0, is_exact=True),
-    Switch(
+MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
+    MemoryOption({"enable_slicing": True}, "the VAE takes the clips of a batch one after another", 1, 0, is_exact=True),
+    MemoryOption({"precompute_batch_size": 1}, "the VAE encodes clips one by one before training", 1, 0, is_exact=True),
+    MemoryOption(
         {"enable_model_cpu_offload": True}, "slower validation samples: parts travel from host memory", 2, 0,
         is_exact=True,
     ),
-    Switch({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
-    Switch(
+    MemoryOption({"precompute_conditions": True}, "disk for the cache, and one fixed crop of every clip", 3, 0),
+    MemoryOption(
         {"quantize_text_encoders": "int8"}, "text encoders are rounded to int8: prompts are encoded a bit differently",
         5, 0,
     ),
-    Switch({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
-    Switch({"gradient_checkpointing": True}, "one more forward pass", 1, 0, is_exact=True),
-    Switch(
+    MemoryOption({"enable_tiling": True}, "the VAE works in tiles: slower, and latents differ slightly", 4, 0),
+    MemoryOption({"gradient_checkpointing": True}, "one more forward pass", 1, 0, is_exact=True),
+    MemoryOption(
         {"activation_memory": "auto"}, "blocks compute some activations again, or move them to host memory", 2, 0,
         is_exact=True,
     ),
-    Switch(
+    MemoryOption(
         {"offload_trajectory": True}, "sampled latents, or gradients, travel to host memory and back", 4, is_exact=True
     ),
-    Switch(
+    MemoryOption(
         {"rollout_gradients": "replay"}, "trained steps go through the network once more", 8,
         takes_back=True, is_exact=True,
     ),
-    Switch({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
-    Switch(
+    MemoryOption({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
+    MemoryOption(
         {"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8,
         is_exact=True,
     ),
-    Switch({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10, is_exact=True),
-    Switch({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
-    Switch(
+    MemoryOption({"sync_each_batch": True}, "gradients are reduced after each micro-batch", 10, is_exact=True),
+    MemoryOption({"optimizer": "adamw-torchao-8bit"}, "optimizer state is rounded to 8 bits", 12),
+    MemoryOption(
         {"blocks_to_swap": "auto"}, "frozen weights travel over PCIe in forward and in backward; host memory", 20,
         is_exact=True,
     ),
-    Switch({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
-    Switch({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
-    Switch(
+    MemoryOption({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
+    MemoryOption({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
+    MemoryOption(
         {"layerwise_upcasting_modules": ["transformer"]}, "frozen weights are rounded to 8 bits, a cast per layer", 35,
         needs={"gradient_checkpointing": True},
     ),
-    Switch({"master_weights": "stochastic_rounding"}, "noise in the last bit of every update", 40),
-    Switch(
+    MemoryOption({"master_weights": "stochastic_rounding"}, "noise in the last bit of every update", 40),
+    MemoryOption(
         {"use_cpu_offload_optimizer": True, "max_grad_norm": 0.0}, "updates on the CPU, PCIe traffic, no clipping", 100
     ),
-    Switch(
+    MemoryOption(
         {"use_cpu_offload_optimizer": True, "offload_gradients": True, "max_grad_norm": 0.0},
         "updates on the CPU, PCIe traffic, no clipping", 110,
     ),
-    Switch(
+    MemoryOption(
         {"optimizer_in_backward": True, "max_grad_norm": 0.0},
         "no clipping; a step with NaN is found after weights have changed", 42,
     ),
-    Switch({"zero_offload": True}, "updates on the CPU, PCIe traffic", 100, is_exact=True),
-    Switch(
+    MemoryOption({"zero_offload": True}, "updates on the CPU, PCIe traffic", 100, is_exact=True),
+    MemoryOption(
         {"reward_device": "cpu"},
         "rewards compute on the CPU, which is slow; a GPU of their own (cuda:1) or a server (serve-reward) is not", 120,
     ),
-    Switch(
+    MemoryOption(
         {"fsdp_cpu_offload": True}, "weights travel from host memory for every use, updates on the CPU", 150,
         is_exact=True,
     ),
@@ -139,10 +139,10 @@ SWITCHES: tuple[Switch, ...] = (
 
 
 #: Switches that leave results the same; options that the user has set stay.
-EXACT_SWITCHES = tuple(replace(switch, takes_back=False) for switch in SWITCHES if switch.is_exact)
+EXACT_MEMORY_OPTIONS = tuple(replace(switch, takes_back=False) for switch in MEMORY_OPTIONS if switch.is_exact)
 
 
-def sharing_switches(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[Switch]:
+def sharing_options(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[MemoryOption]:
     """Return a switch for each number of processes that may share clips, which is a divisor of `processes`.
 
     They use ring attention if the number does not divide the heads.
@@ -161,18 +161,18 @@ def sharing_switches(processes: int, heads: int | None, mode: SpMode = "ulysses"
     ]
 
 
-def _sharing(size: int, *, by_ring: bool) -> Switch:
+def _sharing(size: int, *, by_ring: bool) -> MemoryOption:
     options: dict[str, Any] = {"sp_size": size}
     exchange = "communicate in every block"
     if by_ring:
         options["sp_mode"] = "ring"
         exchange = "pass keys and values around in every block"
     cost = f"{size} processes share each clip, and {exchange}; to keep the global batch, multiply "
-    return Switch(options, f"{cost}--gradient_accumulation_steps by {size}", 16 + size if by_ring else 15 + size)
+    return MemoryOption(options, f"{cost}--gradient_accumulation_steps by {size}", 16 + size if by_ring else 15 + size)
 
 
 #: Remedies that no switch of a single run applies; the user decides.
-OTHER_WAYS = (
+OTHER_REMEDIES = (
     "smaller or shorter clips (--video_resolution_buckets), or a smaller --batch_size with more "
     "--gradient_accumulation_steps",
     "several GPUs: --fsdp full shards weights, gradients and optimizer state; --deepspeed --zero_stage 2 or 3 "
@@ -192,7 +192,7 @@ class Chosen:
         slower: percent of a step's time that it is planned to take.
     """
 
-    switch: Switch
+    switch: MemoryOption
     saves: float
     slower: float
 
@@ -224,7 +224,7 @@ class Advice:
 
 
 def cheapest(
-    config: TrainConfig, outcomes: Outcomes, *, budget: float, switches: Sequence[Switch] = SWITCHES
+    config: TrainConfig, outcomes: Outcomes, *, budget: float, switches: Sequence[MemoryOption] = MEMORY_OPTIONS
 ) -> Advice | None:
     """Return the set of switches with the lowest price that keeps all phases within the budget, or None if no set does.
 
@@ -240,7 +240,7 @@ def cheapest(
     return _Search(config, outcomes, budget, switches).cheapest()
 
 
-def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfig:
+def with_switches(config: TrainConfig, switches: Sequence[MemoryOption]) -> TrainConfig:
     """Return a copy of `config` with these switches on."""
     for switch in switches:
         for name, value in switch.options.items():
@@ -250,7 +250,7 @@ def with_switches(config: TrainConfig, switches: Sequence[Switch]) -> TrainConfi
     return config
 
 
-def has_what_it_needs(config: TrainConfig, switch: Switch) -> bool:
+def has_what_it_needs(config: TrainConfig, switch: MemoryOption) -> bool:
     """Return whether a switch has the options that it needs to save anything.
 
     Every setting that recomputes all blocks counts as `gradient_checkpointing`.
@@ -269,7 +269,9 @@ class _Search:
     a set that does not fit fits, and the time of the larger set bounds the price of all its subsets.
     """
 
-    def __init__(self, config: TrainConfig, outcomes: Outcomes, budget: float, switches: Sequence[Switch]) -> None:
+    def __init__(
+        self, config: TrainConfig, outcomes: Outcomes, budget: float, switches: Sequence[MemoryOption]
+    ) -> None:
         self._config, self._outcomes, self._budget = config, outcomes, budget
         self._useful = sorted(filter(self._is_useful, switches), key=lambda switch: switch.price)
         self._conflicts = [pair for pair in combinations(self._useful, 2) if self._conflict(*pair)]
@@ -308,7 +310,7 @@ class _Search:
         fitting = [outcome for outcome in outcomes if outcome is not None and outcome.peak <= self._budget]
         return min((outcome.slower for outcome in fitting), default=None)
 
-    def _largest_sets(self, switches: list[Switch]) -> list[list[Switch]]:
+    def _largest_sets(self, switches: list[MemoryOption]) -> list[list[MemoryOption]]:
         """Return the largest sets of these switches without a conflict."""
         for pair in self._conflicts:
             if pair[0] in switches and pair[1] in switches:
@@ -318,22 +320,22 @@ class _Search:
                 return [*first, *(switch_set for switch_set in second if switch_set not in first)]
         return [switches]
 
-    def _with_needs(self, switches: list[Switch]) -> list[Switch]:
+    def _with_needs(self, switches: list[MemoryOption]) -> list[MemoryOption]:
         """Return the switches whose needs are met by the others or by the run."""
         config = with_switches(self._config, switches)
         return [switch for switch in switches if has_what_it_needs(config, switch)]
 
-    def _are_compatible(self, switches: Sequence[Switch]) -> bool:
+    def _are_compatible(self, switches: Sequence[MemoryOption]) -> bool:
         return not any(first in switches and second in switches for first, second in self._conflicts)
 
-    def _conflict(self, first: Switch, second: Switch) -> bool:
+    def _conflict(self, first: MemoryOption, second: MemoryOption) -> bool:
         """Return whether two switches set the same option, or a run with both would be refused."""
         if first.options.keys() & second.options.keys():
             return True
-        needed = [Switch({**first.needs, **second.needs}, "", 0.0)]
+        needed = [MemoryOption({**first.needs, **second.needs}, "", 0.0)]
         return self._outcomes(with_switches(self._config, [*needed, first, second])) is None
 
-    def _advice(self, switches: Sequence[Switch]) -> Advice:
+    def _advice(self, switches: Sequence[MemoryOption]) -> Advice:
         """Return the advice to use a set, with the effect of each switch in it."""
         outcome, base = self._outcome(switches), self._outcomes(self._config)
         assert outcome is not None, "the set was found by this estimate"
@@ -349,23 +351,23 @@ class _Search:
         base_slower = 0.0 if base is None else base.slower
         return Advice(with_switches(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 
-    def _is_useful(self, switch: Switch) -> bool:
+    def _is_useful(self, switch: MemoryOption) -> bool:
         """Return whether a switch may be set, and lowers a phase, by itself or with the options that it needs."""
         if not switch.takes_back and any(self._config.changed(name) for name in switch.options):
             return False
-        base = with_switches(self._config, [Switch(switch.needs, "", 0.0)])
+        base = with_switches(self._config, [MemoryOption(switch.needs, "", 0.0)])
         before, after = self._outcomes(base), self._outcomes(with_switches(base, [switch]))
         if after is None or before is None:
             return after is not None
         return any(size < before.peaks.get(phase, 0.0) for phase, size in after.peaks.items())
 
-    def _needs(self, switch: Switch, other: Switch) -> bool:
+    def _needs(self, switch: MemoryOption, other: MemoryOption) -> bool:
         """Return whether a switch saves nothing without the other."""
         return not has_what_it_needs(self._config, switch) and has_what_it_needs(
             with_switches(self._config, [other]), switch
         )
 
-    def _outcome(self, chosen: Sequence[Switch]) -> Outcome | None:
+    def _outcome(self, chosen: Sequence[MemoryOption]) -> Outcome | None:
         """Return the outcome of a set of switches, or None if it is refused or lacks an option that a switch needs."""
         changed = with_switches(self._config, chosen)
         if not all(has_what_it_needs(changed, switch) for switch in chosen):

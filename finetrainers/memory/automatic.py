@@ -14,7 +14,7 @@ from math import inf
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import Variant
-from finetrainers.parallel.sharding import WHOLE, Split
+from finetrainers.parallel.sharding import WHOLE, ShardingSpec
 from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 
 from .activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, ActivationModel, with_choice
@@ -47,11 +47,11 @@ class Run:
     num_blocks: int
     may_offload_samples: bool
     decodes: bool = False
-    split: Split = WHOLE
+    split: ShardingSpec = WHOLE
 
 
 @dataclass(frozen=True)
-class Automatic:
+class AutoSettings:
     """Values chosen for options that are `auto` or left open.
 
     Attributes:
@@ -104,7 +104,7 @@ class Automatic:
         return 0.0 if self.machine is None else self.model.slower(self.config, self.machine)
 
 
-def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic:
+def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSettings:
     """Choose the settings that the options leave open, and the method's fastest variant that makes every phase fit."""
     variants = method_spec(config).variants(config, run.split)
     if not variants:
@@ -117,18 +117,18 @@ def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> 
     return min(fitting, key=lambda candidate: ("enable_tiling" in candidate.decoding, _cost(candidate)))
 
 
-def _smallest(candidates: Sequence[Automatic]) -> Automatic:
+def _smallest(candidates: Sequence[AutoSettings]) -> AutoSettings:
     return min(candidates, key=lambda candidate: candidate.plan.peak)
 
 
-def _cost(candidate: Automatic) -> float:
+def _cost(candidate: AutoSettings) -> float:
     """Return the cost of a clip in forward passes."""
     assert candidate.variant is not None
     machine = candidate.machine or Machine(inf, inf, ASSUMED_FLOPS, ASSUMED_LINK)
     return candidate.variant.cost(candidate.model.slower(candidate.config, machine))
 
 
-def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic:
+def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSettings:
     """Choose all settings but the variant.
 
     First clips of rollouts are decoded one by one, or in tiles, and samples drawn with the model's parts in host
@@ -140,7 +140,7 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic
     if machine is None:
         config = with_choice(config, None) if stores else config
         counted = run.num_blocks if swaps else None
-        return Automatic(config, run.plan(config), None, run.model(config), run.num_blocks, swapped=counted)
+        return AutoSettings(config, run.plan(config), None, run.model(config), run.num_blocks, swapped=counted)
     config, decoding = _with_decoding(config, run, machine.device) if run.decodes else (config, ())
     offloads = None
     if offload_option is None and run.may_offload_samples:
@@ -154,7 +154,7 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> Automatic
         config = with_choice(config, choice)
     swapped = config.memory.blocks_to_swap if swaps else None
     assert swapped != "auto"
-    return Automatic(
+    return AutoSettings(
         config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice,
         offloads_samples=offloads, decoding=decoding,
     )  # fmt: skip

@@ -19,8 +19,8 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import MethodMemory
-from finetrainers.optim.table import RECIPES, resolve_name
-from finetrainers.parallel.sharding import WHOLE, Split
+from finetrainers.optim.table import OPTIMIZERS, resolve_name
+from finetrainers.parallel.sharding import WHOLE, ShardingSpec
 
 from .activation_plan import activation_units
 from .gathered import NOTHING, Gathered, gathered_bytes
@@ -85,7 +85,7 @@ class Workload:
     share: float | None = None
     accumulates: bool = False
     gradients_stay: bool = True
-    split: Split = WHOLE
+    split: ShardingSpec = WHOLE
     gathered: Gathered = NOTHING
     casts: bool = True
     ema: bool = False
@@ -108,7 +108,7 @@ class MemoryPlan:
         total: the peak.
         swap: bytes that swapped blocks take in host memory and on the way from there.
         offloaded: activations in host memory.
-        at_rest: memory between steps.
+        persistent_bytes: memory between steps.
         waiting_on_host: gradients in host memory.
     """
 
@@ -116,7 +116,7 @@ class MemoryPlan:
     total: float
     swap: SwapSizes = NO_SWAP
     offloaded: float = 0.0
-    at_rest: float = 0.0
+    persistent_bytes: float = 0.0
     waiting_on_host: float = 0.0
 
 
@@ -170,9 +170,10 @@ def estimate(workload: Workload) -> MemoryPlan:
         "activations kept": saved,
         "one block in backward": in_backward,
     }
-    at_rest = sum(fixed.values())
+    persistent_bytes = sum(fixed.values())
     return MemoryPlan(
-        parts, at_rest + moving, workload.swap, (1 + workload.waiting_calls[0]) * units.on_host * unit, at_rest,
+        parts, persistent_bytes + moving, workload.swap, (1 + workload.waiting_calls[0]) * units.on_host * unit,
+        persistent_bytes,
         workload.waiting_on_host / GIB,
     )  # fmt: skip
 
@@ -219,7 +220,7 @@ def estimate_for(
     spec: ModelSpec,
     bucket: tuple[int, int, int],
     batch_size: int | None = None,
-    split: Split = WHOLE,
+    split: ShardingSpec = WHOLE,
     weights: NetworkWeights | None = None,
 ) -> MemoryPlan:
     """Return the estimate for each process of a configured run; see `build_workload`."""
@@ -232,7 +233,7 @@ def estimate_for(
 
 def build_workload(
     config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, bucket: tuple[int, int, int],
-    batch_size: int | None = None, split: Split = WHOLE, weights: NetworkWeights | None = None,
+    batch_size: int | None = None, split: ShardingSpec = WHOLE, weights: NetworkWeights | None = None,
 ) -> Workload:  # fmt: skip
     """Return the workload of each process of a configured run; `transformer` may lie on the meta device.
 
@@ -288,7 +289,7 @@ def build_workload(
     )
 
 
-def _waiting(method: MethodMemory, split: Split) -> int:
+def _waiting(method: MethodMemory, split: ShardingSpec) -> int:
     """Return the number of unsharded gradients on the device beside the one that is computed.
 
     Strategies that gather weights otherwise have gradients in parts.
@@ -296,7 +297,7 @@ def _waiting(method: MethodMemory, split: Split) -> int:
     return method.gradients + (1 if split.gathers and (method.gradients or method.gradients_on_host) else 0)
 
 
-def _summed_bytes(method: MethodMemory, split: Split, weights: NetworkWeights) -> tuple[float, float]:
+def _summed_bytes(method: MethodMemory, split: ShardingSpec, weights: NetworkWeights) -> tuple[float, float]:
     """Return bytes of unsharded gradients in backward, for the first waiting call and for the next ones.
 
     Strategies that gather weights otherwise have gradients in parts. The next calls also have the sum of the earlier
@@ -318,7 +319,7 @@ def _method_memory(
     *,
     bucket: tuple[int, int, int],
     clips: int,
-    split: Split,
+    split: ShardingSpec,
 ) -> MethodMemory:
     """Return the memory of the method beyond the training step's own state, and the clips of its micro-batches."""
     trainable_bytes = _trainable_bytes(config)
@@ -331,14 +332,14 @@ def _method_memory(
     )
 
 
-def _gradients_stay(config: TrainConfig, split: Split) -> bool:
+def _gradients_stay(config: TrainConfig, split: ShardingSpec) -> bool:
     options = config.optimizer
     if split.zero_stage == 3 or (split.zero_stage == 2 and split.optimizer_on_host):
         return False  # they are in buffers that stay, or on the host
     return not (options.offload_gradients or options.optimizer_in_backward or split.weights_on_host)
 
 
-def counted_activations(config: TrainConfig, spec: ModelSpec, split: Split, *, halved: bool) -> Activations:
+def counted_activations(config: TrainConfig, spec: ModelSpec, split: ShardingSpec, *, halved: bool) -> Activations:
     """Return the counted activations of the training type; `halved`: trainable weights are 16-bit when they compute."""
     training_type = config.training.training_type
     # DeepSpeed has no autocast.
@@ -355,13 +356,13 @@ def optimizer_state_bytes(config: TrainConfig) -> float:
     name = resolve_name(config.optimizer)
     # Moments have the weights' dtype.
     halved = config.training.master_weights == "stochastic_rounding" and name == "adamw"
-    return RECIPES[name].state_bytes / (2 if halved else 1)
+    return OPTIMIZERS[name].state_bytes / (2 if halved else 1)
 
 
-def _optimizer_bytes_on_device(config: TrainConfig, split: Split) -> float:
+def _optimizer_bytes_on_device(config: TrainConfig, split: ShardingSpec) -> float:
     """Return bytes of optimizer state per trainable parameter on the GPU, including DeepSpeed's fp32 weights."""
     on_host = config.optimizer.use_cpu_offload_optimizer or split.optimizer_on_host
-    if on_host or RECIPES[resolve_name(config.optimizer)].on_host:
+    if on_host or OPTIMIZERS[resolve_name(config.optimizer)].on_host:
         return 0.0
     return optimizer_state_bytes(config) + (4 if split.zero_stage else 0)
 
@@ -409,7 +410,7 @@ def swapped_blocks(config: TrainConfig, blocks: Sequence[object]) -> list[int]:
     return chosen_blocks(len(blocks), len(blocks) if number == "auto" else number) if number else []
 
 
-def bytes_of_copy(config: TrainConfig, split: Split, *, trainable_bytes: float) -> float:
+def bytes_of_copy(config: TrainConfig, split: ShardingSpec, *, trainable_bytes: float) -> float:
     """Return bytes per parameter that a process keeps of a frozen copy; see `Strategy.prepare_frozen`."""
     if not (split.gathers or split.zero_stage):
         return trainable_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetrainers.parallel.sharding import Split
+from finetrainers.parallel.sharding import ShardingSpec
 
 from .network_weights import NetworkWeights
 
@@ -61,7 +61,7 @@ def gathered_bytes(
     weights: NetworkWeights,
     *,
     width: int,
-    split: Split,
+    split: ShardingSpec,
     accumulates: bool,
     swapped: Sequence[int] = (),
     saved: Mapping[int, float] | None = None,
@@ -107,7 +107,7 @@ def gathered_bytes(
     return Gathered(forward, tuple(map(moment, range(len(blocks)))))
 
 
-def _gathered_by_zero(weights: NetworkWeights, *, width: int, split: Split, accumulates: bool) -> Gathered:
+def _gathered_by_zero(weights: NetworkWeights, *, width: int, split: ShardingSpec, accumulates: bool) -> Gathered:
     """Return the bytes of DeepSpeed's buffers, as `count_zero` counts them.
 
     Gradients are copied into a bucket. A full bucket is averaged in a copy, after which each process keeps its part.
@@ -147,7 +147,7 @@ def _gathered_by_zero(weights: NetworkWeights, *, width: int, split: Split, accu
 
 
 def zero_host_bytes(
-    split: Split, *, total: int, trained: int, largest: int, width: int, state_bytes: float, accumulates: bool
+    split: ShardingSpec, *, total: int, trained: int, largest: int, width: int, state_bytes: float, accumulates: bool
 ) -> float:
     """Return the bytes that DeepSpeed's offloading has in host memory for each process, between steps.
 

@@ -14,7 +14,7 @@ from finetrainers.config.facts import is_network
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
-from finetrainers.parallel.sharding import WHOLE, Split
+from finetrainers.parallel.sharding import WHOLE, ShardingSpec
 from finetrainers.utils.phases import (
     CHECKPOINT,
     ENCODING_CLIPS,
@@ -56,7 +56,7 @@ TEXTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunSizes:
     """Inputs of the phases beside the configuration and the trained network.
 
     Attributes:
@@ -89,7 +89,7 @@ class Surroundings:
     trained: int = 0
     processes: int = 1
     local_processes: int = 1
-    split: Split = WHOLE
+    split: ShardingSpec = WHOLE
     weights: NetworkWeights | None = None
 
 
@@ -143,7 +143,7 @@ class RunPlan:
 
 
 def plan_run(
-    config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, around: Surroundings
+    config: TrainConfig, geometry: Geometry, transformer: nn.Module, *, spec: ModelSpec, around: RunSizes
 ) -> RunPlan:
     """Return the memory of each phase of a run.
 
@@ -186,7 +186,7 @@ class _Phases:
     """The parts of each phase."""
 
     def __init__(
-        self, config: TrainConfig, geometry: Geometry, transformer: nn.Module, spec: ModelSpec, around: Surroundings,
+        self, config: TrainConfig, geometry: Geometry, transformer: nn.Module, spec: ModelSpec, around: RunSizes,
         step: MemoryPlan,
     ) -> None:  # fmt: skip
         self.config, self.geometry, self.spec, self.around = config, geometry, spec, around
@@ -210,11 +210,11 @@ class _Phases:
         self.total = GIB * step.total
         #: Swapped blocks, offloaded activations, and gradients that wait for advantages.
         self.swapped = step.swap.host + GIB * (step.offloaded + step.waiting_on_host)
-        self.learns_in_rollout = method.learns_in_rollout(config)
+        self.computes_grads_in_rollout = method.computes_grads_in_rollout(config)
         weights = ("frozen weights", "trainable weights")
         self.weights = {name: self.step[name] for name in weights}
         rest = (*weights, "optimizer state", "moving average", "gradient buffers", "copies of the policy")
-        self.at_rest = {**self.stays, **{name: self.step[name] for name in rest}}
+        self.persistent_bytes = {**self.stays, **{name: self.step[name] for name in rest}}
         self.trained = around.trained
         self.largest = around.weights.largest if around.weights is not None else 0
         is_full = config.training.training_type == "full-finetune"
@@ -240,7 +240,7 @@ class _Phases:
             phases[REWARD] = self._reward()
         if self.around.sampled:
             phases[VALIDATION] = self._validation()
-        phases[CHECKPOINT] = self._gathering(self.at_rest)
+        phases[CHECKPOINT] = self._gathering(self.persistent_bytes)
         return {
             phase: {name: size for name, size in phases[phase].items() if size} for phase in PHASES if phase in phases
         }
@@ -253,29 +253,31 @@ class _Phases:
         return max((texts, clips, network), key=lambda parts: sum(parts.values()))
 
     def _encoding_text(self) -> Mapping[str, float]:
-        before = self.texts if self.cached else self.at_rest
+        before = self.texts if self.cached else self.persistent_bytes
         return {**before, "activations of the text encoders": self.around.text_bytes}
 
     def _encoding_clips(self) -> Mapping[str, float]:
         batch = self.config.data.precompute_batch_size if self.precomputed else self.around.clips
-        before = self.clip_parts if self.precomputed else self.at_rest
+        before = self.clip_parts if self.precomputed else self.persistent_bytes
         working = max(vae_working_bytes(self.spec, size, batch=batch) for size in self.around.encoded)
         if self.precomputed and not self.cached:
             before = {**self.texts, **before}
         return {**before, "the VAE at work": working}
 
     def _training(self) -> Mapping[str, float]:
-        if self.learns_in_rollout:  # the step has a gradient already; a second is its share of those of all processes
+        if (
+            self.computes_grads_in_rollout
+        ):  # the step has a gradient already; a second is its share of those of all processes
             gradient = 4.0 * self.trained
-            return {**self.at_rest, "gradients of clips": gradient, "gradients": gradient, **self._rewards()}
+            return {**self.persistent_bytes, "gradients of clips": gradient, "gradients": gradient, **self._rewards()}
         return self.learning()
 
     def learning(self) -> Mapping[str, float]:
         """Return the bytes of each use in forward and backward passes."""
-        fixed = sum(size for name, size in self.at_rest.items() if name not in self.stays)
+        fixed = sum(size for name, size in self.persistent_bytes.items() if name not in self.stays)
         sampled = {name: self.step[name] for name in _OF_ROLLOUT}
         moving = self.total - fixed - sum(sampled.values())
-        return {**self.at_rest, **sampled, "activations, gradients and copies": moving, **self._rewards()}
+        return {**self.persistent_bytes, **sampled, "activations, gradients and copies": moving, **self._rewards()}
 
     def _rewards(self) -> dict[str, float]:
         """Return the bytes of rewards that stay on the device from the start; 0 without rewards."""
@@ -297,10 +299,16 @@ class _Phases:
         branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
         size = max(self.around.sampled, key=lambda clip_size: self.geometry.num_tokens(*clip_size))
         denoising = {
-            **self.at_rest, **self.vae, **self.companions, **self._sampling(size, branches), **self._rewards(),
+            **self.persistent_bytes, **self.vae, **self.companions, **self._sampling(size, branches), **self._rewards(),
         }  # fmt: skip
         working = max(vae_working_bytes(self.spec, clip_size) for clip_size in self.around.sampled)
-        decoding = {**self.at_rest, **self.vae, **self.companions, "the VAE at work": working, **self._rewards()}
+        decoding = {
+            **self.persistent_bytes,
+            **self.vae,
+            **self.companions,
+            "the VAE at work": working,
+            **self._rewards(),
+        }
         if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
             for name in (*self.vae, *self.companions):
                 denoising.pop(name, None)
@@ -316,11 +324,11 @@ class _Phases:
             trajectories["activations of rewards"] = self.around.scoring or 0.0
         batch = self.config.dataloader.batch_size
         branches = method_spec(self.config).branches(self.config)
-        denoising = {**self.at_rest, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
+        denoising = {**self.persistent_bytes, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
         working = vae_working_bytes(self.spec, self.around.bucket, batch=batch)
-        decoding = {**self.at_rest, **trajectories, "the VAE at work": working}
+        decoding = {**self.persistent_bytes, **trajectories, "the VAE at work": working}
         moments = [denoising, decoding]
-        if self.learns_in_rollout:
+        if self.computes_grads_in_rollout:
             moments.append({**self.learning(), **self.companions})
         return max(moments, key=lambda parts: sum(parts.values()))
 
@@ -336,7 +344,7 @@ class _Phases:
             # If the decoder is recomputed, that is after the rewards' backward: only one of the two is alive.
             scoring = parts if stored else dict([max(parts.items(), key=lambda part: part[1])])
         trajectories = {name: self.step[name] for name in _OF_ROLLOUT}
-        return {**self.at_rest, **trajectories, **self._rewards(), **scoring}
+        return {**self.persistent_bytes, **trajectories, **self._rewards(), **scoring}
 
     def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
         """Return the bytes while saving, which gathers sharded weights one at a time and copies them to the host."""

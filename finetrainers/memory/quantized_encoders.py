@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetrainers.models.spec import DTYPES, ModelSpec, Parts
+from finetrainers.models.spec import DTYPES, ModelComponents, ModelSpec
 
 from .quantization import QuantizedEncoderLinear, bytes_saved, quantizable_layers, quantize_frozen
 
 
-def load_text_encoders(spec: ModelSpec, device: torch.device) -> Parts:
+def load_text_encoders(spec: ModelSpec, device: torch.device) -> ModelComponents:
     """Load tokenizers and text encoders, quantized layer by layer: the device never holds more than the result."""
     encoders, kind = spec.load_text_encoders(), spec.config.quantize_text_encoders
     if kind != "none":

@@ -17,11 +17,11 @@ from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec, VAEStats
 from finetrainers.utils.device import to_device
 
-from .spec import WorkSource
+from .spec import BatchSource
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Step[Any]")
-Source = TypeVar("Source", bound=WorkSource)
+Source = TypeVar("Source", bound=BatchSource)
 
 #: Named scalars of one micro-batch, on the device until they are logged; they add up over a step's micro-batches.
 Metrics = Mapping[str, Tensor]

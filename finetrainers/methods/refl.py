@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, transition_mean
 from finetrainers.methods.base import MethodParts, Metrics
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import PromptEmbeds
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.reward_set import RewardError, Scores
 from finetrainers.utils.device import to_device
@@ -37,7 +37,7 @@ from finetrainers.utils.phases import REWARD, phase
 from finetrainers.utils.seeding import derive_seed
 
 from .grpo.objective import velocity_divergence
-from .grpo.prompts.prompts import Job
+from .grpo.prompts.prompts import RolloutSample
 from .grpo.prompts.source import PromptSource
 from .grpo.rollout.batches import Part
 from .grpo.rollout.collect import score_stats, timed
@@ -57,7 +57,7 @@ class Backpropagated:
         scores: the weighted rewards, by clip and position; only where an adjoint comes from a reward.
     """
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RolloutSample]
     num_ranks: int
     stats: Mapping[str, float]
     steps: Sequence[int]
@@ -103,7 +103,7 @@ class Denoised:
     weight: Tensor
     share: Tensor
     scale: Tensor | None
-    conditions: Conditions
+    conditions: PromptEmbeds
 
 
 class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
@@ -141,7 +141,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
                         adjoint, scores, total, pixels = self._adjoint(clean, chunk, number, conditions)
                     for i, job in enumerate(chunk):
                         adjoints[first + i, position], values[first + i, position] = adjoint[i].clone(), float(total[i])
-                        if position == 0 and collector.shown.wants(job) and collector.parallel.has_turn(batch):
+                        if position == 0 and collector.shown.wants(job) and collector.parallel.owns_item(batch):
                             videos[first + i] = to_uint8(pixels[i])
                     batch_scores += [(number, scores)] if position == 0 else []
             except Exception as caught:
@@ -181,7 +181,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
 
     @torch.no_grad()
     def _sample(
-        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, steps: Sequence[int]
+        self, transformer: nn.Module, jobs: Sequence[RolloutSample], conditions: PromptEmbeds, steps: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return latents before each of the steps, in their order, and the clean latents that are scored.
 
@@ -210,7 +210,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         return {"time": sampler.time(index), "now": now}
 
     def _step(
-        self, network: nn.Module, x: Tensor, conditions: Conditions, *, time: Tensor, now: Transitions | None
+        self, network: nn.Module, x: Tensor, conditions: PromptEmbeds, *, time: Tensor, now: Transitions | None
     ) -> tuple[Tensor, Tensor]:
         """Return the network's prediction, and the latents after a step."""
         process, prediction = self.sampler.process, self.sampler.predict(network, x, time, conditions)
@@ -219,7 +219,7 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
         return prediction, transition_mean(process, prediction, x, time, now)
 
     def _adjoint(
-        self, clean: Tensor, jobs: Sequence[Job], number: int, conditions: Conditions
+        self, clean: Tensor, jobs: Sequence[RolloutSample], number: int, conditions: PromptEmbeds
     ) -> tuple[Tensor, Scores, Tensor, Tensor]:
         """Return the gradient of the weighted rewards by clean latents, the scores, the weighted rewards, and pixels.
 

@@ -11,9 +11,9 @@ from finetrainers.config.root import TrainConfig, fields
 from finetrainers.utils.addresses import resolve, same_name
 from finetrainers.utils.text import nearest
 
-from .spec import MethodSpec, WorkPlan
+from .spec import MethodSpec, TrainingSet
 
-Planner = Callable[..., WorkPlan | None]
+Planner = Callable[..., TrainingSet | None]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def method_spec(config: TrainConfig) -> MethodSpec:
     return spec
 
 
-def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+def plan_work(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
     """Return the plan of the data of the configured method; see `MethodSpec.plan`."""
     return method_spec(config).plan(config, geometry, sizes_are_wrong=sizes_are_wrong)
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetrainers.config.frame_conditioning import chosen_kinds, draw_frames
+from finetrainers.config.frame_conditioning import draw_frames, select_kinds
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, VideoMeta
@@ -54,7 +54,7 @@ class Prior:
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyClips:
     """Samples at their noise levels, with one time for each sample `[B]`, or for each of its latent frames `[B, T]`.
 
     Attributes:
@@ -96,7 +96,7 @@ class SFT:
         #: Transformer tokens per latent cell, for resolution-dependent shifts.
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
         data = config.data
-        self.given_kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts)
+        self.given_kinds = select_kinds(data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts)
         has_windows = data.sliding_window_size is not None or data.dataset is not None  # chunks have no windows
         self.window_context = data.window_context if has_windows else 0
         self.temporal = geometry.temporal
@@ -201,13 +201,13 @@ class SFT:
             baseline = self.spec.predict(network, *inputs).float()
         return _per_sample((baseline - prediction) * (baseline + prediction - 2 * target), noised, weight)
 
-    def _targets(self, batch: Batch, purpose: str, quantile: float | None) -> tuple[Noised, Tensor, Tensor | None]:
+    def _targets(self, batch: Batch, purpose: str, quantile: float | None) -> tuple[NoisyClips, Tensor, Tensor | None]:
         """Return the samples at their noise levels, the prediction targets, and loss weights `[B]`; see `errors`."""
         noised = self._noised(batch, purpose=purpose, quantile=quantile)
         weight = None if quantile is not None else self.noise_levels.weight(noised.t)
         return noised, self.process.target(noised.x0, noised.eps, noised.t), weight
 
-    def _noised(self, batch: Batch, *, purpose: str, quantile: float | None) -> Noised:
+    def _noised(self, batch: Batch, *, purpose: str, quantile: float | None) -> NoisyClips:
         """Return the samples at their noise levels; see `errors`."""
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
@@ -226,7 +226,7 @@ class SFT:
         assert mask is None or mask.shape[2:] == x0.shape[2:], (
             "who predicts a section of clips must cut their masks, too"
         )
-        return Noised(
+        return NoisyClips(
             x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._expand_times(frame_t, x0), trained, meta, mask
         )
 
@@ -286,7 +286,7 @@ class SFT:
             raise ValueError(f"supervised finetuning has no state to restore, got {sorted(state)}")
 
 
-def _per_sample(error: Tensor, noised: Noised, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _per_sample(error: Tensor, noised: NoisyClips, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return means `[B]` of an error without conditioning latents, and the loss weight that is left to apply."""
     trained, mask = noised.trained, noised.mask
     if trained is None and mask is None and noised.t.ndim == 1:

@@ -15,7 +15,7 @@ from finetrainers.config.hacking import HackingRule
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.data.buckets.windows import is_window
-from finetrainers.parallel.sharding import Split
+from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
 
 
-class WorkPlan(Protocol):
+class TrainingSet(Protocol):
     """The data of a run, planned before any weights are loaded: clips, or prompts."""
 
     @property
@@ -154,7 +154,7 @@ class WorkPlan(Protocol):
         ...
 
 
-class WorkSource(Protocol):
+class BatchSource(Protocol):
     """The data source of a method, ready to use: training needs no more of it than this."""
 
     @property
@@ -238,7 +238,7 @@ class MethodSpec:
         samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
         reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it
             (`base`).
-        source: address of the class of the `WorkSource`, which is made when clips can be encoded; all take the
+        source: address of the class of the `BatchSource`, which is made when clips can be encoded; all take the
             arguments of `TrainingData`.
     """
 
@@ -249,7 +249,7 @@ class MethodSpec:
     reference: Literal["start", "base"] = "start"
     source = "finetrainers.data.loading.training_data:TrainingData"
 
-    def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+    def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         """Return the plan of a run's data, or None if the configuration names no data, or sizes are wrong.
 
         Raises:
@@ -369,11 +369,11 @@ class MethodSpec:
         """Return whether rewards score clips while further clips are sampled and decoded."""
         return False
 
-    def learns_in_rollout(self, config: TrainConfig) -> bool:
+    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
         """Return whether gradients are taken while clips are sampled, and not in the training step."""
         return False
 
-    def variants(self, config: TrainConfig, split: Split) -> list[Variant]:
+    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
         """Return possible values of an option of the method that is left open, least memory first; empty if none is.
 
         Args:

@@ -16,7 +16,7 @@ from finetrainers.utils.device import to_device
 
 
 @dataclass(frozen=True)
-class Conditions:
+class PromptEmbeds:
     """Text conditioning of a batch: named tensors, batch first. Never mutated; every method returns a new object.
 
     Attributes:
@@ -38,7 +38,7 @@ class Conditions:
     def __len__(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
 
-    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditions:
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> PromptEmbeds:
         """Move to a device; floating tensors also to `dtype`, masks keep theirs."""
         moved = {k: to_device(v, device) for k, v in self.tensors.items()}
         if dtype is not None:
@@ -47,23 +47,23 @@ class Conditions:
         if lengths is None and mask is not None and mask.device.type == "cpu":
             lengths = _lengths(mask)
         extra = {k: to_device(v, device) for k, v in self.extra.items()}
-        return Conditions(moved, lengths, extra, None if self.start is None else to_device(self.start, device))
+        return PromptEmbeds(moved, lengths, extra, None if self.start is None else to_device(self.start, device))
 
-    def rows(self, index: Sequence[int] | slice) -> Conditions:
+    def rows(self, index: Sequence[int] | slice) -> PromptEmbeds:
         """Return the rows at `index` as a batch."""
         picked = index if isinstance(index, slice) else list(index)
         rows = range(len(self))[picked] if isinstance(picked, slice) else picked
         lengths = None if self.lengths is None else tuple(self.lengths[row] for row in rows)
         extra = {k: v[picked] for k, v in self.extra.items()}
         start = None if self.start is None else self.start[picked]
-        return Conditions({k: v[picked] for k, v in self.tensors.items()}, lengths, extra, start)
+        return PromptEmbeds({k: v[picked] for k, v in self.tensors.items()}, lengths, extra, start)
 
-    def zeroed(self) -> Conditions:
+    def zeroed(self) -> PromptEmbeds:
         """Return a copy with zero embeddings; masks stay, since a row that attends to nothing has no softmax."""
         zeros = {k: torch.zeros_like(v) if v.is_floating_point() else v for k, v in self.tensors.items()}
-        return Conditions(zeros, self.lengths)
+        return PromptEmbeds(zeros, self.lengths)
 
-    def trimmed(self, *, multiple: int = 16) -> Conditions:
+    def trimmed(self, *, multiple: int = 16) -> PromptEmbeds:
         """Cut the tokens that are padding in every row, up to a multiple (so that few lengths occur).
 
         Only families that give a `prompt_attention_mask` are trimmed: they never attend to padding, so nothing but the
@@ -74,24 +74,24 @@ class Conditions:
             return self
         mask = mask.cpu()
         length = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 1
-        return Conditions(self.cut(-(-length // multiple) * multiple).tensors, _lengths(mask))
+        return PromptEmbeds(self.cut(-(-length // multiple) * multiple).tensors, _lengths(mask))
 
-    def cut(self, length: int | None) -> Conditions:
+    def cut(self, length: int | None) -> PromptEmbeds:
         """Return the first `length` tokens of text and mask, or all if it is None."""
         if length is None:
             return self
         names = ("prompt_attention_mask", "prompt_embeds")
-        return Conditions({k: v[:, :length].contiguous() if k in names else v for k, v in self.tensors.items()})
+        return PromptEmbeds({k: v[:, :length].contiguous() if k in names else v for k, v in self.tensors.items()})
 
     @staticmethod
-    def cat(parts: Sequence[Conditions]) -> Conditions:
+    def cat(parts: Sequence[PromptEmbeds]) -> PromptEmbeds:
         """Join batches along the batch axis."""
         part_lengths = [part.lengths for part in parts if part.lengths is not None]
         lengths = tuple(chain.from_iterable(part_lengths)) if len(part_lengths) == len(parts) else None
         extra = {k: torch.cat([p.extra[k] for p in parts]) for k in parts[0].extra}
         starts = [p.start for p in parts if p.start is not None]
         joined = {k: torch.cat([p.tensors[k] for p in parts]) for k in parts[0].tensors}
-        return Conditions(joined, lengths, extra, torch.cat(starts) if starts else None)
+        return PromptEmbeds(joined, lengths, extra, torch.cat(starts) if starts else None)
 
 
 def _lengths(mask: Tensor) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def _lengths(mask: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelComponents:
     """Frozen parts of a model (tokenizers, encoders, a VAE), by their names in its pipeline; moved and freed as one."""
 
     modules: Mapping[str, Any]
@@ -108,7 +108,7 @@ class Parts:
     def __getitem__(self, name: str) -> Any:
         return self.modules[name]
 
-    def to(self, device: torch.device | str) -> Parts:
+    def to(self, device: torch.device | str) -> ModelComponents:
         """Move the networks (in place, as modules do) and return self."""
         for module in self.modules.values():
             if isinstance(module, nn.Module):
@@ -161,12 +161,12 @@ class Batch:
     """
 
     moments: Tensor
-    conditions: Conditions
+    conditions: PromptEmbeds
     meta: VideoMeta
     sample_keys: Sequence[tuple[int, int]]
     clip: Mapping[str, Tensor] = field(default_factory=dict)
     weight: float = 1.0
-    prior: Conditions | None = None
+    prior: PromptEmbeds | None = None
     mask: Tensor | None = None
     inner_windows: Sequence[bool] = ()
 
@@ -203,12 +203,6 @@ class Batch:
         bounds = even_bounds(count, min(pieces, count))
         batches = [self.rows(slice(a, b), weight=self.weight * (b - a) / count) for a, b in bounds]
         return batches + [self.rows(slice(0, 1), weight=0.0)] * (pieces - len(batches))
-
-
-def pixel_size(latents_BCTHW: Tensor, *, temporal: int, spatial: int) -> tuple[int, int, int]:
-    """Return frames, height and width of decoded clips, from frames per latent frame and pixels per latent cell."""
-    frames, height, width = latents_BCTHW.shape[2:]
-    return (frames - 1) * temporal + 1, height * spatial, width * spatial
 
 
 def even_bounds(count: int, pieces: int) -> list[tuple[int, int]]:

@@ -23,13 +23,13 @@ from finetrainers.config.facts import Activations
 from finetrainers.diffusion.process import Process, VariancePreserving
 
 from . import common
-from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
+from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .flops import Attends
+from .flops import AttentionSpec
 from .spec import ModelSpec
-from .split.attention import Attend
-from .split.sequence import TokenPlan
+from .split.attention import AttentionFn
+from .split.sequence import SequenceParallelPlan
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ OFS = 2.0
 class CogVideoXAttnProcessor(CogVideoXAttnProcessor2_0):
     """diffusers' attention, which calls PyTorch's own function, by a chosen backend."""
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: AttentionFn) -> None:
         super().__init__()
         self.attend = attend
 
@@ -103,12 +103,14 @@ class CogVideoXSpec(ModelSpec):
     streams: ClassVar = {
         "time_|ofs_|norm": "time", "text_proj": "prompt", "^transformer_blocks": "joint", "": "video",
     }  # fmt: skip
-    attentions = (Attends("transformer_blocks", "joint", "joint"),)
+    attentions = (AttentionSpec("transformer_blocks", "joint", "joint"),)
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 3830, 12, (240, 360)
     vae_graph_bytes = (4720, 1740, 22700)
     _last_positions: tuple[Any, tuple[Tensor, Tensor] | None] | None = None
     attention_processor = CogVideoXAttnProcessor
-    token_plan = TokenPlan(inputs={"image_rotary_emb": 0}, outputs={"patch_embed": 1}, text_first=("patch_embed",))
+    token_plan = SequenceParallelPlan(
+        inputs={"image_rotary_emb": 0}, outputs={"patch_embed": 1}, text_first=("patch_embed",)
+    )
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
@@ -129,7 +131,7 @@ class CogVideoXSpec(ModelSpec):
             return diffusers.CogVideoXDDIMScheduler.from_config(scheduler.config)
         return scheduler
 
-    def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
+    def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         """Add control videos, frames in [0, 1], to `ModelSpec.pipeline_call`; they set the number of frames."""
         call = super().pipeline_call(conditions, negative, request)
         if self.facts.media:
@@ -150,7 +152,7 @@ class CogVideoXSpec(ModelSpec):
         return VariancePreserving(scheduler.alphas_cumprod.float().cpu())
 
     @torch.no_grad()
-    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: ModelComponents, prompts: Sequence[str]) -> PromptEmbeds:
         """Encode prompts as the pipeline does: T5 states, padded to the transformer's text length, `[B, 226, D]`."""
         embeds, _ = common.build_pipeline(diffusers.CogVideoXPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts),
@@ -158,7 +160,7 @@ class CogVideoXSpec(ModelSpec):
             max_sequence_length=self.configs["transformer"].get("max_text_seq_length", 226),
             device=common.encoder_device(encoders),
         )
-        return Conditions({"prompt_embeds": embeds})
+        return PromptEmbeds({"prompt_embeds": embeds})
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         config = self.configs["transformer"]
@@ -185,7 +187,7 @@ class CogVideoXSpec(ModelSpec):
         transformer: nn.Module,
         x_BCTHW: Tensor,
         t: Tensor,
-        conditions: Conditions,
+        conditions: PromptEmbeds,
         meta: VideoMeta,
     ) -> Tensor:
         """Implement `ModelSpec.predict`.

@@ -22,7 +22,7 @@ from torch import nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
 
-from .batch import Parts
+from .batch import ModelComponents
 from .cpu_convolutions import compute_in_fp32_on_cpu
 from .files import hub
 from .files.files import file_problems, frozen_dtype, part_sources, replacement_source, single_file, source_option
@@ -93,7 +93,7 @@ def load_part(
     raise ConfigError([Problem(option, message)]) from errors[0]
 
 
-def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterable[str]) -> Parts:
+def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterable[str]) -> ModelComponents:
     """Load parts by name: tokenizers, processors, and networks (CPU, eval mode, configured dtypes)."""
     modules: dict[str, Any] = {}
     for part in parts:
@@ -104,7 +104,7 @@ def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterabl
         target = DTYPES[frozen_dtype(config, part)]
         argument = "torch_dtype" if issubclass(cls, ModelMixin) else "dtype"
         modules[part] = _freeze(load_network(cls, config, part, {argument: _loading_dtype(target)}), target)
-    return Parts(modules)
+    return ModelComponents(modules)
 
 
 def on_meta(cls: Any, config: ModelSection, part: str) -> nn.Module:
@@ -140,7 +140,7 @@ def build_pipeline(cls: Any, parts: Mapping[str, Any], *, settings: Mapping[str,
     return cls(**{**dict.fromkeys(required), **plain, **parts})
 
 
-def encoder_device(encoders: Parts, name: str = "text_encoder") -> torch.device:
+def encoder_device(encoders: ModelComponents, name: str = "text_encoder") -> torch.device:
     """Return the device of a text encoder's weights."""
     return next(encoders.modules[name].parameters()).device
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .batch import VAEStats, pixel_size
+from .batch import VAEStats
+from .pixels import pixel_size
 from .tiling import fitted_vae
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Attends:
+class AttentionSpec:
     """One attention in each block of a list.
 
     Attributes:
@@ -102,7 +102,7 @@ def flops_formula(
     network: nn.Module,
     *,
     streams: Mapping[str, Stream],
-    attentions: Sequence[Attends],
+    attentions: Sequence[AttentionSpec],
     blocks: Sequence[str],
     width: int,
 ) -> Flops:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaForConditionalGeneration
 
 from . import common
-from .batch import Conditions, Parts
+from .batch import ModelComponents, PromptEmbeds
 
 #: The classes of the parts that differ from HunyuanVideo's.
 PARTS: Mapping[str, Any] = {"text_encoder": LlavaForConditionalGeneration, "image_processor": CLIPImageProcessor}
@@ -33,7 +33,9 @@ def text_tokens(kind: str) -> int:
 
 
 @torch.no_grad()
-def encode(encoders: Parts, prompts: Sequence[str], images: Sequence[Any] | None, *, kind: str) -> Conditions:
+def encode(
+    encoders: ModelComponents, prompts: Sequence[str], images: Sequence[Any] | None, *, kind: str
+) -> PromptEmbeds:
     """Encode prompts with images as the pipeline does, one by one: it cannot tell long prompts of a batch apart.
 
     Args:
@@ -54,9 +56,11 @@ def encode(encoders: Parts, prompts: Sequence[str], images: Sequence[Any] | None
             image=image, prompt=[prompt], device=device, image_embed_interleave=interleave
         )
         rows.append(
-            Conditions({"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled})
+            PromptEmbeds(
+                {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled}
+            )
         )
-    return Conditions.cat(rows)
+    return PromptEmbeds.cat(rows)
 
 
 def _pil_image(image: Any) -> Any:

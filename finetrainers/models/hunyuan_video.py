@@ -27,14 +27,14 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations
 
 from . import common, hunyuan_image_text
-from .batch import Conditions, Parts, VAEStats, VideoMeta
+from .batch import ModelComponents, PromptEmbeds, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
 from .files.files import folder_on_disk, read_configs, read_json, source_option
-from .flops import Attends
+from .flops import AttentionSpec
 from .spec import ModelSpec
-from .split.attention import Attend, set_processors
-from .split.sequence import TokenPlan
+from .split.attention import AttentionFn, set_processors
+from .split.sequence import SequenceParallelPlan
 
 #: Guidance-distilled checkpoints take their guidance scale as an input; the unguided network is the one at 1.
 TRAINING_GUIDANCE = 1.0
@@ -52,7 +52,7 @@ _PADS_LEFT = (
 class HunyuanAttnProcessor(HunyuanVideoAttnProcessor2_0):
     """diffusers' attention by a chosen backend, without a mask at batch size 1 (as `_UnmaskedAtBatchOne`)."""
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: AttentionFn) -> None:
         super().__init__()
         self.attend = attend
 
@@ -138,8 +138,8 @@ class HunyuanVideoSpec(ModelSpec):
         "^single_transformer_blocks": "joint", "": "video",
     }  # fmt: skip
     attentions = (
-        *(Attends(name, "joint", "joint") for name in blocks),
-        Attends("context_embedder.token_refiner.refiner_blocks", "prompt", "prompt"),
+        *(AttentionSpec(name, "joint", "joint") for name in blocks),
+        AttentionSpec("context_embedder.token_refiner.refiner_blocks", "prompt", "prompt"),
     )
     vae_pixel_bytes, vae_frames_at_once, vae_tile = 2340, 17, (256, 256)
     vae_graph_bytes = (4610, 36, 18100)
@@ -165,9 +165,9 @@ class HunyuanVideoSpec(ModelSpec):
         return {"text_encoder": (read, True), "text_encoder_2": (77, False)}
 
     @property
-    def token_plan(self) -> TokenPlan | None:  # type: ignore[override]
+    def token_plan(self) -> SequenceParallelPlan | None:  # type: ignore[override]
         """Token plan, or None if the network expects the image in its first tokens, which differ between processes."""
-        return None if self._kind == "token_replace" else TokenPlan(outputs={"x_embedder": 1, "rope": 0})
+        return None if self._kind == "token_replace" else SequenceParallelPlan(outputs={"x_embedder": 1, "rope": 0})
 
     @property
     def image_pipeline_class(self) -> Any:  # type: ignore[override]
@@ -193,7 +193,7 @@ class HunyuanVideoSpec(ModelSpec):
             problems.append(Problem(source_option(self.config, "tokenizer"), _PADS_LEFT))
         return problems, warnings
 
-    def load_text_encoders(self) -> Parts:
+    def load_text_encoders(self) -> ModelComponents:
         """Load LLaMA and CLIP with their tokenizers.
 
         Raises:
@@ -212,18 +212,20 @@ class HunyuanVideoSpec(ModelSpec):
         return run_without_masks(super().transformer_on_meta())
 
     @torch.no_grad()
-    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: ModelComponents, prompts: Sequence[str]) -> PromptEmbeds:
         """Encode prompts as the pipeline: LLaMA states `[B, 256, D]` without the template, and CLIP's `[B, D2]`."""
         if self._kind is not None:
             return hunyuan_image_text.encode(encoders, prompts, None, kind=self._kind)
         embeds, pooled, mask = common.build_pipeline(diffusers.HunyuanVideoPipeline, encoders.modules).encode_prompt(
             prompt=list(prompts), device=common.encoder_device(encoders)
         )
-        return Conditions(
+        return PromptEmbeds(
             {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool(), "pooled_prompt_embeds": pooled}
         )
 
-    def encode_with_images(self, encoders: Parts, prompts: Sequence[str], images: Sequence[Any]) -> Conditions:
+    def encode_with_images(
+        self, encoders: ModelComponents, prompts: Sequence[str], images: Sequence[Any]
+    ) -> PromptEmbeds:
         assert self._kind is not None, "other checkpoints' text encoders see no image"
         return hunyuan_image_text.encode(encoders, prompts, images, kind=self._kind)
 
@@ -236,10 +238,10 @@ class HunyuanVideoSpec(ModelSpec):
             "pooled_prompt_embeds": (config["pooled_projection_dim"],),
         }
 
-    def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
+    def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:
         """Read DanceGRPO's embedding: `[257, 4096]` with CLIP's pooled embedding, padded by zeros, in the first row."""
         pooled = embedding[0, : self.configs["transformer"]["pooled_projection_dim"]]
-        return Conditions(
+        return PromptEmbeds(
             {
                 "prompt_embeds": embedding[None, 1:],
                 "prompt_attention_mask": mask.flatten()[None, -(len(embedding) - 1) :].bool(),
@@ -247,7 +249,7 @@ class HunyuanVideoSpec(ModelSpec):
             }
         )
 
-    def to_given_text(self, row: Conditions) -> tuple[Tensor, Tensor]:
+    def to_given_text(self, row: PromptEmbeds) -> tuple[Tensor, Tensor]:
         embeds, pooled = row["prompt_embeds"][0], row["pooled_prompt_embeds"][0]
         first = torch.nn.functional.pad(pooled, (0, embeds.shape[1] - pooled.shape[0])).to(embeds.dtype)
         return torch.cat([first[None], embeds]), row["prompt_attention_mask"][0]
@@ -267,7 +269,7 @@ class HunyuanVideoSpec(ModelSpec):
         transformer: nn.Module,
         x_BCTHW: Tensor,
         t: Tensor,
-        conditions: Conditions,
+        conditions: PromptEmbeds,
         meta: VideoMeta,
     ) -> Tensor:
         """Implement `ModelSpec.predict`.

@@ -21,14 +21,14 @@ from transformers import T5EncoderModel, T5TokenizerFast
 from finetrainers.config.facts import Activations
 
 from . import common
-from .batch import Conditions, Parts, SampleRequest, VAEStats, VideoMeta
+from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
 from .common import input_dtype
 from .compiling import unwrap
-from .flops import Attends, Tokens
+from .flops import AttentionSpec, Tokens
 from .given_frames import given_latents
 from .spec import ModelSpec
-from .split.attention import Attend
-from .split.sequence import TokenPlan
+from .split.attention import AttentionFn
+from .split.sequence import SequenceParallelPlan
 
 #: Prompt length that the published checkpoints were trained with, and the pipeline's default.
 _MAX_PROMPT_TOKENS = 128
@@ -41,7 +41,7 @@ _STATISTICS = ("latents_mean", "latents_std")
 class LTXAttnProcessor(LTXVideoAttnProcessor):
     """diffusers' attention, by a chosen backend."""
 
-    def __init__(self, attend: Attend) -> None:
+    def __init__(self, attend: AttentionFn) -> None:
         super().__init__()
         self.attend = attend
 
@@ -81,7 +81,7 @@ class LTXVideoSpec(ModelSpec):
         "transformer": LTXVideoTransformer3DModel,
     }
     attention_processor = LTXAttnProcessor
-    token_plan = TokenPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
+    token_plan = SequenceParallelPlan(inputs={"hidden_states": 1, "timestep": 1}, outputs={"rope": 1})
     activations: ClassVar = {
         "lora": Activations(
             kept=(28.5,), outside=10.2, checkpointed=1.0, forward=18.7, backward=41.4, attention=2.06, between=6.2
@@ -104,7 +104,10 @@ class LTXVideoSpec(ModelSpec):
     }
     unquantized = ("^proj_in$", "^time_embed", "^caption_projection", "norm", "^proj_out$")
     streams: ClassVar = {"time_embed": "time", r"caption_projection|attn2\.to_[kv]": "prompt", "": "video"}
-    attentions = (Attends("transformer_blocks", "video", "video"), Attends("transformer_blocks", "video", "prompt"))
+    attentions = (
+        AttentionSpec("transformer_blocks", "video", "video"),
+        AttentionSpec("transformer_blocks", "video", "prompt"),
+    )
     vae_pixel_bytes = 118
     vae_graph_bytes = (370, 0, 1080)
 
@@ -119,7 +122,7 @@ class LTXVideoSpec(ModelSpec):
         return diffusers.LTXImageToVideoPipeline
 
     @torch.no_grad()
-    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: ModelComponents, prompts: Sequence[str]) -> PromptEmbeds:
         """Encode to `prompt_embeds` `[B, 128, D]` and `prompt_attention_mask` `[B, 128]` (bool) by pipeline code."""
         pipeline = common.build_pipeline(diffusers.LTXPipeline, encoders.modules)
         embeds, mask, _, _ = pipeline.encode_prompt(
@@ -128,7 +131,7 @@ class LTXVideoSpec(ModelSpec):
             max_sequence_length=_MAX_PROMPT_TOKENS,
             device=common.encoder_device(encoders),
         )
-        return Conditions({"prompt_embeds": embeds, "prompt_attention_mask": mask.bool()})
+        return PromptEmbeds({"prompt_embeds": embeds, "prompt_attention_mask": mask.bool()})
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         width = self.configs["transformer"]["caption_channels"]
@@ -145,7 +148,7 @@ class LTXVideoSpec(ModelSpec):
         transformer: nn.Module,
         x_BCTHW: Tensor,
         t: Tensor,
-        conditions: Conditions,
+        conditions: PromptEmbeds,
         meta: VideoMeta,
     ) -> Tensor:
         """Predict velocity `eps - x0` in fp32; with t of `[B, T]`, each latent frame has a noise level (0: clean)."""
@@ -195,8 +198,8 @@ class LTXVideoSpec(ModelSpec):
     def sample(
         self,
         pipeline: Any,
-        conditions: Conditions,
-        negative: Conditions,
+        conditions: PromptEmbeds,
+        negative: PromptEmbeds,
         request: SampleRequest,
         generator: torch.Generator,
     ) -> Any:
@@ -229,5 +232,5 @@ class LTXVideoSpec(ModelSpec):
         finally:
             hook.remove()
 
-    def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
+    def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         return {"frame_rate": request.frame_rate} | super().pipeline_call(conditions, negative, request)

@@ -39,3 +39,9 @@ def encode_moments(vae: Any, video_BCTHW: Tensor) -> Tensor:
             vae.encode(to_unit_range(part, device=device, dtype=vae.dtype)).latent_dist.parameters for part in parts
         ]
     return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
+
+
+def pixel_size(latents_BCTHW: Tensor, *, temporal: int, spatial: int) -> tuple[int, int, int]:
+    """Return frames, height and width of decoded clips, from frames per latent frame and pixels per latent cell."""
+    frames, height, width = latents_BCTHW.shape[2:]
+    return (frames - 1) * temporal + 1, height * spatial, width * spatial

@@ -30,7 +30,7 @@ __all__ = [
     "build_tiny",
     "families",
     "get_family",
-    "noise_process_of",
+    "noise_process_name",
     "register_model",
     "text_encoders_digest",
     "transformer_digest",
@@ -128,7 +128,7 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None
 # ---- names of weights ------------------------------------------------------------------------------------------------
 
 
-def noise_process_of(config: ModelSection) -> str | None:
+def noise_process_name(config: ModelSection) -> str | None:
     """Return scheduler class and prediction type of the configured checkpoint, or None if they are not on disk."""
     scheduler = part_config(config, "scheduler")
     if scheduler is None:

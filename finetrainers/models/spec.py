@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from diffusers import ModelMixin
@@ -29,7 +29,7 @@ from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.hashed_files import Written
 
 from . import common, given_frames
-from .batch import Batch, Conditions, Parts, SampleRequest, VAEStats, VideoMeta, even_bounds, noised, pixel_size
+from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
 from .common import DTYPES, fix_input_dtype, input_dtype
 from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decode_videos
@@ -38,20 +38,21 @@ from .files.files import MODEL_INDEX, part_folder, read_configs, single_file
 from .files.lora_formats import Lora
 from .files.saving import remove_full, weight_files
 from .files.weights import are_mapped, network_problems
-from .flops import Attends, FlopMeter, Flops, Stream, Tokens, flops_formula
-from .pixels import FIRST_FRAME, MOMENTS, encode_moments, to_unit_range
+from .flops import AttentionSpec, FlopMeter, Flops, Stream, Tokens, flops_formula
+from .pixels import FIRST_FRAME, MOMENTS, encode_moments, pixel_size, to_unit_range
 from .sizes import frozen_bytes, vae_working_bytes
-from .split.attention import Attend, check_attention, check_attention_choice, set_processors
+from .split.attention import AttentionFn, check_attention, check_attention_choice, set_processors
 from .split.ring import OPERATOR_BODIES
-from .split.sequence import TokenPlan, check_split, share_clips
+from .split.sequence import SequenceParallelPlan, check_split, share_clips
 from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
 
 __all__ = [
-    "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelSpec", "Parts",
-    "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split", "decode_gradient", "even_bounds",
-    "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size", "remove_full", "tiled_for_memory",
-    "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
+    "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
+    "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
+    "decode_gradient", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
+    "remove_full", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
+Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
 
 #: Bytes above which the VAE works on one clip at a time, and then on tiles of a clip: an 80 GB GPU has that much left
 #: next to the largest model's LoRA training with text encoders. Equal on every GPU, since tiling changes latents.
@@ -80,7 +81,7 @@ class ModelSpec(ABC):
     #: Class of the processor that runs the blocks' attention by a chosen backend (`--attn_backend`), or None.
     attention_processor: type[Any] | None = None
     #: Where the network's tensors have tokens that processes can share (`--sp_size`), or None if not known.
-    token_plan: TokenPlan | None = None
+    token_plan: SequenceParallelPlan | None = None
     #: Whether the transformer sees text of the prompt's length, not of one length.
     text_varies: bool = False
     #: Tokens that a text encoder reads, by part, and whether it keeps all layers' states. Default: `text_shapes`, no.
@@ -98,7 +99,7 @@ class ModelSpec(ABC):
     )  # fmt: skip
     #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
     streams: ClassVar[Mapping[str, Stream]] = {}
-    attentions: ClassVar[Sequence[Attends]] = ()
+    attentions: ClassVar[Sequence[AttentionSpec]] = ()
     #: What gets a separate noise level in training: a clip, or each latent frame, for networks with a time per frame.
     noise_per: Literal["clip", "frame"] = "clip"
     #: Peak bytes of the VAE for each pixel, in bf16, and for how many frames at a time: counted on its operations,
@@ -176,7 +177,7 @@ class ModelSpec(ABC):
 
     # ---- loading -----------------------------------------------------------------------------------------------
 
-    def load_text_encoders(self) -> Parts:
+    def load_text_encoders(self) -> ModelComponents:
         """Load tokenizers and text encoders, on the CPU, in eval mode, in the configured dtypes."""
         return common.load_frozen(self.parts, self.config, self.facts.text_parts)
 
@@ -189,10 +190,10 @@ class ModelSpec(ABC):
             vae.enable_tiling()
         return vae
 
-    def load_clip_encoders(self) -> Parts:
+    def load_clip_encoders(self) -> ModelComponents:
         """Load the VAE and the family's other `clip_parts`, for `encode_clip`, on the CPU, in eval mode."""
         others = common.load_frozen(self.parts, self.config, [p for p in self.facts.clip_parts if p != "vae"])
-        return Parts({"vae": self.load_vae(), **others.modules})
+        return ModelComponents({"vae": self.load_vae(), **others.modules})
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
         """Load the network that is trained, on the CPU, in `dtype`.
@@ -220,7 +221,7 @@ class ModelSpec(ABC):
         """Set the configured attention backend in the network's blocks, and return the network."""
         if self.config.attn_backend != AUTO:
             assert self.attention_processor is not None, "`check_attention` refuses it"
-            set_processors(self.block_modules(network), self.attention_processor(Attend(self.config.attn_backend)))
+            set_processors(self.block_modules(network), self.attention_processor(AttentionFn(self.config.attn_backend)))
         return network
 
     def compile_blocks(self, network: nn.Module, *, num_sizes: int = 1) -> None:
@@ -240,7 +241,7 @@ class ModelSpec(ABC):
         share_clips(self, network, group, mode)
 
     @cached_property
-    def companions(self) -> Parts:
+    def companions(self) -> ModelComponents:
         """Frozen parts for sampling alone, such as another expert; loaded at the first sample, then kept on the CPU."""
         return common.load_frozen(self.parts, self.config, self.facts.companions)
 
@@ -251,10 +252,12 @@ class ModelSpec(ABC):
     # ---- conditioning and latents ------------------------------------------------------------------------------
 
     @abstractmethod
-    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: ModelComponents, prompts: Sequence[str]) -> PromptEmbeds:
         """Encode prompts as the family's pipeline does; padded, batch first."""
 
-    def encode_with_images(self, encoders: Parts, prompts: Sequence[str], images: Sequence[Any]) -> Conditions:
+    def encode_with_images(
+        self, encoders: ModelComponents, prompts: Sequence[str], images: Sequence[Any]
+    ) -> PromptEmbeds:
         """Encode prompts with images (PIL, or pixels `[3, H, W]` uint8), where `Facts.text_sees_image`."""
         raise NotImplementedError(f"{self.name}'s text encoders see no images")
 
@@ -266,7 +269,7 @@ class ModelSpec(ABC):
         """
         raise NotImplementedError(f"{self.name} has no `text_shapes`, which counting its memory needs")
 
-    def empty_inputs(self, batch_size: int) -> tuple[Conditions, VideoMeta]:
+    def empty_inputs(self, batch_size: int) -> tuple[PromptEmbeds, VideoMeta]:
         """Return conditions and other inputs of `predict` with the right shapes and no values, to count memory."""
 
         def empty(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -274,14 +277,14 @@ class ModelSpec(ABC):
 
         shapes = self.text_shapes()
         masks = [shape[0] for name, shape in shapes.items() if name.endswith("_mask")]
-        conditions = Conditions({n: empty(n, s) for n, s in shapes.items()}, tuple(masks[:1] * batch_size) or None)
+        conditions = PromptEmbeds({n: empty(n, s) for n, s in shapes.items()}, tuple(masks[:1] * batch_size) or None)
         return conditions, VideoMeta(fps=torch.full((batch_size,), 24.0))
 
-    def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
+    def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:
         """Read a prompt's conditioning, a batch of one, from DanceGRPO's tensors; ValueError if not supported."""
         raise ValueError(f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl")
 
-    def to_given_text(self, row: Conditions) -> tuple[Tensor, Tensor]:
+    def to_given_text(self, row: PromptEmbeds) -> tuple[Tensor, Tensor]:
         """Return embedding and mask of a prompt as `given_text` reads them; ValueError if not supported."""
         raise ValueError(f"{self.name} has no format of encoded prompts that other tools read")
 
@@ -326,7 +329,7 @@ class ModelSpec(ABC):
 
     def encode_clip(
         self,
-        encoders: Parts,
+        encoders: ModelComponents,
         video_BCTHW: Tensor,
         generators: Sequence[torch.Generator] | None,
         media: Mapping[str, Tensor] | None = None,
@@ -427,7 +430,7 @@ class ModelSpec(ABC):
         transformer: nn.Module,
         x_BCTHW: Tensor,
         t: Tensor,
-        conditions: Conditions,
+        conditions: PromptEmbeds,
         meta: VideoMeta,
     ) -> Tensor:
         """Return the network's output for noisy latents, same shape. Inputs are not changed; may be called repeatedly.
@@ -456,7 +459,7 @@ class ModelSpec(ABC):
         transformer: nn.Module,
         vae: nn.Module,
         scheduler: Any,
-        encoders: Parts | None = None,
+        encoders: ModelComponents | None = None,
         *,
         image_to_video: bool = False,
     ) -> Any:
@@ -476,8 +479,8 @@ class ModelSpec(ABC):
     def sample(
         self,
         pipeline: Any,
-        conditions: Conditions,
-        negative: Conditions,
+        conditions: PromptEmbeds,
+        negative: PromptEmbeds,
         request: SampleRequest,
         generator: torch.Generator,
     ) -> Any:
@@ -494,7 +497,7 @@ class ModelSpec(ABC):
         with given_frames.further_frames(self, pipeline, request):
             return pipeline(**arguments, generator=generator, output_type="np").frames[0]
 
-    def pipeline_call(self, conditions: Conditions, negative: Conditions, request: SampleRequest) -> dict[str, Any]:
+    def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         """Return keyword arguments of the pipeline's call for one prompt (B = 1), given as encoded conditions.
 
         Raises:
@@ -549,9 +552,8 @@ class ModelSpec(ABC):
 
     def load_lora(self, transformer: nn.Module, path: Path) -> None:
         """Load a LoRA file as the adapter `default`; see `read_lora`."""
-        state, metadata = self.read_lora(path)
-        network: Any = transformer
-        network.load_lora_adapter(state, adapter_name="default", prefix=None, metadata=metadata or None)
+        (state, metadata), load = self.read_lora(path), cast(Any, transformer).load_lora_adapter
+        load(state, adapter_name="default", prefix=None, metadata=metadata or None)
 
     def merge_lora(self, transformer: nn.Module, path: Path) -> None:
         """Add a LoRA file to the weights for good; see `read_lora`."""

@@ -14,7 +14,7 @@ from finetrainers.config.sections import OptimizerSection
 from finetrainers.utils.deepspeed_operators import note_compiling
 
 from .in_backward import StepInBackward
-from .table import RECIPES, Recipe, missing_library, resolve_name
+from .table import OPTIMIZERS, OptimizerSpec, missing_library, resolve_name
 
 #: Settings of a group that belong to its device, and not to the run.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
@@ -46,7 +46,7 @@ def create_optimizer(
     weights = [p for p in parameters if p.requires_grad]
     check_weights(weights, config)
     name = resolve_name(config)
-    recipe = RECIPES[name]
+    recipe = OPTIMIZERS[name]
     if config.use_cpu_offload_optimizer:
         return _create_offloaded(weights, name, recipe, config=config, lr=lr)
 
@@ -73,7 +73,7 @@ def optimizer_class_problem(config: OptimizerSection) -> str | None:
     """Return why the class of an optimizer cannot be imported, or None if it can; imports its library."""
     name = resolve_name(config)
     try:
-        _import_class(name, RECIPES[name], RECIPES[name].target)
+        _import_class(name, OPTIMIZERS[name], OPTIMIZERS[name].target)
     except ImportError as error:
         return str(error)
     return None
@@ -89,7 +89,7 @@ def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> 
     if not weights:
         raise ValueError("no trainable parameters: check target_modules and training_type")
     others = sum(p.ndim != 2 for p in weights)
-    if RECIPES[name].matrices_only and others:
+    if OPTIMIZERS[name].matrices_only and others:
         raise ValueError(
             f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
             "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
@@ -97,7 +97,7 @@ def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> 
 
 
 def _create_offloaded(
-    weights: list[Parameter], name: str, recipe: Recipe, *, config: OptimizerSection, lr: float
+    weights: list[Parameter], name: str, recipe: OptimizerSpec, *, config: OptimizerSection, lr: float
 ) -> Optimizer:
     """Create torchao's optimizer whose state and step are on the CPU."""
     offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
@@ -111,7 +111,7 @@ def _create_offloaded(
     )
 
 
-def _import_class(name: str, recipe: Recipe, target: str) -> Any:
+def _import_class(name: str, recipe: OptimizerSpec, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
         optimizer_class = getattr(import_module(module), attribute, None)

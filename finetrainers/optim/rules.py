@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from finetrainers.config.errors import Problem
 from finetrainers.config.root import TrainConfig
 
-from .table import OFFLOADABLE, RECIPES, SHARDABLE, Recipe, missing_library, resolve_name
+from .table import OFFLOADABLE, OPTIMIZERS, SHARDABLE, OptimizerSpec, missing_library, resolve_name
 
 _HIGH_LR = 1e-2  # ten times the usual learning rate of LoRAs
 
@@ -31,7 +31,7 @@ def optimizer_problems(
         name = resolve_name(config.optimizer)
     except ValueError as error:
         return [Problem("--use_8bit_bnb", str(error))], []
-    recipe = RECIPES[name]
+    recipe = OPTIMIZERS[name]
     errors = [
         *_recipe_errors(config, name, recipe, device_type),
         *_stochastic_rounding_errors(config, name, recipe),
@@ -43,12 +43,12 @@ def optimizer_problems(
     return errors, warnings
 
 
-def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[Problem]:
+def _recipe_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, device_type: str) -> Iterator[Problem]:
     options = config.optimizer
     if not recipe.is_installed:
         yield Problem("--optimizer", missing_library(name, recipe), is_local=True)
     if options.beta3 is not None and "beta3" not in recipe.reads:
-        takers = ", ".join(n for n, r in RECIPES.items() if "beta3" in r.reads)
+        takers = ", ".join(n for n, r in OPTIMIZERS.items() if "beta3" in r.reads)
         yield Problem(
             "--beta3", f"{options.beta3:g} is no parameter of optimizer {name}; remove it or use one of {takers}"
         )
@@ -70,12 +70,12 @@ def _recipe_errors(config: TrainConfig, name: str, recipe: Recipe, device_type: 
         )
 
 
-def _stochastic_rounding_errors(config: TrainConfig, name: str, recipe: Recipe) -> Iterator[Problem]:
+def _stochastic_rounding_errors(config: TrainConfig, name: str, recipe: OptimizerSpec) -> Iterator[Problem]:
     """Check that the optimizer supports stochastic rounding."""
     if config.training.master_weights != "stochastic_rounding":
         return
     if recipe.stochastic is None:
-        valid = ", ".join(n for n, r in RECIPES.items() if r.stochastic)
+        valid = ", ".join(n for n, r in OPTIMIZERS.items() if r.stochastic)
         yield Problem("--master_weights", f"stochastic_rounding needs one of {valid}, got --optimizer {name}")
     if config.model.transformer_dtype != "bf16":
         yield Problem(
@@ -125,7 +125,7 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
         )
 
 
-def _in_backward_errors(config: TrainConfig, name: str, recipe: Recipe, num_processes: int) -> Iterator[Problem]:
+def _in_backward_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, num_processes: int) -> Iterator[Problem]:
     options, training, option = config.optimizer, config.training, "--optimizer_in_backward"
     if not options.optimizer_in_backward:
         return
@@ -164,7 +164,7 @@ def _parts_errors(name: str) -> Iterator[Problem]:
         )
 
 
-def _recipe_warnings(config: TrainConfig, name: str, recipe: Recipe, device_type: str) -> Iterator[str]:
+def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, device_type: str) -> Iterator[str]:
     for option in ("beta1", "beta2", "epsilon"):
         if option not in recipe.reads and config.changed(option):
             yield f"--{option} has no effect with --optimizer {name}"

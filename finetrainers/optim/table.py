@@ -13,7 +13,7 @@ Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerSpec:
     """Specification of one optimizer.
 
     Attributes:
@@ -53,7 +53,7 @@ class Recipe:
         return find_spec(self.library) is not None
 
 
-def missing_library(name: str, recipe: Recipe) -> str:
+def missing_library(name: str, recipe: OptimizerSpec) -> str:
     """Return the message for an optimizer whose package is not installed."""
     return (
         f"optimizer {name!r} needs the package {recipe.library!r}, which is not installed; "
@@ -98,36 +98,36 @@ _ADAM = frozenset({"beta1", "beta2", "epsilon"})
 
 # State bytes: 4 per fp32 moment, 1 per 8-bit moment, 0.5 per 4-bit moment; block-wise formats add one fp32 scale per
 # block of 256 (8-bit, fp8) or 128 (4-bit) weights. Factored second moments of an n x m matrix are n + m numbers: 0.
-RECIPES: dict[str, Recipe] = {
-    "adam": Recipe("torch.optim:Adam", _adam, 8, _ADAM, fused=True),
-    "adamw": Recipe("torch.optim:AdamW", _adam, 8, _ADAM, fused=True, stochastic="torchao.optim:_AdamW"),
-    "adafactor": Recipe("torch.optim:Adafactor", _adafactor, 0, frozenset()),
-    "muon": Recipe("torch.optim:Muon", _muon, 4, frozenset({"beta1"}), matrices_only=True),
-    "prodigy": Recipe(
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adam": OptimizerSpec("torch.optim:Adam", _adam, 8, _ADAM, fused=True),
+    "adamw": OptimizerSpec("torch.optim:AdamW", _adam, 8, _ADAM, fused=True, stochastic="torchao.optim:_AdamW"),
+    "adafactor": OptimizerSpec("torch.optim:Adafactor", _adafactor, 0, frozenset()),
+    "muon": OptimizerSpec("torch.optim:Muon", _muon, 4, frozenset({"beta1"}), matrices_only=True),
+    "prodigy": OptimizerSpec(
         "prodigyopt:Prodigy", _prodigy, 16, _ADAM | {"beta3"}, needs_positive_lr=True, finds_step=True
     ),
-    "came": Recipe(
+    "came": OptimizerSpec(
         "came_pytorch:CAME", _came, 4, _BETAS | {"beta3"},
         needs_positive_lr=True, keeps_fp32_state=True,
     ),
-    "lion": Recipe("bitsandbytes.optim:Lion", _lion, 4, _BETAS),
-    "adam-bnb": Recipe("bitsandbytes.optim:Adam", _adam, 8, _ADAM),
-    "adamw-bnb": Recipe("bitsandbytes.optim:AdamW", _adam, 8, _ADAM),
-    "adam-bnb-8bit": Recipe("bitsandbytes.optim:Adam8bit", _adam, 2 + 8 / 256, _ADAM),
-    "adamw-bnb-8bit": Recipe("bitsandbytes.optim:AdamW8bit", _adam, 2 + 8 / 256, _ADAM),
-    "lion-bnb-8bit": Recipe("bitsandbytes.optim:Lion8bit", _lion, 1 + 4 / 256, _BETAS),
-    "adamw-bnb-paged": Recipe("bitsandbytes.optim:PagedAdamW", _adam, 8, _ADAM),
-    "adamw-bnb-8bit-paged": Recipe("bitsandbytes.optim:PagedAdamW8bit", _adam, 2 + 8 / 256, _ADAM),
-    "adamw-torchao-8bit": Recipe(
+    "lion": OptimizerSpec("bitsandbytes.optim:Lion", _lion, 4, _BETAS),
+    "adam-bnb": OptimizerSpec("bitsandbytes.optim:Adam", _adam, 8, _ADAM),
+    "adamw-bnb": OptimizerSpec("bitsandbytes.optim:AdamW", _adam, 8, _ADAM),
+    "adam-bnb-8bit": OptimizerSpec("bitsandbytes.optim:Adam8bit", _adam, 2 + 8 / 256, _ADAM),
+    "adamw-bnb-8bit": OptimizerSpec("bitsandbytes.optim:AdamW8bit", _adam, 2 + 8 / 256, _ADAM),
+    "lion-bnb-8bit": OptimizerSpec("bitsandbytes.optim:Lion8bit", _lion, 1 + 4 / 256, _BETAS),
+    "adamw-bnb-paged": OptimizerSpec("bitsandbytes.optim:PagedAdamW", _adam, 8, _ADAM),
+    "adamw-bnb-8bit-paged": OptimizerSpec("bitsandbytes.optim:PagedAdamW8bit", _adam, 2 + 8 / 256, _ADAM),
+    "adamw-torchao-8bit": OptimizerSpec(
         "torchao.optim:AdamW8bit", _adam, 2 + 8 / 256, _ADAM, stochastic="torchao.optim:AdamW8bit"
     ),
-    "adamw-torchao-4bit": Recipe(
+    "adamw-torchao-4bit": OptimizerSpec(
         "torchao.optim:AdamW4bit", _adam, 1 + 8 / 128, _ADAM, stochastic="torchao.optim:AdamW4bit"
     ),
-    "adamw-torchao-fp8": Recipe(
+    "adamw-torchao-fp8": OptimizerSpec(
         "torchao.optim:AdamWFp8", _adam, 2 + 8 / 256, _ADAM, stochastic="torchao.optim:AdamWFp8"
     ),
-    "adamw-deepspeed-cpu": Recipe(
+    "adamw-deepspeed-cpu": OptimizerSpec(
         "deepspeed.ops.adam:DeepSpeedCPUAdam", _deepspeed_cpu, 8, _ADAM,
         on_host=True, keeps_fp32_state=True,
     ),

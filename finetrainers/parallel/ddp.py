@@ -15,7 +15,7 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 
 from .exchange import GradientExchange
-from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, widen
+from .strategy import Load, MakeOptimizer, Strategy, Swap, WeightFilter, widen
 
 #: Bytes broadcast at once, as by `DistributedDataParallel`.
 _BROADCAST_BYTES = 250 << 20
@@ -37,7 +37,7 @@ class DDP(Strategy):
         self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
         mapped: bool = False, widened: torch.dtype | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        model = self.in_turns("loading the network", lambda: self._place(load(), swap, widened), together=mapped)
+        model = self.one_at_a_time("loading the network", lambda: self._place(load(), swap, widened), together=mapped)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
@@ -74,7 +74,7 @@ class DDP(Strategy):
         if self._exchange is not None:
             self._exchange.receive()
 
-    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: WeightFilter | None = None) -> dict[str, Tensor]:
         return self.unwrap(model).state_dict()
 
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:

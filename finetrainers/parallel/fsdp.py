@@ -34,7 +34,7 @@ from finetrainers.models.spec import fix_input_dtype
 
 from .sharding import USE_FSDP
 from .slices import Slices, build_slices, read_into, rename_weights, trained_names
-from .strategy import Load, MakeOptimizer, Strategy, Swap, Wanted, below_wrapper, widen
+from .strategy import Load, MakeOptimizer, Strategy, Swap, WeightFilter, below_wrapper, widen
 
 
 def _backend(device: torch.device) -> str:
@@ -118,7 +118,7 @@ class FSDP(Strategy):
         def split() -> nn.Module:
             return self._split_trained(load(), blocks, swap, widened)
 
-        model = self.in_turns("loading the network", split, together=mapped)
+        model = self.one_at_a_time("loading the network", split, together=mapped)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
@@ -217,7 +217,7 @@ class FSDP(Strategy):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
-    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: WeightFilter | None = None) -> dict[str, Tensor]:
         weights = {}
         for name, tensor in self._weights(model).items():
             # Gathered on the device, including parts in host memory.

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetrainers.utils.alive import waiting
-from finetrainers.utils.failures import ExpectedError, sentence_of
+from finetrainers.utils.failures import ExpectedError, user_message
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.process_state import leave_groups
 
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class OtherRankFailed(ExpectedError, RuntimeError):
+class RemoteRankError(ExpectedError, RuntimeError):
     """A failure of another rank; its error, with the traceback, is printed there."""
 
 
-class Ranks:
+class DistributedContext:
     """The processes of a run. Each of the methods below must be called by all of them.
 
     Tensors of the device go through the default process group (NCCL on GPUs). Everything else goes through two gloo
@@ -185,13 +185,13 @@ class Ranks:
         """
         numbered = enumerate(items)
         while group := list(islice(numbered, self.sharing)):
-            yield from (item for index, item in group if self.has_turn(index))
+            yield from (item for index, item in group if self.owns_item(index))
 
-    def has_turn(self, index: int) -> bool:
+    def owns_item(self, index: int) -> bool:
         """Return whether the item at an index belongs to this process, among the ranks that share its samples."""
         return index % self.sharing == self.rank % self.sharing
 
-    def same_on_all(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Return rank 0's value on every rank; waits for it, for up to `idle_timeout`."""
         if self._idle_group is None:
             return value
@@ -206,10 +206,10 @@ class Ranks:
         The error is logged first: if the other ranks wait for something else, it would never be shown.
 
         Raises:
-            OtherRankFailed: naming the ranks and their errors (the local error itself on the rank that has it).
+            RemoteRankError: naming the ranks and their errors (the local error itself on the rank that has it).
         """
         if error is not None and self.world_size > 1:
-            message = sentence_of(error)
+            message = user_message(error)
             if message is None:
                 logger.error("%s failed on rank %d", task, self.rank, exc_info=error)
             else:
@@ -218,7 +218,7 @@ class Ranks:
         if error is not None:
             raise error
         if failures:
-            raise OtherRankFailed(f"{task} failed on another rank: {'; '.join(failures)}")
+            raise RemoteRankError(f"{task} failed on another rank: {'; '.join(failures)}")
 
     @contextmanager
     def raise_on_all_ranks(self, task: str) -> Iterator[None]:
@@ -234,7 +234,7 @@ class Ranks:
             error = caught
         self.raise_if_any_failed(error, task)
 
-    def in_turns(self, task: str, load: Callable[[], T], *, together: bool = False) -> T:
+    def one_at_a_time(self, task: str, load: Callable[[], T], *, together: bool = False) -> T:
         """Call `load` on the processes of each machine in turn: host memory then holds one copy on the way to a GPU.
 
         Args:

@@ -9,7 +9,7 @@ from math import inf
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
-from finetrainers.utils.launch import launched_processes, local_world_size, says_yes
+from finetrainers.utils.launch import is_enabled, launched_processes, local_world_size
 
 #: Environment variables of accelerate's launcher.
 USE_FSDP = "ACCELERATE_USE_FSDP"
@@ -19,7 +19,7 @@ _OTHER_DIMENSIONS = ("TP", "CP", "SP")
 
 
 @dataclass(frozen=True)
-class Split:
+class ShardingSpec:
     """Numbers of parts that a strategy cuts what processes hold into, for the memory estimate; 1 means whole.
 
     Attributes:
@@ -54,10 +54,10 @@ class Split:
 #: `stage3_max_live_parameters` and `sub_group_size`.
 _ZERO_BUCKET, _ZERO_LIVE, _ZERO_SUB_GROUP = 500_000_000, 1_000_000_000, 1_000_000_000
 #: Every process holds everything.
-WHOLE = Split()
+WHOLE = ShardingSpec()
 
 
-def expected_split(options: ParallelSection) -> Split:
+def expected_split(options: ParallelSection) -> ShardingSpec:
     """Return the split by the strategy that the options and the launcher select; joins no process.
 
     Raises:
@@ -66,7 +66,7 @@ def expected_split(options: ParallelSection) -> Split:
     options, processes = with_launcher(options), launched_processes()
     if options.fsdp is not None:
         parts, offload = options.fsdp_group_size or processes, options.fsdp_cpu_offload
-        return Split(
+        return ShardingSpec(
             weights=parts,
             gradients=parts,
             optimizer=parts,
@@ -77,9 +77,9 @@ def expected_split(options: ParallelSection) -> Split:
             optimizer_on_host=offload,
         )
     if not options.deepspeed:
-        return Split(copies_gradients=processes > 1 and options.overlap_gradient_exchange)
+        return ShardingSpec(copies_gradients=processes > 1 and options.overlap_gradient_exchange)
     stage, offload = options.zero_stage, options.zero_offload
-    return Split(
+    return ShardingSpec(
         weights=processes if stage == 3 else 1,
         gradients=processes if stage >= 2 else 1,
         optimizer=processes,
@@ -95,7 +95,7 @@ def expected_split(options: ParallelSection) -> Split:
 
 def _offloads_weights() -> bool:
     """Return whether ZeRO-3 with offloading also has the weights on the host, unless a launcher's file disables it."""
-    launched = says_yes(USE_DEEPSPEED)
+    launched = is_enabled(USE_DEEPSPEED)
     return not launched or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none"
 
 
@@ -108,11 +108,11 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
     Raises:
         ConfigError: the options contradict the file or each other, or the file's settings are not supported here.
     """
-    launched = says_yes(USE_FSDP)
+    launched = is_enabled(USE_FSDP)
     if options.fsdp is None and not launched:
-        return _with_deepspeed(options) if says_yes(USE_DEEPSPEED) else options
+        return _with_deepspeed(options) if is_enabled(USE_DEEPSPEED) else options
     problems = list(_launcher_problems()) if launched else []
-    if options.deepspeed or says_yes(USE_DEEPSPEED):
+    if options.deepspeed or is_enabled(USE_DEEPSPEED):
         problems.append(Problem("--deepspeed", "DeepSpeed and FSDP2 both split the network; choose one of them"))
     # Transformers would leave the text encoders of all ranks but one empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -132,7 +132,7 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
         "fsdp_group_size": (group_size or local_world_size()) if kind == "hybrid" else None,
         "fsdp_reshard_after_forward": options.fsdp_reshard_after_forward
         and not (launched and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() in ("false", "0")),
-        "fsdp_cpu_offload": options.fsdp_cpu_offload or (launched and says_yes("FSDP_OFFLOAD_PARAMS")),
+        "fsdp_cpu_offload": options.fsdp_cpu_offload or (launched and is_enabled("FSDP_OFFLOAD_PARAMS")),
     }
     return options.model_copy(update=updates)
 
@@ -161,7 +161,7 @@ def _launcher_problems() -> Iterator[Problem]:
         yield Problem(
             "fsdp_sharding_strategy", f"{strategy} is of FSDP1; use fsdp_reshard_after_forward, or DDP for no split"
         )
-    if says_yes("FSDP_ACTIVATION_CHECKPOINTING"):
+    if is_enabled("FSDP_ACTIVATION_CHECKPOINTING"):
         yield Problem("fsdp_activation_checkpointing", "use --gradient_checkpointing instead")
     if os.environ.get("FSDP_IGNORED_MODULES"):
         yield Problem("fsdp_ignored_modules", "no module is left out; remove it")

@@ -26,11 +26,11 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection, groups_problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
-from finetrainers.utils.launch import launched_processes, says_yes
+from finetrainers.utils.launch import is_enabled, launched_processes
 from finetrainers.utils.process_state import process_groups
 from finetrainers.utils.text import plural
 
-from .ranks import Ranks
+from .ranks import DistributedContext
 
 if TYPE_CHECKING:
     from .slices import Slices
@@ -44,12 +44,12 @@ Load = Callable[[], nn.Module]
 #: Builds the optimizer over weights.
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 #: Returns whether a process needs a weight, by its name.
-Wanted = Callable[[str], bool]
+WeightFilter = Callable[[str], bool]
 #: Removes frozen weights from the strategy before it moves, broadcasts or splits any; returns them by name.
 Swap = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 
 
-class Strategy(Ranks):
+class Strategy(DistributedContext):
     """The processes of a run with the wrapped network and optimizer.
 
     Attributes:
@@ -226,7 +226,7 @@ class Strategy(Ranks):
     ) -> tuple[nn.Module, Any]:  # fmt: skip
         """Load and wrap a network, and the optimizer over its trainable weights. Every rank must call it.
 
-        The processes of a machine load one after another to save host memory (`in_turns`), unless they map files.
+        The processes of a machine load one after another to save host memory (`one_at_a_time`), unless they map files.
 
         Args:
             load: returns the network, on the CPU; trainable weights require gradients.
@@ -259,7 +259,7 @@ class Strategy(Ranks):
         Raises:
             RuntimeError: loading failed on another rank.
         """
-        return self.in_turns(
+        return self.one_at_a_time(
             "loading the frozen copy",
             lambda: self._place_frozen(load().eval().requires_grad_(False), self.compute_dtype(weights), blocks),
         )
@@ -337,7 +337,7 @@ class Strategy(Ranks):
         return unwrap(model)  # accelerate's function imports DeepSpeed to check for its engine
 
     @abstractmethod
-    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: WeightFilter | None = None) -> dict[str, Tensor]:
         """Return trainable weights and buffers by name, gathered over ranks one by one; every rank must call it.
 
         Args:
@@ -409,7 +409,7 @@ def _mixed_precision(config: TrainConfig) -> str | None:
 def trains_on_cpu() -> bool:
     """Return whether torch can use no GPU, or accelerate is set to use the CPU."""
     has_gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
-    return not has_gpu or says_yes("ACCELERATE_USE_CPU")
+    return not has_gpu or is_enabled("ACCELERATE_USE_CPU")
 
 
 def _full_norm(norm: Tensor) -> Tensor:

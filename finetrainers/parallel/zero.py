@@ -28,10 +28,10 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.deepspeed_operators import note_compiling
-from finetrainers.utils.launch import says_yes
+from finetrainers.utils.launch import is_enabled
 
 from .sharding import USE_DEEPSPEED
-from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, Wanted, widen
+from .strategy import DEEPSPEED_FOLDER, Load, MakeOptimizer, Strategy, Swap, WeightFilter, widen
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def split_weights(
         buffer.data = buffer.data.to(device)
 
 
-def whole_weights(network: nn.Module, *, gathers: bool, wanted: Wanted) -> dict[str, Tensor]:
+def whole_weights(network: nn.Module, *, gathers: bool, wanted: WeightFilter) -> dict[str, Tensor]:
     """Return trainable weights and buffers by name, each copied to host memory before the next is gathered.
 
     Args:
@@ -131,7 +131,7 @@ def _check_environment() -> None:
     Raises:
         ConfigError: it is set.
     """
-    if says_yes("ACCELERATE_USE_CPU"):
+    if is_enabled("ACCELERATE_USE_CPU"):
         message = (
             "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
         )
@@ -199,7 +199,7 @@ class ZeRO(Strategy):
         # On CPUs `cpu=True`, which other strategies need, would turn DeepSpeed off.
         if on_cpu:
             group["backend"] = "gloo"
-        plugin = None if says_yes(USE_DEEPSPEED) else make_plugin(self._options)
+        plugin = None if is_enabled(USE_DEEPSPEED) else make_plugin(self._options)
         # Accelerate also reads this variable; a later run of this process may use another strategy.
         with patch_environment(**{USE_DEEPSPEED: "true"}):
             return super()._join(mixed_precision, on_cpu=False, deepspeed_plugin=plugin, **group)
@@ -260,7 +260,7 @@ class ZeRO(Strategy):
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
-    def full_state(self, model: nn.Module, *, wanted: Wanted | None = None) -> dict[str, Tensor]:
+    def full_state(self, model: nn.Module, *, wanted: WeightFilter | None = None) -> dict[str, Tensor]:
         wanted = wanted or (lambda _: self.is_main)
         return whole_weights(self.unwrap(model), gathers=self._splits_weights, wanted=wanted)
 
@@ -328,7 +328,7 @@ class ZeRO(Strategy):
                     temporary = tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".tmp", dir=directory.parent)
                     folder = Path(temporary)
                     convert(directory / DEEPSPEED_FOLDER / _TAG, folder / _TAG)
-            yield Path(self.same_on_all(str(folder)))
+            yield Path(self.broadcast_object(str(folder)))
             self.barrier()
         finally:
             if folder is not None:

@@ -14,8 +14,8 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import target_device
 from finetrainers.memory.activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, HOST_SHARE, UTILIZATION, with_choice
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import OTHER_WAYS
-from finetrainers.memory.automatic import Automatic, with_blocks_to_swap, with_samples
+from finetrainers.memory.advice import OTHER_REMEDIES
+from finetrainers.memory.automatic import AutoSettings, with_blocks_to_swap, with_samples
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, for_tensors, reserved
 from finetrainers.methods.registry import method_spec
@@ -31,7 +31,7 @@ from finetrainers.utils.text import file_size
 from .memory_lines import advice_lines
 from .memory_plan import RunMemory, planned_gib, run_memory
 from .once_per_node import once_per_node
-from .preflight import Preflight, plan_work_once, preflight
+from .preflight import ResolvedRun, plan_work_once, preflight
 from .start_report import print_line, print_warnings
 from .throughput import peak_flops
 
@@ -39,7 +39,7 @@ from .throughput import peak_flops
 _PROBE_BYTES = 64 << 20
 
 
-def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] | None = None) -> Preflight:
+def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None) -> ResolvedRun:
     """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU, and print them.
 
     Args:
@@ -65,7 +65,7 @@ def within_budget(checked: Preflight, check: Callable[[TrainConfig], Preflight] 
     return replace(rechecked, unseen=checked.unseen, warnings=[*rechecked.warnings, *earlier])
 
 
-def _options_for_budget(checked: Preflight, budget: float) -> TrainConfig:
+def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
     """Return the options that fit a budget in GiB.
 
     Raises:
@@ -79,7 +79,7 @@ def _options_for_budget(checked: Preflight, budget: float) -> TrainConfig:
         return checked.config
     advice = memory.advice(budget, device=target_device(checked.config))
     if advice is None:
-        remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_WAYS)
+        remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_REMEDIES)
         message = (
             f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
             f"does:{remedies}"
@@ -90,7 +90,7 @@ def _options_for_budget(checked: Preflight, budget: float) -> TrainConfig:
     return advice.config
 
 
-def _options_for_gpu(checked: Preflight) -> TrainConfig:
+def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
     """Return options that fit the GPU with the same results; the run's own if it fits already, or if nothing fits."""
     config = checked.config
     gib = planned_gib(config)
@@ -118,7 +118,7 @@ def _options_for_gpu(checked: Preflight) -> TrainConfig:
     return advice.config
 
 
-def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, Automatic | None]:
+def chosen_by_run(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConfig, AutoSettings | None]:
     """Return the configuration with each `auto` replaced by the run's choice, and that choice; every rank must call it.
 
     The choice is None if the options leave nothing open, or the device is a CPU without a budget, where nothing is
@@ -143,7 +143,7 @@ def chosen_by_run(checked: Preflight, parallel: Strategy) -> tuple[TrainConfig, 
     return settings.config.model_copy(update={"model": config.model}), settings
 
 
-def fit_decoding(settings: Automatic | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
+def fit_decoding(settings: AutoSettings | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
     """Have the VAE decode clips of a size as the settings say; as after an OOM, this process remembers it."""
     for name, sizes in (("enable_slicing", spec.vae_one_by_one), ("enable_tiling", spec.vae_too_large)):
         if settings is not None and name in settings.decoding:
@@ -196,7 +196,7 @@ def _resolve_on_cpu(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _choose_variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: Strategy) -> TrainConfig:
+def _choose_variant_on_cpu(config: TrainConfig, checked: ResolvedRun, parallel: Strategy) -> TrainConfig:
     """Return the configuration with the method's variant that fits the memory of the smallest machine."""
     host_bytes = min(parallel.gather_objects([HOST_SHARE * room().available / local_world_size()]))
     settings = run_memory(checked).choose(config, machine=Machine(host_bytes, host_bytes, ASSUMED_FLOPS, ASSUMED_LINK))
@@ -204,7 +204,7 @@ def _choose_variant_on_cpu(config: TrainConfig, checked: Preflight, parallel: St
     return config if settings.variant is None else settings.variant.config
 
 
-def _print_variant(settings: Automatic) -> None:
+def _print_variant(settings: AutoSettings) -> None:
     """Print the variant of the method, and whether it fits."""
     machine, variant = settings.machine, settings.variant
     if machine is None or variant is None:
@@ -218,7 +218,7 @@ def _print_variant(settings: Automatic) -> None:
         )
 
 
-def _print_settings(settings: Automatic) -> None:
+def _print_settings(settings: AutoSettings) -> None:
     """Print the chosen settings, and whether they fit."""
     machine, plan = settings.machine, settings.plan
     assert machine is not None

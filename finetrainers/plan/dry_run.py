@@ -19,7 +19,7 @@ from finetrainers.utils.text import plural
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
-from .preflight import Preflight
+from .preflight import ResolvedRun
 from .ready import check_classes, collecting_problems, examine_weights
 from .room import check_trainable, disk_needs, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
@@ -29,7 +29,7 @@ from .trainable import network_without_weights, num_quantizable, trainable_dtype
 _COMMAND_OPTIONS = ("dry_run", "gpu", "verbose")
 
 
-def dry_run_report(checked: Preflight) -> None:
+def dry_run_report(checked: ResolvedRun) -> None:
     """Build what can be built without weights; print the plan, the options, and last whether all was checked.
 
     Raises:
@@ -52,7 +52,7 @@ def dry_run_report(checked: Preflight) -> None:
     print_line(_conclude(checked, unseen))
 
 
-def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
+def build_without_weights(checked: ResolvedRun) -> tuple[ResolvedRun, nn.Module]:
     """Build the network of a run without weights, trainable parts attached; return the run and the network.
 
     The returned run also has warnings about the files that it would read and write.
@@ -87,7 +87,7 @@ def build_without_weights(checked: Preflight) -> tuple[Preflight, nn.Module]:
     return replace(checked, warnings=[*checked.warnings, *warnings]), transformer
 
 
-def unseen_reason(checked: Preflight) -> str | None:
+def unseen_reason(checked: ResolvedRun) -> str | None:
     """Return the reason why the model itself is unknown, or None if its configs are on this disk."""
     missing = checked.family.configs_not_here(checked.config.model)
     if checked.unseen is None and missing:
@@ -95,7 +95,7 @@ def unseen_reason(checked: Preflight) -> str | None:
     return checked.unseen
 
 
-def _print_memory(checked: Preflight, transformer: nn.Module) -> None:
+def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
     print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
@@ -124,17 +124,17 @@ def _print_options(config: TrainConfig) -> None:
     print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _COMMAND_OPTIONS}))
 
 
-def _find_missing_rewards(checked: Preflight) -> list[str]:
+def _find_missing_rewards(checked: ResolvedRun) -> list[str]:
     """Return the repositories of reward weights that a run would download."""
     entries = method_spec(checked.config).rewards(checked.config)
     if not entries:
         return []
-    from finetrainers.rewards.registry import weights_not_here
+    from finetrainers.rewards.registry import missing_repositories
 
-    return list(dict.fromkeys(repository for entry in entries for repository in weights_not_here(entry)))
+    return list(dict.fromkeys(repository for entry in entries for repository in missing_repositories(entry)))
 
 
-def _conclude(checked: Preflight, unseen: str | None) -> str:
+def _conclude(checked: ResolvedRun, unseen: str | None) -> str:
     """Return the last line; it claims nothing about unchecked parts."""
     if unseen is not None:
         return (

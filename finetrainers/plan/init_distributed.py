@@ -12,7 +12,7 @@ from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import target_device
-from finetrainers.memory.advice import EXACT_SWITCHES
+from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.rules import optimizer_problems
@@ -130,7 +130,7 @@ def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False)
 def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     """Yield a problem if machines have chosen different options for their GPUs."""
     if config.memory.fit_gpu:
-        options = [str(config.get(name)) for switch in EXACT_SWITCHES for name in switch.options]
+        options = [str(config.get(name)) for switch in EXACT_MEMORY_OPTIONS for name in switch.options]
         if any(other != options for other in parallel.gather_objects([options])):
             message = (
                 "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"

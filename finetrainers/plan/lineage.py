@@ -21,7 +21,7 @@ _EVENTS = "events.jsonl"
 _MAX_RUNS = 100
 
 
-def lineage_of(root: Path, *, checkpoint: Path | None, initial: InitialWeights | None) -> dict[str, Any] | None:
+def find_lineage(root: Path, *, checkpoint: Path | None, initial: InitialWeights | None) -> dict[str, Any] | None:
     """Return a run's origin for its records, or None if it is the model's own weights or the run's own checkpoint.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.memory.advice import OTHER_WAYS, Advice, Chosen
-from finetrainers.memory.automatic import Automatic
+from finetrainers.memory.advice import OTHER_REMEDIES, Advice, Chosen
+from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import RESERVE, fits, reserved
 from finetrainers.memory.phases import RunPlan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .memory_plan import RunMemory
 
 
-def memory_lines(memory: RunMemory, settings: Automatic) -> list[str]:
+def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
     """Return the estimate as lines: a table of phases, contents of the peak, host memory, choices for `auto`, disk."""
     plan, lines = settings.plan, _phase_lines(settings.plan)
     machine = plural(plan.local_processes, "process", "processes")
@@ -60,7 +60,7 @@ def _phase_lines(plan: RunPlan) -> list[str]:
     return lines
 
 
-def automatic_lines(config: TrainConfig, settings: Automatic) -> list[str]:
+def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     """Return the choices for options set to `auto`, and the machine that they are for."""
     memory, machine, variant = config.memory, settings.machine, settings.variant
     lines = (
@@ -99,7 +99,7 @@ def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
     lines = [f"it does not fit {gpu}: {size} are needed"]
     if advice is None:
         lines.append("no set of options makes it fit. What does:")
-        return [*lines, *(f"  * {way}" for way in OTHER_WAYS)]
+        return [*lines, *(f"  * {way}" for way in OTHER_REMEDIES)]
     return [*lines, *advice_lines(advice, "it fits with")]
 
 
@@ -125,7 +125,7 @@ def _describe_slowdown(applied: Chosen) -> str:
     return f"{increase:+d} % time" if increase else "training as fast"
 
 
-def as_json(memory: RunMemory, settings: Automatic, gpu: Gpu | None, advice: Advice | None) -> dict[str, Any]:
+def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: Advice | None) -> dict[str, Any]:
     """Return the estimate for programs; sizes in bytes."""
     needs, plan = memory.disk(), settings.plan
     estimate: dict[str, Any] = {
@@ -153,7 +153,7 @@ def as_json(memory: RunMemory, settings: Automatic, gpu: Gpu | None, advice: Adv
     return estimate
 
 
-def _settings_json(settings: Automatic) -> dict[str, Any]:
+def _settings_json(settings: AutoSettings) -> dict[str, Any]:
     """Return the choices for `auto`; `for_gpu` is false if no GPU is known."""
     record: dict[str, Any] = {}
     if settings.swapped is not None:

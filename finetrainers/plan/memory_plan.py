@@ -21,13 +21,13 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import EXACT_SWITCHES, SWITCHES, Advice, Outcome, cheapest, sharing_switches
-from finetrainers.memory.automatic import Automatic, Run, choose_automatic
+from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS, MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
+from finetrainers.memory.automatic import AutoSettings, Run, choose_automatic
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
 from finetrainers.memory.fit import for_tensors, reserved
 from finetrainers.memory.network_weights import NetworkWeights
-from finetrainers.memory.phases import TEXTS_AT_ONCE, RunPlan, Surroundings, plan_run
+from finetrainers.memory.phases import TEXTS_AT_ONCE, RunPlan, RunSizes, plan_run
 from finetrainers.memory.quantized_encoders import encoder_bytes_saved, largest_layer_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec, frozen_bytes
@@ -38,7 +38,7 @@ from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size
 
-from .preflight import Preflight, option_findings
+from .preflight import ResolvedRun, option_findings
 from .room import Needs, disk_needs
 from .start_report import print_line
 from .trainable import network_without_weights
@@ -48,7 +48,7 @@ class RunMemory:
     """The estimate of a run, for its own options and for others."""
 
     def __init__(
-        self, checked: Preflight, transformer: nn.Module | None = None, *, gpu_gib: float | None = None,
+        self, checked: ResolvedRun, transformer: nn.Module | None = None, *, gpu_gib: float | None = None,
         host_gib: float | None = None,
     ) -> None:  # fmt: skip
         """Prepare the estimate of a run.
@@ -73,7 +73,7 @@ class RunMemory:
         rewards, scoring = self._reward_bytes(checked.config, bucket)
         self._outcomes: dict[str, Outcome | None] = {}  # that were estimated, by configuration
         needs, weights = self.disk(), NetworkWeights(self.transformer, spec)
-        self._around = Surroundings(
+        self._around = RunSizes(
             bucket=bucket,
             encoded=tuple(checked.plan.buckets) if checked.plan.encodes_clips else (),
             sampled=tuple(prompt.size or checked.plan.size for prompt in checked.sampled),
@@ -96,7 +96,7 @@ class RunMemory:
     def choose(
         self, config: TrainConfig | None = None, *, machine: Machine | None = None,
         batch: tuple[tuple[int, int, int], int] | None = None,
-    ) -> Automatic:  # fmt: skip
+    ) -> AutoSettings:  # fmt: skip
         """Return the settings that a run on this machine chooses for open options, with the memory of each phase.
 
         Args:
@@ -192,9 +192,9 @@ class RunMemory:
 
         config = self.checked.config
         heads = self.checked.facts.heads if self.checked.family.load(config.model).token_plan else None
-        sharing = sharing_switches(launched_processes(), heads, config.parallel.sp_mode)
-        exact_switches = [switch for switch in EXACT_SWITCHES if not any(map(config.is_given, switch.options))]
-        switches = exact_switches if exact else [*SWITCHES, *sharing]
+        sharing = sharing_options(launched_processes(), heads, config.parallel.sp_mode)
+        exact_switches = [switch for switch in EXACT_MEMORY_OPTIONS if not any(map(config.is_given, switch.options))]
+        switches = exact_switches if exact else [*MEMORY_OPTIONS, *sharing]
         return cheapest(config, outcome, budget=machine.device, switches=switches)
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
@@ -224,7 +224,7 @@ class RunMemory:
         return findings.errors
 
 
-def _largest_scored(checked: Preflight, bucket: tuple[int, int, int]) -> tuple[int, int, int]:
+def _largest_scored(checked: ResolvedRun, bucket: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return the size of the clips that rewards score: those trained on, or samples of prompts."""
     if method_spec(checked.config).samples:
         return bucket
@@ -265,12 +265,12 @@ def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:
 
 
 @lru_cache(maxsize=1)
-def run_memory(checked: Preflight) -> RunMemory:
+def run_memory(checked: ResolvedRun) -> RunMemory:
     """Return the estimate of a run, made once: building a large network without weights takes a second."""
     return RunMemory(checked)
 
 
-def print_planned(checked: Preflight) -> None:
+def print_planned(checked: ResolvedRun) -> None:
     """Print the planned memory, as one line at the start of a run."""
     if checked.family.configs_not_here(checked.config.model):
         return
@@ -287,7 +287,7 @@ def print_planned(checked: Preflight) -> None:
     )
 
 
-def planned_peaks(checked: Preflight) -> dict[str, dict[str, float]]:
+def planned_peaks(checked: ResolvedRun) -> dict[str, dict[str, float]]:
     """Return the planned GiB of each phase of a process, named as measured peaks; empty if they cannot be planned."""
     if checked.family.configs_not_here(checked.config.model):
         return {}

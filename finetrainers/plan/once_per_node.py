@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.utils.alive import waiting
-from finetrainers.utils.failures import ExpectedError, sentence_of
+from finetrainers.utils.failures import ExpectedError, user_message
 from finetrainers.utils.json_objects import from_json, to_json
 from finetrainers.utils.launch import launched_local_rank, launched_processes, launched_rank, local_world_size
 
@@ -44,7 +44,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _calls = itertools.count()
 
 
-class FirstFailed(ExpectedError, RuntimeError):
+class LocalRankZeroError(ExpectedError, RuntimeError):
     """Failure of the first process of this machine; its own output has the reason."""
 
 
@@ -61,7 +61,7 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
 
     Raises:
         ConfigError: the one that the first process raised.
-        FirstFailed: another error of the first process, or its end.
+        LocalRankZeroError: another error of the first process, or its end.
     """
     others = _count_others()
     if others < 1 or sys.platform != "linux":
@@ -79,7 +79,7 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
     if outcome == "refused":
         raise ConfigError(value)
     if outcome == "failed":
-        raise FirstFailed(f"the first process of this machine has failed: {value}")
+        raise LocalRankZeroError(f"the first process of this machine has failed: {value}")
     return value
 
 
@@ -122,7 +122,7 @@ def _answer(address: str, digest: str, make: Callable[[], T], *, others: int) ->
 
 
 def _describe(error: Exception) -> str:
-    return sentence_of(error) or f"{type(error).__name__}: {error}"
+    return user_message(error) or f"{type(error).__name__}: {error}"
 
 
 def _serve(server: socket.socket, finished: socket.socket, outcome: list[bytes], others: int) -> None:
@@ -162,7 +162,7 @@ def _ask(address: str, *, timeout_s: float) -> bytes | None:
     """Return the answer of the first process, or None if that process does not appear.
 
     Raises:
-        FirstFailed: it has ended, takes longer than `timeout_s`, or gave no sign of life for `_SILENCE_S`.
+        LocalRankZeroError: it has ended, takes longer than `timeout_s`, or gave no sign of life for `_SILENCE_S`.
     """
     deadline = time.monotonic() + _APPEAR_S
     while True:
@@ -192,11 +192,11 @@ def _read_answer(connection: socket.socket, *, timeout_s: float) -> bytes:
         return _receive(connection, length)
     except TimeoutError:
         if time.monotonic() > deadline:
-            raise FirstFailed(f"the first process of this machine was not ready after {timeout_s:g} s") from None
+            raise LocalRankZeroError(f"the first process of this machine was not ready after {timeout_s:g} s") from None
         message = f"the first process of this machine has been stopped, or hangs: no sign of life for {_SILENCE_S:g} s"
-        raise FirstFailed(message) from None
+        raise LocalRankZeroError(message) from None
     except OSError:
-        raise FirstFailed("the first process of this machine has ended: its own output says why") from None
+        raise LocalRankZeroError("the first process of this machine has ended: its own output says why") from None
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:

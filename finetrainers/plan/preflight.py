@@ -25,15 +25,15 @@ from finetrainers.data.buckets.frames import num_available, playback_fps, sampli
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work, spec_problem
-from finetrainers.methods.spec import MethodSpec, WorkPlan
+from finetrainers.methods.spec import MethodSpec, TrainingSet
 from finetrainers.models.files.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.optim.rules import optimizer_problems
-from finetrainers.rundir.find import Found, find_checkpoint, scan_checkpoints
+from finetrainers.rundir.find import CheckpointInfo, find_checkpoint, scan_checkpoints
 from finetrainers.utils import faults
 from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
@@ -52,7 +52,7 @@ _FOLDERS = [name for name, option in fields().items() if option.place == "folder
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a cache key
-class Preflight:
+class ResolvedRun:
     """Configuration that passed its checks, with facts learned on the way.
 
     Weights of `init_from` are its `transformer_id`.
@@ -61,10 +61,10 @@ class Preflight:
     config: TrainConfig
     facts: Facts
     prompts: list[ValidationPrompt]
-    plan: WorkPlan
+    plan: TrainingSet
     start: Start
     warnings: list[str] = field(default_factory=list)
-    checkpoints: list[Found] = field(default_factory=list)  # those that it has chosen among
+    checkpoints: list[CheckpointInfo] = field(default_factory=list)  # those that it has chosen among
     unseen: str | None = None  # why the model itself is unknown; for a dry run
     scored: list[ValidationPrompt] = field(default_factory=list)  # of `eval_prompts`, if the method does not sample
 
@@ -106,7 +106,7 @@ def preflight(
     weights: bool = True,
     planner: Planner = plan_work,
     damaged: Mapping[Path, str] | None = None,
-) -> Preflight:
+) -> ResolvedRun:
     """Check a configuration against its model's rules and its data.
 
     Args:
@@ -155,7 +155,7 @@ def preflight(
     if findings.errors or plan is None or start is None:
         raise ConfigError(findings.errors)
     warnings = [*findings.warnings, *plan.warnings, *start.warnings]
-    return Preflight(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
+    return ResolvedRun(config, facts, prompts, plan, start, warnings, earlier, scored=scored)
 
 
 #: Tables and options that do not decide what a run works on.
@@ -164,10 +164,10 @@ _BESIDES_WORK = {
 }  # fmt: skip
 
 
-def plan_work_once(checked: Preflight) -> Planner:
+def plan_work_once(checked: ResolvedRun) -> Planner:
     """Return a planner that returns the work of an earlier preflight, and plans anew only if its options may differ."""
 
-    def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+    def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         changed = [name for name in fields() if config.get(name) != checked.config.get(name)]
         is_same = all(name in _BESIDES_WORK or fields()[name].section in _BESIDES_WORK for name in changed)
         if is_same and geometry == checked.geometry and not sizes_are_wrong:
@@ -177,7 +177,7 @@ def plan_work_once(checked: Preflight) -> Planner:
     return planner
 
 
-def _list_sizes(plan: WorkPlan, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
+def _list_sizes(plan: TrainingSet, sampled: Sequence[ValidationPrompt]) -> list[tuple[int, int, int]]:
     return [*plan.buckets, *(prompt.size for prompt in sampled if prompt.size is not None)]
 
 
@@ -207,7 +207,7 @@ def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
 
 def _find_work(
     config: TrainConfig, facts: Facts, method: MethodSpec, planner: Planner, findings: Findings
-) -> WorkPlan | None:
+) -> TrainingSet | None:
     """Return the work of the run, or None and errors among the findings if it cannot be determined."""
     backend = backend_problem(config.data.video_backend)
     if backend is not None:  # it would fail for every clip
@@ -288,7 +288,9 @@ def _check_earlier(config: TrainConfig, findings: Findings) -> None:
         )
 
 
-def _make_start(config: TrainConfig, plan: WorkPlan, checkpoint: Path | None, initial: InitialWeights | None) -> Start:
+def _make_start(
+    config: TrainConfig, plan: TrainingSet, checkpoint: Path | None, initial: InitialWeights | None
+) -> Start:
     """Return the run's start: step 0, or a checkpoint."""
     size = config.parallel.data_size(launched_processes())
     if checkpoint is None:
@@ -335,10 +337,10 @@ def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
         if image:
             try:
                 if not is_url(image) and not Path(image).is_file():
-                    raise UnusableError(f"no such file: {image}")
+                    raise InvalidSampleError(f"no such file: {image}")
                 with decoding(image), open_image(image) as loaded_image:
                     loaded_image.load()  # all of it: a truncated image has a complete header
-            except UnusableError as error:
+            except InvalidSampleError as error:
                 problems[MEDIA_OPTIONS[medium]] = str(error)
     for medium, video in videos.items():
         if video and not Path(video).is_file():
@@ -346,7 +348,7 @@ def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
         elif video:
             try:
                 probe(Path(video))
-            except UnusableError as error:
+            except InvalidSampleError as error:
                 problems[MEDIA_OPTIONS[medium]] = f"{video}: {error}"
     return problems
 
@@ -532,7 +534,7 @@ def _count_frames(path: Path, rate: float) -> tuple[int, str] | None:
     """
     try:
         video = probe(path) if path.is_file() else None
-    except UnusableError:
+    except InvalidSampleError:
         return None
     if video is None:
         return None

@@ -15,7 +15,7 @@ from finetrainers.models.files.hub import ask
 
 from .check_upload import check_upload
 from .once_per_node import once_per_node
-from .preflight import Preflight, named_as_given, plan_work_once, preflight
+from .preflight import ResolvedRun, named_as_given, plan_work_once, preflight
 from .start_report import print_start, print_warnings
 
 
@@ -24,8 +24,8 @@ def get_ready(
     *,
     preparing: bool = False,
     damaged: Mapping[Path, str] | None = None,
-    earlier: Preflight | None = None,
-) -> Preflight:
+    earlier: ResolvedRun | None = None,
+) -> ResolvedRun:
     """Return the preflight of a run by its model's own configs; print the plan of the run unless it is a dry run.
 
     The first process of each machine reads, and sends the result to the others.
@@ -46,8 +46,8 @@ def get_ready(
 
 
 def _get_ready(
-    config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None, earlier: Preflight | None
-) -> Preflight:
+    config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None, earlier: ResolvedRun | None
+) -> ResolvedRun:
     checked = preflight_by_model(config, preparing=preparing, damaged=damaged, earlier=earlier)
     if not preparing:
         check_upload(checked.config)
@@ -62,8 +62,8 @@ def preflight_by_model(
     *,
     preparing: bool = False,
     damaged: Mapping[Path, str] | None = None,
-    earlier: Preflight | None = None,
-) -> Preflight:
+    earlier: ResolvedRun | None = None,
+) -> ResolvedRun:
     """Return the preflight of a run by its model's own configs, which are fetched from the Hub if necessary.
 
     Args and errors are those of `get_ready`.
@@ -88,7 +88,7 @@ def preflight_by_model(
     return checked
 
 
-def check_rewards(checked: Preflight) -> Preflight:
+def check_rewards(checked: ResolvedRun) -> ResolvedRun:
     """Return the run if the weights of its rewards can be loaded, with a warning if it is planned for another machine.
 
     Raises:
@@ -97,23 +97,25 @@ def check_rewards(checked: Preflight) -> Preflight:
     entries = method_spec(checked.config).rewards(checked.config)
     if not entries:
         return checked
-    from finetrainers.rewards.registry import not_to_be_had, weights_not_here
+    from finetrainers.rewards.registry import missing_repositories, unavailable_weights_problem
 
     held_out = checked.config.validation.eval_reward
     options = {
-        repo: "eval_reward" if entry in held_out else "reward" for entry in entries for repo in weights_not_here(entry)
+        repo: "eval_reward" if entry in held_out else "reward"
+        for entry in entries
+        for repo in missing_repositories(entry)
     }
     outage = ask(list(options))
     if outage is None:
         return checked
-    problems = [Problem(f"--{option}", not_to_be_had(repo, outage)) for repo, option in options.items()]
+    problems = [Problem(f"--{option}", unavailable_weights_problem(repo, outage)) for repo, option in options.items()]
     if not target_device(checked.config).is_elsewhere:
         raise ConfigError(problems)
     warnings = [f"{problem} (on the machine that trains)" for problem in problems]
     return replace(checked, warnings=[*checked.warnings, *warnings])
 
 
-def examine_weights(checked: Preflight) -> Preflight:
+def examine_weights(checked: ResolvedRun) -> ResolvedRun:
     """Return the run, if its weight files' headers have the tensors of its networks; the first step that needs torch.
 
     Raises:
@@ -136,7 +138,7 @@ def collecting_problems(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def check_classes(checked: Preflight) -> None:
+def check_classes(checked: ResolvedRun) -> None:
     """Check the classes that a run is about to use, and the servers of its rewards (imports torch).
 
     Raises:
@@ -160,7 +162,7 @@ def check_classes(checked: Preflight) -> None:
         raise ConfigError(problems)
 
 
-def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
+def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:
     """Check a run against the model's configs, network classes and scheduler (imports torch).
 
     Args:
@@ -208,7 +210,7 @@ def check_network(checked: Preflight, *, plan_known: bool = True) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
-def _weight_warnings(checked: Preflight) -> list[str]:
+def _weight_warnings(checked: ResolvedRun) -> list[str]:
     """Return warnings about the weight files of a run.
 
     Raises:

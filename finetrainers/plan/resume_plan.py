@@ -13,9 +13,9 @@ from typing import Any
 from finetrainers.config.root import TrainConfig, by_current_names, critical_options, fields
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.registry import method_spec
-from finetrainers.methods.spec import WorkPlan
+from finetrainers.methods.spec import TrainingSet
 from finetrainers.models.files.lora_names import kind_of
-from finetrainers.models.registry import noise_process_of, text_encoders_digest, transformer_digest, vae_digest
+from finetrainers.models.registry import noise_process_name, text_encoders_digest, transformer_digest, vae_digest
 from finetrainers.rundir.find import read_state, scan_checkpoints
 from finetrainers.rundir.manifest import is_sealed, read_manifest
 from finetrainers.rundir.run_dir import package_versions
@@ -152,7 +152,7 @@ def _resolve_source(source: str) -> str:
     return source if source.startswith(SCHEME) else str(Path(source).expanduser().resolve())
 
 
-def critical_state(config: TrainConfig, plan: WorkPlan) -> dict[str, Any]:
+def critical_state(config: TrainConfig, plan: TrainingSet) -> dict[str, Any]:
     """Return settings and facts that must be the same for a run to be continued; unknown facts are None."""
     values = config.plain()
     return {
@@ -172,13 +172,13 @@ def _permanent_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
 def _model_facts(config: TrainConfig) -> dict[str, Any]:
     return {
         "base": transformer_digest(config.model) if needs_base(config) else None,
-        "noise_process": noise_process_of(config.model),
+        "noise_process": noise_process_name(config.model),
         "vae": vae_digest(config.model),
         "text_encoders": text_encoders_digest(config.model),
     }
 
 
-def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | None, data_size: int) -> Start:
+def new_run(config: TrainConfig, plan: TrainingSet, *, initial: InitialWeights | None, data_size: int) -> Start:
     """Return the start of a new run.
 
     Args:
@@ -212,7 +212,7 @@ def new_run(config: TrainConfig, plan: WorkPlan, *, initial: InitialWeights | No
 
 
 def resume_run(
-    config: TrainConfig, plan: WorkPlan, checkpoint: Path, *, initial: InitialWeights | None, data_size: int
+    config: TrainConfig, plan: TrainingSet, checkpoint: Path, *, initial: InitialWeights | None, data_size: int
 ) -> Start:
     """Return the start of a run that continues from a checkpoint.
 
@@ -283,7 +283,7 @@ class Change:
     reset: str | None
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: WorkPlan) -> list[Change]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingSet) -> list[Change]:
     """Return all critical differences of a run from the checkpoint."""
     saved, allowed = by_current_names(saved), {**critical_options(), **plan.critical_options, **_FACTS}
     differences = []
@@ -408,7 +408,7 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _warnings(
-    start: Start, state: Mapping[str, Any], config: TrainConfig, plan: WorkPlan, manifest: Mapping[str, Any]
+    start: Start, state: Mapping[str, Any], config: TrainConfig, plan: TrainingSet, manifest: Mapping[str, Any]
 ) -> list[str]:
     warnings, step, resets = [], int(state["step"]), start.resets
     saved, installed = manifest.get("packages", {}), package_versions()

@@ -18,12 +18,12 @@ from finetrainers.memory.estimate import optimizer_state_bytes
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.factory import check_weights
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import file_size
 
 from .initial_weights import INITIAL_LORA
-from .preflight import Preflight
+from .preflight import ResolvedRun
 from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
 #: Bytes per pixel and frame of a sampled H.264 video, and of the eight frames of its contact sheet.
@@ -64,7 +64,7 @@ class Needs:
         return self.least + self.checkpoint * max(0, self.num_checkpoints - 1)
 
 
-def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
+def disk_needs(checked: ResolvedRun, transformer: nn.Module) -> Needs:
     """Return the disk space that a run needs.
 
     Args:
@@ -86,7 +86,7 @@ def disk_needs(checked: Preflight, transformer: nn.Module) -> Needs:
     )
 
 
-def room_warnings(checked: Preflight, needs: Needs) -> list[str]:
+def room_warnings(checked: ResolvedRun, needs: Needs) -> list[str]:
     """Return warnings about the disk space.
 
     Raises:
@@ -131,7 +131,7 @@ def check_trainable(config: TrainConfig, network: nn.Module, spec: ModelSpec) ->
         num_quantizable(network, config, spec)
 
 
-def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
+def check_room(checked: ResolvedRun, parallel: DistributedContext) -> list[str]:
     """Refuse a run that does not fit rank 0's disk, and return warnings. Every rank must call it.
 
     Raises:
@@ -147,13 +147,13 @@ def check_room(checked: Preflight, parallel: Ranks) -> list[str]:
             warnings = room_warnings(checked, disk_needs(checked, network))
         except ConfigError as error:
             problems = error.problems
-    problems = parallel.same_on_all(problems)
+    problems = parallel.broadcast_object(problems)
     if problems:
         raise ConfigError(problems)
     return warnings
 
 
-def _initial_lora_size(checked: Preflight) -> int:
+def _initial_lora_size(checked: ResolvedRun) -> int:
     """Return the bytes of the LoRA that the run will store, or 0 if it has none or has it stored already."""
     path, run_folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
     return (
@@ -163,7 +163,7 @@ def _initial_lora_size(checked: Preflight) -> int:
     )
 
 
-def _new_checkpoints(checked: Preflight) -> int:
+def _new_checkpoints(checked: ResolvedRun) -> int:
     """Return the largest number of new checkpoints that exist at a time."""
     training = checked.config.training
     todo = _total_steps(checked) - checked.start.step
@@ -175,7 +175,7 @@ def _new_checkpoints(checked: Preflight) -> int:
     return min(saves, max(1, remaining))
 
 
-def _total_steps(checked: Preflight) -> int:
+def _total_steps(checked: ResolvedRun) -> int:
     config = checked.config
     if config.training.train_steps:
         return config.training.train_steps
@@ -187,7 +187,7 @@ def _total_steps(checked: Preflight) -> int:
     return math.ceil(count * config.training.train_epochs / per_step)
 
 
-def _samples_size(checked: Preflight) -> int:
+def _samples_size(checked: ResolvedRun) -> int:
     config: TrainConfig = checked.config
     interval, todo = config.validation.validation_steps, _total_steps(checked) - checked.start.step
     times = 1 + (max(0, todo) // interval if interval else 0)
@@ -199,7 +199,7 @@ def _samples_size(checked: Preflight) -> int:
     return round(size + _sample_bytes(checked, checked.scored) * (1 + evaluations))
 
 
-def _sample_bytes(checked: Preflight, prompts: Sequence[ValidationPrompt]) -> float:
+def _sample_bytes(checked: ResolvedRun, prompts: Sequence[ValidationPrompt]) -> float:
     """Return the bytes of a video of each prompt with its contact sheet."""
     size = 0.0
     for prompt in prompts:

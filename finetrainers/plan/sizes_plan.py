@@ -12,14 +12,14 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
-from finetrainers.methods.spec import WorkPlan
+from finetrainers.methods.spec import TrainingSet
 
 Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class SizesPlan:
-    """Sizes of clips, and nothing else; see `WorkPlan`."""
+    """Sizes of clips, and nothing else; see `TrainingSet`."""
 
     buckets: tuple[Size, ...]
     encodes_clips: bool
@@ -74,7 +74,7 @@ class SizesPlan:
         """Write nothing."""
 
 
-def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
     """Return a plan of the configured sizes, or None if they are wrong.
 
     Raises:

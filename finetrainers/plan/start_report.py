@@ -17,12 +17,12 @@ from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size, plural
 from finetrainers.utils.train_log import PrintedLines
 
-from .preflight import Preflight
+from .preflight import ResolvedRun
 
 _ORDINALS = {"2": "second ", "3": "third "}
 
 
-def print_start(checked: Preflight) -> None:
+def print_start(checked: ResolvedRun) -> None:
     """Print the plan of the training, the weights to load, and every warning."""
     print_first_line(checked)
     sizes = sizes_on_disk(checked).items()
@@ -34,7 +34,7 @@ def print_start(checked: Preflight) -> None:
     print_remarks(checked)
 
 
-def print_first_line(checked: Preflight, *, before: str = "") -> None:
+def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
     """Print the training and its data, and the weights that come from single files."""
     config = checked.config
     print_line(
@@ -46,7 +46,7 @@ def print_first_line(checked: Preflight, *, before: str = "") -> None:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
 
 
-def sizes_on_disk(checked: Preflight) -> dict[str, int | None]:
+def sizes_on_disk(checked: ResolvedRun) -> dict[str, int | None]:
     """Return the bytes of each network's weight files by its readable name, None if they are not on this disk."""
     sizes = checked.family.weights_on_disk(checked.config.model).items()
     left_out = () if checked.needs_text else checked.facts.text_parts
@@ -60,7 +60,7 @@ def part_name(part: str) -> str:
 
 
 @contextlib.contextmanager
-def loading(checked: Preflight, what: str) -> Iterator[None]:
+def loading(checked: ResolvedRun, what: str) -> Iterator[None]:
     """Print size and duration after the block, which loads the networks whose name ends with `what`."""
     started = time.perf_counter()
     yield
@@ -71,7 +71,7 @@ def loading(checked: Preflight, what: str) -> Iterator[None]:
     print_line(f"loaded the {' and '.join(sizes)}: {file_size(sum(sizes.values()))} in {seconds:.1f} s")
 
 
-def print_origin(checked: Preflight) -> None:
+def print_origin(checked: ResolvedRun) -> None:
     """Print the source of each part of a run that resumes or has `--init_from`."""
     if not checked.start.rows:
         return
@@ -83,7 +83,7 @@ def print_origin(checked: Preflight) -> None:
         print_line(f"  {part:<{width}}  {origin}")
 
 
-def print_remarks(checked: Preflight) -> None:
+def print_remarks(checked: ResolvedRun) -> None:
     """Print every note and every warning."""
     for note in checked.plan.notes:
         print_line(f"note: {note}")
@@ -96,7 +96,7 @@ def print_warnings(warnings: Iterable[str]) -> None:
         print_line(f"warning: {warning}")
 
 
-def print_data(checked: Preflight) -> None:
+def print_data(checked: ResolvedRun) -> None:
     """Print the training data as a table."""
     table = Table(title=checked.plan.title, title_justify="left", box=None)
     headings, *rows = checked.plan.table()

@@ -28,7 +28,7 @@ from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
 from .initial_weights import InitialWeights, check_lora, is_expression, is_target
-from .preflight import Preflight
+from .preflight import ResolvedRun
 
 
 def trainable_dtype(config: TrainConfig) -> torch.dtype:
@@ -56,7 +56,7 @@ def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec
 _last_network: list[Any] = []
 
 
-def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn.Module:
+def network_without_weights(checked: ResolvedRun, *, stand_in: bool = False) -> nn.Module:
     """Return the transformer on the meta device, with an adapter or all weights trainable.
 
     It must not be changed: the next call returns the same network for a run with the same model and training options.
@@ -77,7 +77,7 @@ def network_without_weights(checked: Preflight, *, stand_in: bool = False) -> nn
     return network
 
 
-def _build_without_weights(checked: Preflight, *, stand_in: bool) -> nn.Module:
+def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module:
     config = checked.config.model
     if stand_in:
         with tempfile.TemporaryDirectory() as directory:
@@ -128,7 +128,7 @@ def _add_adapter(transformer: nn.Module, settings: LoraConfig, name: str, *, see
             parameter.data = parameter.data.float()
 
 
-def has_reference_adapter(checked: Preflight) -> bool:
+def has_reference_adapter(checked: ResolvedRun) -> bool:
     """Return whether the reference model of a run is the network with another LoRA."""
     config = checked.config
     if config.training.training_type != "lora" or checked.start.initial_lora is None:

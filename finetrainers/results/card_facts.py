@@ -15,9 +15,9 @@ from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cac
 from yaml import YAMLError
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.rundir.run_dir import package_versions
-from finetrainers.training.callbacks.samples import sheet_of
+from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.training.sampling import sample_seed
 from finetrainers.training.state import TrainState
 from finetrainers.utils.files import read_jsonl
@@ -70,7 +70,7 @@ def write_grid(root: Path) -> None:
     folders = sorted((root / "samples").glob("step-*"))
     videos = sorted(folders[-1].glob("[!.]*.mp4")) if folders else []
     if videos:
-        sheet_of(videos[:_GRID_ROWS]).save(root / GRID, quality=88)
+        video_sheet(videos[:_GRID_ROWS]).save(root / GRID, quality=88)
 
 
 def newest_samples(root: Path, prompts: Sequence[str]) -> list[Sample]:
@@ -119,7 +119,7 @@ def _best(records: Sequence[dict[str, Any]], name: str) -> str:
     return f"{value:.4g} (step {step})"
 
 
-def facts(state: TrainState, checked: Preflight) -> list[tuple[str, str]]:
+def facts(state: TrainState, checked: ResolvedRun) -> list[tuple[str, str]]:
     """Return date, duration, hardware, sampling settings and versions, with their labels."""
     config, parallel = state.config, state.parallel
     records, _ = read_jsonl(state.run_dir.root / "metrics.jsonl")

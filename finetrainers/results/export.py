@@ -8,16 +8,16 @@ from huggingface_hub import HfApi
 from finetrainers.models.spec import DTYPES, remove_full
 from finetrainers.plan.check_upload import hub_token, repository_name
 from finetrainers.plan.initial_weights import LORA_FILE
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import print_line
 from finetrainers.training.state import TrainState
-from finetrainers.training.trained_weights import save_weights, shared_files, wanted_of
+from finetrainers.training.trained_weights import save_weights, select_rank_weights, shared_files
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.versions import __version__
 
 from .card_facts import write_grid
-from .export_formats import FOLDER, export_formats, print_exported, result_source, set_others_aside
+from .export_formats import FOLDER, export_formats, print_exported, rename_foreign_exports, result_source
 from .model_card import model_card
 
 
@@ -25,7 +25,7 @@ class UploadError(ExpectedError, RuntimeError):
     """Results are on this disk, but not on the Hub."""
 
 
-def export(state: TrainState, checked: Preflight) -> None:
+def export(state: TrainState, checked: ResolvedRun) -> None:
     """Write weights, model card and further formats into the run directory; every rank must call it."""
     parallel, config, activity = state.parallel, state.config, "writing the results"
     is_lora = config.training.training_type == "lora"
@@ -36,7 +36,7 @@ def export(state: TrainState, checked: Preflight) -> None:
             fault_point("export")
             if parallel.is_main and files is not None:
                 remove_full(state.run_dir.root / state.spec.facts.trained)
-        weights = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
+        weights = parallel.full_state(state.transformer, wanted=select_rank_weights(files, parallel))
         # Within `ema_applied`: these tensors refer to the network's weights, which change back at its end.
         with parallel.raise_on_all_ranks(activity):
             if parallel.is_main or files is not None:
@@ -46,14 +46,14 @@ def export(state: TrainState, checked: Preflight) -> None:
             _write_about(state, checked)
 
 
-def _write_about(state: TrainState, checked: Preflight) -> None:
+def _write_about(state: TrainState, checked: ResolvedRun) -> None:
     """Write the model card and the other formats of the results."""
     config = state.config
     write_grid(state.run_dir.root)
     (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
     if config.run.export_formats:
         source = result_source(config, state.run_dir.root)
-        for renamed in set_others_aside(source, config.run.export_formats):  # they appeared during training
+        for renamed in rename_foreign_exports(source, config.run.export_formats):  # they appeared during training
             print_line(f"files of something else are set aside: {renamed}")
         for exported in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
             print_exported(exported, source, say=print_line)
@@ -66,7 +66,7 @@ def upload(state: TrainState) -> None:
 
     Raises:
         UploadError: the upload fails; the message has the command to upload later. Other ranks than 0 raise
-            `OtherRankFailed`.
+            `RemoteRankError`.
     """
     if not state.config.run.push_to_hub:
         return

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import build_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, readers
@@ -97,7 +97,7 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     if target.weights.kind == "base" or target.weights.path is None:
         message = f"{given} is a model without training; give a run, a checkpoint or a LoRA in safetensors"
         raise ConfigError([Problem("SOURCE", message)])
-    overrides = Given(dict(options), {name: f"--{name}" for name in options})
+    overrides = RawOptions(dict(options), {name: f"--{name}" for name in options})
     if "pretrained_model_name_or_path" not in {**target.source.values, **options}:
         message = (
             f"is needed: nothing next to {given} tells which model it is of; give a folder, a hub id or demo://NAME"
@@ -156,7 +156,7 @@ def _other_files(source: Source, folder: Path) -> str | None:
     return export_problem(folder, trained=source.family.facts.trained, identity=source.identity)
 
 
-def set_others_aside(source: Source, formats: Sequence[str]) -> Iterator[Path]:
+def rename_foreign_exports(source: Source, formats: Sequence[str]) -> Iterator[Path]:
     """Rename format folders that are not an earlier export of this run, and yield the new paths."""
     for folder in (source.folder / weights_format for weights_format in formats):
         if _other_files(source, folder) is not None:

@@ -16,7 +16,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, changed_options, fields
 from finetrainers.models.files.lora_names import READERS, format_problem
 from finetrainers.models.spec import ModelSpec
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.training.state import TrainState
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
@@ -193,7 +193,7 @@ def _template() -> jinja2.Template:
     return jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(_CARD)
 
 
-def model_card(state: TrainState, checked: Preflight) -> str:
+def model_card(state: TrainState, checked: ResolvedRun) -> str:
     """Return the README of the results, with metadata for the Hub."""
     config, plan, spec, start = state.config, checked.plan, state.spec, checked.start
     is_lora = config.training.training_type == "lora"
@@ -242,7 +242,7 @@ def model_card(state: TrainState, checked: Preflight) -> str:
     )
 
 
-def _call(checked: Preflight, spec: ModelSpec) -> dict[str, Any]:
+def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
     """Return the pipeline's arguments, as for the first validation sample if there is one."""
     first = checked.prompts[0] if checked.prompts else None
     return {

@@ -230,14 +230,14 @@ def reward_bytes(entry: RewardEntry) -> float | None:
     return None if None in sizes else copies * sum((size for size in sizes if size is not None), 0.0)
 
 
-def weights_not_here(entry: RewardEntry) -> list[str]:
+def missing_repositories(entry: RewardEntry) -> list[str]:
     """Return the Hub repositories of a reward's weights that are not on this disk."""
     from .weights import on_disk
 
     return [path for path in _weights_paths(entry) if on_disk(path) is None]
 
 
-def not_to_be_had(repository: str, away: str) -> str:
+def unavailable_weights_problem(repository: str, away: str) -> str:
     """Return the problem that a reward's weights are neither on this disk nor available from the Hub."""
     return (
         f"{repository} is not on this disk, and {away}; download it first where there is a connection "

@@ -13,7 +13,7 @@ import av
 import torch
 from torch import Tensor
 
-from finetrainers.config.rewards import RewardEntry, labels_of, labels_of_keys, options_text
+from finetrainers.config.rewards import RewardEntry, labels_for_keys, options_text, reward_labels
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import REWARD, phase
@@ -104,13 +104,13 @@ class RewardSet:
             ValueError: an entry is wrong; see `registry.reward_problems`.
         """
         self.on_error, self.failures = on_error, failures
-        self._entries = dict(zip(labels_of(entries), entries, strict=True))
+        self._entries = dict(zip(reward_labels(entries), entries, strict=True))
         labels_by_reward: dict[tuple[str, str], list[str]] = {}
         for label, entry in self._entries.items():
             labels_by_reward.setdefault((entry.reward, options_text(entry)), []).append(label)
         self._scorers = [
             _make_scorer(name, {label: self._entries[label] for label in labels})
-            for name, labels in zip(labels_of_keys(list(labels_by_reward)), labels_by_reward.values(), strict=True)
+            for name, labels in zip(labels_for_keys(list(labels_by_reward)), labels_by_reward.values(), strict=True)
         ]
 
     @property

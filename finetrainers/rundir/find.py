@@ -39,7 +39,7 @@ def checkpoints_dir(output_dir: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint directory of a run.
 
     Attributes:
@@ -57,7 +57,7 @@ class Found:
     saved_at: float = 0.0
 
 
-def scan_checkpoints(output_dir: Path, *, weights_only: bool = False) -> list[Found]:
+def scan_checkpoints(output_dir: Path, *, weights_only: bool = False) -> list[CheckpointInfo]:
     """Return all checkpoints of a run, complete or damaged, oldest step first; half-written ones have another name.
 
     Args:
@@ -82,12 +82,12 @@ def step_of(path: Path) -> int | None:
     return None if match is None else int(match["step"] or match["replaced"])
 
 
-def _inspect(step: int, path: Path, weights_only: bool) -> Found:
+def _inspect(step: int, path: Path, weights_only: bool) -> CheckpointInfo:
     problem = damage(path, contents=False, weights_only=weights_only)
     if problem is not None:
-        return Found(step, path, problem)
+        return CheckpointInfo(step, path, problem)
     manifest = read_manifest(path)
-    return Found(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
+    return CheckpointInfo(step, path, None, size=total_size(manifest), saved_at=float(manifest.get("saved_at", 0.0)))
 
 
 def find_checkpoint(
@@ -146,7 +146,9 @@ def find_checkpoint(
     return path
 
 
-def _find_newest_verified(root: Path, checkpoints: list[Found], *, weights_only: bool, largest: int | None) -> Path:
+def _find_newest_verified(
+    root: Path, checkpoints: list[CheckpointInfo], *, weights_only: bool, largest: int | None
+) -> Path:
     """Return the newest checkpoint whose files match its manifest; see `damage`."""
     if not checkpoints:
         raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")

@@ -71,7 +71,7 @@ def exclusive(
             except OSError as error:
                 file = "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
                 problem = f"cannot write to {output_dir}: {error.strerror or error}{file}"
-        problem = parallel.same_on_all(problem)
+        problem = parallel.broadcast_object(problem)
         if problem is not None:
             raise ConfigError([Problem(where, problem)])
         yield

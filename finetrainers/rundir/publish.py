@@ -22,7 +22,7 @@ from .manifest import write_manifest
 _GIB = 2**30
 
 
-def temporary_of(final: Path) -> Path:
+def staging_path(final: Path) -> Path:
     """Return the directory in which a checkpoint is written until it is complete."""
     return final.with_name(f".{final.name}.tmp")
 
@@ -48,7 +48,7 @@ def reserve(final: Path, *, needed: int) -> Path:
             "written, earlier checkpoints are intact. Make room (--checkpointing_limit bounds how many are kept) and "
             "continue with --resume_from_checkpoint latest",
         )
-    temporary = temporary_of(final)
+    temporary = staging_path(final)
     temporary.mkdir()
     return temporary
 
@@ -111,7 +111,7 @@ def discarded_on_error(final: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        shutil.rmtree(temporary_of(final), ignore_errors=True)
+        shutil.rmtree(staging_path(final), ignore_errors=True)
         raise
 
 

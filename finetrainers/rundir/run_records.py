@@ -18,7 +18,7 @@ from typing import Any
 
 from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
 from finetrainers.draw.curves import Points, is_number, points, read_metrics
-from finetrainers.utils.files import not_there, read_jsonl
+from finetrainers.utils.files import missing_path_problem, read_jsonl
 from finetrainers.utils.phases import PHASES
 
 from .find import checkpoints_dir
@@ -146,7 +146,7 @@ def _keep_greatest(phases: dict[str, dict[str, float]], peaks: object) -> None:
 def run_problem(root: Path) -> str | None:
     """Return the reason why a path is not a run directory, as a predicate of the path, or None if it is one."""
     if not root.is_dir():
-        return not_there(root, folder=True)
+        return missing_path_problem(root, folder=True)
     if not any((root / name).is_file() for name in _FILES):
         inside = sorted(path.parent.name for path in root.glob("*/metrics.jsonl"))
         if inside:
@@ -270,7 +270,7 @@ def _defaults() -> dict[str, Any]:
     return defaults
 
 
-def hacking_of(event: Event) -> str:
+def describe_reward_hacking(event: Event) -> str:
     """Return a short description of a `reward_hacking` event."""
 
     def change(before: str, now: str) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import cache_directory
 from finetrainers.methods.registry import method_spec
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.init_distributed import make_strategy
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.ready import examine_weights
 from finetrainers.plan.start_report import print_line
 from finetrainers.training.guards.memory import memory_advice
@@ -25,7 +25,7 @@ from finetrainers.utils.phases import LOADING, phase
 from finetrainers.utils.text import duration, file_size, plural
 
 
-def prepare(checked: Preflight) -> Mapping[str, Encoded]:
+def prepare(checked: ResolvedRun) -> Mapping[str, Encoded]:
     """Encode captions, then clips, each with only its encoders in memory; return the counts of all ranks together.
 
     Raises:
@@ -58,7 +58,7 @@ def prepare(checked: Preflight) -> Mapping[str, Encoded]:
 
 
 @memory_advice("loading and encoding")
-def _encode(checked: Preflight, parallel: Ranks, watchdog: Watchdog) -> Mapping[str, Encoded]:
+def _encode(checked: ResolvedRun, parallel: DistributedContext, watchdog: Watchdog) -> Mapping[str, Encoded]:
     config = checked.config
     watchdog.enter("loading")
     spec = checked.family.load(config.model)
@@ -80,7 +80,7 @@ def _summarize(content: str, counts: Encoded) -> str:
     )
 
 
-def _training_hint(checked: Preflight) -> str:
+def _training_hint(checked: ResolvedRun) -> str:
     """Return the hint about options that make the training command find the cache."""
     if not checked.plan.encodes_clips:
         return ""

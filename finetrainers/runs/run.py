@@ -11,7 +11,7 @@ from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.memory_plan import planned_peaks, print_planned
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.ready import examine_weights, get_ready
 from finetrainers.plan.room import check_room
 from finetrainers.plan.start_report import print_memory, print_results, print_stopped, print_warnings
@@ -36,7 +36,7 @@ from finetrainers.utils.train_log import train_log
 
 
 def run(
-    checked: Preflight,
+    checked: ResolvedRun,
     *,
     handle_signals: bool = False,
     second_exits: bool = True,
@@ -76,7 +76,7 @@ def run(
             arm_faults()
             fault_point("start")
             # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
-            if parallel.same_on_all(
+            if parallel.broadcast_object(
                 parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
             ):
                 checked = examine_weights(get_ready(config, earlier=checked))
@@ -102,7 +102,7 @@ def run(
     return state
 
 
-def _conclude(trainer: Trainer, checked: Preflight) -> None:
+def _conclude(trainer: Trainer, checked: ResolvedRun) -> None:
     """Export the results and close the records; for a stopped run, only close the records."""
     state = trainer.state
     state.watchdog.enter("exporting")

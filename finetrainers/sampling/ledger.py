@@ -14,7 +14,7 @@ from .plan import Sample, SamplePlan
 _NAME = "ledger"
 
 
-class Ledger:
+class SampleIndex:
     """Index of the clips in a folder. Each process writes a separate file, and reads those of all."""
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from finetrainers.config.sections import TrainingSection
 from finetrainers.memory.fit import fits, reserved
-from finetrainers.memory.phases import Surroundings, plan_run
+from finetrainers.memory.phases import RunSizes, plan_run
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.plan.trainable import trainable_dtype
 from finetrainers.utils.phases import VALIDATION
@@ -30,7 +30,7 @@ def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
     config = config.model_copy(update=tables)
     network = spec.transformer_on_meta().requires_grad_(False)
     parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
-    around = Surroundings(
+    around = RunSizes(
         bucket=max(sizes, key=lambda size: spec.facts.geometry.num_tokens(*size)),
         sampled=tuple(sizes),
         parts={part: size for part, size in parts.items() if size is not None},

@@ -15,7 +15,7 @@ from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import check_sampling, quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import build_config
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_validation_prompts
@@ -151,7 +151,7 @@ class SamplePlan:
         }  # fmt: skip
 
 
-def plan_samples(names: Sequence[str], options: SampleSection, flags: Given) -> SamplePlan:
+def plan_samples(names: Sequence[str], options: SampleSection, flags: RawOptions) -> SamplePlan:
     """Plan the clips to sample, and check the plan.
 
     Args:
@@ -171,7 +171,7 @@ def plan_samples(names: Sequence[str], options: SampleSection, flags: Given) -> 
 
 
 def plan_targets(
-    names: Sequence[str], targets: Sequence[Target], options: SampleSection, flags: Given, findings: Findings, *,
+    names: Sequence[str], targets: Sequence[Target], options: SampleSection, flags: RawOptions, findings: Findings, *,
     fixed_size: bool = False,
 ) -> SamplePlan:  # fmt: skip
     """Plan samples of targets.
@@ -246,12 +246,12 @@ def _targets(names: Sequence[str], options: SampleSection, findings: Findings) -
     return targets
 
 
-def _common_config(targets: Sequence[Target], flags: Given, findings: Findings) -> TrainConfig | None:
+def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findings) -> TrainConfig | None:
     """Return the one configuration of all targets without training options, or None, with errors, if there is none."""
     with_source = [target for target in targets if target.source.values]
     configs = []
     for target in with_source or targets[:1]:
-        overrides = Given(dict(flags.values), dict(flags.where), list(flags.problems))
+        overrides = RawOptions(dict(flags.values), dict(flags.where), list(flags.problems))
         try:
             configs.append(build_config([target.source, overrides]))
         except ConfigError as error:

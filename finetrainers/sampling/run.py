@@ -21,7 +21,7 @@ from finetrainers.plan.init_distributed import join
 from finetrainers.plan.trainable import check_modules
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
-from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.failures import user_message
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.phases import VALIDATION, phase
@@ -30,7 +30,7 @@ from finetrainers.utils.text import plural, shortened
 from finetrainers.utils.video import write_mp4
 
 from .grid import Cell, Grid, Group, Row, page, sheet
-from .ledger import Ledger
+from .ledger import SampleIndex
 from .memory import offloads
 from .plan import Sample, SamplePlan, Variant
 from .sampler import Sampler
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampleResult:
     """Result of a plan.
 
     Attributes:
@@ -57,7 +57,7 @@ class Drawn:
     page: Path | None = None
 
 
-def draw(plan: SamplePlan) -> Drawn:
+def draw(plan: SamplePlan) -> SampleResult:
     """Sample missing clips, and write the sheet and the page of all; every process of a launcher must call it.
 
     Raises:
@@ -65,13 +65,13 @@ def draw(plan: SamplePlan) -> Drawn:
     """
     check_weights(plan)
     with contextlib.closing(join(plan.config)) as parallel, exclusive(plan.output_dir, parallel):
-        drawn = draw_missing(plan, parallel)
+        drawn = generate_missing(plan, parallel)
         return show(plan, drawn) if parallel.is_main and drawn.clips else drawn
 
 
-def draw_missing(
+def generate_missing(
     plan: SamplePlan, parallel: Strategy, *, sampler: Sampler | None = None, encoded: EncodedPrompts | None = None
-) -> Drawn:
+) -> SampleResult:
     """Sample the clips that the ledger lacks, in a folder that no other process uses.
 
     Args:
@@ -80,19 +80,19 @@ def draw_missing(
         sampler: stays loaded after the call; by default, a new one for this call.
         encoded: the plan's prompts and perhaps others; by default, they are encoded here.
     """
-    ledger = Ledger(plan.output_dir, rank=parallel.rank)
+    ledger = SampleIndex(plan.output_dir, rank=parallel.rank)
     samples = plan.samples()
     # A prompt that is listed twice, or a checkpoint that is also the result, is sampled once.
     missing = list({sample.key: sample for sample in reversed(samples) if ledger.find(sample) is None}.values())[::-1]
     names = ledger.names(plan, missing)
     problems: dict[str, str] = {}
-    if parallel.same_on_all(bool(missing)):
+    if parallel.broadcast_object(bool(missing)):
         with phase(VALIDATION):
             problems = _Drawing(plan, parallel, ledger, names, sampler, encoded).draw(missing)
     problems = dict(parallel.gather_objects(list(problems.items())))
-    complete_ledger = Ledger(plan.output_dir)  # with the clips of the other processes
+    complete_ledger = SampleIndex(plan.output_dir)  # with the clips of the other processes
     clips = {sample.key: file for sample in samples if (file := complete_ledger.find(sample)) is not None}
-    return Drawn(clips, sum(sample.key in clips for sample in missing), problems)
+    return SampleResult(clips, sum(sample.key in clips for sample in missing), problems)
 
 
 def check_weights(plan: SamplePlan) -> None:
@@ -134,7 +134,7 @@ class _Drawing:
 
     plan: SamplePlan
     parallel: Strategy
-    ledger: Ledger
+    ledger: SampleIndex
     names: dict[str, str]
     sampler: Sampler | None = None
     encoded: EncodedPrompts | None = None
@@ -228,7 +228,7 @@ class _Drawing:
     def _failed(self, sample: Sample, error: Exception) -> None:
         """Report a clip that cannot be sampled; the others still are."""
         prompt = " ".join(self.plan.prompts[sample.prompt].prompt.split())
-        sentence = sentence_of(error)
+        sentence = user_message(error)
         clip = f"{sample.variant.label}, seed {sample.seed}, {shortened(prompt, 60)!r}"
         reason = sentence or f"{type(error).__name__}: {error}"
         self.problems[sample.key] = f"{clip}: {reason}"
@@ -268,7 +268,7 @@ class PageText:
     table: Sequence[Sequence[str]] = ()
 
 
-def show(plan: SamplePlan, drawn: Drawn, *, text: PageText | None = None) -> Drawn:
+def show(plan: SamplePlan, drawn: SampleResult, *, text: PageText | None = None) -> SampleResult:
     """Write the contact sheet and the page.
 
     Args:
@@ -302,7 +302,7 @@ def show(plan: SamplePlan, drawn: Drawn, *, text: PageText | None = None) -> Dra
     return replace(drawn, sheet=paths[0], page=paths[1])
 
 
-def _grid(plan: SamplePlan, drawn: Drawn, clip_facts: Mapping[str, Mapping[str, str]]) -> Grid:
+def _grid(plan: SamplePlan, drawn: SampleResult, clip_facts: Mapping[str, Mapping[str, str]]) -> Grid:
     """Return a group for each prompt.
 
     Columns are the variants, with a row for each seed; a single variant has a column for each seed.

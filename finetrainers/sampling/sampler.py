@@ -58,7 +58,7 @@ class Sampler:
         """Encode prompts, with the text encoders loaded for it; see `encode_prompts`."""
         load = lambda: load_text_encoders(self.spec, self.parallel.device)  # noqa: E731
         mapped = are_mapped(self.config.model, self.spec.facts.text_parts)
-        encoders = self.parallel.in_turns("loading the text encoders", load, together=mapped)
+        encoders = self.parallel.one_at_a_time("loading the text encoders", load, together=mapped)
         encoded = encode_prompts(self.spec, encoders, prompts, None, negative=negative, failed=failed)
         del encoders
         free_memory()
@@ -125,7 +125,7 @@ class Sampler:
             if self._network is not None:
                 self._network = self._loaded_weights = None
                 free_memory()
-            self._network = self.parallel.in_turns("loading the transformer", lambda: self._load(weights))
+            self._network = self.parallel.one_at_a_time("loading the transformer", lambda: self._load(weights))
         if weights.kind != "base":
             self._loaded_weights = weights
         _set_scale(self._network, 0.0 if weights.kind == "base" else scale)

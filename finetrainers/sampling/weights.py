@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetrainers.config.errors import Problem
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
 from finetrainers.config.root import by_current_names
 from finetrainers.config.sections import ModelSection
 from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
-from finetrainers.utils.files import file_sha256, not_there
+from finetrainers.utils.files import file_sha256, missing_path_problem
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.versions import __version__
@@ -71,7 +71,7 @@ class Target:
 
     given: str
     weights: Weights
-    source: Given = field(default_factory=Given)
+    source: RawOptions = field(default_factory=RawOptions)
     home: Path | None = None
 
     @property
@@ -113,7 +113,7 @@ def find_target(name_or_path: str, *, use_ema: bool = True) -> Target:
     return Target(name_or_path, Weights(name, "lora", initial.path, digest=file_sha256(initial.path)), source, home)
 
 
-def run_source(home: Path) -> Given:
+def run_source(home: Path) -> RawOptions:
     """Return the options of a run, and a problem if another version made it and not all of them are known here.
 
     Raises:
@@ -174,7 +174,7 @@ def _model(name_or_path: str, path: Path) -> Target:
         or path.suffix == ".safetensors"
     ):
         raise ValueError(
-            f"{not_there(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
+            f"{missing_path_problem(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
             "(a folder, a hub id or demo://NAME)"
         )
     return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))
@@ -203,7 +203,7 @@ def _checkpoint(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
 
 
 def _run(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
-    source = run_source(path) if (path / _CONFIG).is_file() else Given()
+    source = run_source(path) if (path / _CONFIG).is_file() else RawOptions()
     complete = [checkpoint for checkpoint in scan_checkpoints(path, weights_only=True) if checkpoint.damage is None]
     result = None
     with contextlib.suppress(ValueError):
@@ -223,7 +223,7 @@ def _run(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
     return Target(name_or_path, target.weights, source if source.values else target.source, path)
 
 
-def _find_base(lora: Path) -> Given:
+def _find_base(lora: Path) -> RawOptions:
     """Return the base model of a LoRA file, from its metadata or a model card next to it."""
     _, settings = read_lora_header(lora)
     base = settings.get("base_model_name_or_path") or _exported_from(lora)
@@ -235,7 +235,7 @@ def _find_base(lora: Path) -> Given:
         with contextlib.suppress(yaml.YAMLError):
             header = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
             base = header.get("base_model") if isinstance(header, Mapping) else None
-    return _values(pretrained_model_name_or_path=base) if isinstance(base, str) and base else Given()
+    return _values(pretrained_model_name_or_path=base) if isinstance(base, str) and base else RawOptions()
 
 
 def _exported_from(lora: Path) -> str | None:
@@ -252,8 +252,8 @@ def _exported_from(lora: Path) -> str | None:
     return base if base.startswith(SCHEME) or on_hub or (base and Path(base).is_dir()) else None
 
 
-def _values(**values: Any) -> Given:
-    return Given(values, {name: f"--{name}" for name in values})
+def _values(**values: Any) -> RawOptions:
+    return RawOptions(values, {name: f"--{name}" for name in values})
 
 
 def _digest(path: Path) -> str:

@@ -21,13 +21,13 @@ from tempfile import TemporaryDirectory
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.rundir.best import BEST
-from finetrainers.rundir.find import Found, checkpoints_dir, scan_checkpoints
+from finetrainers.rundir.find import CheckpointInfo, checkpoints_dir, scan_checkpoints
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
 from finetrainers.rundir.lock import HOLDER, in_use, keep_unused
 from finetrainers.rundir.manifest import MANIFEST, is_optimizer_state, read_manifest
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
-from finetrainers.utils.files import file_sha256, folder_problem, not_there
+from finetrainers.utils.files import file_sha256, folder_problem, missing_path_problem
 from finetrainers.utils.text import duration, file_size
 
 from .copies import EVENTS, METRICS, copy_problem
@@ -109,7 +109,7 @@ class Sync:
         """Return the problems that can be found before anything is copied."""
         problems = []
         if not self.run.is_dir():
-            problems.append(Problem("RUN", f"{self.run} {not_there(self.run, folder=True)}"))
+            problems.append(Problem("RUN", f"{self.run} {missing_path_problem(self.run, folder=True)}"))
         elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
             problems.append(
                 Problem("RUN", f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir")
@@ -233,7 +233,7 @@ class Sync:
             identity.write(Path(folder) / IDENTITY)
             self._rsync(["--mkpath", "--", f"{folder}/{IDENTITY}", self._destination])
 
-    def _copy_checkpoint(self, checkpoint: Found) -> Copied | None:
+    def _copy_checkpoint(self, checkpoint: CheckpointInfo) -> Copied | None:
         """Copy a checkpoint, and return it, or None if it arrived earlier or was removed meanwhile."""
         name, started = checkpoint.path.name, time.monotonic()
         try:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetrainers.memory.activation_plan import Choice, spread
-from finetrainers.memory.automatic import Automatic
+from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.estimate import GIB
 from finetrainers.methods.base import Step
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import print_line
 
 if TYPE_CHECKING:
@@ -33,7 +33,12 @@ class ActivationPlanner:
     """
 
     def __init__(
-        self, automatic: Automatic, *, heaviest: tuple[tuple[int, int, int], int], loaded: float, compiles: bool = False
+        self,
+        automatic: AutoSettings,
+        *,
+        heaviest: tuple[tuple[int, int, int], int],
+        loaded: float,
+        compiles: bool = False,
     ) -> None:
         """Args:
         automatic: the choices of the run.
@@ -79,7 +84,7 @@ class ActivationPlanner:
 
     def recompute_more(self, state: TrainState) -> bool:
         """Let blocks store less after an OOM; return False if no setting takes less. Every rank must call it."""
-        rest = self._model.at_rest
+        rest = self._model.persistent_bytes
         less = rest + _LESS * (self.choice.device - rest)
         machine = replace(self.machine, device=min(self.machine.device, less))
         choice = self._model.choose(machine)
@@ -127,7 +132,7 @@ class ActivationPlanner:
 
 
 def activation_planner(
-    checked: Preflight, automatic: Automatic | None, device: torch.device
+    checked: ResolvedRun, automatic: AutoSettings | None, device: torch.device
 ) -> ActivationPlanner | None:
     """Return the planner that changes a run's activation memory between steps, or None if the options decide it."""
     if automatic is None or automatic.activations is None:

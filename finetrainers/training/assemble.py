@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from finetrainers.config.frame_conditioning import chosen_kinds
+from finetrainers.config.frame_conditioning import select_kinds
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
-from finetrainers.methods.spec import WorkSource
+from finetrainers.methods.spec import BatchSource
 from finetrainers.models.spec import DTYPES, ModelSpec
 from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
@@ -25,8 +25,8 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import chosen_by_run, fit_decoding
 from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
-from finetrainers.plan.lineage import BEGAN_FROM, lineage_of
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import loading, print_line
 from finetrainers.plan.throughput import measure_calls
 from finetrainers.plan.trainable import trainable_dtype, trainable_parameters
@@ -55,7 +55,7 @@ from .watchdog import Watchdog
 
 
 @memory_advice("loading and encoding")
-def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory: MemoryRecorder) -> Trainer:
+def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memory: MemoryRecorder) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start
     print_line(parallel.describe())
@@ -86,7 +86,7 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
             weights_dtype=trainable_dtype(config), initial_lora=start.initial_lora,
         )
     )  # fmt: skip
-    fields = parallel.same_on_all(start.checkpoint_fields(config) if parallel.is_main else {})
+    fields = parallel.broadcast_object(start.checkpoint_fields(config) if parallel.is_main else {})
     total_steps = config.training.train_steps or source.steps_for_epochs(config.training.train_epochs)
     state = TrainState(
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
@@ -106,10 +106,10 @@ def assemble(checked: Preflight, parallel: Strategy, watchdog: Watchdog, memory:
     return Trainer(state, lr_at=schedule, callbacks=callbacks, activations=activations)
 
 
-def _print_notes(checked: Preflight, spec: ModelSpec) -> None:
+def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:
     """Print the settings that the model's own files have decided, and the conditioning frames of samples."""
     data = checked.config.data
-    kinds = chosen_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
+    kinds = select_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
     chosen_by = "first_frame_conditioning_p" if data.frame_conditioning is None else "frame_conditioning"
     if kinds and checked.plan.encodes_clips and chosen_by not in method_spec(checked.config).unread:
         if data.frame_conditioning is not None:
@@ -128,7 +128,7 @@ def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
     return parallel.compute_dtype(trainable_dtype(config) if is_full else DTYPES[config.model.transformer_dtype])
 
 
-def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
+def _load_trained(checked: ResolvedRun, spec: ModelSpec, parallel: Strategy, *, lr: float) -> tuple[nn.Module, Any]:
     """Return the transformer, with its adapter attached, and its optimizer, as the strategy has prepared them."""
     config, swapped = checked.config, checked.config.memory.blocks_to_swap
     assert swapped != "auto", "it was chosen"
@@ -153,7 +153,7 @@ def _load_trained(checked: Preflight, spec: ModelSpec, parallel: Strategy, *, lr
 
 
 def _make_callbacks(
-    state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts | None
+    state: TrainState, checked: ResolvedRun, source: BatchSource, *, scheduler: Any, encoded: EncodedPrompts | None
 ) -> list[Callback]:
     """Return the callbacks of the run; rank 0 shows and records it."""
     config, headline = state.config, state.method.headline
@@ -179,7 +179,7 @@ def _make_callbacks(
 
 
 def _make_validations(
-    state: TrainState, checked: Preflight, source: WorkSource, *, scheduler: Any, encoded: EncodedPrompts
+    state: TrainState, checked: ResolvedRun, source: BatchSource, *, scheduler: Any, encoded: EncodedPrompts
 ) -> Iterator[Validation]:
     """Yield the sampler of the validation prompts, and that of scored prompts unless they are the same."""
     config, scores = state.config, None
@@ -215,7 +215,7 @@ def _either(first: Callable[[int], bool], second: Callable[[int], bool]) -> Call
     return lambda step: first(step) or second(step)
 
 
-def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int], bool]:
+def _validation_schedule(state: TrainState, source: BatchSource) -> Callable[[int], bool]:
     """Return a test of whether to sample after a step: every N steps, after every N epochs, and after the last step."""
     steps, epochs = state.config.validation.validation_steps, state.config.validation.validation_epochs
     due = {state.total_steps}
@@ -227,11 +227,11 @@ def _validation_schedule(state: TrainState, source: WorkSource) -> Callable[[int
     return due.__contains__
 
 
-def _start_records(state: TrainState, checked: Preflight) -> None:
+def _start_records(state: TrainState, checked: ResolvedRun) -> None:
     """Write what the run is and where it starts from into the run directory."""
     state.run_dir.start(state.config, resumed_step=state.step)
     root, start = state.run_dir.root, checked.start
-    origin = lineage_of(root, checkpoint=start.checkpoint, initial=start.initial) if state.parallel.is_main else None
+    origin = find_lineage(root, checkpoint=start.checkpoint, initial=start.initial) if state.parallel.is_main else None
     if origin is not None:
         state.run_dir.event(BEGAN_FROM, **origin)
     if rows := start.rows:
@@ -241,12 +241,12 @@ def _start_records(state: TrainState, checked: Preflight) -> None:
         checked.plan.write(root / "manifest.jsonl")
 
 
-def _store_initial_lora(state: TrainState, checked: Preflight) -> None:
+def _store_initial_lora(state: TrainState, checked: ResolvedRun) -> None:
     """Store the LoRA of the reference model with the run, and its digest in checkpoints; every rank must call it."""
     parallel, origin = state.parallel, checked.start.origin
     with parallel.raise_on_all_ranks(f"storing {state.run_dir.root / INITIAL_LORA}"):
         sha256 = store_initial_lora(checked, state.spec) if parallel.is_main else None
-    sha256 = parallel.same_on_all(sha256)
+    sha256 = parallel.broadcast_object(sha256)
     if sha256 is not None:
         state.checkpoint_fields = {**state.checkpoint_fields, "initial": {**(origin or {}), "sha256": sha256}}
 

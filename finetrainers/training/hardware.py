@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.network import DIRECTIONS, Traffic, bytes_per_s, read_traffic
 from finetrainers.utils.nvidia_smi import gpu_facts
@@ -103,7 +103,7 @@ class HardwareMonitor:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: DistributedContext,
         *,
         reads_gpu: Callable[[], Reading],
         reads_network: Callable[[], Traffic] | None = None,
@@ -252,7 +252,7 @@ def combined(values: Mapping[str, Mapping[int, float]], *, processes: int) -> di
     return {name: round(value, 4) for name, value in record.items()}
 
 
-def hardware_monitor(ranks: Ranks) -> HardwareMonitor | None:
+def hardware_monitor(ranks: DistributedContext) -> HardwareMonitor | None:
     """Return the monitor of a process that trains on CUDA, or None elsewhere."""
     if ranks.device.type != "cuda":
         return None

@@ -7,10 +7,10 @@ import torch
 from finetrainers.data.loading.text_conditioning import TextCache, TextConditioning
 from finetrainers.memory.quantized_encoders import load_text_encoders
 from finetrainers.methods.registry import load_source, method_spec
-from finetrainers.methods.spec import WorkPlan, WorkSource
-from finetrainers.models.spec import ModelSpec, Parts, VAEStats, are_mapped
-from finetrainers.parallel.ranks import Ranks
-from finetrainers.plan.preflight import Preflight
+from finetrainers.methods.spec import BatchSource, TrainingSet
+from finetrainers.models.spec import ModelComponents, ModelSpec, VAEStats, are_mapped
+from finetrainers.parallel.ranks import DistributedContext
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import loading, print_line
 from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
 from finetrainers.utils.process_state import free_memory
@@ -20,9 +20,9 @@ from .watchdog import Watchdog
 
 
 def load_texts(
-    checked: Preflight,
+    checked: ResolvedRun,
     spec: ModelSpec,
-    parallel: Ranks,
+    parallel: DistributedContext,
     watchdog: Watchdog,
     *,
     samples_in: torch.dtype | None = None,
@@ -51,9 +51,9 @@ def load_texts(
 
 
 def _conditioned(
-    checked: Preflight,
+    checked: ResolvedRun,
     spec: ModelSpec,
-    parallel: Ranks,
+    parallel: DistributedContext,
     watchdog: Watchdog,
     *,
     texts: TextCache,
@@ -68,7 +68,7 @@ def _conditioned(
         print_line(f"text encoders are not loaded: every caption {reason}")
         return recalled, None
     with loading(checked, "text encoder"):
-        encoders = parallel.in_turns(
+        encoders = parallel.one_at_a_time(
             "loading the text encoders",
             lambda: load_text_encoders(spec, parallel.device),
             together=are_mapped(config.model, spec.facts.text_parts),
@@ -84,8 +84,8 @@ def _conditioned(
 
 
 def load_work(
-    checked: Preflight, spec: ModelSpec, parallel: Ranks, watchdog: Watchdog, texts: TextConditioning
-) -> tuple[WorkSource, VAEStats]:
+    checked: ResolvedRun, spec: ModelSpec, parallel: DistributedContext, watchdog: Watchdog, texts: TextConditioning
+) -> tuple[BatchSource, VAEStats]:
     """Load phase 2: the VAE, whose sizes are checked, and the method's source, which may encode its clips.
 
     Raises:
@@ -95,9 +95,11 @@ def load_work(
     watchdog.enter("loading")
     with loading(checked, "VAE"):
         encodes = plan.encodes_clips or bool(plan.images)  # else clips are only decoded
-        clip_encoders = parallel.in_turns(
+        clip_encoders = parallel.one_at_a_time(
             "loading the VAE",
-            lambda: (spec.load_clip_encoders() if encodes else Parts({"vae": spec.load_vae()})).to(parallel.device),
+            lambda: (spec.load_clip_encoders() if encodes else ModelComponents({"vae": spec.load_vae()})).to(
+                parallel.device
+            ),
             together=are_mapped(config.model, spec.facts.clip_parts if encodes else ["vae"]),
         )
     vae_stats = spec.vae_stats(clip_encoders["vae"])
@@ -112,7 +114,7 @@ def load_work(
     return source, vae_stats
 
 
-def _check_same_plan(plan: WorkPlan, parallel: Ranks) -> None:
+def _check_same_plan(plan: TrainingSet, parallel: DistributedContext) -> None:
     """Check that all ranks have planned with the same data; each would else wait for batches that another lacks.
 
     Raises:

@@ -11,11 +11,11 @@ import torch
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import TargetDevice
-from finetrainers.memory.advice import SWITCHES, Switch, has_what_it_needs, with_switches
+from finetrainers.memory.advice import MEMORY_OPTIONS, MemoryOption, has_what_it_needs, with_switches
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import reserved
 from finetrainers.plan.memory_plan import run_memory
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import memory_table
 from finetrainers.utils.host_memory import Room, room
 from finetrainers.utils.phases import (
@@ -29,7 +29,7 @@ from finetrainers.utils.phases import (
     TRAINING_STEP,
     VALIDATION,
     label,
-    phase_of,
+    read_phase,
 )  # fmt: skip
 from finetrainers.utils.text import aligned
 
@@ -44,7 +44,7 @@ Peaks = Mapping[str, float]
 
 #: The peak that the suggested option should reach, as a share of the planned one.
 _LOWER = 0.9
-#: Options of `SWITCHES` that lower the peak of a phase, the first choice first.
+#: Options of `MEMORY_OPTIONS` that lower the peak of a phase, the first choice first.
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     TRAINING_STEP: ("gradient_checkpointing", "quantize_frozen", "optimizer"),
     ENCODING_CLIPS: ("precompute_batch_size", "enable_slicing", "enable_tiling"),
@@ -72,7 +72,7 @@ class MemoryFailures:
         state: of the run, or None until it is loaded.
     """
 
-    def __init__(self, checked: Preflight, memory: MemoryRecorder, *, rank: int) -> None:
+    def __init__(self, checked: ResolvedRun, memory: MemoryRecorder, *, rank: int) -> None:
         """Args:
         checked: the run.
         memory: measures it.
@@ -105,7 +105,7 @@ class MemoryFailures:
 
     def _out_of_memory(self, error: BaseException) -> str:
         """Write the file, and return the option to change first."""
-        phase = phase_of(error)
+        phase = read_phase(error)
         while error.__cause__ is not None:
             error = error.__cause__
         message = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
@@ -156,7 +156,7 @@ class MemoryFailures:
             self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def planned_memory(checked: Preflight, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
+def planned_memory(checked: ResolvedRun, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
     """Return the estimated GiB of each phase and, if `phase` has the peak, the option that lowers it most, or None."""
     memory = run_memory(checked)
     plan = memory.plan()
@@ -212,7 +212,7 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
     if phase == CHECKPOINT and config.training.async_checkpointing and config.parallel.fsdp is None:
         return "--no-async_checkpointing (training waits for each save, and no second copy is in host memory)"
     for name in _SWITCHES.get(phase, ()):
-        for switch in SWITCHES:
+        for switch in MEMORY_OPTIONS:
             if name in switch.options and _helps(switch, config):
                 return f"{switch.flags} ({switch.cost})"
     return _OTHERWISE.get(phase, _SMALLER)
@@ -233,7 +233,7 @@ def _for_text(config: TrainConfig, *, on_host: bool) -> str:
     return "--precompute_conditions, with a cache that was filled on a machine with more memory"
 
 
-def _helps(switch: Switch, config: TrainConfig) -> bool:
+def _helps(switch: MemoryOption, config: TrainConfig) -> bool:
     """Return whether a switch is off, may be on in this run, and was not decided otherwise by the user."""
     is_lora = config.training.training_type == "lora"
     fits = {

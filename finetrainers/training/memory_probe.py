@@ -12,7 +12,7 @@ import torch
 
 from finetrainers.methods.registry import method_spec
 from finetrainers.optim.in_backward import in_backward
-from finetrainers.optim.table import RECIPES, resolve_name
+from finetrainers.optim.table import OPTIMIZERS, resolve_name
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.process_state import free_memory
 
@@ -71,7 +71,7 @@ def _probe_size(state: TrainState, accumulate: Callable[[TrainState, Attempt], A
 def _reserve_optimizer_memory(state: TrainState) -> torch.Tensor | None:
     """Return device memory as large as the optimizer's state will be, or None if that exists or lies elsewhere."""
     device, options = state.parallel.optimizer_device, state.config.optimizer
-    recipe = RECIPES[resolve_name(options)]
+    recipe = OPTIMIZERS[resolve_name(options)]
     has_state = bool(getattr(state.optimizer, "state", None))
     if device.type != "cuda" or recipe.on_host or options.use_cpu_offload_optimizer or has_state:
         return None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.host_memory import Room, room, take_peak, workers_bytes
 from finetrainers.utils.phases import (
     CHECKPOINT,
@@ -125,7 +125,7 @@ class MemoryRecorder:
             self._set(AFTER_TESTING, sampled)
         return self.record()
 
-    def agree(self, parallel: Ranks) -> None:
+    def agree(self, parallel: DistributedContext) -> None:
         """Set `all_peaks`, the maximum over processes; every process must call it."""
         self._close()
         shares = parallel.gather_objects([self.peaks | self.figures])

@@ -54,7 +54,7 @@ def _newest(state: TrainState) -> Path:
                 path, problem = None, f"{path} was saved before --reset took effect"
         except ValueError as error:
             problem = str(error)
-    path, problem = state.parallel.same_on_all((path, problem))
+    path, problem = state.parallel.broadcast_object((path, problem))
     if path is None:
         raise NonFiniteError(
             f"step {state.step + 1} was not finite, and there is nothing to roll back to: {problem}. Lower --lr, or "

@@ -21,7 +21,7 @@ from finetrainers.data.buckets.frames import num_available, playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.media import open_image
 from finetrainers.data.video.decode import load_clip, read_frames
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, SampleRequest, fitted_vae, to_unit_range
+from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds, SampleRequest, fitted_vae, to_unit_range
 from finetrainers.utils.alive import beat
 from finetrainers.utils.seeding import derive_seed
 
@@ -39,10 +39,10 @@ class EncodedPrompts:
     """
 
     prompts: Sequence[ValidationPrompt]
-    conditions: Sequence[Conditions]
+    conditions: Sequence[PromptEmbeds]
     images: Sequence[Any]
     last_images: Sequence[Any]
-    negative: Conditions
+    negative: PromptEmbeds
 
     def part(self, start: int, stop: int) -> EncodedPrompts:
         """Return the encoded prompts from `start` to before `stop`."""
@@ -98,15 +98,15 @@ class PromptRequest:
         noise: draws the initial noise, on the host.
     """
 
-    conditions: Conditions
-    negative: Conditions
+    conditions: PromptEmbeds
+    negative: PromptEmbeds
     request: SampleRequest
     noise: torch.Generator
 
 
 def encode_prompts(
     spec: ModelSpec,
-    encoders: Parts,
+    encoders: ModelComponents,
     prompts: Sequence[ValidationPrompt],
     dtype: torch.dtype | None,
     *,
@@ -123,11 +123,11 @@ def encode_prompts(
         failed: gets the errors of prompts that cannot be encoded, by index, whose conditions are empty then; or None
             to raise them.
     """
-    conditions: list[Conditions] = []
+    conditions: list[PromptEmbeds] = []
     images: list[Any] = []
     last_images: list[Any] = []
     for index, prompt in enumerate(prompts):
-        encoded, image, last = Conditions({}), None, None
+        encoded, image, last = PromptEmbeds({}), None, None
         try:
             image = None if spec.facts.media else _first_frame(prompt)
             last = None if prompt.last_image is None else load_image(open_image(prompt.last_image))

@@ -24,9 +24,9 @@ from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
-from finetrainers.parallel.strategy import Strategy, Wanted
+from finetrainers.parallel.strategy import Strategy, WeightFilter
 from finetrainers.plan.initial_weights import INITIAL_LORA, LORA_FILE, without_part
-from finetrainers.plan.preflight import Preflight, named_as_given
+from finetrainers.plan.preflight import ResolvedRun, named_as_given
 from finetrainers.plan.start_report import print_line
 from finetrainers.plan.trainable import (
     attach,
@@ -51,7 +51,7 @@ _MAPPED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 LEAST_FILE_BYTES = 256 << 20
 
 
-def mapped_dtype(checked: Preflight, spec: ModelSpec) -> torch.dtype | None:
+def mapped_dtype(checked: ResolvedRun, spec: ModelSpec) -> torch.dtype | None:
     """Return the dtype in which the transformer's weights are mapped from its files, or None if they are copied.
 
     No process holds a copy of mapped weights. They have the dtype of the files, if all tensors have it and it is that
@@ -74,7 +74,7 @@ def mapped_dtype(checked: Preflight, spec: ModelSpec) -> torch.dtype | None:
 
 
 def load_trainable_transformer(
-    checked: Preflight,
+    checked: ResolvedRun,
     spec: ModelSpec,
     dtype: torch.dtype,
     *,
@@ -203,7 +203,7 @@ def shared_files(state: TrainState, dtype: torch.dtype | None = None) -> StateDi
     return weight_files(tensors, at_most=max(share, LEAST_FILE_BYTES))
 
 
-def wanted_of(files: StateDictSplit | None, parallel: Strategy) -> Wanted | None:
+def select_rank_weights(files: StateDictSplit | None, parallel: Strategy) -> WeightFilter | None:
     """Return a test for the weights that a rank writes, those of every N-th file, or None if rank 0 writes all."""
     if files is None:
         return None
@@ -221,7 +221,7 @@ def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str =
     _set_adapter({without_part(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
 
 
-def store_initial_lora(checked: Preflight, spec: ModelSpec) -> str | None:
+def store_initial_lora(checked: ResolvedRun, spec: ModelSpec) -> str | None:
     """Store the LoRA that a run started from in its directory, and return its SHA-256, or None if the run needs none.
 
     A resumed run does not depend on the file that `--init_from` named, which may be gone or changed by then.

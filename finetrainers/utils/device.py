@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .launch import says_yes
+from .launch import is_enabled
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ def likely_device_type() -> str:
         can_use_cuda = "+cpu" not in version("torch")
     except PackageNotFoundError:
         can_use_cuda = False
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not says_yes("ACCELERATE_USE_CPU")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and not is_enabled("ACCELERATE_USE_CPU")
     return "cuda" if can_use_cuda and visible and has_nvidia_driver() else "cpu"
 
 

@@ -22,7 +22,7 @@ class ExpectedError(Exception):
     """An error whose message names the cause and the remedy; a command prints it without its traceback."""
 
 
-def sentence_of(error: BaseException) -> str | None:
+def user_message(error: BaseException) -> str | None:
     """Return the sentence that a command prints for an expected error, or None for errors that need a traceback."""
     if isinstance(error, ExpectedError):
         return str(error)

@@ -146,7 +146,7 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def not_there(path: Path, *, folder: bool = False) -> str:
+def missing_path_problem(path: Path, *, folder: bool = False) -> str:
     """Return why there is no file (or folder) at a path: its type, or where the path ends, and the nearest name.
 
     It is a clause for a message that begins with the option and the path.

@@ -49,7 +49,7 @@ def observed_by(listener: Listener) -> Iterator[None]:
 def phase(name: str) -> Iterator[None]:
     """Enter the phase within the block, and the previous one after it. Only for the main thread.
 
-    An exception that leaves the block keeps the phase that it was raised in; see `phase_of`.
+    An exception that leaves the block keeps the phase that it was raised in; see `read_phase`.
     """
     assert name in PHASES, name
     outer = _current
@@ -65,7 +65,7 @@ def phase(name: str) -> Iterator[None]:
             _enter(outer)
 
 
-def phase_of(error: BaseException | None) -> str | None:
+def read_phase(error: BaseException | None) -> str | None:
     """Return the phase that an exception, or its cause, was raised in, or None if in none."""
     raised_in = None
     while error is not None:

@@ -24,7 +24,7 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") 
         path: of the file.
         frames: of the clip.
         fps: frames per second.
-        comment: description of the clip, as metadata of the file; see `comment_of`.
+        comment: description of the clip, as metadata of the file; see `read_comment`.
     """
     height, width = frames.shape[1] // 2 * 2, frames.shape[2] // 2 * 2
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,13 +62,13 @@ def read_mp4(path: Path, *, columns: int) -> tuple[np.ndarray, list[int]]:
     return np.stack(frames), indices
 
 
-def comment_of(path: Path) -> str:
+def read_comment(path: Path) -> str:
     """Return the comment that `write_mp4` wrote; empty without one."""
     with av.open(str(path)) as container:
         return container.metadata.get("comment", "")
 
 
-def gif_of(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
+def make_gif(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
     """Return the bytes and size (width, height) of a video as an animated GIF of at most this width, at its speed."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]

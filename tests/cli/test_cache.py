@@ -163,14 +163,14 @@ def may_prune(cache: TensorCache) -> bool:
     return main(["cache", "prune", str(cache.directory.parent), "--older_than", "1000", "--dry_run"]) == 0
 
 
-@pytest.mark.parametrize("system", ["a file system without locks", "Windows"])
+@pytest.mark.parametrize("system", ["a file system without locks", "SDEWindows"])
 def test_without_locks_only_what_was_long_unused_can_go(
     system: str, cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    if system == "Windows":
+    if system == "SDEWindows":
         monkeypatch.setattr(store, "fcntl", None)
     else:
         monkeypatch.setattr(fcntl, "flock", no_locks)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from finetrainers.cli.main import main
 from finetrainers.draw.curves import Marks, draw, marks_of, plot_run, read_metrics
-from finetrainers.training.callbacks.samples import sheet_of
+from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.utils.video import write_mp4
 
 
@@ -151,7 +151,7 @@ def test_kept_rollouts_and_reward_hacking_are_shown(tmp_path: Path, capsys: pyte
     assert main(["plot", str(run)]) == 0
     assert capsys.readouterr().out.split() == [str(run / "curves.png"), str(run / "rollouts.png")]
     sheet = Image.open(run / "rollouts.png")
-    of_one = sheet_of([run / "rollouts" / "step-000001" / f"{kind}.mp4" for kind in ("best", "worst")])
+    of_one = video_sheet([run / "rollouts" / "step-000001" / f"{kind}.mp4" for kind in ("best", "worst")])
     assert 5 < sheet.height / of_one.height < 6.1
     figure = draw(read_metrics(run / "metrics.jsonl"), marks_of([{"event": "reward_hacking", "step": 2}]))
     assert "Reward over KL divergence" not in titles(figure)

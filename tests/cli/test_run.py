@@ -14,7 +14,7 @@ from real_process import Python
 from safetensors.torch import load_file
 
 from finetrainers.cli.main import main
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.stages import read_stages
 from finetrainers.plan.preflight import preflight
 from finetrainers.results.reports.sections import facts_of
@@ -122,7 +122,7 @@ def test_the_recipe_goes_with_families(
     flags["pretrained_model_name_or_path"] = str(tiny_repo(family))
     if family != "ltx_video":
         flags["frame_conditioning"] = ""
-    stages = read_stages(RECIPE, Given(dict(flags), {name: f"--{name}" for name in flags}))
+    stages = read_stages(RECIPE, RawOptions(dict(flags), {name: f"--{name}" for name in flags}))
     assert [stage.name for stage in stages] == STAGES
     for stage in stages:
         assert stage.config is not None

@@ -10,7 +10,7 @@ import pytest
 
 from finetrainers.config.document import json_schema
 from finetrainers.config.errors import ConfigError
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.stages import Init, Stage, read_stages
 
 if sys.version_info >= (3, 11):
@@ -31,7 +31,7 @@ def read(folder: Path, text: str, **flags: object) -> list[Stage]:
     """The stages of a file with this text; `lr` is in the wrong table unless the text says otherwise."""
     path = folder / "stages.toml"
     path.write_text(text)
-    return read_stages(path, Given(dict(flags), {name: f"--{name}" for name in flags}))
+    return read_stages(path, RawOptions(dict(flags), {name: f"--{name}" for name in flags}))
 
 
 def messages(folder: Path, text: str, **flags: object) -> list[str]:

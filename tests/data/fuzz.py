@@ -36,7 +36,7 @@ from finetrainers.data.inspect.probe import Probe, probe
 from finetrainers.data.reading.datasets import read_all, read_datasets
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.sources.rows import IMAGE_SUFFIXES
-from finetrainers.data.reading.status import STATUSES, Unusable, UnusableError
+from finetrainers.data.reading.status import STATUSES, InvalidSample, InvalidSampleError
 from finetrainers.data.video.decode import load_clip
 
 R = TypeVar("R")
@@ -183,8 +183,8 @@ def _make_video(
 def try_media(path: Path, *, draw: int) -> str:
     """What becomes of a file: probed as for a check, decoded as for training, and by turns as a whole or for a page."""
     kind = "image" if path.suffix in IMAGE_SUFFIXES else "video"
-    found = _refused_as(UnusableError, lambda: probe(path, kind=kind))
-    if isinstance(found, UnusableError):
+    found = _refused_as(InvalidSampleError, lambda: probe(path, kind=kind))
+    if isinstance(found, InvalidSampleError):
         assert found.status in STATUSES, found.status
         return f"{path.suffix}: {found.status}"
     assert found.frames > 0, found
@@ -205,8 +205,8 @@ def try_media(path: Path, *, draw: int) -> str:
         assert isinstance(
             answer(thumbnail_task, (str(path), kind, (found.height, found.width), 24)), (tuple, Lost, type(None))
         )
-    pixels = _refused_as(UnusableError, lambda: load_clip(clip, generator=torch.Generator().manual_seed(draw)))
-    if isinstance(pixels, UnusableError):
+    pixels = _refused_as(InvalidSampleError, lambda: load_clip(clip, generator=torch.Generator().manual_seed(draw)))
+    if isinstance(pixels, InvalidSampleError):
         assert str(path) in str(pixels), pixels
         return f"{path.suffix}: not decoded"
     assert pixels.shape == (3, length, 16, 16), pixels.shape
@@ -304,11 +304,11 @@ def try_memory(folder: Path) -> str:
     file = folder / "a.mp4"
     known = memory.lookup(file, file.stat())
     if known.header is not None:
-        assert isinstance(known.header, Unusable) or (type(known.header.frames), type(known.header.fps)) == (
+        assert isinstance(known.header, InvalidSample) or (type(known.header.frames), type(known.header.fps)) == (
             int,
             float,
         ), known
-        assert isinstance(known.full, Unusable) or set(known.full or ()) <= {"black", "still"}, known
+        assert isinstance(known.full, InvalidSample) or set(known.full or ()) <= {"black", "still"}, known
     return f"memory: {'usable' if known.header else 'forgotten'}"
 
 

@@ -28,15 +28,21 @@ from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.store import CacheError, TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.loading import workers
-from finetrainers.data.loading.bad_samples import BadSample, BadSamplesError, BadSampleTracker, Substitutes, load_clips
+from finetrainers.data.loading.bad_samples import (
+    BadSample,
+    BadSamplesError,
+    BadSampleTracker,
+    ReplacementClips,
+    load_clips,
+)
 from finetrainers.data.loading.batch_sampler import BatchSampler, MicroBatch
 from finetrainers.data.loading.loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
 from finetrainers.data.loading.position import DataPosition, Segment
 from finetrainers.data.loading.precompute import CacheFetch, precompute_text, precompute_video
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.data.loading.workers import WorkersLost, note_reading
-from finetrainers.data.reading.status import UnusableError
-from finetrainers.models.spec import Conditions, Parts
+from finetrainers.data.reading.status import InvalidSampleError
+from finetrainers.models.spec import ModelComponents, PromptEmbeds
 
 
 def clip(index: int, bucket: tuple[int, int, int] = (9, 32, 48), path: Path | None = None) -> Clip:
@@ -50,20 +56,20 @@ def test_the_next_of_the_bucket_takes_the_place() -> None:
     def load(one: Clip, key: tuple[int, int]) -> tuple[int, tuple[int, int]]:
         calls.append(one.index)
         if one.index in broken:
-            raise UnusableError(f"cannot decode {one.path}")
+            raise InvalidSampleError(f"cannot decode {one.path}")
         return one.index, key
 
     batch = MicroBatch(5, (clips[3], clips[1]))
-    used, loaded, bad = load_clips(batch, load, substitutes=Substitutes(clips))
+    used, loaded, bad = load_clips(batch, load, substitutes=ReplacementClips(clips))
     assert calls == [3, 3, 4, 4, 0, 0, 1, 1]  # each a second time; another bucket is never taken; round the end
     assert [one.index for one in used] == [1, 1]
     assert loaded == [(1, (5, 3)), (1, (5, 1))]  # with the noise of the clip that was to come
     assert [one.clip.index for one in bad] == [3, 4, 0]
-    with pytest.raises(UnusableError, match=r"3\.mp4"):
+    with pytest.raises(InvalidSampleError, match=r"3\.mp4"):
         load_clips(batch, load, substitutes=None)
     broken.add(1)
-    with pytest.raises(UnusableError):
-        load_clips(batch, load, substitutes=Substitutes(clips))
+    with pytest.raises(InvalidSampleError):
+        load_clips(batch, load, substitutes=ReplacementClips(clips))
 
 
 def test_one_failure_is_no_bad_sample() -> None:
@@ -74,7 +80,10 @@ def test_one_failure_is_no_bad_sample() -> None:
             raise failure
         return one.index
 
-    assert load_clips(MicroBatch(0, (clip(7),)), load, substitutes=Substitutes([clip(7), clip(8)]))[1:] == ([7], ())
+    assert load_clips(MicroBatch(0, (clip(7),)), load, substitutes=ReplacementClips([clip(7), clip(8)]))[1:] == (
+        [7],
+        (),
+    )
 
 
 def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
@@ -110,7 +119,7 @@ def source_of(clips: list[Clip], parallel: Any) -> Any:
         spec=spec,
         parallel=parallel,
         texts=texts,
-        clip_encoders=Parts({"vae": None}),
+        clip_encoders=ModelComponents({"vae": None}),
         data_position=DataPosition.begin(config, data_size=parallel.data_size),  # type: ignore[arg-type]
     )
     source._encoder = lambda raw, dropout=True: raw  # type: ignore[assignment]
@@ -144,7 +153,7 @@ def test_ranks_that_share_samples_replace_what_one_of_them_cannot_read() -> None
         def load(one: Clip, key: tuple[int, int]) -> torch.Tensor:
             # Rank 1 cannot read clip 2 in the first epoch, nor rank 0 in the second one: it is known by then.
             if one.index == 2 and key[0] == 1 - rank:
-                raise UnusableError("cannot decode 2.mp4")
+                raise InvalidSampleError("cannot decode 2.mp4")
             return torch.full((1,), float(one.index))
 
         def fetch(batch: MicroBatch) -> RawBatch:
@@ -168,7 +177,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     clips = [clip(k, path=make_video(tmp_path / f"{k}.mp4", frames=20, seed=k)) for k in range(4)]
     clips[2].path.write_bytes(b"overwritten after the check")
     sampler = BatchSampler(clips, Segment(0, 2, 1), seed=7)
-    fetch = DecodeFetch(7, Substitutes(clips))
+    fetch = DecodeFetch(7, ReplacementClips(clips))
 
     def first_epoch(**arguments: Any) -> list[RawBatch]:
         return list(itertools.chain(*itertools.islice(iterate_steps(StepSampler(sampler), fetch, **arguments), 2)))
@@ -208,7 +217,7 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nothing(make_video: Callable[..., P
     try:
         for backend in ("pyav", *(["decord"] if has_decord else [])):
             sampler = BatchSampler([replace(one, backend=backend) for one in clips], Segment(0, 2, 1), seed=7)
-            [raw] = next(iterate_steps(StepSampler(sampler), DecodeFetch(7, Substitutes(sampler.clips))))
+            [raw] = next(iterate_steps(StepSampler(sampler), DecodeFetch(7, ReplacementClips(sampler.clips))))
             [bad] = raw.bad
             assert bad.reason == f"cannot decode {clips[1].path}: is not a regular file but a named pipe"
         with pytest.raises(OSError, match=r"not a regular file but a named pipe.*1\.mp4"):
@@ -223,7 +232,7 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
     keys = CacheKeys(
         TensorCache(tmp_path / "t"), FileFacts(tmp_path / "d"), "t", EncoderEntry("v"), DataSection(), seed=7
     )
-    encode_text = lambda prompts: Conditions({"embeds": torch.ones(len(prompts), 3, 2)})  # noqa: E731
+    encode_text = lambda prompts: PromptEmbeds({"embeds": torch.ones(len(prompts), 3, 2)})  # noqa: E731
     precompute_text((c.caption for c in clips), encode_text, keys, OneOf())
     precompute_video(
         clips,
@@ -239,7 +248,7 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
     for one, what in ((clips[0], "holds NaN"), (clips[1], "no sound entry")):
         with pytest.raises(CacheError, match=what):
             CacheFetch(keys)(MicroBatch(0, (one,)))
-    raw = CacheFetch(keys, Substitutes(clips))(MicroBatch(0, (clips[0], clips[1])))
+    raw = CacheFetch(keys, ReplacementClips(clips))(MicroBatch(0, (clips[0], clips[1])))
     assert [one.clip.index for one in raw.bad] == [0, 1, 1]
     assert raw.clips == (clips[2], clips[2])
     assert torch.equal(raw.cached["moments"], whole.cached["moments"])

@@ -14,7 +14,7 @@ from PIL import Image
 
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.inspect.probe import probe
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video.decode import load_clip, read_frames, read_image, resize
 from finetrainers.data.video.pyav import PyavReader
 from finetrainers.models.spec import to_unit_range
@@ -197,9 +197,9 @@ def test_uniform_ignores_the_rate(tmp_path: Path, make_video) -> None:
 
 def test_a_file_that_ends_early_says_how_far_it_got(tmp_path: Path, make_video) -> None:
     path = make_video(tmp_path / "a.mp4", frames=9)
-    with pytest.raises(UnusableError, match=r"a\.mp4 ends early: 2 of 3 wanted frames.*number 12"):
+    with pytest.raises(InvalidSampleError, match=r"a\.mp4 ends early: 2 of 3 wanted frames.*number 12"):
         read_frames(path, [0, 4, 12], height=32, width=48)
-    with pytest.raises(UnusableError, match="ends early: 0 of 1"):
+    with pytest.raises(InvalidSampleError, match="ends early: 0 of 1"):
         read_frames(path, [99], height=32, width=48)
 
 
@@ -209,9 +209,9 @@ def test_damaged_files_name_the_file(tmp_path: Path, make_video) -> None:
     (tmp_path / "text.mp4").write_text("text")
     (tmp_path / "empty.png").write_bytes(b"")
     for name in ("cut.mp4", "text.mp4", "absent.mp4"):
-        with pytest.raises(UnusableError, match=name):
+        with pytest.raises(InvalidSampleError, match=name):
             read_frames(tmp_path / name, range(32), height=32, width=48)
-    with pytest.raises(UnusableError, match=r"empty\.png"):
+    with pytest.raises(InvalidSampleError, match=r"empty\.png"):
         read_image(tmp_path / "empty.png", height=8, width=8)
 
 
@@ -225,7 +225,7 @@ def test_pictures_that_are_mended_are_an_error(tmp_path: Path, make_video) -> No
     path.write_bytes(content)
     assert read_frames(path, [0, 5], height=64, width=96).shape[0] == 2
     for wanted in ([20], [3, 30], [25, 26, 27]):
-        with pytest.raises(UnusableError, match=r"a\.mp4: frame 20 is damaged"):
+        with pytest.raises(InvalidSampleError, match=r"a\.mp4: frame 20 is damaged"):
             read_frames(path, wanted, height=64, width=96)
     assert read_frames(path, [55], height=64, width=96).shape[0] == 1  # a later key frame refers to none of it
 

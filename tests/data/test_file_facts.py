@@ -13,7 +13,7 @@ import pytest
 from finetrainers.data.inspect import file_facts
 from finetrainers.data.inspect.file_facts import NOTHING, Facts, FileFacts
 from finetrainers.data.inspect.probe import Probe
-from finetrainers.data.reading.status import Unusable
+from finetrainers.data.reading.status import InvalidSample
 from finetrainers.utils.append_log import AppendLog
 
 PROBE = Probe(frames=17, fps=23.976, width=48, height=32, duration=0.7)
@@ -49,9 +49,9 @@ def test_what_is_learnt_in_parts_is_found_whole_by_another_process(clip: Path) -
     assert (record.header, record.full, record.digest) == (PROBE, ("still",), "ab" * 32)
 
 
-@pytest.mark.parametrize("answer", [PROBE, Unusable("cut_off", 'ends "early"')])
-def test_answers_of_every_kind_survive_the_disk(clip: Path, answer: Probe | Unusable) -> None:
-    full = answer if isinstance(answer, Unusable) else ()
+@pytest.mark.parametrize("answer", [PROBE, InvalidSample("cut_off", 'ends "early"')])
+def test_answers_of_every_kind_survive_the_disk(clip: Path, answer: Probe | InvalidSample) -> None:
+    full = answer if isinstance(answer, InvalidSample) else ()
     memory_of(clip).store(clip, clip.stat(), Facts(header=answer, full=full))
     record = memory_of(clip).lookup(clip, clip.stat())
     assert (record.header, record.full) == (answer, full)
@@ -102,10 +102,10 @@ def test_facts_of_the_version_before_are_read(clip: Path) -> None:
     folder.mkdir(parents=True)
     lines = [json.dumps([clip.name, *version, *found]) for found in ((probe, None, None), (probe, bad, "ab" * 20))]
     (folder / f"v{file_facts.PROBE_VERSION}-{av.__version__}-17-ab.jsonl").write_text("\n".join(lines) + "\n")
-    assert memory_of(clip).lookup(clip, stat) == Facts(PROBE, Unusable("damaged", "decoding fails"))
+    assert memory_of(clip).lookup(clip, stat) == Facts(PROBE, InvalidSample("damaged", "decoding fails"))
     refused = json.dumps([clip.name, *version, ["no_video", "no video stream"], ["still"], None])
     (folder / f"v{file_facts.PROBE_VERSION}-{av.__version__}-18-ab.jsonl").write_text(refused + "\n")
-    assert memory_of(clip).lookup(clip, stat) == Facts(Unusable("no_video", "no video stream"), ("still",))
+    assert memory_of(clip).lookup(clip, stat) == Facts(InvalidSample("no_video", "no video stream"), ("still",))
 
     name = hashlib.sha256(json.dumps([str(clip), *version]).encode()).hexdigest()[:32]
     digests = clip.parents[1] / "digests"
@@ -176,7 +176,7 @@ def test_starts_forget_no_file_that_they_use(clip: Path, monkeypatch: pytest.Mon
 
 
 def test_without_recall_everything_is_new_and_remembered(clip: Path) -> None:
-    memory_of(clip).store(clip, clip.stat(), Facts(header=Unusable("empty", "once")))
+    memory_of(clip).store(clip, clip.stat(), Facts(header=InvalidSample("empty", "once")))
     fresh = FileFacts.for_dataset(clip.parents[1] / "memory", clip.parent, recall=False)
     assert fresh.lookup(clip, clip.stat()) == NOTHING
     fresh.store(clip, clip.stat(), Facts(header=PROBE))

@@ -13,7 +13,7 @@ from finetrainers.data.inspect.full_decode import Lost, decode_files, run_isolat
 from finetrainers.data.inspect.probe import Probe, probe
 from finetrainers.data.inspect.probe_all import ProbeOptions, probe_items
 from finetrainers.data.reading.items import Item
-from finetrainers.data.reading.status import Unusable
+from finetrainers.data.reading.status import InvalidSample
 
 
 def test_crashes_hangs_and_bombs_reject_only_one_call() -> None:
@@ -37,7 +37,7 @@ def test_a_file_whose_decoder_does_not_end_is_named(
     monkeypatch.setattr(full_decode, "_PATIENCE_S", -1.0)
     [(path, result)] = decode_files([(clip, "video", found)], jobs=1)
     assert path == clip
-    assert isinstance(result, Unusable)
+    assert isinstance(result, InvalidSample)
     assert result.status == "decoder_failed"
     assert "gave no answer" in result.reason
     monkeypatch.undo()
@@ -47,9 +47,12 @@ def test_a_file_whose_decoder_does_not_end_is_named(
 def test_a_disk_that_is_away_is_not_remembered(tmp_path: Path, make_video, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = make_video(tmp_path / "clip.mp4")
     items = [Item(0, clip, ("x",), "video", "clip.mp4", state=clip.stat())]
-    answers = [Unusable("unreadable", "cannot be read: Input/output error"), Unusable("damaged", "decoding fails")]
+    answers = [
+        InvalidSample("unreadable", "cannot be read: Input/output error"),
+        InvalidSample("damaged", "decoding fails"),
+    ]
 
-    def look(options: ProbeOptions) -> Probe | Unusable:
+    def look(options: ProbeOptions) -> Probe | InvalidSample:
         memory = FileFacts.for_dataset(tmp_path / "memory", tmp_path)
         [found] = probe_items(items, facts=memory, max_pixels=10**9, options=options)
         return found.unusable or found.header

@@ -23,7 +23,7 @@ from finetrainers.data.cache.store import TensorCache
 from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import survey_dataset
-from finetrainers.data.loading.bad_samples import Substitutes
+from finetrainers.data.loading.bad_samples import ReplacementClips
 from finetrainers.data.loading.batch_sampler import MicroBatch
 from finetrainers.data.loading.loader import DecodeFetch
 from finetrainers.data.loading.precompute import precompute_video
@@ -240,6 +240,6 @@ def test_a_control_video_that_breaks_later_is_a_bad_sample(clip: Clip, tmp_path:
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"overwritten after the check")
     bad = replace(clip, index=1, path=tmp_path / "pose" / "a.mp4", further=(pose._replace(path=broken),))
-    raw = DecodeFetch(0, Substitutes([clip, bad]))(MicroBatch(0, (bad,)))
+    raw = DecodeFetch(0, ReplacementClips([clip, bad]))(MicroBatch(0, (bad,)))
     assert raw.clips == (clip,)
     assert "broken.mp4" in raw.bad[0].reason

@@ -26,9 +26,9 @@ from finetrainers.data.loading.encode import Encoder, draw_caption_dropout
 from finetrainers.data.loading.loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
 from finetrainers.data.loading.position import Segment
 from finetrainers.data.loading.precompute import CacheFetch, precompute_text, precompute_video
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.models.batch import noised
-from finetrainers.models.spec import Batch, Conditions, ModelSpec, Parts, to_unit_range
+from finetrainers.models.spec import Batch, ModelComponents, ModelSpec, PromptEmbeds, to_unit_range
 from finetrainers.utils.seeding import derive_seed
 
 #: Decodes in this process.
@@ -45,14 +45,14 @@ class FakeModel:
         geometry = Geometry(temporal=1, spatial=8, patch=1, patch_t=1, fps=8.0)
         self.facts = Facts(geometry, first_frame="channels" if first_frame else "none", first_frame_noise=noise)
 
-    def encode_text(self, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, prompts: Sequence[str]) -> PromptEmbeds:
         self.prompts += prompts
         rows = [torch.tensor([len(p) + 1.0, sum(map(ord, p)) / 100]).repeat(3, 1) for p in prompts]
         mask = torch.tensor([[True, True, False]] * len(prompts))
-        return Conditions({"embeds": torch.stack(rows), "mask": mask})
+        return PromptEmbeds({"embeds": torch.stack(rows), "mask": mask})
 
     def encode_clip(self, video: Tensor, generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
-        return ModelSpec.encode_clip(self, Parts({"vae": None}), video, generators)  # type: ignore[arg-type]
+        return ModelSpec.encode_clip(self, ModelComponents({"vae": None}), video, generators)  # type: ignore[arg-type]
 
     def encode_video(self, vae: None, video: Tensor) -> Tensor:
         self.videos += len(video)
@@ -139,7 +139,7 @@ def test_a_clip_that_does_not_decode_stops_training_and_is_named(clips: list[Cli
     steps = iterate_steps(
         StepSampler(BatchSampler(clips, Segment(0, 7, 1), seed=7)), DecodeFetch(7), num_workers=num_workers
     )
-    with pytest.raises(UnusableError, match=r"3\.mp4"):
+    with pytest.raises(InvalidSampleError, match=r"3\.mp4"):
         list(itertools.islice(steps, 2))
 
 

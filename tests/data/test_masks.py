@@ -39,11 +39,11 @@ from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.data.reading.datasets import read_datasets
 from finetrainers.data.reading.items import DataError, Reading, read_dataset
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video.decode import load_clip
 from finetrainers.data.video.masks import latent_weights, load_mask
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import PromptEmbeds
 
 GEOMETRY = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=8)
 MakeFile = Callable[..., Path]
@@ -344,7 +344,9 @@ def test_what_is_never_trained_is_a_bad_sample_and_what_is_not_now_is_not(grey: 
     black[:, :8] = 255  # which the crop leaves out
     Image.fromarray(black).save(grey / "g.mask.png")
     [clip] = survey(grey, video_resolution_buckets=["9x64x64"]).checked().clips
-    with pytest.raises(UnusableError, match=r"its mask .*g\.mask\.png is black in all frames of .*g\.mp4 that are"):
+    with pytest.raises(
+        InvalidSampleError, match=r"its mask .*g\.mask\.png is black in all frames of .*g\.mp4 that are"
+    ):
         DecodeFetch(0)(MicroBatch(0, (clip,)))
     for one in (replace(clip, start=0), replace(clip, reshape_mode="random", bucket=(9, 64, 64))):
         (mask,) = DecodeFetch(0)(MicroBatch(0, (one,))).masks
@@ -359,8 +361,8 @@ def encode_clip(video: torch.Tensor, _: object) -> dict[str, torch.Tensor]:
     return {"moments": torch.zeros(len(video), 4, (frames - 1) // 4 + 1, height // 8, width // 8)}
 
 
-def encode_text(texts: list[str]) -> Conditions:
-    return Conditions({"embeds": torch.zeros(len(texts), 2, 2)})
+def encode_text(texts: list[str]) -> PromptEmbeds:
+    return PromptEmbeds({"embeds": torch.zeros(len(texts), 2, 2)})
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window_size": 5, "sliding_window_latents": "slice"}])
@@ -412,7 +414,7 @@ def test_a_mask_that_breaks_before_it_is_cached_is_a_bad_sample(grey: Path, tmp_
     )
     [found] = precompute_masks([bad], keys, OneOf(), threads=1, optional={bad.index}).bad
     assert "broken.png" in found.reason
-    with pytest.raises(UnusableError, match=r"broken\.png"):
+    with pytest.raises(InvalidSampleError, match=r"broken\.png"):
         precompute_masks([bad], keys, OneOf(), threads=1)
 
 

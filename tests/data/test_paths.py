@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from finetrainers.config.sections import DataSection
 from finetrainers.data.reading.items import DataError, read_dataset
 from finetrainers.data.reading.sources.paths import Root
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_what_is_found_lies_below_the_root(place: Path, parts: list[str], absolu
     named = os.path.join(root, name)  # noqa: PTH118 (a Path would take "a.mp4/." for "a.mp4")
     try:
         found = Root(root).find(name)
-    except UnusableError as problem:
+    except InvalidSampleError as problem:
         status = problem.status
     else:
         status = None
@@ -80,7 +80,7 @@ def test_what_is_found_lies_below_the_root(place: Path, parts: list[str], absolu
     ],
 )
 def test_refused_names(place: Path, name: str, status: str) -> None:
-    with pytest.raises(UnusableError) as caught:
+    with pytest.raises(InvalidSampleError) as caught:
         Root(place / "root").find(name)
     assert caught.value.status == status
 
@@ -213,7 +213,7 @@ def test_a_name_that_could_be_two_files_is_ambiguous(tmp_path: Path) -> None:
     both = "\u00e9\u00e9"
     (tmp_path / f"{unicodedata.normalize('NFC', both)}.mp4").write_bytes(b"x")
     (tmp_path / f"{unicodedata.normalize('NFD', both)}.mp4").write_bytes(b"x")
-    with pytest.raises(UnusableError, match="ambiguous: 2 names"):
+    with pytest.raises(InvalidSampleError, match="ambiguous: 2 names"):
         Root(tmp_path).find("\u00e9e\u0301.mp4")
     assert Root(tmp_path).find(f"{both}.mp4").is_file()  # as it is written on the disk
 

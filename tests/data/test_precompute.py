@@ -35,9 +35,9 @@ from finetrainers.data.loading import precompute
 from finetrainers.data.loading.precompute import Encoded, precompute_text, precompute_video
 from finetrainers.data.loading.workers import WorkersLost
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import FIRST_FRAME, MOMENTS, Conditions, to_unit_range
+from finetrainers.models.spec import FIRST_FRAME, MOMENTS, PromptEmbeds, to_unit_range
 from finetrainers.utils import files
-from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.failures import user_message
 
 HERE, ONE_WORKER = (DataloaderSection(dataloader_num_workers=count) for count in (0, 1))
 
@@ -286,7 +286,7 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
             clips, lambda video, _: {"moments": video.float().mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
         )
     assert refused.value.errno == errno.ENOSPC
-    assert "--precompute_dir" in str(sentence_of(refused.value))
+    assert "--precompute_dir" in str(user_message(refused.value))
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 1
     free[0] = 3 * entry
     assert (
@@ -298,7 +298,7 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
 
     free[0] = 0
     with pytest.raises(OSError, match="captions still to be encoded"):
-        precompute_text("abcdefgh", lambda texts: Conditions({"text": torch.zeros(len(texts), 4)}), keys, OneOf())
+        precompute_text("abcdefgh", lambda texts: PromptEmbeds({"text": torch.zeros(len(texts), 4)}), keys, OneOf())
 
 
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.inspect.decode_worker import Lost, answer, decode_task, thumbnail_task
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.media import demux_packets
-from finetrainers.data.reading.status import Unusable, UnusableError
+from finetrainers.data.reading.status import InvalidSample, InvalidSampleError
 from finetrainers.data.video.decode import load_clip, read_image
 
 
@@ -68,7 +68,7 @@ def test_a_truncated_file_is_found_without_decoding_it(tmp_path: Path, make_vide
     cut.write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
     with av.open(str(cut)) as container:
         assert container.streams.video[0].frames == 32
-    with pytest.raises(UnusableError, match=r"cut off: its index lists 32 frames, but only \d+ are in the file"):
+    with pytest.raises(InvalidSampleError, match=r"cut off: its index lists 32 frames, but only \d+ are in the file"):
         probe(cut)
 
 
@@ -83,9 +83,9 @@ def test_broken_files(tmp_path: Path, make_video) -> None:
         ("empty.mp4", "the file is empty"),
         ("text.mp4", "cannot read the video|no video stream"),
     ]:
-        with pytest.raises(UnusableError, match=reason):
+        with pytest.raises(InvalidSampleError, match=reason):
             probe(tmp_path / name)
-    with pytest.raises(UnusableError, match="not an image"):
+    with pytest.raises(InvalidSampleError, match="not an image"):
         probe(tmp_path / "text.png", kind="image")
 
 
@@ -97,7 +97,7 @@ def test_sound_only_has_no_video_stream(tmp_path: Path) -> None:
         frame.rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    with pytest.raises(UnusableError, match="no video stream"):
+    with pytest.raises(InvalidSampleError, match="no video stream"):
         probe(path)
 
 
@@ -105,11 +105,11 @@ def test_a_picture_in_a_format_that_is_a_program_is_not_run(tmp_path: Path, monk
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("PostScript was run"))
     path = tmp_path / "photo.jpg"
     path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(UnusableError, match="not an image"):
+    with pytest.raises(InvalidSampleError, match="not an image"):
         probe(path, kind="image")
-    with pytest.raises(UnusableError):
+    with pytest.raises(InvalidSampleError):
         read_image(path, height=8, width=8)
-    assert isinstance(decode_task(str(path), "image", 1), Unusable)
+    assert isinstance(decode_task(str(path), "image", 1), InvalidSample)
     assert answer(thumbnail_task, (str(path), "image", (8, 8), 8)) == Lost("failed: not an image that PIL can read")
 
 
@@ -117,25 +117,25 @@ def test_a_damaged_picture_rejects_only_its_file(tmp_path: Path) -> None:
     """PIL has many kinds of errors for that, and any of them would end the check of all files."""
     path = tmp_path / "a.png"
     Image.new("RGB", (64, 48)).save(path, exif=b"Exif\0\0garbage!!" + bytes(20))
-    with pytest.raises(UnusableError, match="not a TIFF file") as raised:
+    with pytest.raises(InvalidSampleError, match="not a TIFF file") as raised:
         probe(path, kind="image")
     assert (raised.value.status, raised.value.lasting) == ("unreadable", True)
-    with pytest.raises(UnusableError, match="not a TIFF file"):
+    with pytest.raises(InvalidSampleError, match="not a TIFF file"):
         read_image(path, height=8, width=8)
 
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(path)
     content = path.read_bytes()
     header = content.find(b"IHDR")
     path.write_bytes(content[: header - 4] + (5).to_bytes(4, "big") + content[header:])  # a header of five bytes
-    with pytest.raises(UnusableError, match="Truncated IHDR"):
+    with pytest.raises(InvalidSampleError, match="Truncated IHDR"):
         probe(path, kind="image")
     data = content.find(b"IDAT")
     path.write_bytes(
         content[: data - 4] + (10).to_bytes(4, "big") + content[data:]
     )  # the next chunk begins in its middle
-    with pytest.raises(UnusableError, match="broken PNG"):
+    with pytest.raises(InvalidSampleError, match="broken PNG"):
         probe(path, kind="image")
-    with pytest.raises(UnusableError, match="broken PNG"):
+    with pytest.raises(InvalidSampleError, match="broken PNG"):
         read_image(path, height=8, width=8)
 
 
@@ -163,13 +163,13 @@ def test_an_error_that_nobody_expects_is_the_status_of_one_file_with_its_type(
     monkeypatch.setattr(av, "open", wrong)
     monkeypatch.setattr(Image, "open", wrong)
     for path, kind in ((video, "video"), (image, "image")):
-        with pytest.raises(UnusableError, match="KeyError: 'a mistake in a library,") as raised:
+        with pytest.raises(InvalidSampleError, match="KeyError: 'a mistake in a library,") as raised:
             probe(path, kind=kind)
         assert (raised.value.status, raised.value.lasting) == ("unreadable", False)
-        with pytest.raises(UnusableError, match=rf"cannot decode {path}: KeyError: 'a mistake"):
+        with pytest.raises(InvalidSampleError, match=rf"cannot decode {path}: KeyError: 'a mistake"):
             load_clip(replace(clip, path=path, kind=kind), generator=generator)
         refusal = answer(decode_task, (str(path), kind, 9))
-        assert isinstance(refusal, Unusable)
+        assert isinstance(refusal, InvalidSample)
         assert "KeyError: 'a mistake" in refusal.reason
         assert "KeyError: 'a mistake" in answer(thumbnail_task, (str(path), kind, (32, 48), 24)).how
 

@@ -23,7 +23,7 @@ from finetrainers.data.inspect.file_facts import FileFacts
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.inspect.survey import survey_dataset
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video.decode import load_clip
 from finetrainers.utils.seeding import generator
 
@@ -88,7 +88,7 @@ def test_a_file_that_lost_frames_since_it_was_planned(tmp_path: Path, make_video
     path.with_suffix(".txt").write_text("a")
     [clip] = plan(tmp_path, video_resolution_buckets=["33x32x48"]).clips
     make_video(path, frames=50, fps=30, times=UNEVEN)
-    with pytest.raises(UnusableError, match=r"a\.mp4 ends early: it has 50 frames, and had 70"):
+    with pytest.raises(InvalidSampleError, match=r"a\.mp4 ends early: it has 50 frames, and had 70"):
         load_clip(clip, generator=generator("cpu", 0))
 
 

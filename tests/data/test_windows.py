@@ -32,7 +32,7 @@ from finetrainers.data.buckets.windows import (
 )
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.survey import survey_dataset
-from finetrainers.data.loading.bad_samples import Substitutes
+from finetrainers.data.loading.bad_samples import ReplacementClips
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.loading.training_data import TrainingData
@@ -195,7 +195,7 @@ def test_a_window_of_a_broken_file_is_replaced_by_one_of_another() -> None:
     data = DataSection(sliding_window_size=9)
     clips = [one for k in range(3) for one in cut_windows(a_clip(12, 9, index=k), 12, data=data, geometry=GEOMETRY)]
     assert len(clips) == 12
-    others = list(Substitutes(clips).after(clips[5]))  # the second window of item 1
+    others = list(ReplacementClips(clips).after(clips[5]))  # the second window of item 1
     assert {item_index(clip.index) for clip in others} == {0, 2}
     assert others[0].index == example_index(2, 1)
 

@@ -22,7 +22,7 @@ from finetrainers.cli.search_batch import _own_options as search_batch_options
 from finetrainers.config.dialects.aliases import FOREIGN
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags, read_flags
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import load_config
 from finetrainers.config.presets import preset_tables
 from finetrainers.config.root import TrainConfig, fields
@@ -175,7 +175,7 @@ def test_configuration_files_load(page: Path, tmp_path: Path) -> None:
             assert read_datasets(DataSection(dataset=file))
             continue
         if "stage" in document:
-            stages = read_stages(file, Given())
+            stages = read_stages(file, RawOptions())
             assert [problem for stage in stages for problem in stage.problems] == []
             continue
         check_sizes(load_config(file, **({} if "model" in document or "model_name" in document else MODEL)))

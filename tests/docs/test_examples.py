@@ -24,9 +24,9 @@ from finetrainers.demo.data import training_scenes
 from finetrainers.demo.world import caption
 from finetrainers.memory.estimate import estimate_for
 from finetrainers.models.registry import families
-from finetrainers.parallel.sharding import Split
+from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.plan.dry_run import dry_run_report
-from finetrainers.plan.preflight import Preflight, preflight
+from finetrainers.plan.preflight import ResolvedRun, preflight
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -114,7 +114,7 @@ def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir:
     return load_config(**options)
 
 
-def warnings_about_options(checked: Preflight) -> list[str]:
+def warnings_about_options(checked: ResolvedRun) -> list[str]:
     return [warning for warning in checked.warnings if warning not in checked.plan.warnings]
 
 
@@ -250,7 +250,7 @@ def needed(config: TrainConfig, gpus: int) -> float:
         network = HunyuanVideoTransformer3DModel(guidance_embeds=True)
     size = config.grpo.rollout_size
     assert size is not None
-    split = Split(gpus, gpus, gpus, gathers=True, keeps_gradients=not config.parallel.sync_each_batch)
+    split = ShardingSpec(gpus, gpus, gpus, gathers=True, keeps_gradients=not config.parallel.sync_each_batch)
     family = families()["hunyuan_video"]
     spec = family.load(config.model)
     return estimate_for(config, family.facts.geometry, network, spec=spec, bucket=size, split=split).total + 5

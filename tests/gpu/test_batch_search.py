@@ -13,7 +13,7 @@ from on_devices import devices, fp32
 from finetrainers.config.load import load_config
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.ready import preflight_by_model
-from finetrainers.tools.batch_search.measure import loaded_bench, measure_sizes
+from finetrainers.tools.batch_search.measure import load_timer, measure_sizes
 from finetrainers.tools.batch_search.request import BucketSearch, searched_config
 
 _HUNGER = 256 << 20  # bytes that a clip takes on a GPU
@@ -43,7 +43,7 @@ def test_a_search_ends_at_the_largest_size_that_fits(
     monkeypatch.setattr(SFT, "loss", hungry)
     checked = preflight_by_model(searched_config(load_config(**values)), preparing=True)
     one = BucketSearch((9, 64, 64), clips=None, most=16, estimated=9)
-    with loaded_bench(checked) as bench:
+    with load_timer(checked) as bench:
         assert bench.device.type == device
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         if device == "cuda":

@@ -45,7 +45,7 @@ def script(benchmark_script: Callable[[str], ModuleType]) -> Any:
 @pytest.mark.parametrize(("name", "options"), RUNS)
 def test_full_size(name: str, options: dict[str, Any], script: Any, tmp_path: Path) -> None:
     _skip_without_library(options)
-    bench = script.Bench(script.Case(name, options), tmp_path, tiny=False)
+    bench = script.StepTimer(script.Case(name, options), tmp_path, tiny=False)
     planned, have = bench.planned(), torch.cuda.get_device_properties(0).total_memory / script.GIB
     if not fits(planned, have):
         pytest.skip(f"needs about {reserved(planned):.0f} GiB, {torch.cuda.get_device_name(0)} has {have:.0f} GiB")
@@ -59,7 +59,7 @@ def test_full_size(name: str, options: dict[str, Any], script: Any, tmp_path: Pa
 @pytest.mark.parametrize(("name", "options"), RUNS)
 def test_same_code_at_tiny_size(name: str, options: dict[str, Any], script: Any, tmp_path: Path) -> None:
     _skip_without_library(options)
-    bench = script.Bench(script.Case(name, options), tmp_path, tiny=True)
+    bench = script.StepTimer(script.Case(name, options), tmp_path, tiny=True)
     assert bench.planned() > 0
     with torch.compiler.set_stance("force_eager"):  # torchao compiles each size of matrix, for minutes on a CPU
         measured = bench.measured()

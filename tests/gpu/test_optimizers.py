@@ -13,11 +13,11 @@ from torch import nn
 
 from finetrainers.config.sections import OptimizerSection
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.optim.table import RECIPES
+from finetrainers.optim.table import OPTIMIZERS
 from finetrainers.training.staging import tensors_in
 
 LR = {"prodigy": 1.0, "adafactor": 3e-2, "muon": 1e-2}
-ON_DEVICES = ["adamw", *(name for name, recipe in RECIPES.items() if not recipe.on_host and name != "adamw")]
+ON_DEVICES = ["adamw", *(name for name, recipe in OPTIMIZERS.items() if not recipe.on_host and name != "adamw")]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -71,7 +71,7 @@ def check(device: str, make: Make, dtype: torch.dtype, *, lowers: bool = True) -
 
 @pytest.mark.parametrize(("device", "name"), cases(*ON_DEVICES))
 def test_learns_and_resumes(device: str, name: str) -> None:
-    recipe = RECIPES[name]
+    recipe = OPTIMIZERS[name]
     if not recipe.is_installed:
         pytest.skip(f"{recipe.library} is not installed")
     config = OptimizerSection(optimizer=name, lr=LR.get(name, 3e-3))  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_learns_and_resumes(device: str, name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.stochastic])
+@pytest.mark.parametrize("name", [name for name, recipe in OPTIMIZERS.items() if recipe.stochastic])
 def test_stochastic_rounding(name: str) -> None:
     pytest.importorskip("torchao")
     config = OptimizerSection(optimizer=name, lr=3e-3)  # type: ignore[arg-type]

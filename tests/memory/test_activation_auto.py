@@ -14,7 +14,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.memory.activation_auto import ActivationModel, activation_model, with_choice
 from finetrainers.memory.activation_plan import Machine, recomputed
 from finetrainers.memory.estimate import GIB, estimate_for
-from finetrainers.memory.phases import Surroundings
+from finetrainers.memory.phases import RunSizes
 from finetrainers.models.registry import get_family
 from finetrainers.plan.trainable import attach
 
@@ -42,7 +42,7 @@ def planned(
             meta = networks[config.model.attn_backend] = spec.transformer_on_meta()
             attach(meta, config.training)
         case: Any = {"bucket": (49, 512, 768), "batch_size": 1}
-        around = Surroundings((49, 512, 768))
+        around = RunSizes((49, 512, 768))
         return (
             config, activation_model(config, geometry, meta, spec=spec, around=around),
             lambda one: estimate_for(one, geometry, meta, spec=spec, **case),
@@ -67,7 +67,7 @@ def test_what_is_chosen_is_what_the_estimate_says(planned: Callable[..., Any]) -
     assert estimate(with_choice(config, None)).total > 100
 
     # A tenth more activations than planned: what is there between steps was right.
-    least = estimate(with_choice(config, choice)).at_rest
+    least = estimate(with_choice(config, choice)).persistent_bytes
     measured = model.measured(choice, peak=GIB * (least + 1.1 * (plan.total - least)))
     assert measured.correction == pytest.approx(1.1)
     assert measured.sizes(choice.stored, choice.number)[0] > machine.device

@@ -12,14 +12,14 @@ from finetrainers.config.load import load_config
 from finetrainers.config.parallel import SpMode
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.memory.advice import (
-    SWITCHES,
+    MEMORY_OPTIONS,
     Advice,
     Chosen,
+    MemoryOption,
     Outcome,
-    Switch,
     cheapest,
     has_what_it_needs,
-    sharing_switches,
+    sharing_options,
     with_switches,
 )
 
@@ -27,16 +27,16 @@ CONFIG = load_config(model_name="ltx_video", pretrained_model_name_or_path="some
 
 
 def test_every_switch_is_a_valid_flag() -> None:
-    for switch in SWITCHES:
+    for switch in MEMORY_OPTIONS:
         config, _ = parse_flags(["--pretrained_model_name_or_path", "somewhere", *switch.flags.split()])
         changed = with_switches(CONFIG, [switch])
         for name, value in switch.options.items():
             assert config.get(name) == changed.get(name) == value
             assert changed.get(name) != CONFIG.get(name) or name in ("precompute_batch_size", "rollout_gradients")
-        assert any(has_what_it_needs(with_switches(CONFIG, [other]), switch) for other in SWITCHES)
+        assert any(has_what_it_needs(with_switches(CONFIG, [other]), switch) for other in MEMORY_OPTIONS)
         assert switch.cost[0].islower()
         assert not switch.cost.endswith(".")
-    prices = [switch.price for switch in SWITCHES]
+    prices = [switch.price for switch in MEMORY_OPTIONS]
     assert min(prices) > 0
 
 
@@ -52,7 +52,7 @@ def test_processes_may_share_clips_where_sizes_divide(
     processes: int, heads: int | None, mode: SpMode, sizes: list[str]
 ) -> None:
     """By a ring where they do not divide the heads; the user may have asked for one."""
-    switches = sharing_switches(processes, heads, mode)
+    switches = sharing_options(processes, heads, mode)
     assert [switch.flags for switch in switches] == [f"--sp_size {size}" for size in sizes]
     assert all(
         f"multiply --gradient_accumulation_steps by {size[0]}" in one.cost
@@ -84,7 +84,7 @@ def test_cheapest_set() -> None:
     draw = random.Random(0)
     tried = []
     for _ in range(60):
-        switches = [Switch({name: True}, "", draw.randint(1, 40)) for name in NAMES]
+        switches = [MemoryOption({name: True}, "", draw.randint(1, 40)) for name in NAMES]
         savings = {name: (draw.randint(0, 30), draw.randint(0, 30), draw.choice((0, 0, 10, 40))) for name in NAMES}
         outcomes = outcomes_of(savings, {frozenset(draw.sample(NAMES, 2))})
         budget = draw.randint(40, 100)
@@ -111,7 +111,7 @@ def test_a_search_estimates_few_sets() -> None:
     """Of all sets of 14 switches, 16384, of which half lower the peak, and half make a step faster."""
     names = [name for name, option in fields().items() if option.field.annotation is bool][:14]
     assert len(names) == 14
-    switches = [Switch({name: not CONFIG.get(name)}, "", 1 + number % 5) for number, name in enumerate(names)]
+    switches = [MemoryOption({name: not CONFIG.get(name)}, "", 1 + number % 5) for number, name in enumerate(names)]
     savings = {name: (5.0, 0.0, 0.0) if number % 2 else (0.0, 1.0, 2.0) for number, name in enumerate(names)}
     seen, outcomes = [], outcomes_of(savings)
 
@@ -127,7 +127,7 @@ def test_a_search_estimates_few_sets() -> None:
 
 
 def test_every_setting_that_recomputes_counts_as_checkpointing() -> None:
-    casts = next(switch for switch in SWITCHES if "layerwise_upcasting_modules" in switch.options)
+    casts = next(switch for switch in MEMORY_OPTIONS if "layerwise_upcasting_modules" in switch.options)
     base = {"model_name": "ltx_video", "pretrained_model_name_or_path": "somewhere"}
     for stored in ("checkpoint", "keep_attention", "offload"):
         assert has_what_it_needs(load_config(**base, activation_memory=stored), casts)
@@ -140,8 +140,8 @@ def test_every_setting_that_recomputes_counts_as_checkpointing() -> None:
 def test_what_stays_and_what_needs_another() -> None:
     """An option that the user has set stays; a switch is on only with what it needs; an option has one value."""
     outcomes = outcomes_of({"gradient_checkpointing": (50, 50, 0), "use_ema": (20, 20, 0)})
-    needing = Switch({"use_ema": True}, "", 1, needs={"gradient_checkpointing": True})
-    other = Switch({"gradient_checkpointing": True}, "", 30)
+    needing = MemoryOption({"use_ema": True}, "", 1, needs={"gradient_checkpointing": True})
+    other = MemoryOption({"gradient_checkpointing": True}, "", 30)
     found = cheapest(CONFIG, outcomes, budget=80, switches=[needing, other])
     assert found is not None
     assert [one.switch for one in found.switches] == [other]
@@ -151,7 +151,7 @@ def test_what_stays_and_what_needs_another() -> None:
     assert cheapest(CONFIG, outcomes, budget=20, switches=[needing, other]) is None
 
     given = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere", rank=8)
-    levels = [Switch({"rank": rank}, "", rank) for rank in (4, 2)]
+    levels = [MemoryOption({"rank": rank}, "", rank) for rank in (4, 2)]
     by_rank = lambda config: Outcome({"training": float(config.training.rank)})  # noqa: E731
     assert cheapest(given, by_rank, budget=4, switches=levels) is None
     chosen = cheapest(CONFIG, by_rank, budget=4, switches=levels)
@@ -161,9 +161,9 @@ def test_what_stays_and_what_needs_another() -> None:
 
 def test_slowdown_in_words() -> None:
     """Planned and known time together; what was not measured is said."""
-    times = [Switch({"use_ema": True}, "", 1.0, slowdown) for slowdown in (0, 33, None)]
+    times = [MemoryOption({"use_ema": True}, "", 1.0, slowdown) for slowdown in (0, 33, None)]
 
-    def said(slower: float, *switches: Switch) -> str:
+    def said(slower: float, *switches: MemoryOption) -> str:
         return Advice(CONFIG, tuple(Chosen(one, 1.0, 0.0) for one in switches), Outcome({}), slower).slowdown
 
     assert said(0.0, times[0]) == "none"
@@ -176,7 +176,7 @@ def test_slowdown_in_words() -> None:
 
 def test_a_way_that_only_saves_time_is_taken_back() -> None:
     """Other options that the user has set stay."""
-    config = with_switches(CONFIG, [Switch({"rollout_gradients": "retain"}, "", 0.0)])
+    config = with_switches(CONFIG, [MemoryOption({"rollout_gradients": "retain"}, "", 0.0)])
 
     def outcome(config: TrainConfig) -> Outcome:
         return Outcome({"rollout": {"retain": 30.0, "replay": 10.0}[config.grpo.rollout_gradients]})

@@ -11,15 +11,17 @@ import pytest
 from finetrainers.config.load import load_config
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.automatic import Automatic, Run, choose_automatic
-from finetrainers.parallel.sharding import Split
+from finetrainers.memory.automatic import AutoSettings, Run, choose_automatic
+from finetrainers.parallel.sharding import ShardingSpec
 
 #: Bytes at the peak.
 PEAKS = {"replay": 20.0, "reweight": 30.0, "retain": 60.0}
 BEST_OF = {"num_generations": 12, "best_of_n": 4}
 
 
-def chosen(room: float | None, *, slower: float = 0.0, split: Split | None = None, **options: Any) -> Automatic:
+def chosen(
+    room: float | None, *, slower: float = 0.0, split: ShardingSpec | None = None, **options: Any
+) -> AutoSettings:
     config = load_config(
         model_name="m", pretrained_model_name_or_path="repo", method="grpo", prompts="p.txt", reward=["brightness"],
         rollout_size="17x64x64", train_steps=4, **{"rollout_gradients": "auto", **options},
@@ -30,7 +32,7 @@ def chosen(room: float | None, *, slower: float = 0.0, split: Split | None = Non
         return SimpleNamespace(peak=peak, peaks={"rollout": peak})
 
     model: Any = SimpleNamespace(slower=lambda *_: slower)
-    run = Run(plan, lambda _: model, 4, may_offload_samples=False, split=split or Split())
+    run = Run(plan, lambda _: model, 4, may_offload_samples=False, split=split or ShardingSpec())
     return choose_automatic(config, run, None if room is None else Machine(room, inf, 1.0, 1.0))
 
 
@@ -47,7 +49,7 @@ def chosen(room: float | None, *, slower: float = 0.0, split: Split | None = Non
         (100.0, {**BEST_OF, "updates_per_rollout": 2}, "replay"),
         (100.0, {**BEST_OF, "kl_coef": 0.1}, "replay"),
         (100.0, {**BEST_OF, "mixed_precision": "fp16"}, "replay"),
-        (100.0, {**BEST_OF, "split": Split(zero_stage=2)}, "replay"),
+        (100.0, {**BEST_OF, "split": ShardingSpec(zero_stage=2)}, "replay"),
         (50.0, {**BEST_OF, "best_of_n": 8, "slower": 1 / 3}, "replay"),  # recomputation makes a backward pass dearer
     ],
 )

@@ -24,7 +24,7 @@ from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.memory.swap_plan import chosen_blocks, fewest_blocks, swap_sizes
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
 from finetrainers.plan.trainable import attach
 
 CPU = torch.device("cpu")
@@ -44,11 +44,11 @@ def upcast(network: nn.Module) -> None:
 
 
 @pytest.fixture(scope="module")
-def spec_of(tiny_repo: Callable[..., Path]) -> Callable[[str], tuple[ModelSpec, Conditions]]:
+def spec_of(tiny_repo: Callable[..., Path]) -> Callable[[str], tuple[ModelSpec, PromptEmbeds]]:
     """`spec_of(family)`: a network of four or five blocks, and conditions for it."""
-    made: dict[str, tuple[ModelSpec, Conditions]] = {}
+    made: dict[str, tuple[ModelSpec, PromptEmbeds]] = {}
 
-    def build(family: str) -> tuple[ModelSpec, Conditions]:
+    def build(family: str) -> tuple[ModelSpec, PromptEmbeds]:
         if family not in made:
             options = {f"text_encoder{end}_dtype": "fp32" for end in ("", "_2")}
             repo = str(tiny_repo(family, **DEEP.get(family, {})))
@@ -70,7 +70,7 @@ def adapted(spec: ModelSpec, stored: ActivationMemory = "checkpoint") -> nn.Modu
     return network
 
 
-def passes(spec: ModelSpec, conditions: Conditions, network: Any) -> list[Tensor]:
+def passes(spec: ModelSpec, conditions: PromptEmbeds, network: Any) -> list[Tensor]:
     """All uses of a network in a run: two guidance passes, a reference without adapter, two micro-batches, a sample."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, network.config.out_channels, 3, 4, 4, generator=generator)

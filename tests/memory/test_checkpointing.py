@@ -21,10 +21,10 @@ from finetrainers.memory.activation_offload import ActivationOffload
 from finetrainers.memory.activation_plan import spread
 from finetrainers.memory.checkpointing import is_attention, set_activation_memory
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
 
 
-def conditions_of(spec: ModelSpec) -> Conditions:
+def conditions_of(spec: ModelSpec) -> PromptEmbeds:
     return spec.encode_text(spec.load_text_encoders(), ["a red ball", "a dog runs"])
 
 
@@ -56,7 +56,7 @@ class Passes:
 
 def passes(
     spec: ModelSpec,
-    conditions: Conditions,
+    conditions: PromptEmbeds,
     *,
     lora: bool = True,
     dropout: float = 0.0,

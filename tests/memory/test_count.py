@@ -66,7 +66,8 @@ def test_what_cuda_runs_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exchanging_gradients_during_backward_takes_one_copy_of_them(dtype: torch.dtype) -> None:
-    """As `Split.copies_gradients` says: the copies exist before the step, and sending and receiving takes no more."""
+    """As `ShardingSpec.copies_gradients` says: the copies exist before the step, and sending and receiving takes no
+    more."""
     peaks = []
     with fake_group(2), FakeTensorMode():
         for exchanges in (False, True):

@@ -21,7 +21,7 @@ from finetrainers.memory.count import LiveStorages, StepShape, cuda_autocast, fa
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.methods.grpo.no_replay.gradient_plan import plan_gradients
 from finetrainers.methods.grpo.no_replay.no_replay import RolloutGradients
-from finetrainers.methods.grpo.rollout.collect import Collector
+from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.plan.trainable import attach
@@ -73,8 +73,8 @@ def count_rollout(spec: ModelSpec, network: nn.Module, config: TrainConfig, late
     like: Any = SimpleNamespace(section=section, panel=SimpleNamespace(weights={"r": 1.0}))
 
     def compare(scores: Scores) -> Any:
-        found = Collector.compare(like, scores)
-        return found, Collector._mask_trained(like, found)
+        found = RolloutCollector.compare(like, scores)
+        return found, RolloutCollector._mask_trained(like, found)
 
     with fake:
         fake_weights(network, StepShape((1, 1, 1, 1)))

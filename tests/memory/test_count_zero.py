@@ -106,13 +106,13 @@ def test_the_estimate_agrees_with_counting(
     linear = torch.nn.functional.linear
     planned, counted, host, weights = planned_and_counted(case, tiny_repo, tmp_path, monkeypatch)
     assert planned.total == pytest.approx(counted.step / GIB, rel=0.05)
-    assert planned.at_rest == pytest.approx(counted.at_rest / GIB, rel=0.02)
+    assert planned.persistent_bytes == pytest.approx(counted.persistent_bytes / GIB, rel=0.02)
     assert host == pytest.approx(counted.host, rel=0.05, abs=0.05 * GIB)
     # Weights are taken for a file without a second copy of them on the device: one is gathered at a time.
     largest = 2 * max(p.numel() for p in weights.all if p.requires_grad)
     gathered = 1.01 * largest * (1 + case.offload / case.number)  # and from the host comes a part of it
-    assert counted.saving - counted.at_rest <= (gathered if case.stage == 3 else 0)
+    assert counted.saving - counted.persistent_bytes <= (gathered if case.stage == 3 else 0)
     if case.stage == 3:  # nor is there ever the whole network on the device before it is sharded
-        assert counted.loading < planned.at_rest * GIB + gathered
+        assert counted.loading < planned.persistent_bytes * GIB + gathered
     assert torch.nn.functional.linear is linear
     assert not torch.distributed.is_initialized()

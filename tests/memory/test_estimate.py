@@ -19,7 +19,7 @@ from finetrainers.config.sections import MemorySection, ModelSection
 from finetrainers.memory.casting import castable_layers
 from finetrainers.memory.estimate import GIB, Workload, estimate, estimate_for
 from finetrainers.models.registry import get_family
-from finetrainers.parallel.sharding import Split
+from finetrainers.parallel.sharding import ShardingSpec
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "memory.md"
 
@@ -226,20 +226,20 @@ def test_what_processes_share() -> None:
     spec = get_family("hunyuan_video").load(config_for().model)
     geometry = Geometry(temporal=4, spatial=8, patch=2, patch_t=1, fps=24.0)
 
-    def plan(split: Split, **options: object):
+    def plan(split: ShardingSpec, **options: object):
         config = config_for(
             training_type="full-finetune", optimizer="adamw", mixed_precision="bf16", gradient_checkpointing=True,
             gradient_accumulation_steps=5, **options,
         )  # fmt: skip
         return estimate_for(config, geometry, network, spec=spec, bucket=(49, 384, 384), split=split)
 
-    alone = plan(Split())
+    alone = plan(ShardingSpec())
     names = ("trainable weights", "optimizer state", "gradients", "gathered weights")
     assert [alone.parts[name] for name in names] == [4 * weights, 8 * weights, 4 * weights, 0.0]
-    copied = plan(Split(copies_gradients=True))
+    copied = plan(ShardingSpec(copies_gradients=True))
     assert copied.parts["gradient buffers"] == 4 * weights
     assert copied.total == pytest.approx(alone.total + 4 * weights)
-    fsdp = Split(weights=6, gradients=6, optimizer=6, gathers=True, keeps_gradients=True)
+    fsdp = ShardingSpec(weights=6, gradients=6, optimizer=6, gathers=True, keeps_gradients=True)
     whole, shared = plan(fsdp), plan(replace(fsdp, keeps_gradients=False))
     for found in (whole, shared):
         assert (found.parts["trainable weights"], found.parts["optimizer state"]) == pytest.approx(
@@ -272,14 +272,14 @@ def test_what_processes_share() -> None:
         plan(replace(fsdp, weights_on_host=True, optimizer_on_host=True)).parts["gradients, whole"]
         == whole.parts["gradients, whole"]
     )
-    zero = plan(Split(gradients=6, optimizer=6, zero_stage=2))
+    zero = plan(ShardingSpec(gradients=6, optimizer=6, zero_stage=2))
     assert (zero.parts["trainable weights"], zero.parts["optimizer state"], zero.parts["gradients"]) == pytest.approx(
         (2 * weights, 12 * weights / 6, 2 * weights / 6)
     )
-    bucket = plan(Split(gradients=6, optimizer=6, zero_stage=2, buffer_numbers=500_000_000))
+    bucket = plan(ShardingSpec(gradients=6, optimizer=6, zero_stage=2, buffer_numbers=500_000_000))
     assert bucket.parts["gathered weights"] == 0
     assert bucket.parts["gradients being averaged"] == pytest.approx((2e9 + 2 * HUNYUAN["params"] / 6) / GIB)  # in bf16
-    third = plan(Split(
+    third = plan(ShardingSpec(
         weights=6, gradients=6, optimizer=6, zero_stage=3, gathers=True, live_weights=10**9, buffer_numbers=500_000_000
     ))  # fmt: skip
     assert third.parts["gathered weights"] == pytest.approx(2e9 / GIB)
@@ -287,7 +287,7 @@ def test_what_processes_share() -> None:
         (0, 1e9 / GIB + 2 * weights / 6)
     )
     # An update takes the averaged gradients twice in bf16 and once in fp32, here of all trained weights.
-    alone = plan(Split(zero_stage=2, buffer_numbers=500_000_000))
+    alone = plan(ShardingSpec(zero_stage=2, buffer_numbers=500_000_000))
     assert alone.total == pytest.approx(14 * weights + 8 * weights, rel=1e-3)
 
 

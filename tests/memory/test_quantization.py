@@ -32,7 +32,7 @@ from finetrainers.memory.quantization import (
 )
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.parallel.sharding import Split
+from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.plan.trainable import attach
 
 KINDS = ("int8", "fp8", "nf4")
@@ -200,7 +200,7 @@ def test_the_estimate_agrees_with_counting(
 
     def gathered(quantize: str) -> float:
         memory = config.memory.model_copy(update={"quantize_frozen": quantize})
-        split = Split(weights=2, gradients=2, optimizer=2, gathers=True)
+        split = ShardingSpec(weights=2, gradients=2, optimizer=2, gathers=True)
         changed = config.model_copy(update={"memory": memory})
         plan = estimate_for(changed, geometry, unquantized, spec=spec, bucket=network.bucket, split=split)
         return plan.parts["gathered weights"]

@@ -14,7 +14,7 @@ from finetrainers.config.sections import DiffusionSection, ModelSection
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.sft import SFT
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Batch, Conditions, VideoMeta
+from finetrainers.models.spec import Batch, PromptEmbeds, VideoMeta
 from finetrainers.utils.seeding import derive_seed
 
 SEED = 7
@@ -61,11 +61,11 @@ class Setting:
         )  # fmt: skip
         self.method = SFT(self.parts)
         self.method.tokens_per_latent = 0.25
-        self.seen: list[tuple[Tensor, Tensor, Conditions, VideoMeta]] = []
+        self.seen: list[tuple[Tensor, Tensor, PromptEmbeds, VideoMeta]] = []
         self.answers: list[Tensor] = []
         self.spec.predict = self._predict  # type: ignore[method-assign]
 
-    def _predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: VideoMeta) -> Tensor:
+    def _predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: PromptEmbeds, meta: VideoMeta) -> Tensor:
         self.seen.append((x.clone(), t.clone(), conditions, meta))
         answers = [torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(i)) for i in range(len(x))]
         self.answers.append(torch.stack(answers).requires_grad_())
@@ -89,7 +89,7 @@ def make_batch(
 
     return Batch(
         moments=rows(frames),
-        conditions=Conditions({"embeds": torch.zeros(len(keys), 2, 2)}),
+        conditions=PromptEmbeds({"embeds": torch.zeros(len(keys), 2, 2)}),
         meta=VideoMeta(fps=torch.full((len(keys),), 8.0)),
         sample_keys=keys,
         clip={"first_frame_moments": rows(1)},

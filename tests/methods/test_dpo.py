@@ -22,7 +22,7 @@ from finetrainers.config.load import load_config
 from finetrainers.data.loading.bad_samples import BadSample
 from finetrainers.data.loading.batch_sampler import MicroBatch
 from finetrainers.data.loading.loader import RawBatch
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.methods.dpo.method import DPO, Pairs
 from finetrainers.methods.dpo.pairs import PairFetch
 from finetrainers.models.spec import Batch
@@ -242,5 +242,5 @@ def test_a_pair_that_cannot_be_read_is_substituted_as_a_whole(folder: Path) -> N
         assert raw.sample_keys == ((4, 0), (4, 0), (4, 1), (4, 1))
         assert {(one.clip.index, one.clip not in plan.clips) for one in raw.bad} == broken
     lost = {(k, True) for k in range(3)}
-    with pytest.raises(UnusableError, match="no pair of this size can be read: damaged"):
+    with pytest.raises(InvalidSampleError, match="no pair of this size can be read: damaged"):
         pairs(MicroBatch(4, plan.clips[:1]))

@@ -15,7 +15,7 @@ from derived import SEED, Setting, derive, make_batch
 from every_family import FAMILIES
 from torch import Tensor
 
-from finetrainers.models.spec import Batch, Conditions, VideoMeta
+from finetrainers.models.spec import Batch, PromptEmbeds, VideoMeta
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.seeding import derive_seed
 
@@ -129,7 +129,7 @@ def test_masked_latents_do_not_influence_the_gradient(tiny_repo: Callable[..., P
     channels = batch.moments.shape[1] // 2
     network = torch.nn.Conv3d(channels, channels, 1)
 
-    def predict(transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: Any) -> Tensor:
+    def predict(transformer: Any, x: Tensor, t: Tensor, conditions: PromptEmbeds, meta: Any) -> Tensor:
         return transformer(x) * (1 + t.view(-1, 1, 1, 1, 1))
 
     setting.spec.predict = predict  # type: ignore[method-assign]
@@ -154,7 +154,7 @@ def test_masked_latents_do_not_influence_the_gradient(tiny_repo: Callable[..., P
 
 def test_prior_preservation_is_not_masked(tiny_repo: Callable[..., Path]) -> None:
     setting = Setting(tiny_repo("ltx_video"), "ltx_video", prior_preservation_weight=1.0)
-    batch = replace(make_batch(setting), prior=Conditions({"embeds": torch.zeros(3, 2, 2)}))
+    batch = replace(make_batch(setting), prior=PromptEmbeds({"embeds": torch.zeros(3, 2, 2)}))
     setting.method.reference = lambda _: nullcontext("a")  # type: ignore[assignment, return-value]
     setting.spec.predict = (  # type: ignore[method-assign]
         lambda network, x, *_: (x if network == "a" else x.sin()).requires_grad_()  # type: ignore[assignment]

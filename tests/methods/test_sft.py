@@ -18,7 +18,7 @@ from torch import Tensor
 
 from finetrainers.config.frame_conditioning import KINDS, draw_frames, read_frame_conditioning
 from finetrainers.methods.base import standard_normal
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import PromptEmbeds
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -78,11 +78,11 @@ def test_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
 def test_the_prior_preservation_loss(family: str, tiny_repo: Callable[..., Path]) -> None:
     """Both networks see the clips' noisy latents with the prior prompts; their outputs differ, in float64 here."""
     setting = Setting(tiny_repo(family), family, prior_preservation_weight=3.0)
-    batch = replace(make_batch(setting, weight=0.75), prior=Conditions({"embeds": torch.ones(3, 2, 2)}))
+    batch = replace(make_batch(setting, weight=0.75), prior=PromptEmbeds({"embeds": torch.ones(3, 2, 2)}))
     asked: list[tuple[str, bool]] = []
     student, teacher = torch.nn.Identity(), torch.nn.ReLU()
 
-    def predict(network: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: Any) -> Tensor:
+    def predict(network: Any, x: Tensor, t: Tensor, conditions: PromptEmbeds, meta: Any) -> Tensor:
         asked.append((type(network).__name__, torch.is_grad_enabled()))
         assert torch.equal(conditions["embeds"], torch.ones(len(x), 2, 2))
         seen.append(x.clone())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetrainers.models.batch import Batch, Conditions, VAEStats, VideoMeta
+from finetrainers.models.batch import Batch, PromptEmbeds, VAEStats, VideoMeta
 
 
 def test_latents_are_normalized_per_channel_or_per_channel_and_frame() -> None:
@@ -24,7 +24,7 @@ def test_latents_are_normalized_per_channel_or_per_channel_and_frame() -> None:
 def test_rows_of_a_batch_keep_every_tensor_of_theirs() -> None:
     batch = Batch(
         moments=torch.arange(3.0).view(3, 1, 1, 1, 1),
-        conditions=Conditions({"prompt_embeds": torch.arange(3.0).view(3, 1, 1)}),
+        conditions=PromptEmbeds({"prompt_embeds": torch.arange(3.0).view(3, 1, 1)}),
         meta=VideoMeta(fps=torch.tensor([8.0, 9.0, 10.0]), extra={"mask": torch.arange(3)}, guidance=6.0),
         sample_keys=[(0, 0), (0, 1), (0, 2)],
         clip={"image_embeds": torch.arange(3)},

@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.cogvideox import CogVideoXSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Batch, Conditions, SampleRequest, VideoMeta
+from finetrainers.models.spec import Batch, PromptEmbeds, SampleRequest, VideoMeta
 
 SHORT, LONG = "a red ball", "a blue square moves slowly to the left over the dark sea at night"
 META = VideoMeta(fps=torch.tensor([8.0]))
@@ -40,7 +40,7 @@ class Checkpoint:
     spec: CogVideoXSpec
     transformer: CogVideoXTransformer3DModel
     pipe: CogVideoXPipeline | CogVideoXImageToVideoPipeline
-    conditions: Conditions  # of a short and a long prompt
+    conditions: PromptEmbeds  # of a short and a long prompt
 
 
 @pytest.fixture(scope="module")

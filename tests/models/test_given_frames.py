@@ -15,7 +15,7 @@ from torch import Tensor
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Batch, Conditions, SampleRequest, VideoMeta
+from finetrainers.models.spec import Batch, PromptEmbeds, SampleRequest, VideoMeta
 
 #: "1.5-i2v" is put together here: two latent frames a patch, and an inverted scale of images. Three latent frames get
 #: one in front.
@@ -103,7 +103,7 @@ def test_the_channels_hold_the_given_frames_and_nothing_else(checkpoint: tuple[C
     given = [(0,), (2,), (), range(2), [1], (0, 2)]
     moments, first = normal(6, 32, 3, 8, 8, seed=1), normal(6, 32, 1, 8, 8, seed=2)
     batch = Batch(
-        moments, Conditions({}), VideoMeta(fps=torch.full((6,), 8.0)), [(0, row) for row in range(6)],
+        moments, PromptEmbeds({}), VideoMeta(fps=torch.full((6,), 8.0)), [(0, row) for row in range(6)],
         {"first_frame_moments": first},
     )  # fmt: skip
     x = spec.padded(normal(6, 16, 3, 8, 8, seed=3))
@@ -114,7 +114,9 @@ def test_the_channels_hold_the_given_frames_and_nothing_else(checkpoint: tuple[C
     hook = made.transformer.register_forward_pre_hook(
         lambda _, args, options: seen.append(options["hidden_states"]), with_kwargs=True
     )
-    texts = Conditions({name: tensor.expand(6, *tensor.shape[1:]) for name, tensor in made.conditions.tensors.items()})
+    texts = PromptEmbeds(
+        {name: tensor.expand(6, *tensor.shape[1:]) for name, tensor in made.conditions.tensors.items()}
+    )
     t = torch.full((6,), 400 if made.family == "cogvideox" else 0.4)
 
     def network_input(meta: VideoMeta) -> Tensor:

@@ -15,7 +15,7 @@ from PIL import Image
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.hunyuan_video import HunyuanVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, SampleRequest, VideoMeta
+from finetrainers.models.spec import PromptEmbeds, SampleRequest, VideoMeta
 
 KINDS = ("token_replace", "latent_concat")
 PROMPT, LONG = "a red ball", "a blue square moves slowly to the left over the dark sea at night"
@@ -100,7 +100,7 @@ def test_text_image_steps_and_samples_are_the_pipelines(spec: HunyuanVideoSpec) 
 
 
 def test_an_image_is_asked_for(spec: HunyuanVideoSpec) -> None:
-    conditions = Conditions({})
+    conditions = PromptEmbeds({})
     with pytest.raises(ValueError, match="needs an image to start from"):
         spec.pipeline_call(conditions, conditions, SampleRequest(**SIZE, frame_rate=24.0))
     assert (spec.token_plan is None) == (spec._kind == "token_replace")

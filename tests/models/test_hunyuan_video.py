@@ -17,7 +17,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching
 from finetrainers.models.hunyuan_video import HunyuanVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, Parts, SampleRequest, VideoMeta
+from finetrainers.models.spec import ModelComponents, PromptEmbeds, SampleRequest, VideoMeta
 
 SHORT, LONG = "a red ball", "a blue square moves slowly to the left over the dark sea at night"
 FRAMES, HEIGHT, WIDTH = 9, 64, 48
@@ -48,7 +48,7 @@ def transformer(spec):
 
 
 @pytest.fixture(scope="module")
-def conditions(spec) -> Conditions:
+def conditions(spec) -> PromptEmbeds:
     """Of a short and a long prompt."""
     return spec.encode_text(spec.load_text_encoders(), [SHORT, LONG])
 
@@ -339,7 +339,7 @@ def test_the_host_is_asked_how_long_the_text_is(spec, transformer, conditions):
     one = conditions.rows([0])
     told = one.to("cpu")
     assert told.lengths is not None
-    other = Conditions(one.tensors, (told.lengths[0] + 1,))  # not what the mask says
+    other = PromptEmbeds(one.tensors, (told.lengths[0] + 1,))  # not what the mask says
     with torch.no_grad():
         found = [spec.predict(transformer, latents(1), torch.tensor([0.3]), c, META) for c in (one, told, other)]
     hook.remove()
@@ -350,7 +350,7 @@ def test_the_host_is_asked_how_long_the_text_is(spec, transformer, conditions):
 def test_a_prompt_without_tokens_is_an_error(spec, transformer, conditions):
     mask = conditions["prompt_attention_mask"].clone()
     mask[1] = False
-    empty = Conditions({**conditions.tensors, "prompt_attention_mask": mask})
+    empty = PromptEmbeds({**conditions.tensors, "prompt_attention_mask": mask})
     with pytest.raises(ValueError, match="row 1 of the batch has no text tokens"):
         spec.predict(transformer, latents(2), torch.tensor([0.3, 0.3]), empty, META)
 
@@ -439,7 +439,7 @@ def test_sampling_from_conditions_equals_the_pipeline_from_prompts(spec, repo, t
 
 
 def test_the_pipeline_takes_prompts_when_given_encoders(spec, transformer):
-    encoders: Parts = spec.load_text_encoders()
+    encoders: ModelComponents = spec.load_text_encoders()
     pipe = spec.pipeline(transformer, spec.load_vae(), spec.load_scheduler(), encoders)
     frames = pipe(SHORT, num_frames=5, height=32, width=32, num_inference_steps=1, output_type="pt").frames
     assert frames.shape == (1, 5, 3, 32, 32)

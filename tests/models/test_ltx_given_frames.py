@@ -16,7 +16,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, SampleRequest
+from finetrainers.models.spec import PromptEmbeds, SampleRequest
 
 STEPS = 3
 REQUEST = SampleRequest(
@@ -24,7 +24,7 @@ REQUEST = SampleRequest(
 )
 
 
-class Parts:
+class ModelComponents:
     """A tiny checkpoint, loaded once."""
 
     def __init__(self, repository: Path) -> None:
@@ -57,8 +57,8 @@ class Parts:
 
 
 @pytest.fixture(scope="module")
-def parts(tiny_repo: Callable[..., Path]) -> Parts:
-    return Parts(tiny_repo("ltx_video"))
+def parts(tiny_repo: Callable[..., Path]) -> ModelComponents:
+    return ModelComponents(tiny_repo("ltx_video"))
 
 
 def clip(frames: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def image(seed: int) -> torch.Tensor:
     return torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_prefix_of_one_frame_is_what_the_image_to_video_pipeline_samples(parts: Parts) -> None:
+def test_a_prefix_of_one_frame_is_what_the_image_to_video_pipeline_samples(parts: ModelComponents) -> None:
     first = clip(1)
     expected = parts.built(LTXImageToVideoPipeline)(**parts.call(replace(REQUEST, image=(first[:, :, 0] + 1) / 2)))
     steps: list[int] = []
@@ -80,7 +80,9 @@ def test_a_prefix_of_one_frame_is_what_the_image_to_video_pipeline_samples(parts
     assert steps == [*range(STEPS)]  # whoever counts steps is told
 
 
-def test_a_longer_prefix_is_what_the_condition_pipeline_samples(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_prefix_is_what_the_condition_pipeline_samples(
+    parts: ModelComponents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Apart from its later convention for latent frame times, its own schedule, and its noise on given frames."""
 
     def coordinates(ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -103,7 +105,7 @@ def test_a_longer_prefix_is_what_the_condition_pipeline_samples(parts: Parts, mo
     assert np.abs(found - parts.sample(REQUEST)).max() > 0.01
 
 
-def by_hand(parts: Parts, latents: torch.Tensor, given: torch.Tensor) -> np.ndarray:
+def by_hand(parts: ModelComponents, latents: torch.Tensor, given: torch.Tensor) -> np.ndarray:
     """Take Euler steps with guidance by the network itself; noise `[1, C, T, H, W]` is drawn after the posteriors'."""
     spec, meta = parts.spec, spec_meta(REQUEST)
     x = latents
@@ -123,7 +125,7 @@ def spec_meta(request: SampleRequest) -> Any:
     return VideoMeta(fps=torch.tensor([request.frame_rate]))
 
 
-def test_first_and_last_frame_are_in_their_places(parts: Parts) -> None:
+def test_first_and_last_frame_are_in_their_places(parts: ModelComponents) -> None:
     spec, generator = parts.spec, torch.Generator().manual_seed(1)
 
     def encoded(pixels: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,7 @@ def test_other_families_are_given_no_frames_but_the_first(tiny_repo: Callable[..
 
     section = ModelSection(model_name="cogvideox", pretrained_model_name_or_path=str(tiny_repo("cogvideox")))
     encoded = EncodedPrompts(
-        [ValidationPrompt(prompt="a", last_image="x.png")], [Conditions({})], [None], [None], Conditions({})
+        [ValidationPrompt(prompt="a", last_image="x.png")], [PromptEmbeds({})], [None], [None], PromptEmbeds({})
     )
     with pytest.raises(ValueError, match="cogvideox takes no frames but the first; remove last_image and video_prefix"):
         prompt_request(

@@ -16,7 +16,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, SampleRequest, VideoMeta
+from finetrainers.models.spec import PromptEmbeds, SampleRequest, VideoMeta
 
 PROMPTS = ["a red ball moves left", "a dog"]
 FRAMES, HEIGHT, WIDTH = 17, 64, 96  # latents of 3 x 2 x 3
@@ -472,7 +472,7 @@ def test_the_saved_class_is_the_stock_one_however_the_network_is_sharded(spec, t
 
 
 def test_conditions_join_into_batches(spec, encoders, conditions):
-    joined = Conditions.cat([spec.encode_text(encoders, [p]) for p in PROMPTS])
+    joined = PromptEmbeds.cat([spec.encode_text(encoders, [p]) for p in PROMPTS])
     torch.testing.assert_close(joined["prompt_embeds"], conditions["prompt_embeds"], atol=1e-6, rtol=1e-5)
 
 

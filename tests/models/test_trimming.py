@@ -11,7 +11,7 @@ from every_family import FAMILIES
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.registry import get_family
-from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
 
 PROMPTS = ["a red ball moves left", "a dog"]
 
@@ -46,7 +46,7 @@ def test_networks_that_mask_padding_do_not_miss_it(family: str, tiny_repo: Calla
 def test_the_longest_row_decides() -> None:
     mask = torch.zeros(2, 64, dtype=torch.bool)
     mask[0, :3] = mask[1, :17] = True
-    trimmed = Conditions({"prompt_embeds": torch.randn(2, 64, 4), "prompt_attention_mask": mask}).trimmed()
+    trimmed = PromptEmbeds({"prompt_embeds": torch.randn(2, 64, 4), "prompt_attention_mask": mask}).trimmed()
     assert trimmed["prompt_embeds"].shape == (2, 32, 4)
     assert trimmed["prompt_attention_mask"].shape == (2, 32)
 
@@ -55,7 +55,7 @@ def test_the_host_knows_how_long_texts_are_once_it_has_seen_their_mask() -> None
     """So that no forward pass waits for a device to ask it."""
     mask = torch.zeros(3, 64, dtype=torch.bool)
     mask[0, :3] = mask[1, :17] = mask[2, :9] = True
-    conditions = Conditions({"prompt_embeds": torch.randn(3, 64, 4), "prompt_attention_mask": mask})
+    conditions = PromptEmbeds({"prompt_embeds": torch.randn(3, 64, 4), "prompt_attention_mask": mask})
     assert conditions.lengths is None
     moved, trimmed = conditions.to("meta"), conditions.trimmed()
     assert moved.lengths == trimmed.lengths == (3, 17, 9)
@@ -63,11 +63,11 @@ def test_the_host_knows_how_long_texts_are_once_it_has_seen_their_mask() -> None
     assert moved.rows([2, 0]).lengths == (9, 3)
     assert moved.rows(slice(1, None)).lengths == (17, 9)
     assert moved.zeroed().lengths == (3, 17, 9)
-    assert Conditions.cat([moved.rows([1]), Conditions(moved.tensors)]).lengths is None
-    assert Conditions.cat([moved.rows([1]), moved]).lengths == (17, 3, 17, 9)
+    assert PromptEmbeds.cat([moved.rows([1]), PromptEmbeds(moved.tensors)]).lengths is None
+    assert PromptEmbeds.cat([moved.rows([1]), moved]).lengths == (17, 3, 17, 9)
 
 
 def test_text_without_a_mask_is_left_alone() -> None:
     """A network that was trained to read its padding needs all of it."""
-    conditions = Conditions({"prompt_embeds": torch.randn(2, 64, 4)})
+    conditions = PromptEmbeds({"prompt_embeds": torch.randn(2, 64, 4)})
     assert conditions.trimmed() is conditions

@@ -17,7 +17,7 @@ from finetrainers.config.sections import OptimizerName, OptimizerSection
 from finetrainers.optim import factory, table
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule, set_lr
-from finetrainers.optim.table import RECIPES
+from finetrainers.optim.table import OPTIMIZERS
 
 COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", "adamw-torchao-fp8", "adamw-deepspeed-cpu")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
@@ -29,7 +29,7 @@ def names(*, quick: tuple[str, ...] = ()) -> list[object]:
     slow = [needs_compiler, pytest.mark.slow]
     return [
         name if name not in COMPILED else pytest.param(name, marks=needs_compiler if name in quick else slow)
-        for name in RECIPES
+        for name in OPTIMIZERS
     ]
 
 
@@ -147,7 +147,7 @@ def check_learns_and_resumes(name: str, dtype: torch.dtype, *, sr: bool = False)
 
 
 def test_table_has_every_name() -> None:
-    assert set(RECIPES) == set(get_args(OptimizerName))
+    assert set(OPTIMIZERS) == set(get_args(OptimizerName))
 
 
 @pytest.mark.rotating
@@ -175,7 +175,7 @@ def test_state_size_is_what_the_table_says(name: str) -> None:
     optimizer.step()
     state = [v for k, v in optimizer.state[weight].items() if isinstance(v, torch.Tensor) and "qmap" not in k]
     size = sum(t.numel() * t.element_size() for value in state for t in tensors_of(value))
-    assert size / weight.numel() == pytest.approx(RECIPES[name].state_bytes, abs=0.05)
+    assert size / weight.numel() == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.05)
 
 
 @needs_compiler
@@ -352,4 +352,4 @@ def test_table_imports_no_torch() -> None:
 
     code = "import sys, finetrainers.optim.rules, finetrainers.memory.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert table.RECIPES["came"].library == "came_pytorch"
+    assert table.OPTIMIZERS["came"].library == "came_pytorch"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from finetrainers.optim.table import RECIPES
+from finetrainers.optim.table import OPTIMIZERS
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "optimizers.md"
 OPTIONS = ("beta1", "beta2", "beta3", "epsilon")
@@ -23,5 +23,5 @@ def test_table() -> None:
             "cpu" if recipe.on_host else "cpu, cuda",
             ", ".join(option for option in OPTIONS if option in recipe.reads) or "-",
         )
-        for name, recipe in RECIPES.items()
+        for name, recipe in OPTIMIZERS.items()
     ]

@@ -35,7 +35,7 @@ with open(f"/run/netns/{sys.argv[1]}") as machine:
 
 from finetrainers.config.load import load_config
 from finetrainers.parallel.ddp import DDP
-from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.failures import user_message
 
 config = load_config(
     model_name="ltx_video", pretrained_model_name_or_path="x", mixed_precision="no", nccl_timeout=4, idle_timeout=600
@@ -48,7 +48,7 @@ begun = time.monotonic()
 try:
     parallel.barrier()
 except RuntimeError as error:
-    print(time.monotonic() - begun, sentence_of(error))
+    print(time.monotonic() - begun, user_message(error))
     sys.stdout.flush()
     os._exit(1)  # as a command would, after it has said so
 """

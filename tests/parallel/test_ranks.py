@@ -35,21 +35,21 @@ config = load_config(
     model_name="ltx_video", pretrained_model_name_or_path="x", mixed_precision="no", nccl_timeout=1, idle_timeout=30
 )
 parallel = DDP(config, config.parallel)
-found = {"objects": parallel.gather_objects([parallel.rank]), "same": parallel.same_on_all(slow(parallel.rank))}
+found = {"objects": parallel.gather_objects([parallel.rank]), "same": parallel.broadcast_object(slow(parallel.rank))}
 slow(None)
 parallel.barrier()
 with parallel.raise_on_all_ranks("saving"):
     slow(None)
-found["turns"] = parallel.gather_objects([parallel.in_turns("loading", load, together=parallel.is_main)])
+found["turns"] = parallel.gather_objects([parallel.one_at_a_time("loading", load, together=parallel.is_main)])
 together = lambda: parallel.gather_objects([parallel.rank])
-found["together"] = parallel.in_turns("loading", together, together=True)
+found["together"] = parallel.one_at_a_time("loading", together, together=True)
 
 def fail_on_rank_0():
     if parallel.is_main:
         raise KeyError("no such part")
 
 try:
-    parallel.in_turns("loading the VAE", fail_on_rank_0)
+    parallel.one_at_a_time("loading the VAE", fail_on_rank_0)
 except Exception as error:
     found["failed"] = repr(error)
 found["agreed"] = parallel.max_on_host([parallel.rank])

@@ -13,7 +13,7 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.parallel.ddp import DDP
 from finetrainers.parallel.select import open_strategy
-from finetrainers.parallel.sharding import Split, expected_split, with_launcher
+from finetrainers.parallel.sharding import ShardingSpec, expected_split, with_launcher
 
 
 def config_for(**options: Any) -> TrainConfig:
@@ -73,21 +73,21 @@ def test_how_weights_are_split(
 @pytest.mark.parametrize(
     ("options", "environment", "expected"),
     [
-        ({}, {"WORLD_SIZE": "8"}, Split(copies_gradients=True)),
-        ({"overlap_gradient_exchange": False}, {"WORLD_SIZE": "8"}, Split()),
-        ({}, {}, Split()),
-        ({"fsdp": "full", "sync_each_batch": True}, {"WORLD_SIZE": "8"}, Split(8, 8, 8, gathers=True)),
-        ({}, {**FILE, "WORLD_SIZE": "6"}, Split(6, 6, 6, gathers=True, keeps_gradients=True)),
+        ({}, {"WORLD_SIZE": "8"}, ShardingSpec(copies_gradients=True)),
+        ({"overlap_gradient_exchange": False}, {"WORLD_SIZE": "8"}, ShardingSpec()),
+        ({}, {}, ShardingSpec()),
+        ({"fsdp": "full", "sync_each_batch": True}, {"WORLD_SIZE": "8"}, ShardingSpec(8, 8, 8, gathers=True)),
+        ({}, {**FILE, "WORLD_SIZE": "6"}, ShardingSpec(6, 6, 6, gathers=True, keeps_gradients=True)),
         (
             {"fsdp": "hybrid", "fsdp_group_size": 2, "fsdp_cpu_offload": True, "sync_each_batch": True},
             {"WORLD_SIZE": "8"},
-            Split(2, 2, 2, gathers=True, weights_on_host=True, optimizer_on_host=True),
+            ShardingSpec(2, 2, 2, gathers=True, weights_on_host=True, optimizer_on_host=True),
         ),
-        ({"deepspeed": True}, {"WORLD_SIZE": "4"}, Split(1, 4, 4, zero_stage=2, buffer_numbers=500_000_000)),
+        ({"deepspeed": True}, {"WORLD_SIZE": "4"}, ShardingSpec(1, 4, 4, zero_stage=2, buffer_numbers=500_000_000)),
         (
             {"deepspeed": True, "zero_stage": 3, "zero_offload": True},
             {"WORLD_SIZE": "4"},
-            Split(
+            ShardingSpec(
                 4,
                 4,
                 4,
@@ -103,7 +103,7 @@ def test_how_weights_are_split(
         (
             {},
             {"WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
-            Split(1, 1, 4, zero_stage=1, buffer_numbers=500_000_000),
+            ShardingSpec(1, 1, 4, zero_stage=1, buffer_numbers=500_000_000),
         ),
         (  # the optimizer alone
             {},
@@ -114,7 +114,7 @@ def test_how_weights_are_split(
                 "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
                 "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
             },
-            Split(
+            ShardingSpec(
                 4,
                 4,
                 4,
@@ -129,7 +129,7 @@ def test_how_weights_are_split(
     ],
 )
 def test_what_an_engine_will_split(
-    options: dict[str, Any], environment: dict[str, str], expected: Split, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], environment: dict[str, str], expected: ShardingSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

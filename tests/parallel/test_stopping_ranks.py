@@ -40,7 +40,7 @@ class _Here:
     is_main = True
 
     @staticmethod
-    def same_on_all(value: Any) -> Any:
+    def broadcast_object(value: Any) -> Any:
         return value
 
 

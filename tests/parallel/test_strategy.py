@@ -19,7 +19,7 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.parallel.ddp import DDP
 from finetrainers.parallel.fsdp import FSDP
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.parallel.zero import ZeRO
 from finetrainers.utils.launch import launched_processes
@@ -50,7 +50,7 @@ def test_alone(make: Callable[..., Strategy]) -> None:
     assert parallel.why_no_retry is None
     assert parallel.describe().startswith("1 process on cpu, ")
     assert parallel.gather_objects([1, 2]) == [1, 2]
-    assert parallel.same_on_all({"a": 1}) == {"a": 1}
+    assert parallel.broadcast_object({"a": 1}) == {"a": 1}
     assert parallel.mean({}) == {}
     found = parallel.mean({"c": torch.tensor(2.0), "a": torch.tensor([1.0]), "b": 0.1, "d": 3})
     assert list(found.items()) == [("a", 1.0), ("b", torch.tensor(0.1).item()), ("c", 2.0), ("d", 3.0)]
@@ -168,7 +168,7 @@ def test_an_optimizer_of_weights_on_the_host_is_there_too(
     offload: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory probe must not hold room on the device for a state that never comes there."""
-    monkeypatch.setattr(Ranks, "device", torch.device("cuda"))
+    monkeypatch.setattr(DistributedContext, "device", torch.device("cuda"))
     parallel = object.__new__(FSDP)
     parallel._options = ParallelSection(fsdp_cpu_offload=offload)
     assert parallel.optimizer_device.type == expected

@@ -74,7 +74,7 @@ NEEDS = {"resumed": ["interrupted"]}
 BACKGROUND = pytest.mark.rotating("ddp, in the background")
 
 
-def in_turns(*names: str) -> list[Any]:
+def one_at_a_time(*names: str) -> list[Any]:
     """Cases of which every run takes one."""
     return [pytest.param(name, marks=pytest.mark.rotating) for name in names]
 
@@ -118,7 +118,7 @@ def test_swapped_blocks_change_nothing(ranks: Jobs) -> None:
         assert swapped["results"] == whole["results"]
 
 
-@pytest.mark.parametrize("job", ["plain", *in_turns("ltx", "hunyuan", "cog", "pairs", "prior", "quantized")])
+@pytest.mark.parametrize("job", ["plain", *one_at_a_time("ltx", "hunyuan", "cog", "pairs", "prior", "quantized")])
 def test_two_ranks_are_one_with_twice_the_batch(
     job: str, ranks: Jobs, options: Callable[..., dict], tmp_path: Path
 ) -> None:
@@ -158,7 +158,7 @@ def test_ranks_share_the_work_of_precomputing(ranks: Jobs) -> None:
     close(ranks.directory("precomputed"), ranks.directory("plain"))
 
 
-@pytest.mark.parametrize("job", ["plain", "straight", *in_turns("rounding", "ltx", "pairs")])
+@pytest.mark.parametrize("job", ["plain", "straight", *one_at_a_time("rounding", "ltx", "pairs")])
 def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: Jobs) -> None:
     one, other = ranks[job]
     assert one["digest"] == other["digest"]

@@ -22,7 +22,7 @@ from finetrainers.plan import memory_plan
 from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.memory_lines import as_json, fit_lines, memory_lines
 from finetrainers.plan.memory_plan import RunMemory, planned_peaks, print_planned, run_memory
-from finetrainers.plan.preflight import Preflight, preflight
+from finetrainers.plan.preflight import ResolvedRun, preflight
 from finetrainers.plan.room import disk_needs
 from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.plan.trainable import network_without_weights
@@ -31,8 +31,8 @@ from finetrainers.utils.gpus import read_gpu
 
 
 @pytest.fixture
-def checked(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., Preflight]:
-    def make(**options: Any) -> Preflight:
+def checked(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., ResolvedRun]:
+    def make(**options: Any) -> ResolvedRun:
         family = options.pop("family", "ltx_video")
         data = {"video_resolution_buckets": ["49x512x768"], "data_root": str(tmp_path / "absent")}
         sizes = {} if options.get("method") in ("grpo", "refl") else data
@@ -53,7 +53,7 @@ def numbers(memory: RunMemory, part: str) -> int:
     return found
 
 
-def test_phases_by_hand(checked: Callable[..., Preflight]) -> None:
+def test_phases_by_hand(checked: Callable[..., ResolvedRun]) -> None:
     """What is loaded when: encoded beforehand, text encoder and VAE are gone while training; else they stay."""
     prompts = {"validation_prompts": "a cat@@@49x512x768", "validation_steps": 1}
     memory = RunMemory(checked(precompute_conditions=True, **prompts))
@@ -84,7 +84,7 @@ def test_phases_by_hand(checked: Callable[..., Preflight]) -> None:
     assert "validation" not in tiled.phases
 
 
-def test_reward_finetuning_has_rollouts(checked: Callable[..., Preflight]) -> None:
+def test_reward_finetuning_has_rollouts(checked: Callable[..., ResolvedRun]) -> None:
     options: dict[str, Any] = {
         "method": "grpo", "rollout_size": "17x128x128", "reward": ["brightness"], "mixed_precision": "bf16",
     }  # fmt: skip
@@ -97,7 +97,7 @@ def test_reward_finetuning_has_rollouts(checked: Callable[..., Preflight]) -> No
     assert absent.unknown == ("networks of rewards",)
 
 
-def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = RunMemory(checked(training_type="full-finetune", mixed_precision="bf16")).plan()
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -121,10 +121,10 @@ def test_processes_share(checked: Callable[..., Preflight], monkeypatch: pytest.
 
 
 def test_several_processes_are_advised_to_share_clips(
-    checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch
+    checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The smallest number of them that fits; by a ring, where it does not divide the heads, and rings are possible."""
-    monkeypatch.setattr(memory_plan, "SWITCHES", ())
+    monkeypatch.setattr(memory_plan, "MEMORY_OPTIONS", ())
     monkeypatch.setenv("WORLD_SIZE", "6")
     options = {"precompute_conditions": True, "batch_size": 800, "precompute_batch_size": 1}
 
@@ -154,7 +154,7 @@ def test_several_processes_are_advised_to_share_clips(
     assert memory.advice(1.01 * halves) is None
 
 
-def test_what_saving_takes_of_the_host(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_saving_takes_of_the_host(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 gathers saved weights, on the writing rank or in parts on each; others copy for asynchronous saves."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -181,7 +181,7 @@ def test_what_saving_takes_of_the_host(checked: Callable[..., Preflight], monkey
     assert saving(fsdp="full", use_ema=True, **full) == pytest.approx((1 / 4 + 3 / 16, 1 / 4))
 
 
-def test_what_is_said(checked: Callable[..., Preflight]) -> None:
+def test_what_is_said(checked: Callable[..., ResolvedRun]) -> None:
     memory = RunMemory(checked(precompute_conditions=True))
     found = memory.choose()
     plan, lines = found.plan, memory_lines(memory, found)
@@ -194,14 +194,14 @@ def test_what_is_said(checked: Callable[..., Preflight]) -> None:
     assert fit_lines(plan, read_gpu("24GB"), None)[0].startswith("it fits 24 GB (23.5 GiB)")
 
 
-def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_chooses(checked: Callable[..., ResolvedRun], capsys: pytest.CaptureFixture[str]) -> None:
     """The options that are chosen are those of the advice; what cannot fit is refused with ways out."""
     run = checked(precompute_conditions=True, batch_size=4)
     memory = RunMemory(run)
     needed = (1 + RESERVE) * memory.plan().peak / GIB
     assert within_budget(run) is run
 
-    def with_budget(gib: float) -> Preflight:
+    def with_budget(gib: float) -> ResolvedRun:
         section = run.config.memory.model_copy(update={"memory_budget": gib})
         config = run.config.model_copy(update={"memory": section})
         return memory_plan.replace(run, config=config)
@@ -216,7 +216,7 @@ def test_a_budget_chooses(checked: Callable[..., Preflight], capsys: pytest.Capt
         within_budget(with_budget(1e-6))
 
 
-def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Preflight]) -> None:
+def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., ResolvedRun]) -> None:
     """Compiled blocks cannot be swapped, nor this attention kept; on a CPU, nothing is chosen without a budget."""
     run = checked(compile="regional", precompute_conditions=True, batch_size=400, lora_autocast=False)
     memory = RunMemory(run)
@@ -235,7 +235,7 @@ def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Prefli
         assert advice.config.memory.activation_memory == setting
 
 
-def test_host_memory_decides_too(checked: Callable[..., Preflight]) -> None:
+def test_host_memory_decides_too(checked: Callable[..., ResolvedRun]) -> None:
     """`--host` says how much there is; where nothing fits, more of it is one of the ways."""
     run = checked(activation_memory="auto")
     large, small = (RunMemory(run, gpu_gib=1, host_gib=gib) for gib in (64, 32))
@@ -246,7 +246,7 @@ def test_host_memory_decides_too(checked: Callable[..., Preflight]) -> None:
 
 
 def test_the_network_is_built_once(
-    checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At the start of a run its disk, its memory, and how it samples are planned with one network without weights."""
     run = checked(validation_prompts="a cat@@@9x64x64", validation_steps=1, seed=5)  # no earlier run has built this one
@@ -260,7 +260,7 @@ def test_the_network_is_built_once(
     assert "memory, planned" in capsys.readouterr().out
 
 
-def test_another_expert_is_in_it(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_expert_is_in_it(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """What only sampling needs is on the GPU while clips are sampled, and on the host otherwise."""
     prompts = {"validation_prompts": "a cat@@@9x64x64", "validation_steps": 1, "precompute_conditions": True}
     run = checked(**prompts)
@@ -277,7 +277,7 @@ def test_another_expert_is_in_it(checked: Callable[..., Preflight], monkeypatch:
     assert "text_encoder" not in alone.phases["validation"]
 
 
-def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_at_work(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"method": "grpo", "rollout_size": "17x128x128", "mixed_precision": "bf16", "reward": ["clipscore=1"]}
     plan = RunMemory(checked(family="hunyuan_video", **options)).plan()
     scoring = plan.phases["reward"]["activations of rewards"]
@@ -296,7 +296,7 @@ def test_rewards_at_work(checked: Callable[..., Preflight], monkeypatch: pytest.
     assert "activations of rewards" in RunMemory(checked(family="hunyuan_video", **options)).plan().unknown
 
 
-def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Preflight]) -> None:
+def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., ResolvedRun]) -> None:
     options: dict[str, Any] = {
         "method": "refl", "rollout_size": "17x128x128", "mixed_precision": "bf16",
         "reward": ["clipscore=1", "brightness=1"],
@@ -330,12 +330,12 @@ def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Pre
     )  # one step at a time
 
 
-def test_compiling_is_left_out_and_said(checked: Callable[..., Preflight]) -> None:
+def test_compiling_is_left_out_and_said(checked: Callable[..., ResolvedRun]) -> None:
     memory = RunMemory(checked(compile="regional"))
     assert "compiled blocks store less" in "\n".join(memory_lines(memory, memory.choose()))
 
 
-def test_a_run_records_its_plan(checked: Callable[..., Preflight], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_its_plan(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the names of what is measured; without a GPU all of it is host memory."""
     run = checked()
     plan = RunMemory(run).plan()

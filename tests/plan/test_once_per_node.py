@@ -14,7 +14,7 @@ from real_process import Python
 from finetrainers.config.load import load_config
 from finetrainers.plan import once_per_node as told
 from finetrainers.plan.once_per_node import once_per_node
-from finetrainers.plan.preflight import Preflight, preflight
+from finetrainers.plan.preflight import ResolvedRun, preflight
 from finetrainers.utils.json_objects import from_json, to_json
 
 #: What both of two processes ask; each prints what came of it.
@@ -23,7 +23,7 @@ import os, signal, sys, time
 from pathlib import Path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.plan import once_per_node as module
-from finetrainers.plan.once_per_node import FirstFailed, once_per_node
+from finetrainers.plan.once_per_node import LocalRankZeroError, once_per_node
 
 module._BEAT_S, module._SILENCE_S = 0.05, 1.0
 
@@ -49,7 +49,7 @@ for make, question in ((made, "same"), (made, rank), (refused, ""), (failed, "")
         print(once_per_node(make, question, timeout_s=0.3 if make is too_slow else 60), flush=True)
     except ConfigError as error:
         print([str(problem) for problem in error.problems], flush=True)
-    except (FirstFailed, OSError) as error:
+    except (LocalRankZeroError, OSError) as error:
         print(type(error).__name__, error, flush=True)
     if rank == 1 and make is stopped: os.kill(int(asks.with_name("first").read_text()), signal.SIGCONT)
 """
@@ -83,13 +83,15 @@ def test_every_outcome_is_shared(python: Python, tmp_path: Path) -> None:
     ]  # fmt: skip
     lines = second.stdout.splitlines()
     assert lines[:3] == ["('by', 0)", "('by', 1)", problems]  # with other options it finds out for itself
-    assert lines[3].startswith("FirstFailed the first process of this machine has failed: No space left on device")
+    assert lines[3].startswith(
+        "LocalRankZeroError the first process of this machine has failed: No space left on device"
+    )
     assert lines[4:] == [
         "('by', 0)",
         "slow",  # for longer than a process may be silent
-        "FirstFailed the first process of this machine was not ready after 0.3 s",
-        "FirstFailed the first process of this machine has been stopped, or hangs: no sign of life for 1 s",
-        "FirstFailed the first process of this machine has ended: its own output says why",
+        "LocalRankZeroError the first process of this machine was not ready after 0.3 s",
+        "LocalRankZeroError the first process of this machine has been stopped, or hangs: no sign of life for 1 s",
+        "LocalRankZeroError the first process of this machine has ended: its own output says why",
     ]
 
 
@@ -118,7 +120,7 @@ def test_two_processes_read_the_data_and_the_model_once(
     assert "error" not in refused[1].stderr
 
 
-def plain(checked: Preflight) -> Mapping[str, Any]:
+def plain(checked: ResolvedRun) -> Mapping[str, Any]:
     return {field.name: getattr(checked, field.name) for field in fields(checked)}
 
 

@@ -16,7 +16,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.plan.ownership import EXPORTED, _read_json
 from finetrainers.plan.ready import get_ready
-from finetrainers.results.export_formats import find_source, set_others_aside
+from finetrainers.results.export_formats import find_source, rename_foreign_exports
 from finetrainers.rundir.identity import IDENTITY, read_identity, take_identity
 
 
@@ -277,5 +277,5 @@ def test_an_export_replaces_the_files_of_an_export_of_the_same_run_alone(
     for name in ("other.safetensors", "second.safetensors"):
         fill(earlier, name)
     source = find_source(str(tmp_path / "before"), options={})
-    (aside,) = set_others_aside(source, ["comfyui", "peft"])
+    (aside,) = rename_foreign_exports(source, ["comfyui", "peft"])
     assert (aside / "other.safetensors").read_text() == "mine"

@@ -244,7 +244,7 @@ def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
     assert [(event["step"], event["optimizer"]) for event in events] == [(1, "new, no moments")]
 
     start = preflight(load_config(**more)).start
-    other = SimpleNamespace(rank=1, same_on_all=lambda value: "elsewhere", raise_if_any_failed=raise_error)
+    other = SimpleNamespace(rank=1, broadcast_object=lambda value: "elsewhere", raise_if_any_failed=raise_error)
     with pytest.raises(RuntimeError, match=r"rank 1 would start from .*, rank 0 from elsewhere"):
         check_restorable(start, other)
 

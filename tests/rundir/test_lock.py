@@ -14,13 +14,13 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.rundir.lock import exclusive
 
 ROOT = Path(__file__).parents[2]
-ALONE = SimpleNamespace(is_main=True, same_on_all=lambda value: value)
+ALONE = SimpleNamespace(is_main=True, broadcast_object=lambda value: value)
 _HOLDING = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from finetrainers.rundir.lock import exclusive
-with exclusive(Path(sys.argv[1]), SimpleNamespace(is_main=True, same_on_all=lambda value: value)):
+with exclusive(Path(sys.argv[1]), SimpleNamespace(is_main=True, broadcast_object=lambda value: value)):
     print("ready", flush=True)
     time.sleep(60)
 """

@@ -83,7 +83,7 @@ def test_activation_memory_is_chosen_again_after_a_step_that_did_not_compile(
 
     def less_than_planned(_: Any) -> float:
         model = planners[0]._model
-        return model.at_rest + 0.5 * (planners[0].choice.device - model.at_rest) - model.others
+        return model.persistent_bytes + 0.5 * (planners[0].choice.device - model.persistent_bytes) - model.others
 
     monkeypatch.setattr(ActivationPlanner, "__init__", noted)
     monkeypatch.setattr(activation_memory, "measured_peak", less_than_planned)

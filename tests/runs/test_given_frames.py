@@ -26,7 +26,7 @@ from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
 from finetrainers.plan.preflight import option_findings, preflight
 from finetrainers.training.sampling import sample_prompts
-from finetrainers.utils.video import comment_of, write_mp4
+from finetrainers.utils.video import read_comment, write_mp4
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     assert [one.last_image.getpixel((0, 0))[0] for one in requests] == [220, 220]
     assert second.image.getpixel((0, 0))[0] == 30
     videos = sorted((whole.root / "samples" / "step-000006").glob("*.mp4"))
-    assert [comment_of(video).rpartition(" | ")[2] for video in videos] == [
+    assert [read_comment(video).rpartition(" | ")[2] for video in videos] == [
         "continues the last 17 frames of clip.mp4, last frame last.png", "first frame first.png, last frame last.png",
     ]  # fmt: skip
 

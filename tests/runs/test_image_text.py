@@ -15,7 +15,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.data.cache.store import TensorCache
 from finetrainers.models.hunyuan_video import HunyuanVideoSpec
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import PromptEmbeds
 from finetrainers.plan.preflight import preflight
 
 
@@ -29,10 +29,10 @@ def test_texts_are_encoded_with_first_frames_live_and_in_the_cache(
     options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same losses both ways; a second run needs no text encoder; captions that are alike differ by their clips."""
-    seen: list[tuple[Conditions, torch.Tensor]] = []
+    seen: list[tuple[PromptEmbeds, torch.Tensor]] = []
     predict = HunyuanVideoSpec.predict
 
-    def watched(spec: Any, network: Any, x: Any, t: Any, conditions: Conditions, meta: Any) -> Any:
+    def watched(spec: Any, network: Any, x: Any, t: Any, conditions: PromptEmbeds, meta: Any) -> Any:
         seen.append((conditions, t))
         return predict(spec, network, x, t, conditions, meta)
 

@@ -24,7 +24,7 @@ from finetrainers.models import common, compiling, family
 from finetrainers.models.families import ltx_video
 from finetrainers.models.family import Family
 from finetrainers.models.ltx_video import LTXVideoSpec
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, to_unit_range
+from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds, VAEStats, to_unit_range
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.training import TrainResult
 from finetrainers.training.callbacks import validation
@@ -90,7 +90,7 @@ class Animated(LTXVideoSpec):
     clip_version = "animated"
     seen: ClassVar[list[Any]] = []
 
-    def encode_clip(self, encoders: Parts, video: Tensor, *others: Any, **more: Any) -> dict[str, Tensor]:
+    def encode_clip(self, encoders: ModelComponents, video: Tensor, *others: Any, **more: Any) -> dict[str, Tensor]:
         encoder, processor = encoders["image_encoder"], encoders["image_processor"]
         self.seen.append((encoder.dtype, encoder.post_layernorm.bias[0].item()))
         frames = [
@@ -110,7 +110,7 @@ class Animated(LTXVideoSpec):
         text = torch.cat([conditions["prompt_embeds"], states], dim=1)
         mask = torch.cat([mask, mask.new_ones(states.shape[:2])], dim=1)
         self.seen.append(tuple(text.shape))
-        both = Conditions({"prompt_embeds": text, "prompt_attention_mask": mask})
+        both = PromptEmbeds({"prompt_embeds": text, "prompt_attention_mask": mask})
         return super().predict(transformer, x, t, both, meta)
 
 
@@ -190,18 +190,18 @@ class Wan(ModelSpec):
     calls: ClassVar[list[tuple[Any, float]]] = []
 
     @torch.no_grad()
-    def encode_text(self, encoders: Parts, prompts: Sequence[str]) -> Conditions:
+    def encode_text(self, encoders: ModelComponents, prompts: Sequence[str]) -> PromptEmbeds:
         pipeline = common.build_pipeline(WanPipeline, encoders.modules)
         embeds, _ = pipeline.encode_prompt(
             list(prompts), do_classifier_free_guidance=False, max_sequence_length=TOKENS, device=torch.device("cpu")
         )
-        return Conditions({"prompt_embeds": embeds})
+        return PromptEmbeds({"prompt_embeds": embeds})
 
     def vae_stats(self, vae: Any) -> VAEStats:
         mean, std = (torch.tensor(getattr(vae.config, name)) for name in ("latents_mean", "latents_std"))
         return VAEStats(mean=mean, scale=1 / std)
 
-    def predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: Conditions, meta: Any) -> Tensor:
+    def predict(self, transformer: Any, x: Tensor, t: Tensor, conditions: PromptEmbeds, meta: Any) -> Tensor:
         self.calls.append((compiling.unwrap(transformer), t.min().item()))
         text = conditions["prompt_embeds"]
         return transformer(hidden_states=x, timestep=1000 * t, encoder_hidden_states=text, return_dict=False)[0]

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from finetrainers.config.load import load_config
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video import decode as decoding
 from finetrainers.methods.base import Step
 from finetrainers.methods.grpo.method import GRPO
@@ -194,7 +194,7 @@ def test_what_keeps_one_rank_from_evaluating_or_trying_is_told_to_all(
         tell(parallel, error, what)
 
     def broken(*_: Any, **__: Any) -> Any:
-        raise UnusableError("ends early")
+        raise InvalidSampleError("ends early")
 
     monkeypatch.setattr(Strategy, "raise_if_any_failed", tell_all)
     monkeypatch.setattr(decoding, "read_frames", broken)
@@ -205,6 +205,6 @@ def test_what_keeps_one_rank_from_evaluating_or_trying_is_told_to_all(
         options(clips=3, dry_batches="on"),
         {**rewarded, "train_steps": 1, "eval_prompts": str(tmp_path / "held_out.txt"), "eval_steps": 1},
     ):
-        with pytest.raises(UnusableError, match="ends early"):
+        with pytest.raises(InvalidSampleError, match="ends early"):
             run(**{**values, "output_dir": str(tmp_path / f"run {len(told)}")})
     assert told == ["loading held-out items", "loading a dry batch", "scoring the clips of the evaluation"]

@@ -20,7 +20,7 @@ from finetrainers.config.load import load_config
 from finetrainers.data.cache.store import TensorCache
 from finetrainers.diffusion.policy import transition_mean
 from finetrainers.models.registry import families
-from finetrainers.models.spec import Conditions, ModelSpec, VideoMeta
+from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.run import run
 
@@ -85,7 +85,9 @@ class Calls:
         self.encoded = 0
         predict, encode = spec.predict, spec.encode_clip
 
-        def predicts(one: Any, network: nn.Module, x: Tensor, t: Tensor, texts: Conditions, meta: VideoMeta) -> Tensor:
+        def predicts(
+            one: Any, network: nn.Module, x: Tensor, t: Tensor, texts: PromptEmbeds, meta: VideoMeta
+        ) -> Tensor:
             self.found.append((x.detach().clone(), t, meta))
             return predict(one, network, x, t, texts, meta)
 

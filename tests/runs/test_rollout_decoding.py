@@ -18,13 +18,13 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import reserved
 from finetrainers.methods.grpo.prompts.source import PromptSource
-from finetrainers.methods.grpo.rollout.collect import Collector
+from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
 from finetrainers.plan.automatic import chosen_by_run, fit_decoding
 from finetrainers.plan.memory_lines import as_json, memory_lines
 from finetrainers.plan.memory_plan import RunMemory
-from finetrainers.plan.preflight import Preflight, preflight
+from finetrainers.plan.preflight import ResolvedRun, preflight
 from finetrainers.utils.phases import ROLLOUT
 
 CLIPS = {
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_decoded_one_by_one_and_then_in_tiles(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: plan.other_networks)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_plain=True, gather_objects=lambda one: one)
 
-    def chosen(size: float, **changes: Any) -> tuple[tuple[str, ...], Preflight, float]:
+    def chosen(size: float, **changes: Any) -> tuple[tuple[str, ...], ResolvedRun, float]:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - reserved(plan.other_networks), size))
         run = preflight(load_config(**{**values, **changes}))
         config, found = chosen_by_run(run, gpu)
@@ -126,19 +126,19 @@ def test_text_encoders_are_gone_while_clips_are_sampled(
     """Prompts are encoded beforehand, including those of samples and evaluation: the encoders are freed by then."""
     encoders: list[weakref.ref[nn.Module]] = []
     sampled: list[int] = []
-    load, collect = common.load_frozen, Collector.collect
+    load, collect = common.load_frozen, RolloutCollector.collect
 
     def loaded(*args: Any) -> Any:
         found = load(*args)
         encoders.extend(weakref.ref(part) for name, part in found.modules.items() if name.startswith("text_encoder"))
         return found
 
-    def counted(self: Collector, transformer: nn.Module, rollout: int) -> Any:
+    def counted(self: RolloutCollector, transformer: nn.Module, rollout: int) -> Any:
         sampled.append(sum(one() is not None for one in encoders))
         return collect(self, transformer, rollout)
 
     monkeypatch.setattr(common, "load_frozen", loaded)
-    monkeypatch.setattr(Collector, "collect", counted)
+    monkeypatch.setattr(RolloutCollector, "collect", counted)
     values = rewarded(validation_prompts="a boat", validation_steps=1, validation_inference_steps=2, train_steps=2)
     train(load_config(**values))
     assert encoders

@@ -18,7 +18,7 @@ from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.no_replay.gradient_plan import plan_gradients
 from finetrainers.methods.grpo.no_replay.no_replay import NoMemoryForGradients, RolloutGradients
 from finetrainers.methods.grpo.objective import by_noise
-from finetrainers.methods.grpo.rollout.collect import Collector
+from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.rundir.find import scan_checkpoints
 
@@ -78,7 +78,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Compared:
         found.replayed |= {w: w.grad.clone() for w in parallel._parameters if w.grad is not None}
         return clip(parallel)
 
-    monkeypatch.setattr(Collector, "decode", lambda _, latents: latents[:, :3].transpose(1, 2).sigmoid())
+    monkeypatch.setattr(RolloutCollector, "decode", lambda _, latents: latents[:, :3].transpose(1, 2).sigmoid())
     monkeypatch.setattr(GRPO, "update_steps", each_way)
     monkeypatch.setattr(Strategy, "clip_grad_norm", watched)
     return found

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.stages import Stage, read_stages
-from finetrainers.plan.lineage import ancestors, began_from, lineage_of
+from finetrainers.plan.lineage import ancestors, began_from, find_lineage
 from finetrainers.rundir.identity import IDENTITY, take_identity
 from finetrainers.runs.stages import (
     StageStatus,
@@ -61,7 +61,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stages(text: str = TEXT) -> list[Stage]:
     Path("stages.toml").write_text(text)
-    return read_stages(Path("stages.toml"), Given())
+    return read_stages(Path("stages.toml"), RawOptions())
 
 
 def standing(name: str, text: str = TEXT, **more: str) -> StageStatus:
@@ -189,8 +189,8 @@ def test_what_a_run_says_that_it_began_from(tmp_path: Path) -> None:
     """Its own checkpoints are no origin, and a new run in its directory has its own."""
     root, other = tmp_path / "run", tmp_path / "other"
     own = root / "checkpoints" / "step-3"
-    assert lineage_of(root, checkpoint=own, initial=None) is None
-    found = lineage_of(other, checkpoint=own, initial=None)
+    assert find_lineage(root, checkpoint=own, initial=None) is None
+    found = find_lineage(other, checkpoint=own, initial=None)
     assert found is not None
     assert (found["load"], found["path"]) == ("state", str(own))
     root.mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.sample import SampleSection
 from finetrainers.models.sizes import num_weights
 from finetrainers.models.spec import ModelSpec
@@ -22,7 +22,9 @@ from finetrainers.sampling.weights import Weights
 def planned(tiny_repo: Callable[..., Path]) -> Callable[..., tuple[SamplePlan, ModelSpec]]:
     def plan(size: str, **flags: object) -> tuple[SamplePlan, ModelSpec]:
         options = SampleSection.model_validate({"prompts": f"a cat:::a dog@@@{size}", "size": "9x32x32"})
-        found = plan_samples([str(tiny_repo("ltx_video"))], options, Given(dict(flags), {name: name for name in flags}))
+        found = plan_samples(
+            [str(tiny_repo("ltx_video"))], options, RawOptions(dict(flags), {name: name for name in flags})
+        )
         return found, found.family.load(found.config.model)
 
     return plan

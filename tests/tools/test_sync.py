@@ -29,7 +29,7 @@ from finetrainers.utils import faults
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
 
-ALONE: Any = SimpleNamespace(is_main=True, same_on_all=lambda value: value)
+ALONE: Any = SimpleNamespace(is_main=True, broadcast_object=lambda value: value)
 
 
 def make(run: Path, *steps: int, content: str = "") -> None:

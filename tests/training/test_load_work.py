@@ -41,7 +41,7 @@ def test_parts_load_on_all_processes_at_once_where_each_of_them_is_mapped(
         pass
 
     class Asking(OneOf):
-        def in_turns(self, what: str, load: Any, *, together: Any = False) -> Any:
+        def one_at_a_time(self, what: str, load: Any, *, together: Any = False) -> Any:
             raise Asked(what, together)
 
     monkeypatch.setattr(load_work, "are_mapped", lambda model, parts: (model, *parts))

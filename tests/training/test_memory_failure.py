@@ -13,7 +13,7 @@ import torch
 from finetrainers.config.load import load_config
 from finetrainers.methods.registry import method_spec
 from finetrainers.plan.memory_plan import RunMemory
-from finetrainers.plan.preflight import Preflight, preflight
+from finetrainers.plan.preflight import ResolvedRun, preflight
 from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.training import memory_failure
 from finetrainers.training.guards.memory import OutOfMemory
@@ -153,7 +153,7 @@ def test_every_phase_has_a_setting() -> None:
 def test_the_estimates_advice_comes_first(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """In the phase of the planned peak, the option of the advice that lowers it most; in another, none."""
 
-    def checked() -> Preflight:
+    def checked() -> ResolvedRun:
         config = load_config(
             model_name="ltx_video", pretrained_model_name_or_path=str(tiny_repo("ltx_video")), train_steps=1,
             data_root=str(tmp_path / "absent"), video_resolution_buckets=["49x512x768"], batch_size=8,

@@ -19,7 +19,7 @@ from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.families import ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
-from finetrainers.models.spec import Parts, SampleRequest
+from finetrainers.models.spec import ModelComponents, SampleRequest
 from finetrainers.plan.trainable import attach
 from finetrainers.training.callbacks import validation
 from finetrainers.training.sampling import (
@@ -95,8 +95,8 @@ class GuidedSpec(LTXVideoSpec):
     pipeline_class = GuidedPipeline
 
     @cached_property
-    def companions(self) -> Parts:
-        return Parts({"guider": ClassifierFreeGuidance()})
+    def companions(self) -> ModelComponents:
+        return ModelComponents({"guider": ClassifierFreeGuidance()})
 
     def sample(self, pipeline: Any, conditions: Any, negative: Any, request: Any, generator: Any) -> Any:
         pipeline.guider.guidance_scale = request.guidance_scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetrainers.utils.failures import sentence_of
+from finetrainers.utils.failures import user_message
 
 _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
 _NCCL = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, remote process exited \
@@ -34,7 +34,7 @@ _SILENT = "another process of the run does not answer: it hangs, or its machine 
     ],
 )
 def test_lost_connections_say_what_to_do(said: str, expected: str) -> None:
-    sentence = sentence_of(RuntimeError(said))
+    sentence = user_message(RuntimeError(said))
     assert sentence is not None
     assert sentence.startswith(expected)
     assert sentence.endswith("with --resume_from_checkpoint auto it continues from the newest one")
@@ -42,5 +42,5 @@ def test_lost_connections_say_what_to_do(said: str, expected: str) -> None:
 
 
 def test_other_errors_keep_their_traceback() -> None:
-    assert sentence_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    assert sentence_of(ValueError(f"{_GLOO}Connection closed by peer")) is None
+    assert user_message(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert user_message(ValueError(f"{_GLOO}Connection closed by peer")) is None

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
-from finetrainers.data.buckets.clip import Clip, Further
+from finetrainers.data.buckets.clip import Clip, ControlInput
 from finetrainers.utils.json_objects import from_json, to_json
 
 CLIP = Clip(
@@ -27,7 +27,7 @@ CLIP = Clip(
     64,
     64,
     lower=(((5, 64, 64), 4.0),),
-    further=(Further("control_video", Path("c.mp4")),),
+    further=(ControlInput("control_video", Path("c.mp4")),),
 )
 FACTS = Facts(Geometry(8, 32, 1, 1, 25.0), first_frame_noise=(-3.0, 0.5))
 CONFIG = load_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetrainers.utils.phases import LOADING, PHASES, REWARD, ROLLOUT, TRAINING_STEP, observed_by, phase, phase_of
+from finetrainers.utils.phases import LOADING, PHASES, REWARD, ROLLOUT, TRAINING_STEP, observed_by, phase, read_phase
 
 
 class Recorded(list[str | None]):
@@ -33,7 +33,7 @@ def test_an_exception_remembers_the_innermost_phase_of_its_cause() -> None:
 
     with pytest.raises(RuntimeError) as raised, phase(TRAINING_STEP), phase(ROLLOUT):
         fail()
-    assert phase_of(raised.value) == REWARD
-    assert phase_of(raised.value.__context__) == REWARD
-    assert phase_of(ValueError()) is None
-    assert phase_of(None) is None
+    assert read_phase(raised.value) == REWARD
+    assert read_phase(raised.value.__context__) == REWARD
+    assert read_phase(ValueError()) is None
+    assert read_phase(None) is None

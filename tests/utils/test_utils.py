@@ -205,7 +205,7 @@ def test_a_path_that_leads_nowhere(tmp_path, monkeypatch, path, folder, said):
     (tmp_path / "clips" / "sub").mkdir(parents=True)
     (tmp_path / "table.csv").touch()
     monkeypatch.chdir(tmp_path)
-    assert files.not_there(Path(path.format(here=tmp_path)), folder=folder) == said.format(here=tmp_path)
+    assert files.missing_path_problem(Path(path.format(here=tmp_path)), folder=folder) == said.format(here=tmp_path)
 
 
 def test_only_regular_files_are_opened(tmp_path):

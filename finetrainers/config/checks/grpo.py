@@ -23,7 +23,7 @@ FEW_CLIPS = 16
 _MUCH_NOISE = 1.5
 
 #: Options of training on clips that are an error here, and their replacements.
-OF_CLIPS = {
+CLIP_OPTIONS = {
     **dict.fromkeys(("data_root", "dataset_file", "dataset", "hf_dataset"), "clips are sampled; use --prompts FILE"),
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
     "image_resolution_buckets": "clips are sampled at one size; use --rollout_size 1xHxW",
@@ -377,6 +377,6 @@ def _check_reward_device(config: TrainConfig, findings: Findings, *, local_proce
 
 
 def _check_of_clips(config: TrainConfig, findings: Findings) -> None:
-    for name, hint in OF_CLIPS.items():
+    for name, hint in CLIP_OPTIONS.items():
         if config.changed(name):
             findings.error(name, f"has no meaning with --method {config.training.method}: {hint}")

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from finetrainers.utils.launch import launched_processes, launched_to_split_weights, says_yes
+from finetrainers.utils.launch import is_enabled, launched_processes, launched_to_split_weights
 from finetrainers.utils.text import nearest, plural
 
 from ..base import Section
 from ..errors import value_message
-from ..given import Given
+from ..given import RawOptions
 from ..grpo import COMPARING_METHODS
 from ..presets import preset_options
 from ..root import fields
@@ -115,7 +115,7 @@ FOREIGN: dict[str, str | None] = {
 }
 
 
-def translate(options: Given) -> None:
+def translate(options: RawOptions) -> None:
     """Replace DanceGRPO's names by ours; with methods other than those of reward finetuning they are unknown."""
     if options.values.get("method") in COMPARING_METHODS:
         _Translation(options, [name for name in TELLING if name in options.values]).run()
@@ -126,7 +126,7 @@ def translate(options: Given) -> None:
         _refuse(options, name, f"unknown option {name!r}{hint}")
 
 
-def _refuse(options: Given, name: str, message: str) -> None:
+def _refuse(options: RawOptions, name: str, message: str) -> None:
     options.refuse(name, message, *filter(None, [FOREIGN.get(name)]))
 
 
@@ -139,7 +139,7 @@ class _Translation:
         dance_names: names of DanceGRPO's algorithm among them.
     """
 
-    options: Given
+    options: RawOptions
     dance_names: list[str]
 
     def run(self) -> None:
@@ -281,7 +281,7 @@ class _Translation:
     def _offload(self, *, splits: bool) -> None:
         """Choose the offload of the engine that splits the run: DeepSpeed's, or that of FSDP2, as in DanceGRPO."""
         options, processes = self.options, launched_processes()
-        is_deepspeed = options.values.get("deepspeed") or says_yes("ACCELERATE_USE_DEEPSPEED")
+        is_deepspeed = options.values.get("deepspeed") or is_enabled("ACCELERATE_USE_DEEPSPEED")
         option = "zero_offload" if is_deepspeed else "fsdp_cpu_offload"
         place = options.where["use_cpu_offload"]
         if not options.put(option, True, "use_cpu_offload"):

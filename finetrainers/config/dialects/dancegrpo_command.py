@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from finetrainers.utils.launch import launched_processes, launched_to_split_weights, says_yes
+from finetrainers.utils.launch import is_enabled, launched_processes, launched_to_split_weights
 
-from ..given import Given
+from ..given import RawOptions
 
 #: Names that its launch scripts have and no other program has.
 TELLING = ("bestofn", "use_group", "use_same_noise", "use_videoalign", "vq_coef", "mq_coef")
@@ -46,7 +46,7 @@ _FIXED: dict[str, Any] = {
 _SPLIT = ("fsdp", "fsdp_sharding_startegy", "deepspeed")  # options that set how weights are split
 
 
-def read_command(sources: Sequence[Given], our_options: dict[str, str | None]) -> Given | None:
+def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | None]) -> RawOptions | None:
     """Return the settings that DanceGRPO's trainer adds to its command, or None if the options are not its command.
 
     A command is recognized by `model_type` next to names that only DanceGRPO has. A method or a preset makes it a
@@ -68,7 +68,7 @@ def read_command(sources: Sequence[Given], our_options: dict[str, str | None]) -
     if _shards(values) and "sync_each_batch" not in set_names:
         fixed["sync_each_batch"] = True  # its trainer never defers the reduction of gradients (`no_sync`)
     left_out = {name: value for name, value in _DEFAULTS.items() if not {name, our_options.get(name)} & set_names}
-    settings = Given({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
+    settings = RawOptions({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
     flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in fixed.items())
     note = f"{place} {values['model_type']}: a command of DanceGRPO's video trainer, which is {flags}"
     if left_out:
@@ -99,5 +99,5 @@ def _shards(values: dict[str, Any]) -> bool:
 
 def _splits(values: dict[str, Any]) -> bool:
     """Return whether to shard all weights, as its trainer does, since neither the options nor the launcher say how."""
-    is_stated = any(values.get(name) for name in _SPLIT) or says_yes("ACCELERATE_USE_DEEPSPEED", os.environ)
+    is_stated = any(values.get(name) for name in _SPLIT) or is_enabled("ACCELERATE_USE_DEEPSPEED", os.environ)
     return launched_processes() > 1 and not is_stated and launched_to_split_weights() is None

@@ -15,7 +15,7 @@ from finetrainers.utils.packaged import published_base
 from finetrainers.utils.text import nearest
 
 from ..errors import Problem
-from ..given import Given, Locate
+from ..given import Locate, RawOptions
 from ..names import invert_groups
 
 #: Keys, `TABLE.NAME` or `NAME` at the top of the file, that mean the same as an option of ours.
@@ -112,7 +112,7 @@ def is_diffusion_pipe(document: Mapping[str, Any]) -> bool:
     return any(key in document.get(table, {}) if table else key in document for table, key in _TELLING)
 
 
-def translate_document(document: Mapping[str, Any], options: Given, locate: Locate) -> dict[str, Any]:
+def translate_document(document: Mapping[str, Any], options: RawOptions, locate: Locate) -> dict[str, Any]:
     """Translate a file for which `is_diffusion_pipe` holds; return its entries under keys that diffusion-pipe lacks.
 
     Args:
@@ -158,7 +158,7 @@ class _Translation:
     """
 
     external: dict[str, Any]
-    options: Given
+    options: RawOptions
     locate: Locate
     own: set[str]
 

@@ -16,7 +16,7 @@ from .frames import Selection
 ReshapeMode = Literal["center", "random", "none"]
 
 
-class Further(NamedTuple):
+class ControlInput(NamedTuple):
     """A further medium of a clip, such as a control video, with a frame for each frame of the clip's source.
 
     Attributes:
@@ -101,7 +101,7 @@ class Clip:
     is_variable: bool = False
     backend: str = "pyav"
     captions: tuple[str, ...] = ()
-    further: tuple[Further, ...] = ()
+    further: tuple[ControlInput, ...] = ()
     mask: Mask | None = None
 
     @property
@@ -126,7 +126,7 @@ class Clip:
         return self.captions[derive_seed(seed, "caption", *sample_key) % len(self.captions)]
 
 
-class Picture(NamedTuple):
+class ConditioningImage(NamedTuple):
     """An image and the height and width of the clips that start from it: it is resized to cover these, and cropped."""
 
     path: Path
@@ -134,7 +134,7 @@ class Picture(NamedTuple):
 
 
 #: The source of the image that some text encoders see with a text: the first frame of a clip, or an image.
-Shown: TypeAlias = Clip | Picture
+TextImageSource: TypeAlias = Clip | ConditioningImage
 
 
 def cut_to(clip: Clip, bucket: Bucket) -> Clip:

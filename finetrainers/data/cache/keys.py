@@ -17,7 +17,7 @@ from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.utils.seeding import generator
 
 from ..buckets.buckets import Bucket
-from ..buckets.clip import Clip, Picture, Shown
+from ..buckets.clip import Clip, ConditioningImage, TextImageSource
 from ..inspect.file_facts import FileFacts
 from ..video.decode import load_clip, read_covering
 from ..video.masks import load_mask
@@ -95,18 +95,18 @@ class CacheKeys:
             vae_description=describe_model(config.model, "vae"),
         )
 
-    def text(self, caption: str, source: Shown | None = None) -> str:
+    def text(self, caption: str, source: TextImageSource | None = None) -> str:
         """Return the key of a caption's conditioning, and of the image in `source` where text encoders see images."""
         return text_key(self.text_identity, caption, None if source is None else self.shown(source))
 
-    def shown(self, source: Shown) -> str:
+    def shown(self, source: TextImageSource) -> str:
         """Return a key of the pixels of `picture`: of the file's content and all operations on it."""
-        cut = {"size": source.size} if isinstance(source, Picture) else self.cut(source)
+        cut = {"size": source.size} if isinstance(source, ConditioningImage) else self.cut(source)
         return self.cache.key(kind="shown", file=self.digests.digest(source.path), version=PIXELS_VERSION, **cut)
 
-    def picture(self, source: Shown) -> Tensor:
+    def picture(self, source: TextImageSource) -> Tensor:
         """Return an image, or a clip's first frame, `[3, H, W]` uint8."""
-        if isinstance(source, Picture):
+        if isinstance(source, ConditioningImage):
             return read_covering(source.path, height=source.size[0], width=source.size[1])
         return self.pixels(source)[:3, 0]
 
@@ -147,7 +147,7 @@ class CacheKeys:
             **self.cut(clip),
         )
 
-    def image(self, image: Picture) -> str:
+    def image(self, image: ConditioningImage) -> str:
         """Return the key of the moments of an image that clips start from; of its content, not its name."""
         return self.cache.key(
             kind="image",
@@ -205,7 +205,7 @@ class CacheKeys:
         about = self._about("mask", clip.mask.path.name, "", "")
         return {**about, "bucket": "x".join(map(str, clip.bucket))}
 
-    def about_image(self, image: Picture) -> dict[str, str]:
+    def about_image(self, image: ConditioningImage) -> dict[str, str]:
         """Return a description of an image's entry for users."""
         about = self._about("image", image.path.name, self.vae_description, self.vae.identity)
         return {**about, "bucket": "x".join(map(str, (1, *image.size)))}

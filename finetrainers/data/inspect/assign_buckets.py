@@ -15,14 +15,14 @@ from finetrainers.utils.text import plural
 
 from ..buckets.bucket_choice import BucketSet, choose_buckets
 from ..buckets.buckets import Bucket, choose_bucket, cover_size, filled_resolution, legal_length, lower_buckets
-from ..buckets.clip import Clip, Further, Mask
+from ..buckets.clip import Clip, ControlInput, Mask
 from ..buckets.frames import SAME_RATE, num_available, playback_fps, select_frames
 from ..buckets.windows import cut_windows, describe_windows, with_window_buckets
 from ..reading.datasets import Dataset
 from ..reading.items import DataError, Kind, Reading
 from ..reading.media import MAX_FRAME_PIXELS
 from ..reading.sources.rows import printable_name
-from ..reading.status import Unusable
+from ..reading.status import InvalidSample
 from ..video.backends import fallback_reason, resolve_backend
 from .file_facts import FileFacts, default_directory
 from .item_report import DISTORTED, ItemReport
@@ -101,7 +101,7 @@ def assign_buckets(
         clip = _make_clip(
             entry, number, data=window_data, geometry=geometry, bucket_set=bucket_set, choose=choose_cached
         )
-        if isinstance(clip, Unusable):
+        if isinstance(clip, InvalidSample):
             entry.unusable = clip
         else:
             entry.clip, *others = cut_windows(clip, entry.available, data=data, geometry=geometry)
@@ -129,7 +129,7 @@ def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[P
     return probed
 
 
-def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: Geometry) -> Unusable:
+def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: Geometry) -> InvalidSample:
     """Return the reason why a clip has no bucket, and remedies."""
     header, length, remedies = entry.header, legal_length(entry.available, geometry), []
     has_windows = data.sliding_window_size is not None
@@ -146,7 +146,7 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
     requirement = f"{'a window' if has_windows else 'the shortest bucket'} needs {needed}"
     alternatives = f"{', '.join(remedies[:-1])}{' or ' * (len(remedies) > 1)}{remedies[-1]}"
     shortest = "" if length > 1 else f"; no video of this model has less than {geometry.temporal + 1}"
-    return Unusable("too_short", f"too short: {supply}, and {requirement}{shortest}; {alternatives}")
+    return InvalidSample("too_short", f"too short: {supply}, and {requirement}{shortest}; {alternatives}")
 
 
 def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backend: str) -> None:
@@ -164,14 +164,14 @@ def _set_rate(entry: ProbedItem, *, data: DataSection, target_fps: float, backen
         entry.backend = backend
 
 
-def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | None:
+def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> InvalidSample | None:
     """Return the reason why a further medium does not match its clip, frame by frame, or None if it does."""
     clip, medium, label = entry.header, other.header, f"its {name} {printable_name(other.item.name)}"
     if other.unusable is not None:
         status = "missing" if other.unusable.status == "skipped" else other.unusable.status
-        return Unusable(status, f"{label}: {other.unusable.reason}")
+        return InvalidSample(status, f"{label}: {other.unusable.reason}")
     if other.item.kind != entry.item.kind:
-        return Unusable("mismatch", f"{label} is of another kind; give a file of type {entry.item.kind}")
+        return InvalidSample("mismatch", f"{label} is of another kind; give a file of type {entry.item.kind}")
     if medium.frames != clip.frames or abs(medium.fps - clip.fps) > SAME_RATE * clip.fps:
         actual, required = (f"{plural(header.frames, 'frame')} at {header.fps:.4g} fps" for header in (medium, clip))
         remedy = "give one with a frame for each of the clip's, at its rate"
@@ -180,7 +180,7 @@ def _mismatch(entry: ProbedItem, name: str, other: ProbedItem) -> Unusable | Non
         remedy = "give one of the clip's aspect ratio"
     else:
         return None
-    return Unusable("mismatch", f"{label} has {actual}, and the clip {required}; {remedy}")
+    return InvalidSample("mismatch", f"{label} has {actual}, and the clip {required}; {remedy}")
 
 
 def _make_clip(
@@ -191,13 +191,13 @@ def _make_clip(
     geometry: Geometry,
     bucket_set: BucketSet,
     choose: ChooseBucket,
-) -> Clip | Unusable:
+) -> Clip | InvalidSample:
     """Return the clip with its bucket, or the reason why it has none."""
     item, header = entry.item, entry.header
     resolutions = bucket_set.by_kind[item.kind]
     if not resolutions:
         option = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
-        return Unusable("no_bucket", f"there is no bucket for {item.kind}s; add one, {option}")
+        return InvalidSample("no_bucket", f"there is no bucket for {item.kind}s; add one, {option}")
     bucket, buckets = choose(item.kind, entry.available, header.height, header.width)
     if bucket is None:
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)
@@ -222,7 +222,7 @@ def _make_clip(
         is_variable=header.is_variable,
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
-        further=tuple(Further(name, other.item.path, other.backend) for name, other in entry.further),
+        further=tuple(ControlInput(name, other.item.path, other.backend) for name, other in entry.further),
         mask=_make_mask(entry, data, geometry),
     )
 
@@ -234,14 +234,14 @@ def _make_mask(entry: ProbedItem, data: DataSection, geometry: Geometry) -> Mask
     return Mask(mask.item.path, mask.item.kind, grid, data.unmasked_weight, mask.backend)
 
 
-def _too_narrow(header: Probe, bucket: Bucket, data: DataSection) -> Unusable | None:
+def _too_narrow(header: Probe, bucket: Bucket, data: DataSection) -> InvalidSample | None:
     """Return the reason why an image or video cannot be resized to cover its bucket, or None if it can."""
     if data.video_reshape_mode == "none":
         return None
     height, width = cover_size(header.height, header.width, *bucket[1:])
     if height * width <= MAX_FRAME_PIXELS:
         return None
-    return Unusable(
+    return InvalidSample(
         "too_large",
         f"too narrow: {header.width}x{header.height} pixels, resized until they cover {bucket[2]}x{bucket[1]}, are "
         f"{width}x{height}, over the limit of {MAX_FRAME_PIXELS} pixels; crop the file, or remove it",

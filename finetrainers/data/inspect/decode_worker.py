@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from ..reading.items import Kind
 from ..reading.media import decode_frames, error_reason, open_container, open_image, video_stream
-from ..reading.status import Mark, Unusable
+from ..reading.status import InvalidSample, Mark
 
 R = TypeVar("R")
 
@@ -76,12 +76,12 @@ def _bound_memory() -> None:
     )
 
 
-def decode_task(path: str, kind: Kind, declared: int) -> Unusable | tuple[Mark, ...]:
+def decode_task(path: str, kind: Kind, declared: int) -> InvalidSample | tuple[Mark, ...]:
     """Decode a file from end to end; return the reason why it cannot be used, or its marks (`black`, `still`)."""
     return _decode_image(path) if kind == "image" else _decode_video(path, declared)
 
 
-def _decode_image(path: str) -> Unusable | tuple[Mark, ...]:
+def _decode_image(path: str) -> InvalidSample | tuple[Mark, ...]:
     try:
         with open_image(path) as image:
             grey = np.asarray(image.convert("L"))[::_STEP, ::_STEP]
@@ -92,7 +92,7 @@ def _decode_image(path: str) -> Unusable | tuple[Mark, ...]:
     return ("black",) if grey.mean() < _BLACK else ()
 
 
-def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
+def _decode_video(path: str, declared: int) -> InvalidSample | tuple[Mark, ...]:
     count = broken = 0
     first: np.ndarray | None = None
     black, still = True, True
@@ -115,19 +115,19 @@ def _decode_video(path: str, declared: int) -> Unusable | tuple[Mark, ...]:
     except Exception as error:
         return _unusable(error, f"decoding fails after frame {count} of {declared}: {error_reason(error)}")
     if broken:
-        return Unusable("damaged", f"{broken} of {count} frames are broken")
+        return InvalidSample("damaged", f"{broken} of {count} frames are broken")
     if count < declared:
-        return Unusable("cut_off", f"cut off: it declares {declared} frames, and {count} can be decoded")
+        return InvalidSample("cut_off", f"cut off: it declares {declared} frames, and {count} can be decoded")
     if black:
         return ("black",)
     return ("still",) if still and count > 1 else ()
 
 
-def _unusable(error: Exception, reason: str) -> Unusable:
+def _unusable(error: Exception, reason: str) -> InvalidSample:
     """Return the status of a failed decode; an unreachable disk or network is not damage."""
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, av.FFmpegError):
-        return Unusable("unreadable", f"cannot be read: {error_reason(error)}")
-    return Unusable("damaged", reason)
+        return InvalidSample("unreadable", f"cannot be read: {error_reason(error)}")
+    return InvalidSample("damaged", reason)
 
 
 def _grey(frame: av.VideoFrame) -> np.ndarray | None:

@@ -30,7 +30,7 @@ from finetrainers.utils.append_log import AppendLog
 from finetrainers.utils.files import file_sha256
 
 from ..reading.sources.rows import parse_json
-from ..reading.status import Mark, Unusable
+from ..reading.status import InvalidSample, Mark
 from .probe import PROBE_VERSION, Probe
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ class Facts(NamedTuple):
             or None if it was not decoded.
     """
 
-    header: Probe | Unusable | None = None
-    full: Unusable | tuple[Mark, ...] | None = None
+    header: Probe | InvalidSample | None = None
+    full: InvalidSample | tuple[Mark, ...] | None = None
     digest: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
-    white: float | Unusable | None = None
+    white: float | InvalidSample | None = None
 
 
 _JSON = TypeAdapter(Facts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..reading.items import Kind
-from ..reading.status import Mark, Unusable
+from ..reading.status import InvalidSample, Mark
 from .decode_worker import Lost, decode_task, serve
 from .probe import Probe
 
@@ -30,7 +30,7 @@ _STARTING_S = 60.0
 
 def decode_files(
     tasks: Sequence[tuple[Path, Kind, Probe]], *, jobs: int | None = None
-) -> Iterator[tuple[Path, Unusable | tuple[Mark, ...]]]:
+) -> Iterator[tuple[Path, InvalidSample | tuple[Mark, ...]]]:
     """Decode files from end to end, in processes; yield them in the order of completion.
 
     Args:
@@ -44,7 +44,7 @@ def decode_files(
     calls = [(str(path), kind, header.frames) for path, kind, header in tasks]
     for position, result in run_isolated(decode_task, calls, limits_s=limits, jobs=jobs):
         if isinstance(result, Lost):
-            yield tasks[position][0], Unusable("decoder_failed", f"the decoder {result.how}")
+            yield tasks[position][0], InvalidSample("decoder_failed", f"the decoder {result.how}")
         else:
             yield tasks[position][0], result
 

@@ -17,7 +17,7 @@ from finetrainers.utils.text import plural
 from ..reading.items import Item, Kind
 from ..reading.media import error_reason, is_lasting, is_out_of_memory, open_image
 from ..reading.sources.rows import printable_name
-from ..reading.status import Status, Unusable, UnusableError
+from ..reading.status import InvalidSample, InvalidSampleError, Status
 from ..video.pyav import PyavReader
 from .file_facts import Facts, FileFacts
 from .item_report import DISTORTED, ItemReport
@@ -61,27 +61,27 @@ def probe_masks(
         for entry, brightness in in_threads(
             lambda entry: _find_brightness(entry.mask, facts), sound, "read masks", options.progress
         ):
-            if isinstance(brightness, Unusable):
+            if isinstance(brightness, InvalidSample):
                 entry.unusable = _mask_problem(entry, brightness)
             elif brightness == 0 and not lowest:
                 reason = (
                     "black everywhere, so that nothing of the clip is trained; remove the clip, or give an "
                     "--unmasked_weight"
                 )
-                entry.unusable = _mask_problem(entry, Unusable("mismatch", reason))
+                entry.unusable = _mask_problem(entry, InvalidSample("mismatch", reason))
             else:
                 entry.white = brightness
 
 
-def _mask_problem(entry: ProbedItem, problem: Unusable) -> Unusable:
+def _mask_problem(entry: ProbedItem, problem: InvalidSample) -> InvalidSample:
     assert entry.mask is not None
-    return Unusable(
+    return InvalidSample(
         "missing" if problem.status == "skipped" else problem.status,
         f"its mask {printable_name(entry.mask.item.name)}: {problem.reason}",
     )
 
 
-def _mismatch(entry: ProbedItem, mask: ProbedItem) -> Unusable | None:
+def _mismatch(entry: ProbedItem, mask: ProbedItem) -> InvalidSample | None:
     """Return the reason why a mask does not match its clip, or None if it does.
 
     It must be an image, or have a frame for each of the clip's, in the same shape.
@@ -90,7 +90,7 @@ def _mismatch(entry: ProbedItem, mask: ProbedItem) -> Unusable | None:
         return _mask_problem(entry, mask.unusable)
     clip, mask_header = entry.header, mask.header
     if mask.item.kind == "video" and entry.item.kind == "image":
-        return _mask_problem(entry, Unusable("mismatch", "a video, and its clip is an image; give an image"))
+        return _mask_problem(entry, InvalidSample("mismatch", "a video, and its clip is an image; give an image"))
     if mask.item.kind == "video" and mask_header.frames != clip.frames:
         actual, required = (plural(header.frames, "frame") for header in (mask_header, clip))
         remedy = "give one with a frame for each of the clip's, or one image for all of them"
@@ -99,10 +99,10 @@ def _mismatch(entry: ProbedItem, mask: ProbedItem) -> Unusable | None:
         remedy = "give one of the clip's aspect ratio"
     else:
         return None
-    return _mask_problem(entry, Unusable("mismatch", f"{actual}, and the clip has {required}; {remedy}"))
+    return _mask_problem(entry, InvalidSample("mismatch", f"{actual}, and the clip has {required}; {remedy}"))
 
 
-def _find_brightness(mask: ProbedItem | None, facts: FileFacts) -> float | Unusable:
+def _find_brightness(mask: ProbedItem | None, facts: FileFacts) -> float | InvalidSample:
     """Return the mean brightness of a mask, 0 only if all of it is black, or the reason why it is not a mask."""
     assert mask is not None
     item = mask.item
@@ -110,17 +110,17 @@ def _find_brightness(mask: ProbedItem | None, facts: FileFacts) -> float | Unusa
     if stored is not None:
         return stored
     try:
-        brightness: float | Unusable = mask_brightness(item.path, item.kind)
-    except UnusableError as error:
+        brightness: float | InvalidSample = mask_brightness(item.path, item.kind)
+    except InvalidSampleError as error:
         brightness = error.unusable
     except Exception as error:
         if is_out_of_memory(error):
             raise
         status: Status = "damaged" if is_lasting(error) else "unreadable"
-        brightness = Unusable(status, f"cannot be decoded: {error_reason(error)}")
+        brightness = InvalidSample(status, f"cannot be decoded: {error_reason(error)}")
     assert item.state is not None
     # An unreadable file is not stored: its disk or network may come back.
-    if not isinstance(brightness, Unusable) or brightness.status != "unreadable":
+    if not isinstance(brightness, InvalidSample) or brightness.status != "unreadable":
         facts.store(item.path, item.state, Facts(white=brightness))
     return brightness
 
@@ -129,18 +129,18 @@ def mask_brightness(path: Path, kind: Kind) -> float:
     """Return the mean brightness of a mask's pixels, from 0 to 1; 0 only if all are black, up to compression.
 
     Raises:
-        UnusableError: the mask has colors or transparency.
+        InvalidSampleError: the mask has colors or transparency.
         Exception: whatever PIL and PyAV raise for damaged files.
     """
     total = count = brightest = 0
     for pixels in _read_images(path, kind):
         if (pixels.max(-1) - pixels.min(-1)).max() > _COLORED:
-            raise UnusableError("it has colors; a mask is grey: white counts, black does not", "mismatch")
+            raise InvalidSampleError("it has colors; a mask is grey: white counts, black does not", "mismatch")
         grey = pixels[..., 1]
         total, count = total + int(grey.sum(dtype=np.int64)), count + grey.size
         brightest = max(brightest, int(grey.max()))
     if not count:
-        raise UnusableError("no frame can be decoded", "damaged")
+        raise InvalidSampleError("no frame can be decoded", "damaged")
     return total / count / 255 if brightest > _BLACK else 0.0
 
 
@@ -154,7 +154,7 @@ def _read_images(path: Path, kind: Kind) -> Iterator[np.ndarray]:
     with open_image(path) as image:
         upright = ImageOps.exif_transpose(image)
         if upright.has_transparency_data and np.asarray(upright.convert("RGBA"))[..., 3].min() < 255:
-            raise UnusableError("it has transparency; a mask is grey: white counts, black does not", "mismatch")
+            raise InvalidSampleError("it has transparency; a mask is grey: white counts, black does not", "mismatch")
         if upright.mode.startswith("I"):
             yield np.repeat((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8)[..., None], 3, axis=2)
         else:

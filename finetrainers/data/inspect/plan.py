@@ -14,7 +14,7 @@ from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.text import plural
 
 from ..buckets.buckets import Bucket, bucket_text
-from ..buckets.clip import Clip, Shown, all_cuts
+from ..buckets.clip import Clip, TextImageSource, all_cuts
 from ..buckets.windows import encoded_clip, encoded_clips
 from ..reading.items import DataError
 from ..reading.prior_prompts import PriorPrompts
@@ -150,7 +150,7 @@ class DatasetPlan:
         captions = [caption for clip in (*self.clips, *self.eval_clips) for caption in clip.all_captions]
         return captions if self.prior is None else [*captions, *self.prior.texts_for(captions)]
 
-    def shown_texts(self) -> list[tuple[str, Shown]]:
+    def shown_texts(self) -> list[tuple[str, TextImageSource]]:
         """Return every caption with each clip that it may be encoded with, where text encoders see the first frame."""
         clips = (*all_cuts(self.clips), *self.eval_clips)
         return [(caption, encoded_clip(clip)) for clip in clips for caption in clip.all_captions]

@@ -22,7 +22,7 @@ from ..reading.media import (
     too_large,
     video_stream,
 )
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 from ..video.timeline import display_times, mean_rate, read_index, steady_rate
 
 #: Changes when the same file gives another probe; stored facts are then ignored.
@@ -60,17 +60,18 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
     """Probe a video or an image; anything but a regular file is refused without opening it.
 
     Raises:
-        UnusableError: the file cannot be read, is visibly cut off, its frames are too large, or it has another problem.
+        InvalidSampleError: the file cannot be read, is visibly cut off, its frames are too large, or it has another
+            problem.
     """
     size = require_file(path).st_size
     try:
         return _probe_image(path) if kind == "image" else _probe_video(path, size=size)
-    except UnusableError:
+    except InvalidSampleError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise UnusableError(
+        raise InvalidSampleError(
             f"cannot read the {kind}: {error_reason(error)}", "unreadable", lasting=is_lasting(error)
         ) from error
 
@@ -92,7 +93,7 @@ def _probe_video(path: Path, *, size: int) -> Probe:
         # The rotation is only readable on a decoded frame; decoding one also proves that the codec is known.
         first = next(decode_frames(container, stream), None)
         if first is None:
-            raise UnusableError("no frame can be decoded", "damaged")
+            raise InvalidSampleError("no frame can be decoded", "damaged")
         width, height = first.width, first.height
         if stream.sample_aspect_ratio and stream.sample_aspect_ratio > 0:
             width = max(round(width * float(stream.sample_aspect_ratio)), 1)
@@ -115,9 +116,9 @@ def _probe_video(path: Path, *, size: int) -> Probe:
 
 def _check_rate(rate: float, source: str) -> float:
     if not rate > 0:
-        raise UnusableError("no frame rate in its header", "no_rate")
+        raise InvalidSampleError("no frame rate in its header", "no_rate")
     if rate > _MAX_FPS:
-        raise UnusableError(f"{source} {rate:g} frames per second, over the limit of {_MAX_FPS}", "no_rate")
+        raise InvalidSampleError(f"{source} {rate:g} frames per second, over the limit of {_MAX_FPS}", "no_rate")
     return rate
 
 
@@ -134,7 +135,7 @@ def _declared_times(container: av.container.InputContainer, stream: av.VideoStre
     inside = sum(entry.pos + entry.size <= size for entry in entries)
     if inside < len(entries):
         # Such files play without errors, but shorter.
-        raise UnusableError(
+        raise InvalidSampleError(
             f"cut off: its index lists {len(entries)} frames, but only {inside} are in the file", "cut_off"
         )
     return [entry.timestamp for entry in entries if not entry.is_discard]
@@ -144,12 +145,12 @@ def _timing(packets: list[int | None], *, tick: Fraction, declared: float) -> tu
     """Return the number of frames, their rate, and whether it varies, by the display times of all packets.
 
     Raises:
-        UnusableError: there are no frames, or all have the same time.
+        InvalidSampleError: there are no frames, or all have the same time.
     """
     if not packets:
-        raise UnusableError("no frame can be found in it a second time", "damaged")
+        raise InvalidSampleError("no frame can be found in it a second time", "damaged")
     if len(packets) > 1 and packets[0] is not None and len(set(packets)) == 1:
-        raise UnusableError(
+        raise InvalidSampleError(
             f"all of its {len(packets)} frames are shown at one time, so it has no frame rate", "no_rate"
         )
     times = display_times(packets)

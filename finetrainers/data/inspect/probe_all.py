@@ -17,7 +17,7 @@ from finetrainers.utils.progress import StageProgress, Stages
 
 from ..buckets.clip import Clip
 from ..reading.items import Item
-from ..reading.status import Mark, Unusable, UnusableError
+from ..reading.status import InvalidSample, InvalidSampleError, Mark
 from .file_facts import Facts, FileFacts
 from .full_decode import decode_files
 from .probe import NO_PROBE, Probe, probe
@@ -69,7 +69,7 @@ class ProbedItem:
     """
 
     item: Item
-    unusable: Unusable | None
+    unusable: InvalidSample | None
     header: Probe = NO_PROBE
     marks: tuple[Mark, ...] | None = None
     same_as: Item | None = None
@@ -82,11 +82,11 @@ class ProbedItem:
     white: float | None = None
     clip: Clip | None = None
 
-    def update(self, finding: Probe | Unusable | tuple[Mark, ...] | None) -> None:
+    def update(self, finding: Probe | InvalidSample | tuple[Mark, ...] | None) -> None:
         """Store the result of probing a file's header, or of decoding all of it."""
         if isinstance(finding, Probe):
             self.header = finding
-        elif isinstance(finding, Unusable):
+        elif isinstance(finding, InvalidSample):
             self.unusable, self.header = finding, NO_PROBE
         else:
             self.marks = finding
@@ -140,11 +140,11 @@ def in_threads(
             progress(stage, done, len(entries))
 
 
-def _probe_header(item: Item, facts: FileFacts) -> Probe | Unusable:
+def _probe_header(item: Item, facts: FileFacts) -> Probe | InvalidSample:
     """Return the probe of the file's header, or the reason why the file cannot be used."""
     try:
-        header: Probe | Unusable = probe(item.path, kind=item.kind)
-    except UnusableError as error:
+        header: Probe | InvalidSample = probe(item.path, kind=item.kind)
+    except InvalidSampleError as error:
         header = error.unusable
         if not error.lasting:
             return header
@@ -153,11 +153,11 @@ def _probe_header(item: Item, facts: FileFacts) -> Probe | Unusable:
     return header
 
 
-def _check_size(header: Probe | Unusable | None, max_pixels: int) -> Probe | Unusable | None:
+def _check_size(header: Probe | InvalidSample | None, max_pixels: int) -> Probe | InvalidSample | None:
     if isinstance(header, Probe) and (total := header.frames * header.height * header.width) > max_pixels:
         size = f"{header.frames}x{header.height}x{header.width}"
         reason = f"{size} is {total:.3g} pixels, and `max_pixels` allows {max_pixels:.3g}; cut it up, or allow more"
-        return Unusable("too_large", reason)
+        return InvalidSample("too_large", reason)
     return header
 
 
@@ -173,7 +173,7 @@ def _decode(entries: Sequence[ProbedItem], facts: FileFacts, options: ProbeOptio
         state = by_path[path][0].item.state
         assert state is not None
         # An unreadable file is not stored: its disk or network may come back.
-        if not isinstance(full, Unusable) or full.status != "unreadable":
+        if not isinstance(full, InvalidSample) or full.status != "unreadable":
             facts.store(path, state, Facts(full=full))
         options.progress("decoded files", done, len(tasks))
 

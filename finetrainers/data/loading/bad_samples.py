@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
 
@@ -19,7 +19,7 @@ from ..buckets.buckets import Bucket
 from ..buckets.clip import Clip
 from ..cache.store import CacheError
 from ..reading.sources.rows import printable_name
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 from .batch_sampler import MicroBatch
 from .workers import note_reading
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Errors that a clip's file, or its entry in the cache, can raise.
-PROBLEMS = (UnusableError, CacheError, OSError)
+PROBLEMS = (InvalidSampleError, CacheError, OSError)
 #: Only a few substitutes are tried, since every clip fails if the file system is unreachable.
 _MAX_SUBSTITUTES = 8
 
@@ -44,7 +44,7 @@ class BadSample:
     reason: str
 
 
-class Substitutes:
+class ReplacementClips:
     """Substitutes of an unusable clip: the next ones of its bucket, in the order of the dataset.
 
     They depend only on the clip, so that they are the same on every rank, in every worker, and at every world size.
@@ -69,7 +69,7 @@ class Substitutes:
 
 
 def load_clips(
-    batch: MicroBatch, load: Callable[[Clip, tuple[int, int]], T], *, substitutes: Substitutes | None
+    batch: MicroBatch, load: Callable[[Clip, tuple[int, int]], T], *, substitutes: ReplacementClips | None
 ) -> tuple[tuple[Clip, ...], list[T], tuple[BadSample, ...]]:
     """Load a micro-batch clip by clip, with one retry each; return the clips that were loaded, and the bad samples.
 
@@ -82,7 +82,7 @@ def load_clips(
         substitutes: replacements of unusable clips, or None if such clips are errors.
 
     Raises:
-        UnusableError, CacheError, OSError: an unusable clip has no substitute.
+        InvalidSampleError, CacheError, OSError: an unusable clip has no substitute.
     """
     fault_point("data")
     loaded_clips: list[Clip] = []
@@ -95,7 +95,7 @@ def load_clips(
             note_reading(clip)
             try:
                 if substitutes is not None and clip.path in substitutes.unusable:
-                    raise UnusableError(substitutes.unusable[clip.path])
+                    raise InvalidSampleError(substitutes.unusable[clip.path])
                 loaded.append(call_with_retry(load, clip, key))
                 loaded_clips.append(clip)
                 break
@@ -119,7 +119,7 @@ def call_with_retry(load: Callable[..., T], *arguments: Any) -> T:
 class BadSampleTracker:
     """The files of a run that were unusable, the same on every rank."""
 
-    def __init__(self, *, parallel: Ranks, share: float, num_files: int) -> None:
+    def __init__(self, *, parallel: DistributedContext, share: float, num_files: int) -> None:
         """Args:
         parallel: the processes of the run.
         share: of the files that may be unusable; at least one may, unless the share is 0.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DataSection
-from finetrainers.models.spec import MOMENTS, Batch, Conditions, VideoMeta
+from finetrainers.models.spec import MOMENTS, Batch, PromptEmbeds, VideoMeta
 from finetrainers.utils.device import to_device
 from finetrainers.utils.seeding import generator
 
@@ -22,7 +22,7 @@ from ..reading.prior_prompts import PriorPrompts
 from .loader import RawBatch
 
 #: Text conditioning of prompts, batch first; with an image for each where text encoders see images, `[3, H, W]` uint8.
-EncodeText = Callable[..., Conditions]
+EncodeText = Callable[..., PromptEmbeds]
 #: Named tensors of videos `[B, C, T, H, W]` with 8 bits, where each further medium has three channels, given the
 #: generator of each clip's noise; see `ModelSpec.encode_clip`.
 EncodeClip = Callable[[Tensor, Sequence[torch.Generator]], Mapping[str, Tensor]]
@@ -117,14 +117,14 @@ class Encoder:
         assert not mismatched, f"the mask of {mismatched} is not of the size of its latents"
         return to_device(torch.cat(masks), self.device)
 
-    def _encode_prior(self, raw: RawBatch, prior: PriorPrompts) -> Conditions:
+    def _encode_prior(self, raw: RawBatch, prior: PriorPrompts) -> PromptEmbeds:
         if not raw.pixels:
             return _select_prefix(raw.cached, PRIOR)
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         pairs = zip(raw.clips, raw.sample_keys, strict=True)
         return self.encode_text([prior.of(clip.caption_for(key, seed=self.seed), key) for clip, key in pairs])
 
-    def _encode_captions(self, raw: RawBatch, drop: Sequence[bool]) -> Conditions:
+    def _encode_captions(self, raw: RawBatch, drop: Sequence[bool]) -> PromptEmbeds:
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
         captions = (clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True))
         texts = ["" if is_dropped else caption for caption, is_dropped in zip(captions, drop, strict=True)]
@@ -147,15 +147,15 @@ class Encoder:
         return {name: torch.cat([tensors[name] for tensors in encoded]) for name in encoded[0]}
 
 
-def _select_prefix(cached: Mapping[str, Tensor], prefix: str) -> Conditions:
-    return Conditions({name[len(prefix) :]: t for name, t in cached.items() if name.startswith(prefix)})
+def _select_prefix(cached: Mapping[str, Tensor], prefix: str) -> PromptEmbeds:
+    return PromptEmbeds({name[len(prefix) :]: t for name, t in cached.items() if name.startswith(prefix)})
 
 
-def _replace_rows(conditions: Conditions, other: Conditions, rows: Sequence[bool]) -> Conditions:
+def _replace_rows(conditions: PromptEmbeds, other: PromptEmbeds, rows: Sequence[bool]) -> PromptEmbeds:
     """Return `conditions` with the marked rows taken from `other`."""
 
     def pick(original: Tensor, replacement: Tensor) -> Tensor:
         mask = torch.tensor(rows, device=original.device).view(-1, *[1] * (original.ndim - 1))
         return torch.where(mask, replacement, original)
 
-    return Conditions({name: pick(tensor, other[name]) for name, tensor in conditions.tensors.items()})
+    return PromptEmbeds({name: pick(tensor, other[name]) for name, tensor in conditions.tensors.items()})

@@ -15,7 +15,7 @@ from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..video.decode import load_clip
 from ..video.masks import latent_weights, load_mask
-from .bad_samples import PROBLEMS, BadSample, Substitutes, call_with_retry, load_clips
+from .bad_samples import PROBLEMS, BadSample, ReplacementClips, call_with_retry, load_clips
 from .batch_sampler import BatchSampler, MicroBatch
 from .prefetch import prefetch
 from .workers import Workers, note_reading
@@ -76,7 +76,7 @@ class DecodeFetch:
     """
 
     seed: int
-    substitutes: Substitutes | None = None
+    substitutes: ReplacementClips | None = None
 
     def __call__(self, batch: MicroBatch) -> RawBatch:
         clips, loaded, bad_samples = load_clips(batch, self._load, substitutes=self.substitutes)

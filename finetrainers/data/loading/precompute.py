@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DataloaderSection
-from finetrainers.models.spec import Conditions
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.models.spec import PromptEmbeds
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.host_memory import freed_memory_is_reused
 from finetrainers.utils.progress import Meter
 from finetrainers.utils.seeding import generator
 from finetrainers.utils.text import file_size
 
-from ..buckets.clip import Clip, Shown
+from ..buckets.clip import Clip, TextImageSource
 from ..buckets.windows import cut_latents, encoded_clip
 from ..cache.keys import CacheKeys
 from ..cache.store import CacheError, TensorCache, is_finite
 from ..reading.prior_prompts import PriorPrompts
 from ..video.masks import latent_weights
-from .bad_samples import PROBLEMS, BadSample, Substitutes, load_clips
+from .bad_samples import PROBLEMS, BadSample, ReplacementClips, load_clips
 from .batch_sampler import MicroBatch
 from .encode import EMPTY, PRIOR, TEXT, EncodeClip, EncodeText, stack_videos
 from .loader import PixelFetch, RawBatch
@@ -65,7 +65,7 @@ class Encoded:
 
 
 @contextmanager
-def _progress(noun: str, parallel: Ranks) -> Iterator[Meter]:
+def _progress(noun: str, parallel: DistributedContext) -> Iterator[Meter]:
     """Show the progress of this rank's share; its failure is raised on all ranks, which would wait for it otherwise."""
     label = noun if parallel.world_size == 1 else f"{noun} of this process's share"
     meter = Meter("encoded", label, enabled=parallel.rank == 0)
@@ -74,7 +74,12 @@ def _progress(noun: str, parallel: Ranks) -> Iterator[Meter]:
 
 
 def precompute_text(
-    captions: Iterable[str], encode_text: EncodeText, keys: CacheKeys, parallel: Ranks, *, noun: str = "captions"
+    captions: Iterable[str],
+    encode_text: EncodeText,
+    keys: CacheKeys,
+    parallel: DistributedContext,
+    *,
+    noun: str = "captions",
 ) -> Encoded:
     """Encode the distinct captions and the empty prompt, a share on each rank, and return the counts of all ranks."""
     rank_captions = sorted({"", *captions})[parallel.rank :: parallel.world_size]
@@ -98,7 +103,8 @@ def precompute_text(
 
 
 def precompute_with_images(
-    texts: Collection[tuple[str, Shown]], encode: Callable[..., Conditions], keys: CacheKeys, parallel: Ranks, *,
+    texts: Collection[tuple[str, TextImageSource]], encode: Callable[..., PromptEmbeds], keys: CacheKeys,
+    parallel: DistributedContext, *,
     optional: bool = False,
 ) -> Encoded:  # fmt: skip
     """Encode texts together with images, one by one, a share on each rank, and return the counts of all ranks.
@@ -139,7 +145,7 @@ def precompute_video(
     clips: Iterable[Clip],
     encode_clip: EncodeClip,
     keys: CacheKeys,
-    parallel: Ranks,
+    parallel: DistributedContext,
     *,
     loading: DataloaderSection,
     optional: Collection[int] = (),
@@ -190,7 +196,12 @@ def precompute_video(
 
 
 def precompute_masks(
-    clips: Iterable[Clip], keys: CacheKeys, parallel: Ranks, *, threads: int, optional: Collection[int] = ()
+    clips: Iterable[Clip],
+    keys: CacheKeys,
+    parallel: DistributedContext,
+    *,
+    threads: int,
+    optional: Collection[int] = (),
 ) -> Encoded:
     """Pool the masks of clips to their latents, a share on each rank, and return the counts of all ranks.
 
@@ -310,7 +321,7 @@ class CacheFetch:
     """A loader of micro-batches from the cache; the counterpart of `DecodeFetch`."""
 
     keys: CacheKeys
-    substitutes: Substitutes | None = None
+    substitutes: ReplacementClips | None = None
     prior: PriorPrompts | None = None
 
     def __call__(self, batch: MicroBatch) -> RawBatch:
@@ -352,7 +363,7 @@ class CacheFetch:
         """True if the conditioning of the empty prompt is needed."""
         return self.keys.data.caption_dropout_p > 0 and self.keys.data.caption_dropout_technique == "empty"
 
-    def _read_text(self, caption: str, prefix: str, source: Shown | None = None) -> dict[str, Tensor]:
+    def _read_text(self, caption: str, prefix: str, source: TextImageSource | None = None) -> dict[str, Tensor]:
         tensors = self._read(self.keys.text(caption, source), f"the caption {caption!r}")
         return {prefix + name: tensor for name, tensor in tensors.items()}
 

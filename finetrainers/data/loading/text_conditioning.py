@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import Conditions, ModelSpec, Parts
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.phases import ENCODING_TEXT, phase
 
-from ..buckets.clip import Shown
+from ..buckets.clip import TextImageSource
 from ..cache.encoder_index import recall_files, remember_files, remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
@@ -41,8 +41,8 @@ class TextCache:
     """Texts of a run that are encoded once and kept on disk."""
 
     def __init__(
-        self, texts: Sequence[str], noun: str, config: TrainConfig, *, spec: ModelSpec, parallel: Ranks,
-        shown: Sequence[tuple[str, Shown]] | None = None, needs_empty: bool = True,
+        self, texts: Sequence[str], noun: str, config: TrainConfig, *, spec: ModelSpec, parallel: DistributedContext,
+        shown: Sequence[tuple[str, TextImageSource]] | None = None, needs_empty: bool = True,
     ) -> None:  # fmt: skip
         """Args:
         texts: all texts.
@@ -72,7 +72,7 @@ class TextCache:
         The encoders are identified by their files, until these change after they were loaded for this cache.
         """
         self._keys.cache.hold()
-        inputs: set[tuple[str, Shown | None]] = {(text, None) for text in (*self.empty, *self.texts)}
+        inputs: set[tuple[str, TextImageSource | None]] = {(text, None) for text in (*self.empty, *self.texts)}
         inputs |= self.texts_with_images
         if not inputs:  # every text came encoded
             return TextConditioning(self._keys, None, Encoded())
@@ -86,7 +86,7 @@ class TextCache:
             return None
         return TextConditioning(keys, None, Encoded(found=len(inputs)))
 
-    def encode(self, encoders: Parts) -> TextConditioning:
+    def encode(self, encoders: ModelComponents) -> TextConditioning:
         """Encode the texts that the cache does not have, a share on each rank, and return all texts."""
         self._keys.cache.hold()
         # The shapes depend on prompt lengths and templates, which the fingerprint of the encoders does not cover.
@@ -108,10 +108,10 @@ class TextCache:
             remember_files(self._directory, self.spec, keys.text_identity)
         return TextConditioning(keys, None, encoded)
 
-    def live(self, encoders: Parts) -> TextConditioning:
+    def live(self, encoders: ModelComponents) -> TextConditioning:
         """Return conditioning by encoders that stay loaded; nothing is encoded beforehand."""
 
-        def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> Conditions:
+        def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> PromptEmbeds:
             if images is None:
                 return self.spec.encode_text(encoders, captions)
             return self.spec.encode_with_images(encoders, captions, images)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from finetrainers.config.checks.frames import frame_problems, length_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.models.spec import Batch, ModelSpec, Parts, tiled_for_memory
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.models.spec import Batch, ModelComponents, ModelSpec, tiled_for_memory
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.alive import work
 from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
@@ -27,7 +27,7 @@ from ..cache.encoder_index import remember_model
 from ..cache.keys import CacheKeys, EncoderEntry
 from ..cache.model_fingerprint import model_fingerprint
 from ..inspect.plan import DatasetPlan
-from .bad_samples import BadSample, BadSampleTracker, Substitutes
+from .bad_samples import BadSample, BadSampleTracker, ReplacementClips
 from .batch_sampler import MicroBatch, fixed_batches, sampler_for
 from .encode import Encoder
 from .loader import DecodeFetch, RawBatch, StepSampler, iterate_steps
@@ -50,9 +50,9 @@ class TrainingData:
         config: TrainConfig,
         *,
         spec: ModelSpec,
-        parallel: Ranks,
+        parallel: DistributedContext,
         texts: TextConditioning,
-        clip_encoders: Parts,
+        clip_encoders: ModelComponents,
         data_position: DataPosition,
     ) -> None:
         """Args:
@@ -95,20 +95,20 @@ class TrainingData:
             is_masked=any(clip.mask is not None for clip in (*plan.clips, *plan.eval_clips)),
         )  # fmt: skip
         # Only training clips have substitutes. A substitute of a held-out clip would change the evaluation set.
-        self._substitutes = Substitutes(all_cuts(plan.clips)) if config.data.max_bad_share else None
+        self._substitutes = ReplacementClips(all_cuts(plan.clips)) if config.data.max_bad_share else None
         self._fetch_strictly = plan.fetch_with(strict)
         self._fetch = plan.fetch_with(replace(strict, substitutes=self._substitutes))
 
     @phase(ENCODING_CLIPS)
     def _encode_clip(
-        self, clip_encoders: Parts, video: Tensor, generators: Sequence[torch.Generator]
+        self, clip_encoders: ModelComponents, video: Tensor, generators: Sequence[torch.Generator]
     ) -> Mapping[str, Tensor]:
         clip, *media = video.split(3, dim=1)
         media_by_name = dict(zip(sorted(self.spec.facts.media), media, strict=True))
         noise = generators if self.config.data.first_frame_noise else None
         return self.spec.encode_clip(clip_encoders, clip, noise, media_by_name)
 
-    def _encode_clips(self, keys: CacheKeys, clip_encoders: Parts) -> CacheKeys:
+    def _encode_clips(self, keys: CacheKeys, clip_encoders: ModelComponents) -> CacheKeys:
         """Encode every clip that the cache does not have, on all ranks, and return the keys of entries."""
         # Tiling changes latents a little at the seams.
         identity = model_fingerprint(clip_encoders.modules, tiling=bool(self.config.model.enable_tiling))

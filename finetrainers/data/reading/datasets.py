@@ -19,10 +19,10 @@ from finetrainers.config.base import Section
 from finetrainers.config.checks.data import check_dataset
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import value_message
-from finetrainers.config.names import INSTEAD, meant_by
+from finetrainers.config.names import INSTEAD, suggest_option
 from finetrainers.config.root import TrainConfig, fields, former_names
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import plural, quoted
 
 from .diffusion_pipe import Translated, translate
@@ -154,7 +154,7 @@ def epoch_repeats(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[fl
 
 def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise DataError(f"dataset {quoted(str(path))} {not_there(path)}")
+        raise DataError(f"dataset {quoted(str(path))} {missing_path_problem(path)}")
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -214,7 +214,7 @@ def _unknown_key_message(key: str, value: Any) -> str:
         return "is the same for all datasets; make it an option of the run"
     if isinstance(value, dict):
         return "is an unknown table"
-    suggestion = meant_by(key, _KEYS)
+    suggestion = suggest_option(key, _KEYS)
     hint = f"; {INSTEAD[key]}" if key in INSTEAD else f"; did you mean {suggestion!r}?" if suggestion else ""
     return f"is no option of a dataset{hint}"
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.map_paths import map_paths_threaded
 from finetrainers.utils.text import plural, quoted
 
@@ -34,7 +34,7 @@ from .sources.rows import (
     printable_name,
 )
 from .sources.unpacked import MediaFolder
-from .status import Unusable, UnusableError
+from .status import InvalidSample, InvalidSampleError
 
 Kind = Literal["video", "image"]
 
@@ -64,7 +64,7 @@ class Item:
     kind: Kind
     name: str
     where: str = ""
-    unusable: Unusable | None = None
+    unusable: InvalidSample | None = None
     state: os.stat_result | None = None
     extra: Mapping[str, Any] = field(default_factory=lambda: NO_EXTRA)
 
@@ -193,9 +193,9 @@ def _make_items(
     ):
         captions = _clean_captions(row, data, findings)
         unusable, state = None, None
-        if isinstance(captions, Unusable):
+        if isinstance(captions, InvalidSample):
             unusable, captions = captions, ("",)
-        if isinstance(state_or_problem, Unusable):
+        if isinstance(state_or_problem, InvalidSample):
             if unusable is None or unusable.status != "skipped":
                 unusable = state_or_problem
         elif unusable is None:
@@ -216,7 +216,7 @@ def _find_root(data: DataSection) -> Root:
             raise DataError(
                 f"data_root {path} is not a folder but a file; if it lists clips, give --dataset_file {path}"
             )
-        raise DataError(f"data_root {quoted(str(data.data_root))} {not_there(data.data_root, folder=True)}")
+        raise DataError(f"data_root {quoted(str(data.data_root))} {missing_path_problem(data.data_root, folder=True)}")
     if data.data_root is not None:
         folder = data.data_root
     elif data.dataset_file is not None:
@@ -246,7 +246,7 @@ def _read_rows(data: DataSection, root: Root, media_dir: Path | None, findings: 
     return hub.read_hub(data, root, MediaFolder(media_dir), findings)
 
 
-def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:
+def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | InvalidSample]:
     """Return the file of a row, and its `stat` or the reason why it must not be opened."""
     path = row.stored or root.folder / row.media
     try:
@@ -254,7 +254,7 @@ def _look_up(row: Row, root: Root) -> tuple[Path, os.stat_result | Unusable]:
             return path, require_file(path)
         path, state = root.look_up(row.media)
         return path, require_content(state)
-    except UnusableError as error:
+    except InvalidSampleError as error:
         return path, error.unusable
 
 
@@ -274,7 +274,7 @@ def _text_problem(captions: Sequence[str]) -> str | None:
     return None
 
 
-def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[str, ...] | Unusable:
+def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[str, ...] | InvalidSample:
     """Return the cleaned captions of a row, or the reason why it cannot be used."""
     if row.unusable is not None:
         return row.unusable
@@ -284,14 +284,14 @@ def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[st
         policy = data.caption_missing
         if policy == "skip":
             findings.note("without a caption left out", printable_name(row.media))
-            return Unusable("skipped", "no caption, and `caption_missing` is skip")
+            return InvalidSample("skipped", "no caption, and `caption_missing` is skip")
         if policy == "error" or (policy is None and raw is None):
             missing = "no caption" if raw is None else "an empty caption"
             hint = f"; expected it in {row.expected}" if row.expected else ""
-            return Unusable("caption_missing", f"{missing}{hint}")
+            return InvalidSample("caption_missing", f"{missing}{hint}")
         captions = ("",)
     if (reason := _text_problem(captions)) is not None:
-        return Unusable("caption_missing", reason)
+        return InvalidSample("caption_missing", reason)
     cleaned = tuple(
         clean_caption(caption, id_token=data.id_token, remove_prefixes=data.remove_common_llm_caption_prefixes)
         for caption in captions

@@ -24,7 +24,7 @@ from PIL import Image
 from finetrainers.utils.fetch import FetchError, fetch, is_url
 from finetrainers.utils.files import not_a_file
 
-from .status import UnusableError
+from .status import InvalidSampleError
 
 #: Pixels of one image or frame; PIL's limit for images, also used for videos.
 MAX_FRAME_PIXELS = 89_478_485
@@ -35,7 +35,7 @@ _FORMATS = "mov,matroska,avi,mpeg,mpegts,mpegvideo,m4v,gif,flv,asf,ogg,h264,hevc
 
 
 #: Errors about the file. PIL raises SyntaxError for broken PNG files.
-_FILE_ERRORS = (av.FFmpegError, OSError, EOFError, SyntaxError, Image.DecompressionBombError, UnusableError)
+_FILE_ERRORS = (av.FFmpegError, OSError, EOFError, SyntaxError, Image.DecompressionBombError, InvalidSampleError)
 
 
 def error_reason(error: Exception) -> str:
@@ -62,41 +62,42 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def decoding(path: Path | str) -> Iterator[None]:
-    """Turn whatever goes wrong in the block, except a lack of memory, into an `UnusableError` that names the file."""
+    """Turn whatever goes wrong in the block, except a lack of memory, into an `InvalidSampleError` that names the
+    file."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
         if isinstance(error, FetchError):  # which names the address
-            raise UnusableError(str(error), "missing", lasting=False) from error
-        status = error.status if isinstance(error, UnusableError) else "damaged"
-        raise UnusableError(f"cannot decode {path}: {error_reason(error)}", status) from error
+            raise InvalidSampleError(str(error), "missing", lasting=False) from error
+        status = error.status if isinstance(error, InvalidSampleError) else "damaged"
+        raise InvalidSampleError(f"cannot decode {path}: {error_reason(error)}", status) from error
 
 
 def require_file(path: Path) -> os.stat_result:
     """Return the `stat` of a file that may be opened. Opening a pipe would wait for a writer.
 
     Raises:
-        UnusableError: the file must not be opened.
+        InvalidSampleError: the file must not be opened.
     """
     try:
         state = path.stat()
     except FileNotFoundError:
         reason = f"a link to {str(path.readlink())!r}, which does not exist" if path.is_symlink() else "does not exist"
-        raise UnusableError(reason, "missing", lasting=False) from None
+        raise InvalidSampleError(reason, "missing", lasting=False) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = f"cannot be looked up: {getattr(error, 'strerror', None) or error}"
-        raise UnusableError(reason, "unreadable", lasting=False) from error
+        raise InvalidSampleError(reason, "unreadable", lasting=False) from error
     return require_content(state)
 
 
 def require_content(state: os.stat_result) -> os.stat_result:
     """Return the `stat` of a file if it may be opened; see `require_file`."""
     if (reason := not_a_file(state.st_mode)) is not None:
-        raise UnusableError(reason, "not_a_file", lasting=False)
+        raise InvalidSampleError(reason, "not_a_file", lasting=False)
     if state.st_size == 0:
-        raise UnusableError("the file is empty", "empty", lasting=False)
+        raise InvalidSampleError("the file is empty", "empty", lasting=False)
     return state
 
 
@@ -104,7 +105,7 @@ def open_image(path: Path | str) -> Image.Image:
     """Open an image of at most `MAX_FRAME_PIXELS`, reading only its header. Text may be a URL, which is fetched.
 
     Raises:
-        UnusableError: the image is not a file, of another format, or larger.
+        InvalidSampleError: the image is not a file, of another format, or larger.
         OSError: the URL cannot be fetched; see `fetch`.
         Exception: whatever PIL raises for damaged images.
     """
@@ -116,25 +117,27 @@ def open_image(path: Path | str) -> Image.Image:
     try:
         image = Image.open(source, formats=_IMAGE_FORMATS)
     except Image.UnidentifiedImageError as error:
-        raise UnusableError("not an image that PIL can read", "unreadable") from error
+        raise InvalidSampleError("not an image that PIL can read", "unreadable") from error
     except Image.DecompressionBombError as error:
-        raise UnusableError(f"cannot read the image: {error}", "too_large") from error
+        raise InvalidSampleError(f"cannot read the image: {error}", "too_large") from error
     if image.width * image.height > MAX_FRAME_PIXELS:
         image.close()
         raise too_large(image.width, image.height)
     return image
 
 
-def too_large(width: int, height: int) -> UnusableError:
+def too_large(width: int, height: int) -> InvalidSampleError:
     """Return the error about frames of a size over the limit."""
-    return UnusableError(f"{width}x{height} pixels is over the limit of {MAX_FRAME_PIXELS} for a frame", "too_large")
+    return InvalidSampleError(
+        f"{width}x{height} pixels is over the limit of {MAX_FRAME_PIXELS} for a frame", "too_large"
+    )
 
 
 def open_container(path: Path) -> av.container.InputContainer:
     """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`.
 
     Raises:
-        UnusableError: the video is not a file, or its format is not supported.
+        InvalidSampleError: the video is not a file, or its format is not supported.
         Exception: whatever PyAV raises for damaged files.
     """
     require_file(path)
@@ -146,7 +149,7 @@ def open_container(path: Path) -> av.container.InputContainer:
             metadata_errors="ignore",
         )
     except av.error.ArgumentError as error:
-        raise UnusableError(
+        raise InvalidSampleError(
             "its format is unknown, or its header damaged, or it names other files to be played", "unreadable"
         ) from error
     for stream in container.streams.video:
@@ -159,15 +162,15 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream:
     """Return the stream that is decoded: the first one.
 
     Raises:
-        UnusableError: no stream can be decoded.
+        InvalidSampleError: no stream can be decoded.
     """
     streams = container.streams.video
     if all(Disposition.attached_pic in stream.disposition for stream in streams):
-        raise UnusableError("no video stream", "no_video")
+        raise InvalidSampleError("no video stream", "no_video")
     if Disposition.attached_pic in streams[0].disposition:
-        raise UnusableError("its first video stream is a cover picture", "unreadable")
+        raise InvalidSampleError("its first video stream is a cover picture", "unreadable")
     if streams[0].codec_context is None:
-        raise UnusableError("its codec is unknown to FFmpeg; convert the file, to H.264 for example", "unreadable")
+        raise InvalidSampleError("its codec is unknown to FFmpeg; convert the file, to H.264 for example", "unreadable")
     return streams[0]
 
 

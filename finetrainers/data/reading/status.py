@@ -53,14 +53,14 @@ MEANINGS: Mapping[Status | Mark, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable:
+class InvalidSample:
     """The reason why an item cannot be used: its status, and a sentence without the item's name."""
 
     status: Status
     reason: str
 
 
-class UnusableError(ExpectedError, ValueError):
+class InvalidSampleError(ExpectedError, ValueError):
     """A file that cannot be used. The message is the reason; an error of decoding also names the file.
 
     Attributes:
@@ -74,6 +74,6 @@ class UnusableError(ExpectedError, ValueError):
         self.lasting = lasting
 
     @property
-    def unusable(self) -> Unusable:
+    def unusable(self) -> InvalidSample:
         """Status and reason."""
-        return Unusable(self.status, str(self))
+        return InvalidSample(self.status, str(self))

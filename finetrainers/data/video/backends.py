@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from ..reading.media import decoding, demux_packets, open_container, require_file, video_stream
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 from .pyav import PyavReader
 from .reader import LibraryReader, VideoReader
 
@@ -97,7 +97,7 @@ def fallback_reason(path: Path, backend: str) -> str | None:
             if video.num_frames != reference.num_frames:
                 return f"{video.num_frames} frames instead of {reference.num_frames}"
             expected, actual = [next((pixels for _, pixels in r.frames([0])), None) for r in (reference, video)]
-    except UnusableError:
+    except InvalidSampleError:
         return "its first frame cannot be decoded"
     if expected is None or actual is None or not np.array_equal(expected, actual):
         return "another first frame"

@@ -25,7 +25,7 @@ from ..buckets.buckets import cover_size
 from ..buckets.clip import Clip
 from ..buckets.frames import select_frames
 from ..reading.media import decoding, open_image
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 from .backends import open_video
 from .timeline import shown_at
 
@@ -58,7 +58,7 @@ def read_frames(
         `[T, H, W, 3]` uint8, one frame for each index.
 
     Raises:
-        UnusableError: the file cannot be read, or ends before the last requested frame.
+        InvalidSampleError: the file cannot be read, or ends before the last requested frame.
     """
     box = box or (0, 0, height, width)
     frames = torch.empty(len(indices), *box[2:], 3, dtype=torch.uint8) if out is None else out
@@ -73,12 +73,12 @@ def read_frames(
                 for position in positions[number]:
                     frames[position].copy_(crop(frame, box))
                 done += 1
-    except UnusableError as error:
+    except InvalidSampleError as error:
         if not done:
             raise
-        raise UnusableError(f"{error}, after {done} of {len(requested)} wanted frames") from error
+        raise InvalidSampleError(f"{error}, after {done} of {len(requested)} wanted frames") from error
     if done < len(requested):
-        raise UnusableError(
+        raise InvalidSampleError(
             f"{path} ends early: {done} of {len(requested)} wanted frames could be decoded, "
             f"the last wanted one is number {max(indices)}; the file is cut off or damaged"
         )
@@ -104,7 +104,7 @@ def read_image(path: Path, *, height: int, width: int) -> Tensor:
     """Read an image, turned upright and resized, as one frame `[1, H, W, 3]` uint8.
 
     Raises:
-        UnusableError: the file cannot be read.
+        InvalidSampleError: the file cannot be read.
     """
     return resize(_upright(path), height, width)[None]
 
@@ -113,7 +113,7 @@ def read_covering(path: Path, *, height: int, width: int) -> Tensor:
     """Read an image as `[3, H, W]` uint8, resized to cover that size and cropped in the middle.
 
     Raises:
-        UnusableError: the file cannot be read.
+        InvalidSampleError: the file cannot be read.
     """
     image = _upright(path)
     full = cover_size(image.shape[0], image.shape[1], height, width)
@@ -149,7 +149,7 @@ def load_clip(clip: Clip, *, generator: torch.Generator) -> Tensor:
             not shift another.
 
     Raises:
-        UnusableError: the file cannot be decoded.
+        InvalidSampleError: the file cannot be decoded.
     """
     (height, width), box, indices = find_cut(clip, generator)
     if clip.kind == "image":
@@ -213,10 +213,10 @@ def _times(clip: Clip) -> list[float]:
     """Return the second at which each frame of a clip's file is shown.
 
     Raises:
-        UnusableError: the file does not have the times, or has fewer frames than when the run was planned.
+        InvalidSampleError: the file does not have the times, or has fewer frames than when the run was planned.
     """
     with decoding(clip.path):
         times = shown_at(clip.path)
     if len(times) < clip.num_frames:
-        raise UnusableError(f"{clip.path} ends early: it has {len(times)} frames, and had {clip.num_frames}")
+        raise InvalidSampleError(f"{clip.path} ends early: it has {len(times)} frames, and had {clip.num_frames}")
     return times

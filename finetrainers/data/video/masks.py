@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..buckets.clip import Clip
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 from .decode import crop, find_cut, read_frames, read_image
 
 
@@ -22,7 +22,7 @@ def load_mask(clip: Clip, *, generator: torch.Generator) -> Tensor:
         generator: see `load_clip`.
 
     Raises:
-        UnusableError: the file cannot be decoded.
+        InvalidSampleError: the file cannot be decoded.
     """
     mask, cut = clip.mask, find_cut(clip, generator)
     assert mask is not None, "only clips with masks are asked for them"
@@ -44,12 +44,13 @@ def latent_weights(clip: Clip, pooled: Tensor) -> Tensor:
     """Return the weights of a clip's latents by its pooled mask.
 
     Raises:
-        UnusableError: the mask is black, and the clip is never cut in another way, so that it would never be trained.
+        InvalidSampleError: the mask is black, and the clip is never cut in another way, so that it would never be
+            trained.
     """
     assert clip.mask is not None, "only clips with masks are asked for them"
     is_only_cut = clip.start is None and "random" not in (clip.frame_selection, clip.reshape_mode)
     if not clip.mask.lowest and is_only_cut and not pooled.any():
-        raise UnusableError(
+        raise InvalidSampleError(
             f"its mask {clip.mask.path} is black in all frames of {clip.path} that are trained, within its crop",
             "mismatch",
         )

@@ -12,7 +12,7 @@ from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 
 from ..reading.media import decode_frames, demux_packets, open_container, video_stream
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 from .timeline import Timeline, timeline_from_index, timeline_from_packets
 
 # Fewer frames than this are decoded rather than jumped over: a jump empties the decoder, and often lands before the
@@ -126,8 +126,8 @@ class PyavReader:
         """Yield the numbered frames in `numbers`; consume none after the last.
 
         Raises:
-            UnusableError: a frame on the way is damaged. FFmpeg fills it with earlier content and goes on, and later
-                frames refer to it without being marked themselves.
+            InvalidSampleError: a frame on the way is damaged. FFmpeg fills it with earlier content and goes on, and
+                later frames refer to it without being marked themselves.
         """
         remaining = iter(numbers)
         target = next(remaining, None)
@@ -136,7 +136,7 @@ class PyavReader:
             if frame is None:
                 return
             if frame.is_corrupt:
-                raise UnusableError(f"frame {number} is damaged", "damaged")
+                raise InvalidSampleError(f"frame {number} is damaged", "damaged")
             if number == target:
                 yield number, frame
                 target = next(remaining, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import av
 
 from ..reading.media import demux_packets, open_container, video_stream
-from ..reading.status import UnusableError
+from ..reading.status import InvalidSampleError
 
 #: Frames count as evenly spaced if each is within this share of a period of its position. Clocks of containers are
 #: coarse (1 ms in Matroska, 1/600 s on phones), and so are declared rates.
@@ -94,11 +94,11 @@ def read_index(container: av.container.InputContainer, stream: av.VideoStream) -
     """Return the entries of a container's index about a stream's frames, or none if it has no index.
 
     Raises:
-        UnusableError: the index lists more frames than the file has bytes. A few bytes can declare 100 million.
+        InvalidSampleError: the index lists more frames than the file has bytes. A few bytes can declare 100 million.
     """
     entries = getattr(stream, "index_entries", ())  # older PyAV has no access to the index
     if len(entries) > container.size:
-        raise UnusableError(f"its index lists {len(entries)} frames in {container.size} bytes", "damaged")
+        raise InvalidSampleError(f"its index lists {len(entries)} frames in {container.size} bytes", "damaged")
     return list(entries)
 
 

@@ -18,7 +18,7 @@ from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.inspect.probe_all import ProbeOptions
 from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.items import DataError
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.utils.text import plural
 
 if TYPE_CHECKING:
@@ -210,4 +210,4 @@ class PairFetch:
                 return replace(raw, bad=bad, sample_keys=tuple(key for key in batch.sample_keys for _ in range(2)))
             # A replacement of either clip is a preferred clip, which stands for its pair.
             preferred = [next((clip for clip in fetched if clip not in pair), pair[0]) for pair, fetched in pairs]
-        raise UnusableError(f"no pair of this size can be read: {bad[-1].reason}")
+        raise InvalidSampleError(f"no pair of this size can be read: {bad[-1].reason}")

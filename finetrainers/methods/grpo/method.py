@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, log_density, transition_mean
 from finetrainers.methods.base import MethodParts, Metrics, Step
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import PromptEmbeds
 from finetrainers.utils.device import to_device
 
 from .no_replay.no_replay import LocalGradient, ReducedGradient
@@ -66,7 +66,7 @@ class Transition:
     advantage: Tensor
     weight: Tensor
     share: Tensor
-    conditions: Conditions
+    conditions: PromptEmbeds
     is_first: bool
     is_fresh: bool
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from finetrainers.diffusion.process import Process
 from finetrainers.methods.base import MethodParts, Metrics
-from finetrainers.models.spec import Conditions
+from finetrainers.models.spec import PromptEmbeds
 from finetrainers.utils.device import to_device
 from finetrainers.utils.seeding import derive_seed
 
@@ -38,7 +38,7 @@ _SMALLEST_DIVISOR = 1e-5
 
 
 @dataclass(frozen=True)
-class Noised:
+class NoisyClips:
     """Clips of a micro-batch, each at one noise level.
 
     Attributes:
@@ -56,7 +56,7 @@ class Noised:
     reward_weight: Tensor
     share: Tensor
     old: Tensor
-    conditions: Conditions
+    conditions: PromptEmbeds
 
 
 def decay(step: int, schedule: Sequence[float]) -> float:
@@ -117,7 +117,7 @@ def implicit_loss(
     return (reward_weight * distance(towards) + (1 - reward_weight) * distance(away)) / beta
 
 
-class NFT(RolloutMethod[RolloutBatch, Noised]):
+class NFT(RolloutMethod[RolloutBatch, NoisyClips]):
     """DiffusionNFT of any registered model."""
 
     def __init__(self, parts: MethodParts[PromptSource]) -> None:
@@ -137,7 +137,7 @@ class NFT(RolloutMethod[RolloutBatch, Noised]):
     def dummy_rollout(self) -> RolloutBatch:
         return self.collector.dummy_rollout()
 
-    def micro_batch(self, transformer: nn.Module, collected: RolloutBatch, rollout: int, part: Part) -> Noised:
+    def micro_batch(self, transformer: nn.Module, collected: RolloutBatch, rollout: int, part: Part) -> NoisyClips:
         """Return a micro-batch; each clip has separate noise at a separate noise level."""
         device, level = self.sampler.device, part.repeat
         jobs = [collected.jobs[i] for i in part.clips]
@@ -151,7 +151,7 @@ class NFT(RolloutMethod[RolloutBatch, Noised]):
         with self.old.applied(), torch.no_grad():
             old = self.sampler.predict(transformer, x_t, time, conditions)
         advantages = to_device(collected.advantages[part.clips].sum(1), device)
-        return Noised(
+        return NoisyClips(
             x0=x0,
             x_t=x_t,
             time=time,
@@ -167,10 +167,10 @@ class NFT(RolloutMethod[RolloutBatch, Noised]):
         random.Random(derive_seed(self.seed, "levels", *key)).shuffle(order)
         return order * -(-self.repeats // len(order))
 
-    def _predict(self, transformer: nn.Module, batch: Noised) -> Tensor:
+    def _predict(self, transformer: nn.Module, batch: NoisyClips) -> Tensor:
         return self.sampler.predict(transformer, batch.x_t, batch.time, batch.conditions)
 
-    def loss(self, transformer: nn.Module, batch: Noised) -> tuple[Tensor, Metrics]:
+    def loss(self, transformer: nn.Module, batch: NoisyClips) -> tuple[Tensor, Metrics]:
         transformer.eval()
         prediction = self._predict(transformer, batch)
         process, beta = self.sampler.process, self.section.nft_beta

@@ -19,7 +19,7 @@ from finetrainers.utils.phases import ROLLOUT, phase
 from .prompts.selective_rollouts import SelectiveRollouts
 from .prompts.source import PromptSource
 from .rollout.batches import Part, Rollout, parts_of_updates
-from .rollout.collect import Collector, timed
+from .rollout.collect import RolloutCollector, timed
 from .rollout.evaluate import PromptEvaluation
 
 R = TypeVar("R", bound=Rollout)
@@ -48,7 +48,7 @@ class RolloutMethod(ABC, Generic[R, T]):
         self.section = parts.config.grpo
         self.seed = parts.config.training.seed
         self.updates = self.section.updates_per_rollout
-        self.collector = Collector(parts)
+        self.collector = RolloutCollector(parts)
         self.sampler = self.collector.sampler
         trained = (f"reward/{name}" for name, weight in self.collector.panel.weights.items() if weight)
         self.headline = (*trained, *type(self).headline)  # before rewards that are only logged

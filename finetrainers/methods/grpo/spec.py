@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetrainers.config.checks.grpo import OF_CLIPS
+from finetrainers.config.checks.grpo import CLIP_OPTIONS
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -18,11 +18,11 @@ from finetrainers.config.grpo import trained_steps, why_no_rollout_gradients
 from finetrainers.config.hacking import HackingRule, hacking_rule, measures_kl
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.methods.spec import MethodMemory, MethodSpec, Variant, WorkPlan
-from finetrainers.parallel.sharding import Split
+from finetrainers.methods.spec import MethodMemory, MethodSpec, TrainingSet, Variant
+from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.utils.text import plural
 
-from .no_replay.gradient_plan import learns_in_rollout, passes, sampled_clips, waiting_memory
+from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
 from .prompts.plan import PromptPlan, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
@@ -56,11 +56,11 @@ class RewardFinetuning(MethodSpec):
         name: _INSTEAD.get(name, "")
         for name, option in fields().items()
         if (option.section in ("data", "dataloader", "diffusion") or name == "eval_num_timesteps")
-        and name not in (*_READ, *OF_CLIPS)
+        and name not in (*_READ, *CLIP_OPTIONS)
     }
     source = "finetrainers.methods.grpo.prompts.source:PromptSource"
 
-    def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> WorkPlan | None:
+    def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         return plan_prompts(config, geometry)
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
@@ -105,7 +105,7 @@ class RewardFinetuning(MethodSpec):
         if _is_nft(config) and not parallel.weights_are_whole:
             message = "the sampling policy is swapped in as whole weights, and this strategy splits them; use DDP"
             yield Problem("--method nft", message)
-        if not self.learns_in_rollout(config):
+        if not self.computes_grads_in_rollout(config):
             return
         if parallel.why_no_local_gradients is not None:
             yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay")
@@ -162,7 +162,7 @@ class RewardFinetuning(MethodSpec):
         return True
 
     def accumulates(self, config: TrainConfig) -> bool:
-        if self.learns_in_rollout(config):
+        if self.computes_grads_in_rollout(config):
             return False
         section = config.grpo
         repeats = section.nft_timesteps if _is_nft(config) else trained_steps(section)
@@ -171,10 +171,10 @@ class RewardFinetuning(MethodSpec):
     def scores_while_sampling(self, config: TrainConfig) -> bool:
         return config.grpo.overlap_rewards
 
-    def learns_in_rollout(self, config: TrainConfig) -> bool:
-        return learns_in_rollout(config)
+    def computes_grads_in_rollout(self, config: TrainConfig) -> bool:
+        return computes_grads_in_rollout(config)
 
-    def variants(self, config: TrainConfig, split: Split) -> list[Variant]:
+    def variants(self, config: TrainConfig, split: ShardingSpec) -> list[Variant]:
         section, option = config.grpo, "rollout_gradients"
         if config.training.method != "grpo" or section.rollout_gradients != "auto":
             return []
@@ -237,7 +237,7 @@ class RewardFinetuning(MethodSpec):
         copies = trained if is_nft else 0.0
         if config.training.training_type == "full-finetune" and self.uses_reference(config):
             copies += reference
-        if self.learns_in_rollout(config):
+        if self.computes_grads_in_rollout(config):
             return replace(waiting_memory(config), copies=copies)
         elements = sampled_clips(config) * math.prod(latent)
         trajectories = 4.0 * elements

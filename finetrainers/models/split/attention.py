@@ -26,7 +26,7 @@ _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttentionFn:
     """Attention over `[B, S, H, D]` by the backend of this name, or by PyTorch's for masks that it does not take."""
 
     name: str
@@ -109,7 +109,7 @@ def check_backend(name: str, *, device: torch.device, dtype: torch.dtype, head_d
     try:
         with attention_backend(name):  # fetches the kernel, and checks the package; the default is as before afterwards
             pass
-        actual = _with_gradients(Attend(name), inputs)
+        actual = _with_gradients(AttentionFn(name), inputs)
     except Exception as error:
         message = f"{name} fails on {_device_name(device)}: {type(error).__name__}: {error}"
         raise ConfigError([Problem("--attn_backend", f"{message}; use native")]) from error

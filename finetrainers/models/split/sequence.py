@@ -33,13 +33,13 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import SpMode, heads_problem, ring_problem
 
 from ..batch import even_bounds
-from .attention import Attend, set_processors
+from .attention import AttentionFn, set_processors
 from .ring import ring_attention
 from .sequence_dropout import no_streams, split_dropout
 
 
 @dataclass(frozen=True)
-class TokenPlan:
+class SequenceParallelPlan:
     """Dimensions of latent tokens in a network's tensors, where these can be split.
 
     Attributes:
@@ -139,7 +139,7 @@ class _Join(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class SplitAttend(Attend):
+class SplitAttend(AttentionFn):
     """Attention over a clip split over processes: each computes part of the heads, or its tokens (`ring`)."""
 
     sequence: SequenceGroup
@@ -148,7 +148,7 @@ class SplitAttend(Attend):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, text: tuple[int, int] = (0, 0)
     ) -> Tensor:
-        """Compute attention as `Attend`; text tokens, first and last, are on every process. Clips have no mask."""
+        """Compute attention as `AttentionFn`; text tokens, first and last, are on every process. Clips have no mask."""
         before, after = text
         own = query.shape[1] - before - after
         if own != self.sequence.shares[self.sequence.rank]:
@@ -230,7 +230,7 @@ def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None, 
     split_tokens(network, spec.token_plan, sequence)
 
 
-def split_tokens(network: nn.Module, plan: TokenPlan, sequence: SequenceGroup) -> None:
+def split_tokens(network: nn.Module, plan: SequenceParallelPlan, sequence: SequenceGroup) -> None:
     """Split each call of a network over the processes of a group, which must all make it; in place, after a LoRA."""
 
     def split_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetrainers.draw.curves import OF_A_RANK, Panel, Points, is_number, matching, panels_of, spread_of
 from finetrainers.draw.svg_chart import COLORS, Chart, Mark, Series, wants_log
-from finetrainers.rundir.run_records import Event, RunRecords, hacking_of
+from finetrainers.rundir.run_records import Event, RunRecords, describe_reward_hacking
 
 from .watched import Watched
 
@@ -156,7 +156,9 @@ def marks_of(run: RunRecords, color: int | None = None) -> Iterator[Mark]:
         elif kind == "spike":
             yield Mark(step, f"{prefix}spike at step {step:g}: {event.get('values')}", "spike", color)
         elif kind == "reward_hacking":
-            yield Mark(step, f"{prefix}reward hacking at step {step:g}: {hacking_of(event)}", "failure", color)
+            yield Mark(
+                step, f"{prefix}reward hacking at step {step:g}: {describe_reward_hacking(event)}", "failure", color
+            )
         elif kind == "nonfinite":
             yield Mark(step, f"{prefix}not finite at step {step:g}: {event.get('values')}", "failure", color)
         elif kind == "out_of_memory":

@@ -12,7 +12,7 @@ from finetrainers.rundir.run_records import RunRecords
 from finetrainers.sampling.grid import Cell, Grid, Group, Row
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.text import shortened
-from finetrainers.utils.video import comment_of, evenly_spaced
+from finetrainers.utils.video import evenly_spaced, read_comment
 
 from .watched import Watched
 
@@ -121,7 +121,7 @@ def _heading(path: Path) -> str:
 
 def _read_comment(path: Path) -> str:
     try:
-        return comment_of(path)
+        return read_comment(path)
     except (OSError, ValueError):  # truncated while it is copied; PyAV's errors are subclasses of these
         return ""
 

@@ -17,8 +17,8 @@ from finetrainers.rundir.run_records import (
     Event,
     RunRecords,
     changed_options,
+    describe_reward_hacking,
     differing_options,
-    hacking_of,
     option_value,
     table_of,
 )
@@ -64,7 +64,9 @@ def facts_of(run: RunRecords) -> list[tuple[str, str]]:
         rows.append(("training steps took", duration(run.training_seconds)))
     for event in run.of_kind("reward_hacking")[-1:]:
         good_checkpoint = f"; before it: {event['checkpoint']}" if event.get("checkpoint") else ""
-        rows.append(("reward hacking", f"seen at step {event.get('step')}: {hacking_of(event)}{good_checkpoint}"))
+        rows.append(
+            ("reward hacking", f"seen at step {event.get('step')}: {describe_reward_hacking(event)}{good_checkpoint}")
+        )
     resumes = [event for event in run.of_kind("start") if event.get("step")]
     if resumes:
         steps = ", ".join(str(event["step"]) for event in resumes)
@@ -259,7 +261,7 @@ _EVENTS: Mapping[str, tuple[str, Callable[[Event], str]]] = {
     "finished": ("good", lambda e: "finished"),
     "stopped": ("note", lambda e: f"stopped by {e.get('by')}"),
     "stopped_by_guard": ("bad", lambda e: f"stopped by {e.get('by')}"),
-    "reward_hacking": ("bad", lambda e: f"reward hacking: {hacking_of(e)}"),
+    "reward_hacking": ("bad", lambda e: f"reward hacking: {describe_reward_hacking(e)}"),
     "spike": ("note", lambda e: f"spike: {e.get('values')}"),
     "nonfinite": ("bad", lambda e: f"not finite: {e.get('values')}{'; step skipped' if e.get('skipped') else ''}"),
     "rollback": ("bad", lambda e: f"rolled back, after step {e.get('failed')} was not finite"),

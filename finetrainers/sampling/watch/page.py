@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..plan import SamplePlan, Variant
-from ..run import Drawn, PageText, show
+from ..run import PageText, SampleResult, show
 from .scores import Scores
 
 #: Number of newest checkpoints with clips on the page, excluding the best.
@@ -66,7 +66,7 @@ def write_page(
     if len(selected) < len(columns):
         facts.append(("shown", f"{len(selected)} of {len(columns)} checkpoints"))
     text = PageText(f"Watch of {plan.given[0]}", facts, clip_facts, _table(columns, scores.labels))
-    show(plan, Drawn(clips, 0, problems), text=text)
+    show(plan, SampleResult(clips, 0, problems), text=text)
 
 
 def _clip_facts(scores: Scores, key: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import build_config
 from finetrainers.config.prompts import MEDIA_OPTIONS, parse_validation_prompts
 from finetrainers.config.rewards import RewardEntry, parse_reward
@@ -21,16 +21,16 @@ from finetrainers.config.watch import (
     Size,
     WatchSection,
     class_size,
+    evaluation_rewards,
     label_of,
     read_presets,
-    rewards_of,
 )
 from finetrainers.models.files.hub import ask
 from finetrainers.plan.preflight import check_tracker, resolve_family
-from finetrainers.rewards.registry import not_to_be_had, reward_problems, weights_not_here
+from finetrainers.rewards.registry import missing_repositories, reward_problems, unavailable_weights_problem
 from finetrainers.rundir.identity import Identity, are_different, read_identity, read_identity_file
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
 
@@ -71,7 +71,7 @@ class WatchPlan:
         return next(iter(self.presets.values())).config
 
 
-def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
+def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan:
     """Plan the samples of each checkpoint, and check the plan.
 
     Args:
@@ -88,7 +88,9 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
             "launcher", "a watch is one process; start it without a launcher, on a device of its own (--device)"
         )
     if not (run / "config.toml").is_file():
-        reason = "has no config.toml; give a run's --output_dir" if run.is_dir() else not_there(run, folder=True)
+        reason = (
+            "has no config.toml; give a run's --output_dir" if run.is_dir() else missing_path_problem(run, folder=True)
+        )
         raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}")])
     requested: dict[str, Preset | None] = {}
     try:
@@ -97,7 +99,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
         findings.errors += error.problems
         requested = {AS_VALIDATION: Preset()}  # to check prompts and images, which all presets share
     target = Target(str(run), BASE, run_source(run), run)
-    config = build_config([target.source, Given(dict(flags.values), dict(flags.where))])
+    config = build_config([target.source, RawOptions(dict(flags.values), dict(flags.where))])
     output_dir = options.output_dir or run / "watch"
     rewards, best_by = _rewards(config, options, output_dir, findings)
     labels = [label_of(entry, rewards) for entry in rewards]
@@ -120,7 +122,7 @@ def plan_watch(run: Path, options: WatchSection, flags: Given) -> WatchPlan:
     return WatchPlan(run, presets, rewards, labels, options, output_dir, identity)
 
 
-def _plan(target: Target, options: WatchSection, flags: Given, preset: Preset, folder: Path) -> SamplePlan:
+def _plan(target: Target, options: WatchSection, flags: RawOptions, preset: Preset, folder: Path) -> SamplePlan:
     values = {name: getattr(options, name) for name in _TAKEN}
     size = None if preset.size is None else "x".join(map(str, preset.size))
     section = SampleSection.model_validate(
@@ -170,16 +172,18 @@ def _rewards(
     config: TrainConfig, options: WatchSection, output_dir: Path, findings: Findings
 ) -> tuple[list[RewardEntry], str | None]:
     """Return the requested rewards, or else those of the run, and the label of the reward that selects the best."""
-    entries = list(options.reward) or rewards_of(config)
+    entries = list(options.reward) or evaluation_rewards(config)
     for entry in entries:
         findings.errors += [Problem("--reward", message) for message in reward_problems(entry)]
     label = options.best_by
     if label is not None:
         entries, label = _with_best(label, entries, output_dir, findings)
     if not findings.errors:
-        repositories = dict.fromkeys(repo for entry in entries for repo in weights_not_here(entry))
+        repositories = dict.fromkeys(repo for entry in entries for repo in missing_repositories(entry))
         away = ask(list(repositories))
-        findings.errors += [Problem("--reward", not_to_be_had(repo, away)) for repo in repositories if away]
+        findings.errors += [
+            Problem("--reward", unavailable_weights_problem(repo, away)) for repo in repositories if away
+        ]
     return entries, label
 
 

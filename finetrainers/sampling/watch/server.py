@@ -21,21 +21,21 @@ from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import join
 from finetrainers.rewards.reward_set import RewardError, RewardSet
 from finetrainers.rundir.best import best_checkpoint, mark_best
-from finetrainers.rundir.find import Found, scan_checkpoints
+from finetrainers.rundir.find import CheckpointInfo, scan_checkpoints
 from finetrainers.rundir.identity import are_different, read_identity
 from finetrainers.rundir.lock import exclusive
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
 from finetrainers.training.sampling import EncodedPrompts
-from finetrainers.utils.failures import ExpectedError, sentence_of
+from finetrainers.utils.failures import ExpectedError, user_message
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256
 from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.text import duration, plural, shortened
 
-from ..ledger import Ledger
+from ..ledger import SampleIndex
 from ..memory import offloads
 from ..plan import Sample, SamplePlan, Variant
-from ..run import Drawn, check_weights, draw_missing
+from ..run import SampleResult, check_weights, generate_missing
 from ..sampler import Sampler
 from ..weights import AVERAGES, find_target
 from .page import Column, write_page
@@ -156,7 +156,7 @@ class Watch:
             self._rewards = None
             free_memory()
 
-    def _read_checkpoint(self, listed: Found) -> Checkpoint | None:
+    def _read_checkpoint(self, listed: CheckpointInfo) -> Checkpoint | None:
         """Return a listed checkpoint with its content, or None if it is incomplete, which is reported once."""
         if listed.path.name.startswith("."):  # it is being replaced
             return None
@@ -197,7 +197,7 @@ class Watch:
         is_scored = bool(samples) and all(scores.has(checkpoint.manifest, sample.key) for sample in samples)
         return is_scored and (tracker is None or tracker.has(name, checkpoint.manifest))
 
-    def _serve(self, name: str, listed: Found, checkpoint: Checkpoint) -> bool:
+    def _serve(self, name: str, listed: CheckpointInfo, checkpoint: Checkpoint) -> bool:
         """Sample and score a checkpoint, and return False if it is incomplete. Its errors concern it alone."""
         started = time.monotonic()
         try:
@@ -244,7 +244,7 @@ class Watch:
         if _is_gone(checkpoint) or _is_other(checkpoint):
             self.say(f"step {checkpoint.step} was removed while it was sampled")
             return
-        sentence = sentence_of(error)
+        sentence = user_message(error)
         if sentence is not None and isinstance(error, OSError):
             raise error
         reason = sentence or (str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
@@ -252,16 +252,16 @@ class Watch:
         self.say(f"step {checkpoint.step}, {name}: not sampled: {reason}")
         logger.debug("step %d", checkpoint.step, exc_info=error)
 
-    def _draw(self, name: str, variant: Variant) -> Drawn:
+    def _draw(self, name: str, variant: Variant) -> SampleResult:
         plan = self._column_plan(name, variant)
         check_weights(plan)
-        ledger = Ledger(plan.output_dir)
+        ledger = SampleIndex(plan.output_dir)
         if all(ledger.find(sample) is not None for sample in plan.samples()):
-            return draw_missing(plan, self.parallel)
+            return generate_missing(plan, self.parallel)
         if self._sampler is None:
             self._sampler, self._encoded = self._load_models()
             plan = self._column_plan(name, variant)  # without the prompts that cannot be encoded
-        return draw_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
+        return generate_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
 
     def _column_plan(self, name: str, variant: Variant) -> SamplePlan:
         return replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
@@ -291,7 +291,7 @@ class Watch:
             WatchError: no prompt can be encoded.
         """
         for prompt, error in failed.items():
-            reason = sentence_of(error) or f"{type(error).__name__}: {error}"
+            reason = user_message(error) or f"{type(error).__name__}: {error}"
             text = shortened(" ".join(prompt.prompt.split()), 60)
             self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {reason}")
             self.say(self.left_out[-1])
@@ -306,7 +306,7 @@ class Watch:
         self.plan = replace(self.plan, presets=presets)
         self._clips.clear()
 
-    def _score(self, name: str, samples: Sequence[Sample], checkpoint: Checkpoint, drawn: Drawn) -> None:
+    def _score(self, name: str, samples: Sequence[Sample], checkpoint: Checkpoint, drawn: SampleResult) -> None:
         """Score the clips without scores, read from their files, and record all."""
         fault_point("watch.score")
         scores = self._scores[name]
@@ -338,7 +338,7 @@ class Watch:
     def _update_page(self, name: str, best: Checkpoint | None) -> None:
         """Write sheet and page of the newest checkpoints and the best, and send those that the tracker lacks."""
         plan, scores, tracker = self.plan.presets[name], self._scores[name], self._tracker
-        ledger, columns = Ledger(plan.output_dir), []
+        ledger, columns = SampleIndex(plan.output_dir), []
         for step, manifest, variant in scores.columns():
             samples = self._samples(name, variant)
             clips = {sample.key: file for sample in samples if (file := ledger.find(sample)) is not None}
@@ -401,7 +401,7 @@ def _is_other(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _forget(samples: Sequence[Sample], drawn: Drawn) -> None:
+def _forget(samples: Sequence[Sample], drawn: SampleResult) -> None:
     """Remove clips, so that the ledger counts them as missing."""
     for sample in samples:
         if sample.key in drawn.clips:

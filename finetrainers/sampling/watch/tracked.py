@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.training.callbacks.samples import sheet_of
+from finetrainers.training.callbacks.samples import video_sheet
 from finetrainers.training.callbacks.trackers import TRACKERS, Media, Place, TrackedRun
 from finetrainers.utils.files import read_jsonl, write_json_atomic
-from finetrainers.utils.video import comment_of
+from finetrainers.utils.video import read_comment
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ class _SingleTracker:
         if means:
             self._tracked.log({f"watch/{preset}/{label}": value for label, value in means.items()}, step=step)
         names = [f"watch/{preset}/{video.stem.replace(f'_step-{step:06d}', '')}" for video in videos]
-        media = [Media(name, video, comment_of(video)) for name, video in zip(names, videos, strict=True)]
-        self._tracked.log_media([*media, Media(f"watch/{preset}/sheet", sheet_of(list(videos)))], step=step)
+        media = [Media(name, video, read_comment(video)) for name, video in zip(names, videos, strict=True)]
+        self._tracked.log_media([*media, Media(f"watch/{preset}/sheet", video_sheet(list(videos)))], step=step)
 
     def _open(self) -> TrackedRun:
         joined = training_run(self._run, self.config, self.kind)

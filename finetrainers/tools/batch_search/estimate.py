@@ -10,7 +10,7 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import reserved
 from finetrainers.memory.phases import RunPlan
 from finetrainers.plan.memory_plan import RunMemory
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.utils.phases import label
 
 from .request import Bucket, BucketSearch
@@ -18,7 +18,7 @@ from .sizes import largest_fitting
 
 
 def estimate_sizes(
-    checked: Preflight,
+    checked: ResolvedRun,
     searches: Sequence[BucketSearch],
     *,
     limit: float,

@@ -20,7 +20,7 @@ from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.loading.training_data import longest_captions
 from finetrainers.memory.estimate import GIB
 from finetrainers.plan.init_distributed import make_strategy
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.training.assemble import assemble
 from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.training.trainer import Trainer
@@ -41,7 +41,7 @@ _ACCUMULATED = 2
 
 
 @contextlib.contextmanager
-def loaded_bench(checked: Preflight) -> Iterator[Bench]:
+def load_timer(checked: ResolvedRun) -> Iterator[StepTimer]:
     """Load the model, with one clip of each bucket encoded, in a folder that is deleted after the block.
 
     Args:
@@ -63,7 +63,7 @@ def loaded_bench(checked: Preflight) -> Iterator[Bench]:
                     watchdog.enter("loading")
                     trainer = assemble(checked, parallel, watchdog, memory)
                 trainer.state.transformer.train()
-                yield Bench(trainer)
+                yield StepTimer(trainer)
 
 
 def _select_clips(plan: DatasetPlan) -> DatasetPlan:
@@ -95,7 +95,7 @@ def _make_config(config: TrainConfig, folder: Path) -> TrainConfig:
     return config.model_copy(update=updated)
 
 
-class Bench:
+class StepTimer:
     """Loaded model that takes training steps of any batch size.
 
     Attributes:
@@ -199,7 +199,7 @@ class Bench:
 
 
 def measure_sizes(
-    bench: Bench,
+    bench: StepTimer,
     bucket_search: BucketSearch,
     *,
     steps: int,

@@ -14,7 +14,7 @@ from .sizes import Trial, best
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchResult:
     """Finished search.
 
     Attributes:
@@ -73,7 +73,7 @@ def trial_line(search: BucketSearch, trial: Trial, *, noun: str) -> str:
     return f"{prefix}{trial.peak:.2f} GiB, {trial.seconds / trial.clips:.3g} s/{noun}{over}"
 
 
-def report_lines(results: Searched) -> list[str]:
+def report_lines(results: SearchResult) -> list[str]:
     """Return the table, notes about it, and the lines for the configuration."""
     lines = ["", *aligned(list(_rows(results)))]
     lines += _notes(results)
@@ -84,7 +84,7 @@ def report_lines(results: Searched) -> list[str]:
     return lines
 
 
-def _rows(results: Searched) -> Iterator[list[str]]:
+def _rows(results: SearchResult) -> Iterator[list[str]]:
     noun, is_measured = results.noun, results.unmeasured is None
     headings = ["bucket", f"{noun}s", "estimated"]
     if is_measured:
@@ -114,7 +114,7 @@ def _measured_cells(trial: Trial | None, tokens: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _notes(results: Searched) -> Iterator[str]:
+def _notes(results: SearchResult) -> Iterator[str]:
     estimate, measured = results.limit
     share = f"{100 * results.margin:g} %"
     memory = "the GPU" if results.on_gpu else "host memory"
@@ -147,7 +147,7 @@ def _notes(results: Searched) -> Iterator[str]:
         yield f"no {results.noun} comes in {', '.join(map(bucket_text, results.empty))}: not searched"
 
 
-def as_json(results: Searched) -> dict[str, Any]:
+def as_json(results: SearchResult) -> dict[str, Any]:
     """Return the search for programs; memory in GiB, times in seconds."""
     return {
         "measured": results.unmeasured is None,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from finetrainers.config.errors import Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_names, method_spec
-from finetrainers.methods.spec import WorkPlan
+from finetrainers.methods.spec import TrainingSet
 from finetrainers.parallel.sharding import with_launcher
-from finetrainers.plan.preflight import Preflight
+from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.utils.launch import launched_processes
 
 from .sizes import Trial, best
@@ -97,7 +97,7 @@ def search_problems(config: TrainConfig) -> list[Problem]:
     return problems
 
 
-def buckets_of(plan: WorkPlan, *, most: int) -> list[BucketSearch]:
+def buckets_of(plan: TrainingSet, *, most: int) -> list[BucketSearch]:
     """Return the buckets that a run uses, those with most pixels first.
 
     Sizes above a bucket's number of clips are not tried, since no batch would have as many.
@@ -146,7 +146,7 @@ def without_clips(config: TrainConfig, searches: Sequence[BucketSearch]) -> list
     return [bucket for bucket in dict.fromkeys(method_spec(config).sizes(config)) if bucket not in searched]
 
 
-def tokens_of(checked: Preflight, bucket: Bucket) -> int:
+def tokens_of(checked: ResolvedRun, bucket: Bucket) -> int:
     """Return the transformer's tokens for a sample of a bucket, without those of its text; a pair is two clips."""
     clips = method_spec(checked.config).memory(checked.config, (1, *bucket), batch_size=1, trained=0.0, reference=0.0)
     return clips.batch_size * checked.geometry.num_tokens(*bucket)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import printable, quoted
 
 from ..sync import ASKS
@@ -71,7 +71,7 @@ def read_hosts(path: Path) -> list[Node]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        message = not_there(path) if not path.exists() else f"cannot be read: {error}"
+        message = missing_path_problem(path) if not path.exists() else f"cannot be read: {error}"
         raise ConfigError([Problem("--hosts", f"{path} {message}")]) from None
     nodes: dict[str, Node] = {}
     problems = []
@@ -96,7 +96,7 @@ def read_hosts(path: Path) -> list[Node]:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class HostGroup:
     """Settings for asking machines.
 
     Attributes:

@@ -32,7 +32,7 @@ class HackingWatch(Callback):
         """Pass the records since the checkpoint, which was saved before the evaluation of its step."""
         path, last = state.run_dir.metrics_file, self.guard.last
         records = read_jsonl(path)[0] if state.step and state.parallel.is_main and path.is_file() else []
-        for record in state.parallel.same_on_all([r for r in records if last < r["step"] <= state.step]):
+        for record in state.parallel.broadcast_object([r for r in records if last < r["step"] <= state.step]):
             self.guard.record(record)
 
     def on_back(self, state: TrainState) -> None:
@@ -42,7 +42,7 @@ class HackingWatch(Callback):
         guard = self.guard
         if not guard.record(record):
             return
-        hacking = state.parallel.same_on_all(guard.detect())  # the ranks must stop together
+        hacking = state.parallel.broadcast_object(guard.detect())  # the ranks must stop together
         if hacking is not None and (guard.rule.action == "stop" or not guard.is_found):
             self._act(state, hacking)
         guard.is_found = hacking is not None

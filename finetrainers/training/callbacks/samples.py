@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from finetrainers.draw.contact_sheet import Strip, contact_sheet
-from finetrainers.utils.video import comment_of, evenly_spaced, read_mp4, write_mp4
+from finetrainers.utils.video import evenly_spaced, read_comment, read_mp4, write_mp4
 
 _COLUMNS = 8  # frames of a row
 _ROWS = 8  # steps of a contact sheet, at most
@@ -42,9 +42,9 @@ def write_sample(samples: Path, name: str, clip: np.ndarray, *, step: int, fps: 
     return video
 
 
-def sheet_of(videos: Sequence[Path]) -> Image.Image:
+def video_sheet(videos: Sequence[Path]) -> Image.Image:
     """Return a sheet of videos that `write_mp4` wrote, each under its comment; if very many, evenly spaced ones."""
     selected = [videos[index] for index in evenly_spaced(len(videos), SHEET_VIDEOS)]
     return contact_sheet(
-        [(comment_of(path) or path.stem, [Strip("", *read_mp4(path, columns=_COLUMNS))]) for path in selected]
+        [(read_comment(path) or path.stem, [Strip("", *read_mp4(path, columns=_COLUMNS))]) for path in selected]
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from finetrainers.config.rewards import RewardEntry
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 
 from .base import Record
 
@@ -19,7 +19,7 @@ WEIGHTED_SUM = "weighted_sum"
 class SampleScores:
     """Scorer of samples by the evaluation rewards, whose networks stay on the device."""
 
-    def __init__(self, entries: Sequence[RewardEntry], parallel: Ranks) -> None:
+    def __init__(self, entries: Sequence[RewardEntry], parallel: DistributedContext) -> None:
         """Args:
         entries: the rewards.
         parallel: the processes of the run, which load them in turns.
@@ -27,7 +27,9 @@ class SampleScores:
         from finetrainers.rewards.reward_set import RewardSet  # a run without rewards does not import them
 
         # A clip without a score does not end a training that does not need it; a warning names it.
-        self.panel = parallel.in_turns("loading the evaluation rewards", lambda: RewardSet(entries, on_error="mask"))
+        self.panel = parallel.one_at_a_time(
+            "loading the evaluation rewards", lambda: RewardSet(entries, on_error="mask")
+        )
         self.parallel = parallel
 
     def record(self, samples: Sequence[tuple[int, str, np.ndarray]], *, fps: float) -> Record:

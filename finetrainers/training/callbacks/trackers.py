@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from PIL import Image
 
-from finetrainers.utils.video import gif_of
+from finetrainers.utils.video import make_gif
 
 #: Types of values that trackers take as settings; they get others as strings.
 _PLAIN = (int, float, str, bool)
@@ -156,7 +156,7 @@ class TensorBoard(TrackedRun):
 def _encoded(content: Image.Image | Path) -> tuple[bytes, tuple[int, int]]:
     """Return the bytes of an image file, and its width and height."""
     if isinstance(content, Path):
-        return gif_of(content, width=_GIF_WIDTH)
+        return make_gif(content, width=_GIF_WIDTH)
     data = io.BytesIO()
     content.save(data, "JPEG", quality=90)
     return data.getvalue(), content.size

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.sections import RunSection
 from finetrainers.utils.files import read_jsonl
-from finetrainers.utils.video import comment_of
+from finetrainers.utils.video import read_comment
 
 from .base import Callback, Record
-from .samples import SHEET_VIDEOS, sheet_of
+from .samples import SHEET_VIDEOS, video_sheet
 from .trackers import TRACKERS, Media, Place, TrackedRun
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ class TrackedMedia(Callback):
             videos = sorted(folder.glob("[!.]*.mp4"), key=_importance)
             if videos:
                 kind = folder.parent.name
-                media = [Media(f"{kind}/{video.stem}", video, comment_of(video)) for video in videos]
+                media = [Media(f"{kind}/{video.stem}", video, read_comment(video)) for video in videos]
                 listed = videos[:SHEET_VIDEOS] if kind == "rollouts" else videos
-                tracked.log_media([*media, Media(f"{kind}/sheet", sheet_of(listed))], step=state.step)
+                tracked.log_media([*media, Media(f"{kind}/sheet", video_sheet(listed))], step=state.step)
 
         self.tracker.send(state, action, media=True)
 

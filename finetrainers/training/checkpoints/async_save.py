@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.utils.alive import waiting
 
 if TYPE_CHECKING:
-    from finetrainers.parallel.ranks import Ranks
+    from finetrainers.parallel.ranks import DistributedContext
 
     from ..watchdog import Watchdog
 
@@ -37,7 +37,7 @@ class SaveJob:
     publish: Callable[[list[Any]], None] | None = None
     discarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
-    def run(self, parallel: Ranks) -> None:
+    def run(self, parallel: DistributedContext) -> None:
         """Save while training waits; every rank must call it.
 
         Raises:
@@ -50,7 +50,7 @@ class SaveJob:
             error = caught
         self.conclude(parallel, written, error)
 
-    def conclude(self, parallel: Ranks, written: Any, error: Exception | None) -> None:
+    def conclude(self, parallel: DistributedContext, written: Any, error: Exception | None) -> None:
         """Publish if all ranks have written, once this one has or has failed; every rank must call it.
 
         Raises:
@@ -72,7 +72,7 @@ class BackgroundSave:
     The thread talks to no other rank. `start`, `poll` and `wait` do, and every rank must call them at the same points.
     """
 
-    def __init__(self, *, parallel: Ranks, watchdog: Watchdog) -> None:
+    def __init__(self, *, parallel: DistributedContext, watchdog: Watchdog) -> None:
         """Args:
         parallel: the ranks.
         watchdog: its limit of the section `checkpoint` also bounds the thread.

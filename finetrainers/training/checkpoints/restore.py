@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.optim.table import RECIPES, resolve_name
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.optim.table import OPTIMIZERS, resolve_name
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.parallel.slices import SLICES_FOLDER
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import layout_problem
@@ -33,7 +33,7 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
         RuntimeError: the ranks have found different checkpoints.
     """
     checkpoint = str(start.checkpoint)
-    agreed = parallel.same_on_all(checkpoint)
+    agreed = parallel.broadcast_object(checkpoint)
     error = None
     if checkpoint != agreed:
         error = RuntimeError(
@@ -44,7 +44,7 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
         raise ConfigError([problem])
 
 
-def find_damage(start: Start, parallel: Ranks) -> dict[Path, str]:
+def find_damage(start: Start, parallel: DistributedContext) -> dict[Path, str]:
     """Return the damage of the checkpoint that a run of several processes starts from; every rank must call it.
 
     Each byte is read by one of all ranks, or, if each machine has its own disk, by one rank of each machine.
@@ -115,7 +115,7 @@ def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapp
         parallel.load_optimizer(state.transformer, state.optimizer, loaded)
     # The state brings the options of the run that saved it; this run's options count.
     settings = state.config.optimizer
-    arguments = RECIPES[resolve_name(settings)].arguments(settings)
+    arguments = OPTIMIZERS[resolve_name(settings)].arguments(settings)
     for group in state.optimizer.param_groups:
         group.update({name: value for name, value in arguments.items() if name in group})
     scaler = parallel.scaler

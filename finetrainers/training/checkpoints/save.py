@@ -34,7 +34,7 @@ from finetrainers.plan.trainable import trainable_parameters
 from finetrainers.rundir.find import FORMAT, SLICED_FORMAT, checkpoints_dir
 from finetrainers.rundir.identity import RUN
 from finetrainers.rundir.links import link_weights, unlink_weights
-from finetrainers.rundir.publish import discarded_on_error, prune, publish, published_size, reserve, temporary_of
+from finetrainers.rundir.publish import discarded_on_error, prune, publish, published_size, reserve, staging_path
 from finetrainers.rundir.run_dir import package_versions
 from finetrainers.utils.failures import ExpectedError
 from finetrainers.utils.faults import fault_point
@@ -43,7 +43,7 @@ from finetrainers.utils.hashed_files import HashedFile, Written, save_safetensor
 
 from ..staging import Staging, plain_tensors, tensors_in
 from ..state import TrainState
-from ..trained_weights import save_weights, shared_files, wanted_of
+from ..trained_weights import save_weights, select_rank_weights, shared_files
 from .async_save import BackgroundSave, SaveJob
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
             reserve(final, needed=_bytes_needed(state, sizes))
     # In this order, no rank is still writing when the files are discarded.
     with discarded_on_error(final), parallel.raise_on_all_ranks(description):
-        parallel.save_own_files(temporary_of(final))
+        parallel.save_own_files(staging_path(final))
         job = _build_job(state, snapshot, final, started=started, in_background=in_background)
     if in_background:
         background.start(job)
@@ -236,16 +236,16 @@ def _build_job(state: TrainState, snapshot: Snapshot, final: Path, *, started: f
     def write() -> dict[Path, Written]:
         fill()
         snapshot.check_finite()
-        written = snapshot.write(temporary_of(final))
+        written = snapshot.write(staging_path(final))
         if is_shared:  # rank 0 may be on another machine, where it would read and flush its own view of the disk
-            written |= _hash_own_files(state.parallel, temporary_of(final))
+            written |= _hash_own_files(state.parallel, staging_path(final))
             for path in written:
                 fsync_file(path)
         return written
 
     def publish_parts(parts: Iterable[Mapping[Path, Written]]) -> None:
         files = {path: file for rank_files in parts for path, file in rank_files.items()}
-        publish(temporary_of(final), final, facts=snapshot.facts, written=files)
+        publish(staging_path(final), final, facts=snapshot.facts, written=files)
         now = time.perf_counter()
         blocked = staged + staging.waited_s if in_background else now
         times = {"blocked_s": round(blocked - started, 3), "write_s": round(now - staged, 3)}
@@ -300,7 +300,7 @@ def take_snapshot(state: TrainState) -> Snapshot:
     """Gather the state to be saved; every rank must call it, the result is complete on rank 0 only."""
     parallel = state.parallel
     files = shared_files(state)
-    trained = parallel.full_state(state.transformer, wanted=wanted_of(files, parallel))
+    trained = parallel.full_state(state.transformer, wanted=select_rank_weights(files, parallel))
     slices = parallel.optimizer_slices(state.transformer, state.optimizer) if state.shares_saving else None
     optimizer = None if slices is not None else parallel.optimizer_state(state.transformer, state.optimizer)
     if state.config.training.training_type == "lora":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.rundir.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class StragglerMonitor:
     gradients are sent and not waited for. It reports and changes nothing.
     """
 
-    def __init__(self, *, parallel: Ranks, run_dir: RunDirectory) -> None:
+    def __init__(self, *, parallel: DistributedContext, run_dir: RunDirectory) -> None:
         self.parallel = parallel
         self.run_dir = run_dir
         self._counted = 0.0

@@ -230,7 +230,7 @@ def test_other_methods_keep_the_rules_of_clips():
 
 
 #: A value other than the default of every option of [data] and [diffusion].
-OF_CLIPS = {
+CLIP_OPTIONS = {
     "data_root": "x", "dataset_file": "x", "video_column": "x", "caption_column": "x", "id_token": "x",
     "image_resolution_buckets": ["64x64"], "video_resolution_buckets": ["17x64x64"], "video_reshape_mode": "none",
     "frame_selection": "middle", "video_backend": "pyav", "sliding_window_size": 17, "sliding_window_stride": 4,
@@ -256,8 +256,11 @@ OF_CLIPS = {
 def test_every_option_of_clips_is_answered():
     """It is refused, or said to do nothing."""
     sections = ("data", "diffusion")
-    assert {name for name, option in fields().items() if option.section in sections} == {*OF_CLIPS, "precompute_dir"}
-    for name, value in OF_CLIPS.items():
+    assert {name for name, option in fields().items() if option.section in sections} == {
+        *CLIP_OPTIONS,
+        "precompute_dir",
+    }
+    for name, value in CLIP_OPTIONS.items():
         found = findings(**{name: value})
         told = [*map(str, found.errors), *found.warnings]
         assert len(told) == 1, (name, told)

@@ -23,9 +23,9 @@ from finetrainers.methods.base import MethodParts
 from finetrainers.methods.grpo.method import GRPO
 from finetrainers.methods.grpo.nft import NFT
 from finetrainers.methods.grpo.prompts.prompts import Prompt, PromptOrder
-from finetrainers.methods.grpo.rollout.collect import Collector
+from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.methods.refl import RewardGradients
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, VideoMeta
+from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds, VideoMeta
 from finetrainers.utils.files import write_json_atomic
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "preset_updates.json"
@@ -92,7 +92,7 @@ class Spec:
     """What a sampler asks of a model's spec."""
 
     facts = Facts(Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0))
-    companions = Parts({})
+    companions = ModelComponents({})
     network_at = ModelSpec.network_at
 
     def __init__(self, times: Tensor) -> None:
@@ -101,7 +101,9 @@ class Spec:
     def sampling_times(self, scheduler: Any, steps: int, *, num_tokens: int, shift: float | None) -> Tensor:
         return self.times
 
-    def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions, meta: VideoMeta) -> Tensor:
+    def predict(
+        self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: PromptEmbeds, meta: VideoMeta
+    ) -> Tensor:
         level = t.float() / 1000 if not t.is_floating_point() else t.float()
         return transformer(x, level, conditions["prompt_embeds"])
 
@@ -127,9 +129,9 @@ class Source:
     def embedding(self, prompt: Prompt) -> Tensor:
         return self.embeddings[self.prompts.index(prompt)]
 
-    def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
+    def conditions(self, prompts: Sequence[Prompt]) -> PromptEmbeds:
         rows = [self.embedding(prompt) for prompt in prompts]
-        return Conditions(
+        return PromptEmbeds(
             {"prompt_embeds": torch.stack(rows + [self.embeddings[-1]] * (len(rows) if self.cfg != 1 else 0))}
         )
 
@@ -196,8 +198,8 @@ def make_parts(
     )  # fmt: skip
 
 
-def make_collector(*process: Any, **options: Any) -> Collector:
-    return Collector(make_parts(*process, **options))
+def make_collector(*process: Any, **options: Any) -> RolloutCollector:
+    return RolloutCollector(make_parts(*process, **options))
 
 
 def make_grpo(*process: Any, **options: Any) -> GRPO:

@@ -251,13 +251,13 @@ def test_the_order_of_the_clips_does_not_matter(mode: str, combination: str, see
 @pytest.mark.parametrize(("mode", "combination"), SETTINGS)
 def test_failed_clips_take_no_part(mode: str, combination: str) -> None:
     """Exactly as if they had not been there, whatever stands in their place."""
-    wanted_of = two_rewards(3, 5)
-    wanted = compute_advantages(wanted_of, weights=WEIGHTS, mode=mode, combination=combination)
+    select_rank_weights = two_rewards(3, 5)
+    wanted = compute_advantages(select_rank_weights, weights=WEIGHTS, mode=mode, combination=combination)
     failed = torch.zeros(3, 6, dtype=torch.bool)
     failed[0, 1] = failed[1, 0] = failed[2, 5] = True
-    scores = {name: torch.zeros(3, 6, dtype=torch.float64) for name in wanted_of}
+    scores = {name: torch.zeros(3, 6, dtype=torch.float64) for name in select_rank_weights}
     for name, tensor in scores.items():
-        tensor[~failed] = wanted_of[name].flatten()
+        tensor[~failed] = select_rank_weights[name].flatten()
     scores["a"][failed] = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
     found = compute_advantages(scores, weights=WEIGHTS, failed=failed, mode=mode, combination=combination)
     assert torch.equal(found.values[~failed], wanted.values.flatten())

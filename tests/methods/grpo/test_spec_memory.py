@@ -13,7 +13,7 @@ from finetrainers.memory.estimate import GIB, bytes_of_copy, estimate_for
 from finetrainers.methods.grpo.no_replay.gradient_plan import passes, plan_gradients, steps_with_graphs
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import MethodMemory
-from finetrainers.parallel.sharding import Split
+from finetrainers.parallel.sharding import ShardingSpec
 
 LATENT = (16, 5, 8, 8)
 ELEMENTS = 16 * 5 * 8 * 8
@@ -64,20 +64,20 @@ def test_copies_of_the_policy(options: dict[str, Any], weights: int) -> None:
 @pytest.mark.parametrize(
     ("split", "bytes_each"),
     [
-        (Split(), 4),
+        (ShardingSpec(), 4),
         (
-            Split(weights=4, gradients=4, optimizer=4, gathers=True),
+            ShardingSpec(weights=4, gradients=4, optimizer=4, gathers=True),
             2 / 4,
         ),  # split as the network, in what it computes in
-        (Split(weights=4, gathers=True, weights_on_host=True), 0),
-        (Split(optimizer=4, zero_stage=1), 2),  # DeepSpeed splits nothing that is not trained
-        (Split(weights=4, gathers=True, zero_stage=3), 2),
+        (ShardingSpec(weights=4, gathers=True, weights_on_host=True), 0),
+        (ShardingSpec(optimizer=4, zero_stage=1), 2),  # DeepSpeed splits nothing that is not trained
+        (ShardingSpec(weights=4, gathers=True, zero_stage=3), 2),
     ],
 )
-def test_a_copy_of_the_model_before_training(split: Split, bytes_each: float) -> None:
+def test_a_copy_of_the_model_before_training(split: ShardingSpec, bytes_each: float) -> None:
     given = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
     assert bytes_of_copy(load_config(**given, mixed_precision="bf16"), split, trainable_bytes=4) == bytes_each
-    if split != Split() and bytes_each:
+    if split != ShardingSpec() and bytes_each:
         config = load_config(**given, mixed_precision="no")
         assert bytes_of_copy(config, split, trainable_bytes=4) == 2 * bytes_each
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from finetrainers.config.attention import AUTO, BACKENDS, AttnBackendName
 from finetrainers.config.errors import ConfigError
-from finetrainers.models.split.attention import Attend, check_backend
+from finetrainers.models.split.attention import AttentionFn, check_backend
 
 NAMES = ["-".join(filter(None, one)) for one in CHECKPOINTS]
 
@@ -183,7 +183,7 @@ def test_a_package_that_diffusers_does_not_find_is_reported() -> None:
 def test_flex_computes_as_native() -> None:
     """PyTorch has no backward pass of it on a CPU, and compiles it on a GPU (`tests/gpu`)."""
     q, k, v = (torch.randn(1, 24, 2, 16) for _ in range(3))
-    torch.testing.assert_close(Attend("flex")(q, k, v), Attend("native")(q, k, v), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(AttentionFn("flex")(q, k, v), AttentionFn("native")(q, k, v), rtol=1e-4, atol=1e-4)
 
 
 def test_a_family_without_a_processor_refuses_a_choice(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.config.given import Given
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.watch import WatchSection
 from finetrainers.rundir.identity import IDENTITY, read_identity, take_identity
@@ -25,7 +25,7 @@ def test_another_run_in_the_place_of_the_watched_one_ends_the_watch(
     (root / "config.toml").write_text(dump_toml(load_config(**options(validation_prompts="a cat"))))
 
     def plan() -> WatchPlan:
-        return plan_watch(root, WatchSection(once=True), Given())
+        return plan_watch(root, WatchSection(once=True), RawOptions())
 
     before = plan()
     watch(before, print)

@@ -157,7 +157,7 @@ def test_what_vanishes_or_fails_costs_that_checkpoint_alone(
     facts = {name: value for name, value in read_manifest(third).items() if name not in ("files", "manifest_sha256")}
     (third / MANIFEST).unlink()
     write_manifest(third, facts={**facts, "step": 3})
-    load, calls = server.draw_missing, []
+    load, calls = server.generate_missing, []
 
     def vanish(plan: Any, *arguments: Any, **more: Any) -> Any:
         calls.append(plan.variants[0].label)
@@ -167,7 +167,7 @@ def test_what_vanishes_or_fails_costs_that_checkpoint_alone(
             raise RuntimeError("no luck")
         return load(plan, *arguments, **more)
 
-    monkeypatch.setattr(server, "draw_missing", vanish)
+    monkeypatch.setattr(server, "generate_missing", vanish)
     arguments = ["watch", str(trained), "--once", "--no_track", "--best_by", "brightness", "--reward", "brightness"]
     assert main(arguments) == 1
     out = capsys.readouterr().out

@@ -21,7 +21,7 @@ from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.ready import preflight_by_model
-from finetrainers.tools.batch_search.measure import Bench, loaded_bench
+from finetrainers.tools.batch_search.measure import StepTimer, load_timer
 from finetrainers.tools.batch_search.request import searched_config
 from finetrainers.training import assemble
 from finetrainers.utils.faults import ENVIRONMENT
@@ -30,9 +30,9 @@ BUCKET = (9, 64, 64)
 
 
 @contextmanager
-def bench(values: dict[str, Any]) -> Iterator[Bench]:
+def bench(values: dict[str, Any]) -> Iterator[StepTimer]:
     checked = preflight_by_model(searched_config(load_config(**values)), preparing=True)
-    with loaded_bench(checked) as loaded:
+    with load_timer(checked) as loaded:
         yield loaded
 
 
@@ -223,9 +223,9 @@ def test_masks_of_a_run_are_in_every_batch(
 
 def test_the_limit_leaves_the_margin_besides_what_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30
-    one = object.__new__(Bench)
+    one = object.__new__(StepTimer)
     one.on_gpu = True
-    monkeypatch.setattr(Bench, "device", torch.device("cpu"))
+    monkeypatch.setattr(StepTimer, "device", torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 6 * gib)
     # 4 of 80 GiB are CUDA's context and other processes; 5 % of 80 stay free.

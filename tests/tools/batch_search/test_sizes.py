@@ -20,7 +20,7 @@ def test_the_largest_that_fits_is_found_with_few_questions(
     asked: list[int] = []
 
     def peak(size: int) -> float:
-        return max(at_rest + slope * size for at_rest, slope in phases) + jumps * (size >= 20)
+        return max(persistent_bytes + slope * size for persistent_bytes, slope in phases) + jumps * (size >= 20)
 
     def needed(size: int) -> float:
         asked.append(size)

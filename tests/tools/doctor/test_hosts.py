@@ -15,7 +15,7 @@ import pytest
 
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
-from finetrainers.tools.doctor.hosts import Fleet, Node, read_hosts
+from finetrainers.tools.doctor.hosts import HostGroup, Node, read_hosts
 
 #: A small torch, so that each machine's costs nothing: with another version on one, broken on another, an hour ahead on
 #: a third.
@@ -171,7 +171,7 @@ def test_a_machine_without_an_answer_leaves_no_process(tmp_path: Path) -> None:
     connect, started = tmp_path / "connect", tmp_path / "pid"
     connect.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {started}\nwait\n")
     connect.chmod(0o755)
-    fleet = Fleet(str(connect), "python", ["doctor"], timeout_s=1.0)
+    fleet = HostGroup(str(connect), "python", ["doctor"], timeout_s=1.0)
     (found,) = fleet.ask([Node("a", 8)])
     assert found == Node("a", 8, error="no answer within 1 s (--timeout)")
     left = [psutil.Process(pid) for pid in [int(started.read_text())] if psutil.pid_exists(pid)]
@@ -187,7 +187,7 @@ def test_a_connection_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: py
     connect = tmp_path / "connect"
     connect.write_text("#!/bin/sh\necho broken >&2; exec >&-; sleep 600\n")
     connect.chmod(0o755)
-    (found,) = Fleet(str(connect), "python", ["doctor"], timeout_s=300.0).ask([Node("a")])
+    (found,) = HostGroup(str(connect), "python", ["doctor"], timeout_s=300.0).ask([Node("a")])
     assert found.facts is None
     assert found.error == "`python -m finetrainers doctor` failed there with exit code -9: broken"
 

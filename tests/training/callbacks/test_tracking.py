@@ -29,7 +29,7 @@ from finetrainers.training.callbacks import tracking
 from finetrainers.training.callbacks.samples import write_sample
 from finetrainers.training.callbacks.trackers import Media
 from finetrainers.training.callbacks.tracking import TrackedMedia, Tracker
-from finetrainers.utils.video import comment_of, gif_of, write_mp4
+from finetrainers.utils.video import make_gif, read_comment, write_mp4
 
 
 def events_of(folder: Path) -> EventAccumulator:
@@ -77,8 +77,8 @@ def test_gifs_have_the_size_and_the_speed_of_the_video(tmp_path: Path) -> None:
     clip = np.random.default_rng(0).integers(0, 255, (12, 32, 64, 3), dtype=np.uint8)
     for fps, expected in ((10, (12, 100)), (100, (6, 20))):
         write_mp4(tmp_path / "a.mp4", clip, fps=fps, comment="one\ntwo")
-        assert comment_of(tmp_path / "a.mp4") == "one\ntwo"
-        data, size = gif_of(tmp_path / "a.mp4", width=48)
+        assert read_comment(tmp_path / "a.mp4") == "one\ntwo"
+        data, size = make_gif(tmp_path / "a.mp4", width=48)
         (tmp_path / "a.gif").write_bytes(data)
         gif = Image.open(tmp_path / "a.gif")
         assert gif.size == size == (48, 24)
@@ -464,8 +464,8 @@ def test_the_sheet_of_a_rollout_begins_with_the_best_and_the_worst_clip(
         "samples": [f"{n:02d}-a" for n in range(20)],
     }
     shown: list[list[str]] = []
-    monkeypatch.setattr(tracking, "sheet_of", lambda videos: shown.append([video.stem for video in videos]))
-    monkeypatch.setattr(tracking, "comment_of", lambda video: "")
+    monkeypatch.setattr(tracking, "video_sheet", lambda videos: shown.append([video.stem for video in videos]))
+    monkeypatch.setattr(tracking, "read_comment", lambda video: "")
     sent: list[Media] = []
     tracked: Any = SimpleNamespace(log_media=lambda media, *, step: sent.extend(media))
     tracker: Any = SimpleNamespace(send=lambda state, action, *, media: action(tracked))

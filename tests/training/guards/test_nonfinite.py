@@ -15,7 +15,7 @@ import torch
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.data.cache.store import CacheError
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video import decode as decoding
 from finetrainers.methods.base import Step
 from finetrainers.methods.sft import SFT
@@ -220,7 +220,7 @@ def test_a_run_goes_on_without_a_file_that_breaks_off(
 
     def breaks_off(path: Path, *rest: Any, **more: Any) -> torch.Tensor:
         if path.name == "1.mp4":
-            raise UnusableError(f"{path} ends early")
+            raise InvalidSampleError(f"{path} ends early")
         return decode(path, *rest, **more)
 
     monkeypatch.setattr(decoding, "read_frames", breaks_off)
@@ -229,5 +229,5 @@ def test_a_run_goes_on_without_a_file_that_breaks_off(
     assert done.metrics[-1]["bad_samples"] == 1.0
     [event] = [e for e in done.events if e["event"] == "bad_sample"]
     assert event["file"].endswith("1.mp4")
-    with pytest.raises((UnusableError, CacheError), match=r"1\.mp4"):
+    with pytest.raises((InvalidSampleError, CacheError), match=r"1\.mp4"):
         run(**{**values, "output_dir": str(tmp_path / "strict")}, max_bad_share=0.0)

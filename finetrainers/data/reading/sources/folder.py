@@ -12,7 +12,7 @@ from pathlib import Path
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest, plural, quoted
 
-from ..status import Unusable, UnusableError
+from ..status import InvalidSample, InvalidSampleError
 from .captions import split_captions
 from .masks import find_unreadable_masks, is_beside, listed_masks, masks_inside, masks_root, match_masks
 from .paths import Root
@@ -88,7 +88,7 @@ def _find_list(root: Root, name: str) -> Path:
     """
     try:
         return root.find(name)
-    except UnusableError as error:
+    except InvalidSampleError as error:
         raise DataError(f"{name} {error}") from error
 
 
@@ -148,8 +148,8 @@ def _read_sidecars(root: Root, data: DataSection, findings: Findings) -> list[Ro
             captions = split_captions(_read_caption(root, sidecar), each_line=data.caption_lines)
         except FileNotFoundError:
             rows.append(Row("", name, None, expected=printable_name(sidecar)))
-        except (DataError, UnusableError) as error:
-            unusable = Unusable("caption_missing", f"the caption {printable_name(sidecar)} {error}")
+        except (DataError, InvalidSampleError) as error:
+            unusable = InvalidSample("caption_missing", f"the caption {printable_name(sidecar)} {error}")
             rows.append(Row("", name, None, unusable=unusable))
         else:
             rows.append(Row("", name, captions))
@@ -173,7 +173,7 @@ def _unread_lists(root: Root, media: Sequence[str], others: Sequence[str]) -> tu
     """Return the names of two text files that could list the media and the captions, or None if there are none."""
     lines_by_name: dict[str, list[str]] = {}
     for name in sorted(name for name in others if name.endswith(".txt") and os.sep not in name):
-        with contextlib.suppress(DataError, UnusableError, OSError):
+        with contextlib.suppress(DataError, InvalidSampleError, OSError):
             lines_by_name[name] = "\n".join(read_lines(root.find(name))).rstrip("\n").split("\n")
     media_names = {"", *media}
     media_lists = [
@@ -214,7 +214,7 @@ def _match_masks(
 def _read_caption(root: Root, name: str) -> str:
     try:
         path = root.find(name)
-    except UnusableError as error:
+    except InvalidSampleError as error:
         if error.status == "missing" and not os.path.lexists(root.folder / name):
             raise FileNotFoundError(name) from error
         raise

@@ -17,7 +17,7 @@ from typing import Any
 
 from finetrainers.config.sections import DataSection
 
-from ..status import UnusableError
+from ..status import InvalidSampleError
 from .paths import Root
 from .rows import MEDIA_SUFFIXES, DataError, Findings, Row
 from .tables import Columns
@@ -176,7 +176,7 @@ class _Reader:
             return Row(where, self.local.relative(path), captions, extra)  # looked up like any other row's
         try:
             download = self._find_download(path)
-        except UnusableError as problem:
+        except InvalidSampleError as problem:
             return Row(where, where, refused=f"its media {problem}")
         if download is not None:
             return Row(where, where, captions, extra, stored=download.absolute())
@@ -190,19 +190,19 @@ class _Reader:
         """Return the file of a path that the library downloaded, or None if it is an address that may be opened.
 
         Raises:
-            UnusableError: the path is neither.
+            InvalidSampleError: the path is neither.
         """
         *inner, location = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
         is_on_hub = self.local is None and location.startswith(_HUB)
         if not all(part.startswith(_ARCHIVES) for part in inner) or ("://" in location and not is_on_hub):
-            raise UnusableError(f"have an address that is not opened: {path!r}", "outside_root")
+            raise InvalidSampleError(f"have an address that is not opened: {path!r}", "outside_root")
         if is_on_hub:
             return None
-        problem = UnusableError("do not exist", "missing")
+        problem = InvalidSampleError("do not exist", "missing")
         for root in [self.local] if self.local is not None else self.downloads:
             try:
                 file = root.find(location)
-            except UnusableError as error:
+            except InvalidSampleError as error:
                 problem = error
             else:
                 return None if inner else file

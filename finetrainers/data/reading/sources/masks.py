@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import quoted
 
 from .paths import Root
@@ -46,7 +46,8 @@ def masks_root(data: DataSection, root: Root) -> Root:
         raise DataError(f"mask_column {quoted(str(path))}: {error.strerror}") from error
     if not is_there:
         raise DataError(
-            f"mask_column {quoted(str(path))} {not_there(path, folder=True)}; it names the folder of masks where clips "
+            f"mask_column {quoted(str(path))} {missing_path_problem(path, folder=True)}; it names the folder of masks "
+            f"where clips "
             "have text files of their own"
         )
     return Root(path, allow_outside=data.allow_outside)

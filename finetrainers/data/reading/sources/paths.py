@@ -12,7 +12,7 @@ from pathlib import Path
 
 from finetrainers.utils.files import not_a_file
 
-from ..status import UnusableError
+from ..status import InvalidSampleError
 
 
 class Root:
@@ -42,7 +42,7 @@ class Root:
         mostly composed.
 
         Raises:
-            UnusableError: it leads out of the root, does not exist, is ambiguous, or is not a regular file.
+            InvalidSampleError: it leads out of the root, does not exist, is ambiguous, or is not a regular file.
         """
         try:
             if not name.isascii():
@@ -51,11 +51,11 @@ class Root:
                 name = os.path.expanduser(name)
             return self._look_up(name)
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
-            raise UnusableError(f"cannot be looked up: {error.strerror or error}", "missing") from error
+            raise InvalidSampleError(f"cannot be looked up: {error.strerror or error}", "missing") from error
         except ValueError as error:
-            if isinstance(error, UnusableError):
+            if isinstance(error, InvalidSampleError):
                 raise
-            raise UnusableError(f"is not a file name: {error}", "missing") from error
+            raise InvalidSampleError(f"is not a file name: {error}", "missing") from error
 
     def relative(self, path: str) -> str:
         """Return a path below the root as a name relative to it, which does not change when the dataset moves."""
@@ -83,9 +83,11 @@ class Root:
             try:
                 state = os.stat(full)
             except FileNotFoundError:
-                raise UnusableError(f"is a link to {os.readlink(full)!r}, which does not exist", "missing") from None
+                raise InvalidSampleError(
+                    f"is a link to {os.readlink(full)!r}, which does not exist", "missing"
+                ) from None
         if (reason := not_a_file(state.st_mode)) is not None:
-            raise UnusableError(reason, "not_a_file")
+            raise InvalidSampleError(reason, "not_a_file")
         return folder / os.path.basename(full), state
 
     def _parent_folder(self, full: str) -> Path:
@@ -104,7 +106,7 @@ class Root:
     def _find_other_form(self, name: str) -> str:
         """Return the path of a file whose name differs in its Unicode normal form only, in any of its parts."""
         if name.isascii():
-            raise UnusableError("does not exist", "missing")
+            raise InvalidSampleError("does not exist", "missing")
         path = os.sep if os.path.isabs(name) else self._folder_path
         for part in name.split(os.sep):
             if part in ("", os.curdir, os.pardir) or os.path.lexists(os.path.join(path, part)):
@@ -112,9 +114,9 @@ class Root:
                 continue
             matches = self._listing(path).get(unicodedata.normalize("NFC", part), [])
             if not matches:
-                raise UnusableError("does not exist", "missing")
+                raise InvalidSampleError("does not exist", "missing")
             if len(matches) > 1:
-                raise UnusableError(
+                raise InvalidSampleError(
                     f"is ambiguous: {len(matches)} names there differ from it in their Unicode normal form only; "
                     "rename one",
                     "missing",
@@ -134,5 +136,5 @@ class Root:
         return self._listings[folder]
 
 
-def _outside(problem: str) -> UnusableError:
-    return UnusableError(f"{problem} the dataset's folder; move it there, or give --allow_outside", "outside_root")
+def _outside(problem: str) -> InvalidSampleError:
+    return InvalidSampleError(f"{problem} the dataset's folder; move it there, or give --allow_outside", "outside_root")

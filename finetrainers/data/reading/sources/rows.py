@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from finetrainers.utils.text import plural
 
-from ..status import Unusable
+from ..status import InvalidSample
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 VIDEO_SUFFIXES = frozenset({
@@ -66,7 +66,7 @@ class Row(NamedTuple):
     size: int | None = None
     refused: str | None = None
     expected: str = ""
-    unusable: Unusable | None = None
+    unusable: InvalidSample | None = None
     mask: str = ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import not_there
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import nearest, quoted
 
 from .masks import MASK
@@ -26,7 +26,7 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
         DataError: the file cannot be read.
     """
     if not path.is_file():
-        raise DataError(f"dataset_file {quoted(str(path))} {not_there(path)}")
+        raise DataError(f"dataset_file {quoted(str(path))} {missing_path_problem(path)}")
     readers = {".csv": _csv_records, ".json": _json_records, ".jsonl": _jsonl_records}
     suffix = path.suffix.lower()
     columns = Columns(data)

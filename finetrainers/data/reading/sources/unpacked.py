@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from finetrainers.utils.append_log import whole_lines
 from finetrainers.utils.text import file_size
 
-from ..status import Unusable
+from ..status import InvalidSample
 from .rows import DataError, Findings, Row
 
 _CHUNK = 1 << 20
@@ -77,7 +77,7 @@ class MediaFolder:
             if sample.refused is not None:
                 reason = sample.refused.partition(" (")[0]  # details in brackets may differ with every sample
                 findings.note(f"left out, since {reason}", sample.where)
-                rows.append(Row("", sample.where, unusable=Unusable("skipped", sample.refused)))
+                rows.append(Row("", sample.where, unusable=InvalidSample("skipped", sample.refused)))
             else:
                 rows.append(sample._replace(stored=sample.stored and self.directory / sample.stored))
         return rows

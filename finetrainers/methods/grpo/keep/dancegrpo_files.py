@@ -14,7 +14,7 @@ from finetrainers.rewards.pixels import to_uint8
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.video import write_mp4
 
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class DanceGRPOFiles:
         self.parallel = parallel
         self.fps = fps
 
-    def clips(self, jobs: Sequence[Job], first: int, videos: Tensor) -> None:
+    def clips(self, jobs: Sequence[RolloutSample], first: int, videos: Tensor) -> None:
         """Write the first clip of each prompt, if it is among `videos`. Processes that share clips write some each.
 
         Args:

@@ -13,7 +13,7 @@ from finetrainers.utils.files import read_jsonl, write_json_lines_atomic
 from finetrainers.utils.video import write_mp4
 
 from ..advantage import Advantages
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 
 
 class PairKeeper:
@@ -29,7 +29,7 @@ class PairKeeper:
         self.parallel = parallel
         self.fps = fps
 
-    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], advantages: Advantages) -> None:
+    def keep(self, jobs: Sequence[RolloutSample], videos: Mapping[int, Tensor], advantages: Advantages) -> None:
         """Write the pairs of a rollout; all ranks call it. A prompt whose clips scored alike has none.
 
         Pairs of this rollout and of later ones, from before a resume, are replaced.

@@ -17,7 +17,7 @@ from finetrainers.utils.video import slug, write_mp4
 
 from ..advantage import Advantages
 from ..prompts.plan import image_record
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 
 _EVERY = 10  # every tenth rollout, where a tracker displays them
 _CLIPS = "clips.jsonl"
@@ -52,11 +52,13 @@ class RolloutKeeper:
         self.fps = fps
         self._lists_pairs = self.every > 0  # again after a resume: clips of later steps have been set aside
 
-    def wants(self, job: Job) -> bool:
+    def wants(self, job: RolloutSample) -> bool:
         """Return whether a clip may be written."""
         return self.every > 0 and job.rollout % self.every == 0 and (job.slot == 0 or self.count > 0)
 
-    def keep(self, jobs: Sequence[Job], videos: Mapping[int, Tensor], scores: Scores, advantages: Advantages) -> None:
+    def keep(
+        self, jobs: Sequence[RolloutSample], videos: Mapping[int, Tensor], scores: Scores, advantages: Advantages
+    ) -> None:
         """Write the clips of a rollout, if it is due; all ranks call it.
 
         Args:
@@ -88,7 +90,12 @@ class RolloutKeeper:
         self._lists_pairs = False
 
     def _write(
-        self, folder: Path, jobs: Sequence[Job], videos: Mapping[int, Tensor], scores: Scores, advantages: Advantages
+        self,
+        folder: Path,
+        jobs: Sequence[RolloutSample],
+        videos: Mapping[int, Tensor],
+        scores: Scores,
+        advantages: Advantages,
     ) -> list[dict[str, Any]]:
         """Write this rank's clips, and on rank 0 `scores.json`; return a row of `clips.jsonl` for each clip."""
         start, size = self.parallel.data_rank * len(jobs), advantages.values.shape[1]
@@ -118,7 +125,7 @@ class RolloutKeeper:
             write_json_atomic(folder / "scores.json", {**overview, "heads": details} if details else overview)
         return [rows[place] for place in sorted(rows)]
 
-    def _row(self, job: Job, numbers: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def _row(self, job: RolloutSample, numbers: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {
             "rollout": job.rollout,
             "step": job.rollout * self.updates + 1,
@@ -206,7 +213,7 @@ def _numbers(place: int, scores: Scores, advantages: Advantages) -> dict[str, An
     return {"clip": clip, **compared, "reward": raw}
 
 
-def _comment(job: Job, kind: str, name: str, numbers: Mapping[str, Any], count: int) -> str:
+def _comment(job: RolloutSample, kind: str, name: str, numbers: Mapping[str, Any], count: int) -> str:
     """Return the prompt and the scores of a clip as the comment of its file."""
     scores = ", ".join(f"{head} {score:.4g}" for head, score in numbers["reward"].items())
     by = "" if not kind or name == f"{kind}.mp4" else f" by {name.removesuffix('.mp4').partition('-')[2]}"

@@ -104,7 +104,7 @@ def split_by_prompt(clips: range, size: int) -> Iterator[range]:
         yield range(max(clips.start, slot * size), min(clips.stop, (slot + 1) * size))
 
 
-def learns_in_rollout(config: TrainConfig) -> bool:
+def computes_grads_in_rollout(config: TrainConfig) -> bool:
     """Return whether the rollout takes the gradient, so that transitions are not replayed."""
     return config.training.method == "grpo" and config.grpo.rollout_gradients in ("reweight", "retain")
 
@@ -139,7 +139,7 @@ def passes(config: TrainConfig) -> tuple[float, float]:
     section = config.grpo
     trained = trained_steps(section) * (section.best_of_n or section.num_generations) / section.num_generations
     backward = trained_steps(section) if section.rollout_gradients == "reweight" else trained
-    replayed = 0.0 if learns_in_rollout(config) else trained
+    replayed = 0.0 if computes_grads_in_rollout(config) else trained
     return section.sampling_steps + replayed, backward
 
 

@@ -23,7 +23,7 @@ from finetrainers.rewards.reward_set import Scores
 from finetrainers.utils.failures import ExpectedError, is_out_of_memory
 
 from ..advantage import Advantages
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 from .gradient_plan import GradientPlan, split_by_prompt
 from .group_gradients import Gradient, GroupClips, GroupGradients, add_to
 
@@ -147,7 +147,7 @@ class RolloutGradients:
         plan: GradientPlan,
         section: GRPOSection,
         *,
-        jobs: Sequence[Job],
+        jobs: Sequence[RolloutSample],
         parallel: Any,
         compare: Callable[[Scores], tuple[Advantages, Tensor]],
         weights: Mapping[str, float],

@@ -11,16 +11,25 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.buckets.clip import Picture
+from finetrainers.data.buckets.clip import ConditioningImage
 from finetrainers.data.cache.encoder_index import remember_model
 from finetrainers.data.cache.keys import CacheKeys, EncoderEntry
 from finetrainers.data.cache.model_fingerprint import model_fingerprint
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.text_conditioning import cache_directory
-from finetrainers.models.spec import MOMENTS, Batch, Conditions, ModelSpec, Parts, VAEStats, VideoMeta, tiled_for_memory
-from finetrainers.parallel.ranks import Ranks
+from finetrainers.models.spec import (
+    MOMENTS,
+    Batch,
+    ModelComponents,
+    ModelSpec,
+    PromptEmbeds,
+    VAEStats,
+    VideoMeta,
+    tiled_for_memory,
+)
+from finetrainers.parallel.ranks import DistributedContext
 
-#: Inputs of the network for a conditioning image: `Conditions.extra` and `Conditions.start`.
+#: Inputs of the network for a conditioning image: `PromptEmbeds.extra` and `PromptEmbeds.start`.
 ImageInputs: TypeAlias = tuple[Mapping[str, Tensor], Tensor | None]
 #: Images that are stored in memory as pixels, for rewards that compare with them.
 _CACHED_IMAGES = 64
@@ -45,7 +54,7 @@ class ImageConditioning:
     vae_stats: VAEStats
     frames: tuple[int, int, int]
 
-    def network_inputs(self, image: Picture) -> ImageInputs:
+    def network_inputs(self, image: ConditioningImage) -> ImageInputs:
         """Return the network's inputs for one image.
 
         Raises:
@@ -59,7 +68,7 @@ class ImageConditioning:
             )
         moments = entry[MOMENTS]
         rest = {name: tensor for name, tensor in entry.items() if name != MOMENTS}
-        batch = Batch(moments, Conditions({}), VideoMeta(fps=torch.ones(1)), [(0, 0)], rest)
+        batch = Batch(moments, PromptEmbeds({}), VideoMeta(fps=torch.ones(1)), [(0, 0)], rest)
         latents = self.spec.latents(moments, None, self.vae_stats)
         clip = torch.zeros(1, latents.shape[1], *self.frames)
         meta, trained = self.spec.condition(batch, clip, [(0,)], self.vae_stats)
@@ -67,8 +76,8 @@ class ImageConditioning:
 
 
 def encode_images(
-    images: Sequence[Picture], size: tuple[int, int, int], config: TrainConfig, *,
-    spec: ModelSpec, parallel: Ranks, keys: CacheKeys, clip_encoders: Parts,
+    images: Sequence[ConditioningImage], size: tuple[int, int, int], config: TrainConfig, *,
+    spec: ModelSpec, parallel: DistributedContext, keys: CacheKeys, clip_encoders: ModelComponents,
 ) -> ImageConditioning:  # fmt: skip
     """Encode the images, for clips of a size, that the cache does not have; each rank encodes a share."""
     identity = model_fingerprint(clip_encoders.modules, tiling=bool(config.model.enable_tiling))
@@ -96,6 +105,6 @@ class RewardImages:
     def __init__(self, keys: CacheKeys) -> None:
         self._read = lru_cache(maxsize=_CACHED_IMAGES)(keys.picture)
 
-    def __call__(self, images: Sequence[Picture]) -> Tensor:
+    def __call__(self, images: Sequence[ConditioningImage]) -> Tensor:
         """Return images `[B, 3, H, W]` fp32 in [0, 1] on the host."""
         return torch.stack([self._read(image) for image in images]).float() / 255

@@ -11,7 +11,7 @@ from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig, critical_options
-from finetrainers.data.buckets.clip import Picture, Shown
+from finetrainers.data.buckets.clip import ConditioningImage, TextImageSource
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
@@ -23,7 +23,7 @@ _HOW = "key `image` in a .jsonl or .csv file"
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """The prompts of a run; see `WorkPlan`.
+    """The prompts of a run; see `TrainingSet`.
 
     Attributes:
         prompts: prompts to train on.
@@ -81,11 +81,11 @@ class PromptPlan:
         """Images that clips are sampled from."""
         return tuple(prompt.image for prompt in (*self.prompts, *self.eval_prompts) if prompt.image is not None)
 
-    def picture(self, prompt: Prompt) -> Picture | None:
+    def picture(self, prompt: Prompt) -> ConditioningImage | None:
         """Return the image of a prompt in the size of the clips, or None if it has none."""
-        return None if prompt.image is None else Picture(prompt.image, self.size[1:])
+        return None if prompt.image is None else ConditioningImage(prompt.image, self.size[1:])
 
-    def shown_texts(self) -> list[tuple[str, Shown]]:
+    def shown_texts(self) -> list[tuple[str, TextImageSource]]:
         """Return the prompts with the image that each is encoded with, where text encoders see images."""
         prompts = [prompt for prompt in (*self.prompts, *self.eval_prompts) if prompt.embedding is None]
         return [(prompt.text, image) for prompt in prompts if (image := self.picture(prompt)) is not None]

@@ -10,7 +10,7 @@ import torch
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.data.loading.text_conditioning import TextConditioning
-from finetrainers.models.spec import Conditions, ModelSpec
+from finetrainers.models.spec import ModelSpec, PromptEmbeds
 from finetrainers.utils.files import write_json_atomic
 
 from .plan import PromptPlan
@@ -34,7 +34,7 @@ def check_embeddings(plan: PromptPlan, *, writes: bool, spec: ModelSpec) -> None
     if encoded:
         raise ConfigError([Problem(_OPTION, "the prompts are encoded already; give --prompts a .txt or .jsonl file")])
     try:
-        spec.to_given_text(Conditions({n: torch.zeros(1, *shape) for n, shape in spec.text_shapes().items()}))
+        spec.to_given_text(PromptEmbeds({n: torch.zeros(1, *shape) for n, shape in spec.text_shapes().items()}))
     except ValueError as error:
         raise ConfigError([Problem(_OPTION, f"{error}; remove it")]) from None
 
@@ -73,7 +73,7 @@ def _write(folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key
     entry = cache.get(key)
     if entry is None:
         raise FileNotFoundError(f"{prompt.text!r} has gone from {cache.directory}; run the same command again")
-    for name, tensor in zip(ENCODED_KEYS.values(), spec.to_given_text(Conditions(entry)), strict=True):
+    for name, tensor in zip(ENCODED_KEYS.values(), spec.to_given_text(PromptEmbeds(entry)), strict=True):
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetrainers.config.base import check_text
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
-from finetrainers.data.reading.status import UnusableError
+from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import plural, printable, quoted
 
@@ -154,7 +154,7 @@ class PromptOrder:
 
 
 @dataclass(frozen=True)
-class Job:
+class RolloutSample:
     """One clip of a rollout.
 
     Attributes:
@@ -366,7 +366,7 @@ def _image_problems(prompts: list[Prompt]) -> Iterator[str]:
         try:
             with decoding(image), open_image(image) as picture:
                 picture.load()  # all of it: a truncated file has a complete header
-        except UnusableError as error:
+        except InvalidSampleError as error:
             yield f"{prompt.where}: {error}"
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.root import TrainConfig
-from finetrainers.data.buckets.clip import Picture
+from finetrainers.data.buckets.clip import ConditioningImage
 from finetrainers.data.cache.store import CacheError
 from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.precompute import Encoded
 from finetrainers.data.loading.text_conditioning import TextConditioning
 from finetrainers.data.reading.items import DataError
-from finetrainers.models.spec import Conditions, ModelSpec, Parts, VAEStats, decode_gradient
+from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds, VAEStats, decode_gradient
 from finetrainers.utils.text import plural
 
 from .images import ImageInputs, RewardImages, encode_images
@@ -38,7 +38,7 @@ _IMAGES = 64
 
 
 class PromptSource:
-    """The prompts of a run; see `WorkSource`."""
+    """The prompts of a run; see `BatchSource`."""
 
     precomputed: Mapping[str, Encoded] = MappingProxyType({})
     #: Latent frames that a conditioning image provides, so that they are not sampled.
@@ -52,7 +52,7 @@ class PromptSource:
         spec: ModelSpec,
         parallel: Any,
         texts: TextConditioning,
-        clip_encoders: Parts,
+        clip_encoders: ModelComponents,
         data_position: DataPosition,
     ) -> None:
         """Args:
@@ -82,14 +82,14 @@ class PromptSource:
         self._cache = texts.keys.cache
         self._has_empty = plan.needs_empty_text or plan.empty is not None
         self._length = self._find_longest()
-        self._image: Callable[[Picture], ImageInputs] | None = None
+        self._image: Callable[[ConditioningImage], ImageInputs] | None = None
         self._reward_images: RewardImages | None = None
         if plan.images:
             self._take_images(config, clip_encoders)
         row = sum(tensor.nbytes for tensor in self._cut_row(self._readable_prompt).tensors.values())
         self._row = lru_cache(maxsize=max(1, _MEMORY // row))(self._cut_row)
 
-    def _take_images(self, config: TrainConfig, clip_encoders: Parts) -> None:
+    def _take_images(self, config: TrainConfig, clip_encoders: ModelComponents) -> None:
         """Encode the prompts' images."""
         pictures = [
             image for prompt in (*self.plan.prompts, *self.plan.eval_prompts) if (image := self.plan.picture(prompt))
@@ -138,7 +138,7 @@ class PromptSource:
             mask = self._read_files(prompt, mapped=True)[_MASK]  # which also fails for a truncated file of embeddings
         else:
             mask = self._require(prompt, self._cache.peek(self._cache_key(prompt), _MASK))
-        return Conditions({_MASK: mask}).trimmed()[_MASK].shape[1]
+        return PromptEmbeds({_MASK: mask}).trimmed()[_MASK].shape[1]
 
     def steps_for_epochs(self, epochs: int) -> int:
         """Return the optimizer steps in which every prompt is sampled at least `epochs` times."""
@@ -160,14 +160,14 @@ class PromptSource:
         assert self.selection is not None
         return self.selection.observe(rollout - self.first_rollout, teaches)
 
-    def conditions(self, prompts: Sequence[Prompt]) -> Conditions:
+    def conditions(self, prompts: Sequence[Prompt]) -> PromptEmbeds:
         """Return text and image conditioning on the device, one row for each prompt.
 
         With guidance, a row of the empty prompt for each prompt follows, with that prompt's image, as in pipelines.
         """
         rows = [self._with_image(self._row(prompt), prompt) for prompt in prompts]
         empty = [self._with_image(self._row(None), prompt) for prompt in prompts] if self._guided else []
-        return Conditions.cat(rows + empty).to(self.parallel.device)
+        return PromptEmbeds.cat(rows + empty).to(self.parallel.device)
 
     def reward_images(self, prompts: Sequence[Prompt]) -> Tensor | None:
         """Return the prompts' images for rewards, `[B, 3, H, W]` in [0, 1] on the CPU, or None if there are none."""
@@ -175,7 +175,7 @@ class PromptSource:
             return None
         return self._reward_images([image for prompt in prompts if (image := self.plan.picture(prompt)) is not None])
 
-    def _with_image(self, row: Conditions, prompt: Prompt) -> Conditions:
+    def _with_image(self, row: PromptEmbeds, prompt: Prompt) -> PromptEmbeds:
         image = self.plan.picture(prompt)
         if self._image is None or image is None:
             return row
@@ -208,18 +208,18 @@ class PromptSource:
             checkpointing=checkpointing,
         )
 
-    def _cut_row(self, prompt: Prompt | None) -> Conditions:
+    def _cut_row(self, prompt: Prompt | None) -> PromptEmbeds:
         """Return a row as batches hold it; of the empty prompt for None."""
         return self._read(prompt).cut(self._length)
 
-    def _read(self, prompt: Prompt | None) -> Conditions:
+    def _read(self, prompt: Prompt | None) -> PromptEmbeds:
         """Return a row as it is on disk."""
         prompt = self.plan.empty if prompt is None else prompt
         if prompt is not None and prompt.embedding is not None:
             return self._read_files(prompt)
-        return Conditions(self._require(prompt, self._cache.get(self._cache_key(prompt))))
+        return PromptEmbeds(self._require(prompt, self._cache.get(self._cache_key(prompt))))
 
-    def _read_files(self, prompt: Prompt, *, mapped: bool = False) -> Conditions:
+    def _read_files(self, prompt: Prompt, *, mapped: bool = False) -> PromptEmbeds:
         """Return a row read from another tool's files.
 
         If they are mapped, parts that are not used are not read, and the files must not change meanwhile.

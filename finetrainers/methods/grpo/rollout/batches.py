@@ -11,14 +11,14 @@ from typing import ClassVar, Protocol
 from finetrainers.models.spec import even_bounds
 from finetrainers.utils.seeding import derive_seed
 
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 
 
 class Rollout(Protocol):
     """The clips of this rank and their training data, which are cut into optimizer steps."""
 
     @property
-    def jobs(self) -> Sequence[Job]:
+    def jobs(self) -> Sequence[RolloutSample]:
         """The clips of this rank."""
 
     @property

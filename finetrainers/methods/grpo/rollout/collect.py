@@ -20,9 +20,9 @@ from ..advantage import Advantages, best_of_n, compute_advantages
 from ..keep.dancegrpo_files import DanceGRPOFiles
 from ..keep.keep_pairs import PairKeeper
 from ..keep.keep_rollouts import RolloutKeeper
-from ..no_replay.gradient_plan import learns_in_rollout, plan_gradients, waiting_memory
+from ..no_replay.gradient_plan import computes_grads_in_rollout, plan_gradients, waiting_memory
 from ..no_replay.no_replay import LocalGradient, RolloutGradients
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .sampler import Replay, Sampler
 from .scoring import Scoring
@@ -39,7 +39,7 @@ class RolloutBatch:
         gradient: the gradient, if it was taken while sampling.
     """
 
-    jobs: Sequence[Job]
+    jobs: Sequence[RolloutSample]
     latents: Mapping[int, Tensor]
     replays: Mapping[int, Replay]
     advantages: Tensor
@@ -53,7 +53,7 @@ class RolloutBatch:
         return list(self.latents)
 
 
-class Collector:
+class RolloutCollector:
     """Collector of rollouts. All ranks call it together; rollouts do not depend on the number of ranks.
 
     Attributes:
@@ -73,7 +73,7 @@ class Collector:
         self.parallel = parts.parallel
         self.source = parts.source
         self.sampler = Sampler(parts)
-        self.panel = parts.parallel.in_turns(
+        self.panel = parts.parallel.one_at_a_time(
             "loading the rewards",
             lambda: RewardSet(
                 on_device(section.reward, section.reward_device),
@@ -84,7 +84,7 @@ class Collector:
         overlaps = section.overlap_rewards and parts.parallel.device.type == "cuda"
         self._stream = torch.cuda.Stream(parts.parallel.device) if overlaps else None
         self._vae_stats = parts.vae_stats
-        self._gradients = plan_gradients(config) if learns_in_rollout(config) else None
+        self._gradients = plan_gradients(config) if computes_grads_in_rollout(config) else None
         self.waits = waiting_memory(config) if self._gradients is not None else None
         folder = config.run.output_dir / "pairs"
         self._pairs = PairKeeper(folder, parts.parallel, fps=parts.geometry.fps) if section.keep_pairs else None
@@ -95,13 +95,13 @@ class Collector:
     def learns(self) -> bool:
         return self._gradients is not None
 
-    def jobs(self, rollout: int) -> list[Job]:
+    def jobs(self, rollout: int) -> list[RolloutSample]:
         """Return this rank's clips: the clips of all prompts in order, cut into one equal part for each rank."""
         return self._jobs_by_rank(rollout)[self.parallel.data_rank]
 
-    def _jobs_by_rank(self, rollout: int) -> list[list[Job]]:
+    def _jobs_by_rank(self, rollout: int) -> list[list[RolloutSample]]:
         prompts, size = self.source.rollout_prompts(rollout), self.section.num_generations
-        jobs = [Job(rollout, slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(size)]
+        jobs = [RolloutSample(rollout, slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(size)]
         share, rest = divmod(len(jobs), self.parallel.data_size)
         if rest or share % self.batch_size:
             raise ValueError(
@@ -147,7 +147,7 @@ class Collector:
                         about = {"fps": self.reward_fps, "images": self.source.reward_images(prompts)}
                         scored = scoring.add(decoded, texts, rollout=rollout, first_clip=number, **about)
                     self._train_scored(taking, scored, spent)
-                    if self.parallel.has_turn(first // self.batch_size):
+                    if self.parallel.owns_item(first // self.batch_size):
                         videos |= self._show(jobs, first, decoded)
             except Exception as caught:
                 error = caught
@@ -163,7 +163,7 @@ class Collector:
         self._keep(jobs, videos, scores, compared, stats)
         return replace(self._select(jobs, latents, replays, compared, stats), gradient=gradient)
 
-    def _show(self, jobs: Sequence[Job], first: int, decoded: Tensor) -> dict[int, Tensor]:
+    def _show(self, jobs: Sequence[RolloutSample], first: int, decoded: Tensor) -> dict[int, Tensor]:
         """Write a batch's clips, and return those that may be written when all are compared, by index."""
         if self._files is not None:
             self._files.clips(jobs, first, decoded)
@@ -175,7 +175,7 @@ class Collector:
 
     def _keep(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[RolloutSample],
         videos: Mapping[int, Tensor],
         scores: Scores,
         advantages: Advantages,
@@ -188,7 +188,7 @@ class Collector:
         if self._files is not None:
             self._files.scores(jobs[0].rollout, stats)
 
-    def _take_gradients(self, jobs: Sequence[Job]) -> RolloutGradients | None:
+    def _take_gradients(self, jobs: Sequence[RolloutSample]) -> RolloutGradients | None:
         """Return the object that takes gradients while sampling, or None if transitions are replayed."""
         if self._gradients is None:
             return None
@@ -291,7 +291,7 @@ class Collector:
 
     def _select(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[RolloutSample],
         latents: list[Tensor],
         replays: list[Replay],
         advantages: Advantages,

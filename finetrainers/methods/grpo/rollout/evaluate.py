@@ -13,7 +13,7 @@ from finetrainers.rewards.reward_set import HeadScores, RewardSet, Scores
 from finetrainers.utils.seeding import generator
 
 from ..prompts.source import PromptSource
-from .collect import Collector
+from .collect import RolloutCollector
 
 
 class PromptEvaluation:
@@ -24,7 +24,7 @@ class PromptEvaluation:
         panel: the evaluation rewards, or else the rewards trained on.
     """
 
-    def __init__(self, parts: MethodParts[PromptSource], collector: Collector) -> None:
+    def __init__(self, parts: MethodParts[PromptSource], collector: RolloutCollector) -> None:
         """Load the evaluation rewards; `collector` samples and decodes clips."""
         section = parts.config.grpo
         self.collector = collector
@@ -32,7 +32,7 @@ class PromptEvaluation:
         self.panel = collector.panel
         rewards = parts.config.validation.eval_reward
         if self.prompts and rewards:
-            self.panel = parts.parallel.in_turns(
+            self.panel = parts.parallel.one_at_a_time(
                 "loading the evaluation rewards",
                 lambda: RewardSet(on_device(rewards, section.reward_device), on_error=section.reward_on_error),
             )

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
 from finetrainers.methods.base import MethodParts, standard_normal
-from finetrainers.models.spec import DTYPES, Conditions, VideoMeta
+from finetrainers.models.spec import DTYPES, PromptEmbeds, VideoMeta
 from finetrainers.utils.alive import beat
 from finetrainers.utils.device import to_device
 
 from ..no_replay.no_replay import gradient_advice
-from ..prompts.prompts import Job
+from ..prompts.prompts import RolloutSample
 from ..prompts.source import PromptSource
 from .tables import StepTables
 
@@ -63,10 +63,10 @@ class _Clips(NamedTuple):
     time: Tensor
     now: Transitions
     noise: Tensor
-    conditions: Conditions
+    conditions: PromptEmbeds
     weights: list[float]
 
-    def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, Conditions]:
+    def row(self, row: int) -> tuple[Tensor, Tensor, Transitions, Tensor, PromptEmbeds]:
         """Return one clip as a batch."""
         rows, count = slice(row, row + 1), len(self.x)
         conditions = self.conditions.rows(range(row, len(self.conditions), count))  # with guidance, two rows
@@ -109,7 +109,7 @@ class Sampler:
         self._same_noise = section.init_same_noise
         self._seed = parts.config.training.seed
 
-    def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: Conditions) -> Tensor:
+    def predict(self, transformer: nn.Module, x: Tensor, t: Tensor, conditions: PromptEmbeds) -> Tensor:
         """Return the network's prediction in fp32, guided: empty + cfg (prompt - empty), both in one call.
 
         Conditioning frames have noise level 0. They are not predicted, so they get no noise and do not count in a
@@ -139,7 +139,7 @@ class Sampler:
         with_prompt, without = prediction.chunk(2)
         return without + self._cfg * (with_prompt - without)
 
-    def clips(self, latents: Tensor, conditions: Conditions) -> Tensor:
+    def clips(self, latents: Tensor, conditions: PromptEmbeds) -> Tensor:
         """Return latents with their conditioning frames, without frames that only complete temporal patches."""
         if conditions.start is not None:
             latents = torch.cat([conditions.start[: len(latents)].to(latents.dtype), latents], dim=2)
@@ -156,13 +156,17 @@ class Sampler:
         """Return the process time of each clip's step, `[B]`."""
         return to_device(self.times[step.cpu()], self.device)
 
-    def noise(self, jobs: Sequence[Job], stream: str, *, per_group: bool = False) -> Tensor:
-        """Return noise of each clip for one purpose, `[B, C, T, H, W]`; see `Job.generator`."""
+    def noise(self, jobs: Sequence[RolloutSample], stream: str, *, per_group: bool = False) -> Tensor:
+        """Return noise of each clip for one purpose, `[B, C, T, H, W]`; see `RolloutSample.generator`."""
         generators = [job.generator(self._seed, stream, per_group=per_group) for job in jobs]
         return standard_normal(generators, self.shape, self.device)
 
     def rollout(
-        self, transformer: nn.Module, jobs: Sequence[Job], conditions: Conditions, gradients: TakeGradient | None = None
+        self,
+        transformer: nn.Module,
+        jobs: Sequence[RolloutSample],
+        conditions: PromptEmbeds,
+        gradients: TakeGradient | None = None,
     ) -> tuple[Tensor, list[Replay]]:
         """Sample clips of a rollout: clean latents `[B, C, T, H, W]`, and the replay data of each clip.
 
@@ -177,7 +181,7 @@ class Sampler:
 
     @torch.no_grad()
     def denoise(
-        self, transformer: nn.Module, x: Tensor, conditions: Conditions, jobs: Sequence[Job] = (),
+        self, transformer: nn.Module, x: Tensor, conditions: PromptEmbeds, jobs: Sequence[RolloutSample] = (),
         gradients: TakeGradient | None = None,
     ) -> tuple[Tensor, list[Replay]]:  # fmt: skip
         """Denoise from pure noise `x`; see `rollout`.

@@ -30,7 +30,7 @@ StepWeight = Literal["none", "flash", "noise"]
 
 
 @dataclass(frozen=True)
-class Windows:
+class SDEWindows:
     """The choice of steps of a whole run, by the options `window_*` and `timestep_fraction`.
 
     The last step is always deterministic and never trained: its noise would be seen in the clip, and it has no density.
@@ -136,7 +136,7 @@ def step_weights(kind: StepWeight, steps: Transitions, alpha: Tensor, sigma: Ten
         kind: kind of weights.
         steps: the stochastic transitions of the whole schedule.
         alpha, sigma: the levels that they were made of, `[S + 1]`.
-        over: steps whose mean weight is 1, as often as they count: `Windows.pool()`.
+        over: steps whose mean weight is 1, as often as they count: `SDEWindows.pool()`.
 
     Raises:
         ValueError: a step in `over` is deterministic.

@@ -14,7 +14,7 @@ from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec
 
 from ..prompts.plan import PromptPlan
-from .sde_schedule import Windows, step_weights
+from .sde_schedule import SDEWindows, step_weights
 
 #: Default amount of noise by kernel: published values; see docs/explanation/grpo.md.
 DEFAULT_ETA = {"flow": 0.7, "dance": 0.25, "cps": 0.7, "ddim": 0.3}
@@ -38,7 +38,7 @@ class StepTables:
         if not own:
             raise ValueError("none of the sampling steps is within the noise levels of the expert that is trained")
         self.own = range(own[0], own[-1] + 1)
-        self.windows = None if config.training.method != "grpo" else Windows(section, config.training.seed, self.own)
+        self.windows = None if config.training.method != "grpo" else SDEWindows(section, config.training.seed, self.own)
         self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
         self.lengths = step_lengths(alpha, sigma)
         self.weights = torch.zeros(len(times), dtype=torch.float64)

@@ -11,8 +11,8 @@ from one_of import OneOf
 
 from finetrainers.config.load import load_config
 from finetrainers.methods.grpo.keep.dancegrpo_files import DanceGRPOFiles
-from finetrainers.methods.grpo.prompts.prompts import Job, Prompt
-from finetrainers.utils.video import comment_of, read_mp4
+from finetrainers.methods.grpo.prompts.prompts import Prompt, RolloutSample
+from finetrainers.utils.video import read_comment, read_mp4
 
 VQ, MQ = "reward_normalized/videoalign.vq,path=x", "reward_normalized/videoalign.mq"
 
@@ -47,7 +47,7 @@ def test_the_first_clip_of_each_prompt_of_a_process(
 ) -> None:
     """The second half of a group and a further group, in batches of three, are written in turn by two processes."""
     slots = (1, 1, 2, 2, 2, 2)
-    jobs = [Job(0, slot, Prompt(f"prompt {slot}", ""), n) for n, slot in enumerate(slots)]
+    jobs = [RolloutSample(0, slot, Prompt(f"prompt {slot}", ""), n) for n, slot in enumerate(slots)]
     clips = torch.stack([torch.full((5, 3, 32, 32), n / 5) for n in range(6)])
     for first, rank in zip((0, 3), ranks, strict=True):
         files(tmp_path, rank, sharing).clips(jobs, first, clips[first : first + 3])
@@ -56,4 +56,4 @@ def test_the_first_clip_of_each_prompt_of_a_process(
     for path, clip, prompt in zip(found, (0, 2), ("prompt 1", "prompt 2"), strict=True):
         frames, _ = read_mp4(path, columns=1)
         assert abs(float(np.median(frames)) - 51 * clip) < 4
-        assert comment_of(path) == prompt
+        assert read_comment(path) == prompt

@@ -12,7 +12,7 @@ from one_of import OneOf
 
 from finetrainers.methods.grpo.advantage import Advantages
 from finetrainers.methods.grpo.keep.keep_pairs import PairKeeper
-from finetrainers.methods.grpo.prompts.prompts import Job, Prompt
+from finetrainers.methods.grpo.prompts.prompts import Prompt, RolloutSample
 from finetrainers.utils.video import read_mp4
 
 #: Of the first prompt clip 2 is best and 0 worst, since 1 has failed; the clips of the second are alike.
@@ -36,7 +36,7 @@ def test_the_best_and_the_worst_clip_of_each_prompt_are_kept(tmp_path: Path) -> 
             parallel.gather_objects = lambda items: said.extend(items) or list(said)
             numbers = range(3 * rank, 3 * rank + 3)
             PairKeeper(tmp_path, parallel, fps=8.0).keep(
-                [Job(rollout, k // 3, Prompt(PROMPTS[k // 3], ""), k % 3) for k in numbers],
+                [RolloutSample(rollout, k // 3, Prompt(PROMPTS[k // 3], ""), k % 3) for k in numbers],
                 {i: torch.full((9, 32, 32, 3), 20 * k, dtype=torch.uint8) for i, k in enumerate(numbers)},
                 FOUND,
             )

@@ -14,10 +14,10 @@ from one_of import OneOf
 from finetrainers.config.load import load_config
 from finetrainers.methods.grpo.advantage import Advantages
 from finetrainers.methods.grpo.keep.keep_rollouts import RolloutKeeper, _select_ranks
-from finetrainers.methods.grpo.prompts.prompts import Job, Prompt
+from finetrainers.methods.grpo.prompts.prompts import Prompt, RolloutSample
 from finetrainers.rewards.reward_set import HeadScores, Scores
 from finetrainers.utils.files import read_jsonl
-from finetrainers.utils.video import comment_of, read_mp4
+from finetrainers.utils.video import read_comment, read_mp4
 
 #: Of the first prompt clip 2 is best and 0 worst, since 1 has failed.
 VALUES = torch.tensor([[-1.0, 0.0, 2.0], [0.5, -0.5, 0.1]])
@@ -40,7 +40,7 @@ def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: P
     for rollout in range(4):
         for rank in (0, 1):
             found = keeper(tmp_path, OneOf(rank, 2), keep_rollouts_every=3)
-            jobs = [Job(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
+            jobs = [RolloutSample(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
             clips = {
                 k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8)
                 for k, job in enumerate(jobs)
@@ -54,7 +54,7 @@ def test_the_best_and_the_worst_clip_of_the_first_prompt_are_written(tmp_path: P
     for name, clip, said in (("best", 2, "best of 3 | advantage +2.00"), ("worst", 0, "worst of 3 | advantage -1.00")):
         frames, _ = read_mp4(folder / f"{name}.mp4", columns=1)
         assert abs(float(np.median(frames)) - 100 * clip) < 4
-        assert comment_of(folder / f"{name}.mp4") == f"a cat\nrollout 3 | {said} | brightness {RAW[clip]:.4g}"
+        assert read_comment(folder / f"{name}.mp4") == f"a cat\nrollout 3 | {said} | brightness {RAW[clip]:.4g}"
     assert json.loads((folder / "scores.json").read_text()) == {
         "rollout": 3,
         "prompt": "a cat",
@@ -67,11 +67,11 @@ def test_the_only_clip_of_a_prompt_is_compared_with_none(tmp_path: Path) -> None
     alone = Advantages(torch.zeros(2, 1), torch.zeros(2, 1, 1), {}, constant=(0, 1), failed=torch.zeros(2, 1).bool())
     scores = Scores({"brightness": HeadScores(RAW[3:5], RAW[3:5])}, alone.failed.flatten())
     found = keeper(tmp_path, OneOf(), keep_rollouts_every=1, keep_rollouts=2)
-    jobs = [Job(0, slot, Prompt(text, ""), 0) for slot, text in enumerate(("a cat", "a dog"))]
+    jobs = [RolloutSample(0, slot, Prompt(text, ""), 0) for slot, text in enumerate(("a cat", "a dog"))]
     found.keep(jobs, dict.fromkeys(range(2), torch.zeros(9, 32, 32, 3, dtype=torch.uint8)), scores, alone)
     folder = tmp_path / "rollouts" / "step-000001"
     assert sorted(path.name for path in folder.glob("*.mp4")) == ["best.mp4", "prompt-01-rank-01.mp4"]
-    assert comment_of(folder / "best.mp4") == "a cat\nrollout 0 | brightness 0.1"
+    assert read_comment(folder / "best.mp4") == "a cat\nrollout 0 | brightness 0.1"
     rows, _ = read_jsonl(folder / "clips.jsonl")
     assert [(row["prompt"], row["reward"], "advantage" in row) for row in rows] == [
         ("a cat", {"brightness": 0.1}, False), ("a dog", {"brightness": 0.2}, False)
@@ -86,7 +86,7 @@ def test_of_several_rewards_each_has_its_best_and_its_worst_clip(tmp_path: Path)
     raws = {"bright": RAW, "demo.shape": other, "c": third}
     scores = Scores({name: HeadScores(raw, raw) for name, raw in raws.items()}, FAILED.flatten())
     one = keeper(tmp_path, OneOf(), keep_rollouts_every=1)
-    jobs = [Job(0, prompt, Prompt(("a cat", "a dog")[prompt], ""), k) for prompt in (0, 1) for k in range(3)]
+    jobs = [RolloutSample(0, prompt, Prompt(("a cat", "a dog")[prompt], ""), k) for prompt in (0, 1) for k in range(3)]
     clips = {k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8) for k in range(3)}
     one.keep(jobs, clips, scores, FOUND)
     folder = tmp_path / "rollouts" / "step-000001"
@@ -102,7 +102,7 @@ def test_of_several_rewards_each_has_its_best_and_its_worst_clip(tmp_path: Path)
     }
     names = ["best-demo-shape.mp4", "best.mp4", "worst-demo-shape.mp4", "worst.mp4"]
     assert sorted(path.name for path in folder.glob("*.mp4")) == names
-    assert "best of 3 by demo-shape | advantage -1.00 | bright 0.25, demo.shape 0.9" in comment_of(
+    assert "best of 3 by demo-shape | advantage -1.00 | bright 0.25, demo.shape 0.9" in read_comment(
         folder / "best-demo-shape.mp4"
     )
 
@@ -117,7 +117,7 @@ def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tm
             parallel: Any = OneOf(rank, 2)
             parallel.gather_objects = lambda items: rows.extend(items) or list(rows)
             found = keeper(tmp_path, parallel, keep_rollouts=2, keep_rollouts_every=1, init_same_noise=rollout > 0)
-            jobs = [Job(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
+            jobs = [RolloutSample(rollout, rank, Prompt(("a cat", "a dog")[rank], ""), k) for k in range(3)]
             assert all(map(found.wants, jobs))
             clips = {k: torch.full((9, 32, 32, 3), 100 * k, dtype=torch.uint8) for k in range(3)}
             found.keep(jobs, clips, SCORES, FOUND if rollout else third)
@@ -129,7 +129,7 @@ def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tm
         ("a cat", 0, "worst.mp4"), ("a cat", 2, "best.mp4"),
         ("a dog", 0, "prompt-01-rank-01.mp4"), ("a dog", 1, "prompt-01-rank-03.mp4"),
     ]  # fmt: skip
-    jobs = [Job(1, 1, Prompt("a dog", ""), k) for k in range(3)]
+    jobs = [RolloutSample(1, 1, Prompt("a dog", ""), k) for k in range(3)]
     assert kept[3] == {
         "rollout": 1, "step": 3, "slot": 1, "prompt": "a dog", "clip": 1, "video": "prompt-01-rank-03.mp4",
         "seed": jobs[1].noise_seed(42, "start", per_group=True), "reward": {"brightness": 0.2}, "advantage": -0.5,
@@ -139,7 +139,7 @@ def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tm
     assert kept[2]["seed"] == kept[3]["seed"]  # both start from the same noise
     first = read_jsonl(tmp_path / "rollouts" / "step-000001" / "clips.jsonl")[0]
     assert len({row["seed"] for row in first}) == 4
-    assert comment_of(folder / "prompt-01-rank-03.mp4").endswith("| 3. of 3 | advantage -0.50 | brightness 0.2")
+    assert read_comment(folder / "prompt-01-rank-03.mp4").endswith("| 3. of 3 | advantage -0.50 | brightness 0.2")
 
     pairs = tmp_path / "rollouts" / "pairs.jsonl"
     listed = [(row["prompt"], row["chosen"], row["rejected"]) for row in read_jsonl(pairs)[0]]
@@ -148,7 +148,7 @@ def test_the_clips_of_every_prompt_are_written_with_all_that_is_known_of_them(tm
     (tmp_path / "rollouts" / "step-000005").rename(tmp_path / "rollouts" / "replaced-step-000005")
     resumed = keeper(tmp_path, OneOf(), keep_rollouts=2, keep_rollouts_every=5)
     for rollout in (2, 3):  # not due
-        resumed.keep([Job(rollout, 0, Prompt("a cat", ""), 0)], {}, SCORES, FOUND)
+        resumed.keep([RolloutSample(rollout, 0, Prompt("a cat", ""), 0)], {}, SCORES, FOUND)
     assert [row["rollout"] for row in read_jsonl(pairs)[0]] == [0, 0, 1, 1]
 
 

@@ -19,9 +19,9 @@ from finetrainers.data.loading.position import DataPosition
 from finetrainers.data.loading.text_conditioning import TextCache
 from finetrainers.data.reading.items import DataError
 from finetrainers.methods.grpo.prompts.plan import PromptPlan
-from finetrainers.methods.grpo.prompts.prompts import Job, Prompt, PromptFile, PromptOrder, read_prompts
+from finetrainers.methods.grpo.prompts.prompts import Prompt, PromptFile, PromptOrder, RolloutSample, read_prompts
 from finetrainers.methods.grpo.prompts.source import PromptSource
-from finetrainers.models.spec import Parts
+from finetrainers.models.spec import ModelComponents
 
 
 def read(folder: Path, name: str, content: str | bytes) -> PromptFile:
@@ -276,7 +276,7 @@ def test_nothing_to_order(prompts: int, per_step: int) -> None:
 
 def test_every_clip_and_purpose_has_its_own_numbers() -> None:
     def drawn(stream: str = "start", seed: int = 1, per_group: bool = False, **changes: Any) -> list[float]:
-        job = replace(Job(rollout=2, slot=3, prompt=Prompt("a", ""), generation=4), **changes)
+        job = replace(RolloutSample(rollout=2, slot=3, prompt=Prompt("a", ""), generation=4), **changes)
         return torch.randn(4, generator=job.generator(seed, stream, per_group=per_group)).tolist()
 
     assert drawn(per_group=True) == drawn(per_group=True, generation=7) == drawn(generation=0)
@@ -299,7 +299,8 @@ def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
         texts.keys.cache.put(texts.keys.text(text), {"prompt_embeds": torch.zeros(1, 2, 8)})
     begun, later = (
         PromptSource(
-            plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=Parts({"vae": torch.nn.Identity()}),
+            plan, config, spec=spec, parallel=parallel, texts=texts,
+            clip_encoders=ModelComponents({"vae": torch.nn.Identity()}),
             data_position=DataPosition.begin(config, data_size=1, step=step),
         )
         for step in (0, 6)

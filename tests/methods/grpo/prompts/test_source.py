@@ -20,14 +20,14 @@ from finetrainers.data.reading.items import DataError
 from finetrainers.methods.grpo.prompts.plan import PromptPlan
 from finetrainers.methods.grpo.prompts.prompts import Prompt
 from finetrainers.methods.grpo.prompts.source import PromptSource
-from finetrainers.models.spec import Conditions, Parts
+from finetrainers.models.spec import ModelComponents, PromptEmbeds
 
 
 class _Spec:
     """Reads what DanceGRPO's preprocessing writes."""
 
-    def given_text(self, embedding: Tensor, mask: Tensor) -> Conditions:
-        return Conditions({"prompt_embeds": embedding[None, 1:], "prompt_attention_mask": mask[None, 1:].bool()})
+    def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:
+        return PromptEmbeds({"prompt_embeds": embedding[None, 1:], "prompt_attention_mask": mask[None, 1:].bool()})
 
 
 def _opened(
@@ -41,7 +41,7 @@ def _opened(
     spec: Any = _Spec()
     cache = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
     texts = cache.live(None)  # type: ignore[arg-type]
-    vae = Parts({"vae": torch.nn.Identity()})
+    vae = ModelComponents({"vae": torch.nn.Identity()})
     begin = DataPosition.begin(config, data_size=world_size)
     return texts.keys, lambda: PromptSource(
         plan, config, spec=spec, parallel=parallel, texts=texts, clip_encoders=vae, data_position=begin

@@ -14,7 +14,7 @@ def test_rewards_are_loaded_in_turns() -> None:
     """Their networks may have billions of weights, which pass through host memory on every process of a machine."""
     turns: list[str] = []
 
-    def in_turns(what: str, load: Callable[[], Any]) -> Any:
+    def one_at_a_time(what: str, load: Callable[[], Any]) -> Any:
         turns.append(what)
         return load()
 
@@ -28,7 +28,7 @@ def test_rewards_are_loaded_in_turns() -> None:
         return SimpleNamespace(
             config=config,
             source=SimpleNamespace(plan=SimpleNamespace(eval_prompts=("a red ball",))),
-            parallel=SimpleNamespace(in_turns=in_turns),
+            parallel=SimpleNamespace(one_at_a_time=one_at_a_time),
         )
 
     collector: Any = SimpleNamespace(panel="the one trained on")

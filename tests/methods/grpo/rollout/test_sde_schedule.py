@@ -14,14 +14,14 @@ from torch import Tensor
 from finetrainers.config.grpo import GRPOSection, step_range, trained_steps
 from finetrainers.diffusion.policy import Kernel, Transitions, levels, transition_mean, transitions
 from finetrainers.diffusion.process import FlowMatching, Process, VariancePreserving
-from finetrainers.methods.grpo.rollout.sde_schedule import StepWeight, Windows, step_weights
+from finetrainers.methods.grpo.rollout.sde_schedule import SDEWindows, StepWeight, step_weights
 
 STRATEGIES = ["fixed", "progressive", "random"]
 
 
-def windows(steps: int = 16, *, seed: int = 5, size: int = 2, fraction: float = 1.0, **options: Any) -> Windows:
+def windows(steps: int = 16, *, seed: int = 5, size: int = 2, fraction: float = 1.0, **options: Any) -> SDEWindows:
     given = {f"window_{name}": value for name, value in {"size": size, **options}.items()}
-    return Windows(GRPOSection(sampling_steps=steps, timestep_fraction=fraction, **given), seed, range(steps))
+    return SDEWindows(GRPOSection(sampling_steps=steps, timestep_fraction=fraction, **given), seed, range(steps))
 
 
 # ---- which steps ---------------------------------------------------------------------------------------------------
