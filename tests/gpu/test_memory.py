@@ -99,7 +99,7 @@ def test_room_for_the_optimizer_that_is_not_there_is_said_with_advice(limit: Cal
     )
     limit(1 << 30)
     with pytest.raises(OutOfMemory, match=r"making room for 32\.00 GiB of optimizer state .*--training_type lora"):
-        memory_probe._optimizer_room(state)  # type: ignore[arg-type]
+        memory_probe._reserve_optimizer_memory(state)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

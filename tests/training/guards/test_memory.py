@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -177,9 +178,10 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"requests": SimpleNamespace(sample=False), "watchdog": SimpleNamespace(enter=lambda _: None)},
     ),
     "training": (
-        Trainer._run,
+        Trainer.run,
         {"step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
-         "memory": SimpleNamespace(begin_training=lambda: None)},
+         "memory": SimpleNamespace(begin_training=lambda: None), "transformer": torch.nn.Linear(1, 1),
+         "requests": SimpleNamespace(watched=contextlib.nullcontext)},
     ),
 }  # fmt: skip
 
@@ -188,11 +190,14 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None:
     call, parts = ELSEWHERE[doing]
     advice = "host memory" if "saving" in doing else "--gradient_checkpointing"
-    trainer = SimpleNamespace(
+    trainer: Any = object.__new__(Trainer)
+    vars(trainer).update(
         state=SimpleNamespace(**parts),
-        callbacks=[SimpleNamespace(on_start=fail, on_step=fail)],
+        callbacks=[SimpleNamespace(on_start=fail, on_step=fail, on_stop=lambda _: None)],
         lr_at=lambda _: 0.0,
+        saving=SimpleNamespace(running=contextlib.nullcontext),
         _attempts=lambda _: [],
+        _hardware=None,
         _log=None,
         _blocked_s=0.0,
     )
