@@ -57,7 +57,7 @@ WIDTH = 256
 class OneProcess:
     """The part of `Strategy` that saving uses, for one process."""
 
-    is_main, writes_own_files, scaler, optimizer_layout = True, False, None, "one process"
+    is_main, saves_optimizer_itself, scaler, optimizer_layout = True, False, None, "one process"
     weights_are_whole = True
 
     def full_state(self, model: nn.Module, *, wanted: Any = None) -> dict[str, torch.Tensor]:

@@ -49,8 +49,8 @@ from finetrainers.plan.block_swap import block_swap  # noqa: E402
 from finetrainers.plan.init_distributed import make_strategy  # noqa: E402
 from finetrainers.plan.preflight import ResolvedRun  # noqa: E402
 from finetrainers.plan.resume_plan import new_run  # noqa: E402
-from finetrainers.plan.throughput import measure_calls, peak_flops  # noqa: E402
-from finetrainers.plan.trainable import attach, trainable_dtype, trainable_parameters  # noqa: E402
+from finetrainers.plan.throughput import attach_flop_meter, peak_flops  # noqa: E402
+from finetrainers.plan.trainable import make_trainable, trainable_dtype, trainable_parameters  # noqa: E402
 from finetrainers.rundir.run_dir import RunDirectory  # noqa: E402
 from finetrainers.training.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.training.state import TrainState  # noqa: E402
@@ -134,7 +134,7 @@ class StepTimer:
     def on_meta(self) -> nn.Module:
         """The network without weights, with its adapter."""
         transformer = self.spec.transformer_on_meta()
-        attach(transformer, self.config.training)
+        make_trainable(transformer, self.config.training)
         return transformer
 
     def planned(self) -> float:
@@ -202,7 +202,7 @@ class StepTimer:
             config=config, spec=spec, method=method, parallel=parallel, transformer=wrapped, optimizer=optimizer,
             total_steps=STEPS, run_dir=RunDirectory(config.run.output_dir, writes=False), checkpoint_fields={},
             watchdog=Watchdog.of_run(config.run, rank=0), memory=MemoryRecorder(parallel.device),
-            meter=measure_calls(spec, network),
+            meter=attach_flop_meter(spec, network),
         )  # fmt: skip
         wrapped.train()
         latent = (2 * network.config.out_channels, *self.geometry.latent_shape(*self.size))

@@ -46,7 +46,7 @@ from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
 from finetrainers.memory.fit import fits as fits_gpu  # noqa: E402
-from finetrainers.memory.fit import reserved  # noqa: E402
+from finetrainers.memory.fit import with_reserve  # noqa: E402
 from finetrainers.memory.gathered import zero_host_bytes  # noqa: E402
 from finetrainers.memory.network_weights import NetworkWeights  # noqa: E402
 from finetrainers.methods.registry import method_spec  # noqa: E402
@@ -56,7 +56,7 @@ from finetrainers.parallel.zero import complete_settings, make_plugin, split_wei
 from finetrainers.plan.memory_plan import RunMemory  # noqa: E402
 from finetrainers.plan.preflight import preflight  # noqa: E402
 from finetrainers.plan.sizes_plan import plan_sizes  # noqa: E402
-from finetrainers.plan.trainable import attach  # noqa: E402
+from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 
@@ -123,7 +123,7 @@ def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
         return (*start, ABSENT, "", "", "")
     flags = " ".join(f"`{one.switch.flags}`" for one in advice.switches) or "none"
     chosen = "; ".join(_SHORT.get(name, "{}").format(what) for name, what in advice.outcome.chosen.items())
-    return (*start, flags, chosen, f"{reserved(advice.outcome.peak) / GIB:.1f} GiB", advice.slowdown)
+    return (*start, flags, chosen, f"{with_reserve(advice.outcome.peak) / GIB:.1f} GiB", advice.slowdown)
 
 
 def all_fits() -> Iterator[tuple[str, ...]]:
@@ -219,7 +219,7 @@ def sharing(size: int) -> tuple[str, ...]:
 
 
 def _gib(size: float) -> str:
-    return f"{reserved(size) / GIB:.1f} GiB"
+    return f"{with_reserve(size) / GIB:.1f} GiB"
 
 
 def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) -> str:
@@ -267,7 +267,7 @@ def planned_peak(recipe: Path) -> str:
     found = _estimated(flags)
     phase, more = found["peak"]["phase"], "".join(f" and the {part}" for part in found["unknown"])
     line = f"# Planned peak: {found['peak']['reserved'] / GIB:.1f} GiB{more} in the phase {label(phase)}"
-    step = reserved(found["phases"][TRAINING_STEP]["gpu"]) / GIB
+    step = with_reserve(found["phases"][TRAINING_STEP]["gpu"]) / GIB
     rest = f", {step:.1f} in the training step" if phase == ENCODING_TEXT else ""
     return f"{line}{rest} (finetrainers estimate)."
 
@@ -293,7 +293,7 @@ def errors() -> Iterator[str]:
             family = get_family(network.family)
             geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
             meta = spec.transformer_on_meta()
-            attach(meta, config.training)
+            make_trainable(meta, config.training)
             sizes = {
                 flag: sum(p.numel() for p in meta.parameters() if p.requires_grad is flag) for flag in (True, False)
             }
@@ -340,7 +340,7 @@ def zero_errors() -> Iterator[str]:
         family = get_family(network.family)
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
         meta = spec.transformer_on_meta()
-        attach(meta, config.training)
+        make_trainable(meta, config.training)
         weights = NetworkWeights(meta, spec)
         with patch.dict(os.environ, WORLD_SIZE=str(processes)):
             split = expected_split(config.parallel)

@@ -32,7 +32,7 @@ from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, Workload, estimate  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.parallel.sharding import WHOLE, ShardingSpec  # noqa: E402
-from finetrainers.plan.trainable import attach  # noqa: E402
+from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "memory-figures.md"
@@ -159,7 +159,7 @@ def _network(model: str, kind: str, rank: int) -> tuple[Any, Any, Any, tuple[int
         family = get_family(network.family)
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
         meta = spec.transformer_on_meta()
-        attach(meta, config.training)
+        make_trainable(meta, config.training)
         return spec, meta, geometry, network.bucket
 
 

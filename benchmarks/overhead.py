@@ -354,7 +354,7 @@ class InMemory:
     def steps(self, start: int) -> Iterator[Sequence[Batch]]:
         return iter(self._steps[start:])
 
-    def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def drain_events(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         return {}, []
 
 

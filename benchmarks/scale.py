@@ -45,7 +45,7 @@ from finetrainers.memory.count import StepShape
 from finetrainers.models.registry import build_tiny, get_family
 from finetrainers.models.spec import ModelSpec, weight_files
 from finetrainers.parallel.fsdp import shard
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 from finetrainers.rundir.manifest import share_of
 from finetrainers.training.trained_weights import LEAST_FILE_BYTES
 from finetrainers.utils.video import write_mp4
@@ -100,7 +100,7 @@ def load(name: str, folder: Path, depth: int | None) -> tuple[ModelSpec, nn.Modu
     meta = spec.transformer_on_meta()
     for blocks in spec.blocks:
         setattr(meta, blocks, getattr(meta, blocks)[:depth])
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     return spec, meta, network
 
 

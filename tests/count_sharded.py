@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.activation_plan import select_evenly
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.count import LiveStorages, StepShape, cuda_autocast, fake_group, fake_weights
 
@@ -119,7 +119,9 @@ def count_sharded(
         _copies_from_host(),
     ):
         fake_weights(network, shape)
-        set_activation_memory(network.train(), shape.stored, blocks=spread(spec.block_modules(network), shape.share))
+        set_activation_memory(
+            network.train(), shape.stored, blocks=select_evenly(spec.block_modules(network), shape.share)
+        )
         shard(
             network, spec.block_modules(network), mesh=mesh, computed=shape.autocast or torch.float32,
             reshard=processes.reshard,

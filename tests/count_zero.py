@@ -22,7 +22,7 @@ from count_sharded import ResizedStorages, fake_processes, storage_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.activation_plan import select_evenly
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.count import StepShape, fake_weights
 
@@ -152,7 +152,7 @@ def _prepared(spec: ModelSpec, network: nn.Module, shape: StepShape, device: tor
     """Put fake weights into a network, on a device, and make its optimizer."""
     with device:
         fake_weights(network, shape)
-    set_activation_memory(network.train(), shape.stored, blocks=spread(spec.block_modules(network), shape.share))
+    set_activation_memory(network.train(), shape.stored, blocks=select_evenly(spec.block_modules(network), shape.share))
     network.to = lambda *_, **__: network  # type: ignore[method-assign, assignment]  # fake weights cannot be swapped
     return torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], fused=True)
 

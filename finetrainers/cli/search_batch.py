@@ -222,7 +222,7 @@ def _run_search(resolved_run: ResolvedRun, arguments: argparse.Namespace, reason
     from finetrainers.tools.batch_search.estimate import estimate_sizes
     from finetrainers.tools.batch_search.report import SearchResult, estimate_line
     from finetrainers.tools.batch_search.request import buckets_of, tokens_of, without_clips
-    from finetrainers.utils.host_memory import room
+    from finetrainers.utils.host_memory import read_host_memory
     from finetrainers.utils.logs import quiet_progress_bars
 
     quiet_progress_bars()
@@ -231,7 +231,9 @@ def _run_search(resolved_run: ResolvedRun, arguments: argparse.Namespace, reason
         noun, margin = resolved_run.plan.noun, arguments.margin / 100
         gpu_gib = gib_of_this_gpu()
         on_cpu = gpu_gib is None and (arguments.measure_on_cpu or arguments.gpu is None)
-        size_gib = gpu_gib or room().available / GIB if arguments.gpu is None else read_gpu(arguments.gpu).gib
+        size_gib = (
+            gpu_gib or read_host_memory().available / GIB if arguments.gpu is None else read_gpu(arguments.gpu).gib
+        )
         searches, planned_gib = buckets_of(resolved_run.plan, most=arguments.max_batch_size), (1 - margin) * size_gib
         estimate_sizes(
             resolved_run,

@@ -190,7 +190,9 @@ def format_kinds(kinds: FrameConditioning) -> str:
     return ",".join(f"{kind.label}={kind.p!r}" for kind in kinds)
 
 
-def select_kinds(kinds: FrameConditioning | None, first_p: float | None, facts: Facts) -> FrameConditioning:
+def select_conditioning_modes(
+    kinds: FrameConditioning | None, first_p: float | None, facts: Facts
+) -> FrameConditioning:
     """Return the kinds that training draws from: the requested ones, or else the first frame alone.
 
     Its probability is the requested one, or else that of the model's training.

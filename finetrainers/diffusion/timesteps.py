@@ -115,9 +115,9 @@ class NoiseLevels:
         """Return quantiles `[B]` for one generator per sample."""
         u = sample_quantiles(generators, self.config)
         shift = self.shift(num_tokens) if self.is_flow else 1.0
-        return self.ranged(u if shift == 1.0 else shift_noise_level(u, shift))
+        return self.map_to_range(u if shift == 1.0 else shift_noise_level(u, shift))
 
-    def ranged(self, u: Tensor) -> Tensor:
+    def map_to_range(self, u: Tensor) -> Tensor:
         """Map quantiles of all noise to the range of the network."""
         low, high = self.within
         return u if (low, high) == (0.0, 1.0) else low + (high - low) * u

@@ -9,7 +9,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 
-from .activation_plan import SETTINGS, Choice, Machine, StepWork, choose, recomputed, step_seconds
+from .activation_plan import SETTINGS, ActivationPolicy, Machine, StepWork, choose, recomputed, step_seconds
 from .estimate import GIB, MemoryPlan, Workload, build_workload, estimate
 from .network_weights import NetworkWeights
 from .phases import RunSizes
@@ -48,7 +48,7 @@ class ActivationModel:
     others: float = 0.0
     correction: float = 1.0
 
-    def choose(self, machine: Machine) -> Choice:
+    def choose(self, machine: Machine) -> ActivationPolicy:
         """Return the setting that makes a step fastest; see `activation_plan.choose`."""
         total = sum(self.workload.num_blocks)
         machine = replace(machine, host=machine.host - self.workload.swap.host)
@@ -82,13 +82,13 @@ class ActivationModel:
         """Bytes on the device between steps."""
         return self.others + GIB * self.plan("none", 0).persistent_bytes
 
-    def measured(self, choice: Choice, *, peak: float) -> ActivationModel:
+    def with_measured_peak(self, choice: ActivationPolicy, *, peak: float) -> ActivationModel:
         """Return the model, corrected by the peak in bytes of a step with this choice."""
         plan = self.plan(choice.stored, choice.number)
         moving = max(0.0, (peak - self.others) / GIB - plan.persistent_bytes)
         return replace(self, correction=moving / (plan.total - plan.persistent_bytes))
 
-    def operations(self, choice: Choice) -> float:
+    def operations(self, choice: ActivationPolicy) -> float:
         """Return the operations of a micro-batch divided by those without recomputation."""
         once = self.work.forward + self.work.backward
         return 1 + recomputed(self.work, choice.stored, choice.number / choice.total) / once
@@ -124,7 +124,7 @@ def activation_model(
     return ActivationModel(workload, _work(workload, weights, spec), settings, all_blocks=casts, others=others)
 
 
-def with_choice(config: TrainConfig, choice: Choice | None) -> TrainConfig:
+def with_choice(config: TrainConfig, choice: ActivationPolicy | None) -> TrainConfig:
     """Return a copy of `config` with the choice, or with nothing recomputed if it is None."""
     stored, share = ("none", None) if choice is None else (choice.stored, choice.share)
     memory = {"activation_memory": stored, "selective_checkpointing": share, "gradient_checkpointing": False}

@@ -36,7 +36,7 @@ class ActivationUnits:
     on_host: float = 0.0
 
 
-def spread(blocks: Sequence[T], share: float | None) -> list[T]:
+def select_evenly(blocks: Sequence[T], share: float | None) -> list[T]:
     """Return a share of the blocks, evenly over the network, or all if `share` is None."""
     share = 1.0 if share is None else share
     return [block for n, block in enumerate(blocks) if floor((n + 1) * share + 0.5) > floor(n * share + 0.5)]
@@ -55,7 +55,7 @@ def activation_units(
     """
     units_by_list = counted.kept * len(num_blocks) if len(counted.kept) == 1 else counted.kept
     blocks = [units for units, number in zip(units_by_list, num_blocks, strict=True) for _ in range(number)]
-    recomputed = set() if stored == "none" else set(spread(range(len(blocks)), share))
+    recomputed = set() if stored == "none" else set(select_evenly(range(len(blocks)), share))
     attention = counted.attention if stored in ("keep_attention", "offload") else 0.0
     total = forward = backward = 0.0
     for number, units in enumerate(blocks):
@@ -119,7 +119,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ActivationPolicy:
     """Chosen setting of what blocks store, with its memory and time.
 
     Attributes:
@@ -168,7 +168,7 @@ Sizes = Callable[[ActivationMemory, int], tuple[float, float]]
 def choose(
     total: int, sizes: Sizes, work: StepWork, machine: Machine, *, settings: Sequence[ActivationMemory] = SETTINGS,
     all_blocks: bool = False,
-) -> Choice:  # fmt: skip
+) -> ActivationPolicy:  # fmt: skip
     """Return the fastest setting that fits, or checkpointing of all blocks if none does.
 
     Each setting holds for as few blocks as make it fit.
@@ -182,15 +182,15 @@ def choose(
         all_blocks: whether a setting must hold for all blocks.
     """
 
-    def choice(stored: ActivationMemory, number: int, *, fits: bool = True) -> Choice:
+    def choice(stored: ActivationMemory, number: int, *, fits: bool = True) -> ActivationPolicy:
         device, host = sizes(stored, number)
         slower = (
             step_seconds(work, machine, stored, number / total, host) / step_seconds(work, machine, "none", 0.0, 0.0)
             - 1
         )
-        return Choice(stored, number, total, device, host, slower, fits)
+        return ActivationPolicy(stored, number, total, device, host, slower, fits)
 
-    fitting: list[Choice] = []
+    fitting: list[ActivationPolicy] = []
     for stored in settings:
         for number in (0,) if stored == "none" else (total,) if all_blocks else range(1, total + 1):
             device, host = sizes(stored, number)

@@ -240,7 +240,7 @@ def cheapest(
     return _Search(config, outcomes, budget, switches).cheapest()
 
 
-def with_switches(config: TrainConfig, switches: Sequence[MemoryOption]) -> TrainConfig:
+def with_options_set(config: TrainConfig, switches: Sequence[MemoryOption]) -> TrainConfig:
     """Return a copy of `config` with these switches on."""
     for switch in switches:
         for name, value in switch.options.items():
@@ -250,7 +250,7 @@ def with_switches(config: TrainConfig, switches: Sequence[MemoryOption]) -> Trai
     return config
 
 
-def has_what_it_needs(config: TrainConfig, switch: MemoryOption) -> bool:
+def meets_needs(config: TrainConfig, switch: MemoryOption) -> bool:
     """Return whether a switch has the options that it needs to save anything.
 
     Every setting that recomputes all blocks counts as `gradient_checkpointing`.
@@ -322,8 +322,8 @@ class _Search:
 
     def _with_needs(self, switches: list[MemoryOption]) -> list[MemoryOption]:
         """Return the switches whose needs are met by the others or by the run."""
-        config = with_switches(self._config, switches)
-        return [switch for switch in switches if has_what_it_needs(config, switch)]
+        config = with_options_set(self._config, switches)
+        return [switch for switch in switches if meets_needs(config, switch)]
 
     def _are_compatible(self, switches: Sequence[MemoryOption]) -> bool:
         return not any(first in switches and second in switches for first, second in self._conflicts)
@@ -333,7 +333,7 @@ class _Search:
         if first.options.keys() & second.options.keys():
             return True
         needed = [MemoryOption({**first.needs, **second.needs}, "", 0.0)]
-        return self._outcomes(with_switches(self._config, [*needed, first, second])) is None
+        return self._outcomes(with_options_set(self._config, [*needed, first, second])) is None
 
     def _advice(self, switches: Sequence[MemoryOption]) -> Advice:
         """Return the advice to use a set, with the effect of each switch in it."""
@@ -349,28 +349,26 @@ class _Search:
             )
             chosen.append(Chosen(switch, saves, slower))
         base_slower = 0.0 if base is None else base.slower
-        return Advice(with_switches(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
+        return Advice(with_options_set(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 
     def _is_useful(self, switch: MemoryOption) -> bool:
         """Return whether a switch may be set, and lowers a phase, by itself or with the options that it needs."""
         if not switch.takes_back and any(self._config.changed(name) for name in switch.options):
             return False
-        base = with_switches(self._config, [MemoryOption(switch.needs, "", 0.0)])
-        before, after = self._outcomes(base), self._outcomes(with_switches(base, [switch]))
+        base = with_options_set(self._config, [MemoryOption(switch.needs, "", 0.0)])
+        before, after = self._outcomes(base), self._outcomes(with_options_set(base, [switch]))
         if after is None or before is None:
             return after is not None
         return any(size < before.peaks.get(phase, 0.0) for phase, size in after.peaks.items())
 
     def _needs(self, switch: MemoryOption, other: MemoryOption) -> bool:
         """Return whether a switch saves nothing without the other."""
-        return not has_what_it_needs(self._config, switch) and has_what_it_needs(
-            with_switches(self._config, [other]), switch
-        )
+        return not meets_needs(self._config, switch) and meets_needs(with_options_set(self._config, [other]), switch)
 
     def _outcome(self, chosen: Sequence[MemoryOption]) -> Outcome | None:
         """Return the outcome of a set of switches, or None if it is refused or lacks an option that a switch needs."""
-        changed = with_switches(self._config, chosen)
-        if not all(has_what_it_needs(changed, switch) for switch in chosen):
+        changed = with_options_set(self._config, chosen)
+        if not all(meets_needs(changed, switch) for switch in chosen):
             return None
         return self._outcomes(changed)
 

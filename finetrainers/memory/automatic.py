@@ -18,7 +18,7 @@ from finetrainers.parallel.sharding import WHOLE, ShardingSpec
 from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 
 from .activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, ActivationModel, with_choice
-from .activation_plan import Choice, Machine
+from .activation_plan import ActivationPolicy, Machine
 from .phases import RunPlan
 from .swap_plan import fewest_blocks
 
@@ -74,7 +74,7 @@ class AutoSettings:
     model: ActivationModel
     num_blocks: int
     swapped: int | None = None
-    activations: Choice | None = None
+    activations: ActivationPolicy | None = None
     offloads_samples: bool | None = None
     decoding: tuple[str, ...] = ()
     variant: Variant | None = None

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from finetrainers.models.spec import OPERATOR_BODIES
 
-from .activation_plan import spread
+from .activation_plan import select_evenly
 from .block_swap import swap_blocks
 from .checkpointing import set_activation_memory
 
@@ -193,7 +193,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
     ):
         fake_weights(net, shape)
         spec.split_tokens(net, group, shape.sp_mode)
-        blocks = spread(spec.block_modules(net), shape.share)
+        blocks = select_evenly(spec.block_modules(net), shape.share)
         offloads = set_activation_memory(net.train(), shape.stored, blocks=blocks, host="meta")
         if shape.blocks_to_swap:
             swap_blocks(net, spec.block_modules(net), shape.blocks_to_swap, torch.device("cpu"))

@@ -7,16 +7,16 @@ from __future__ import annotations
 RESERVE = 0.15
 
 
-def reserved(planned: float) -> float:
+def with_reserve(planned: float) -> float:
     """Return the GPU memory that `planned` bytes of tensors need, including the allocator's reserve."""
     return (1 + RESERVE) * planned
 
 
-def for_tensors(memory: float) -> float:
-    """Return the part of a GPU's memory that tensors may take."""
+def without_reserve(memory: float) -> float:
+    """Return the bytes that tensors may take of `memory` bytes of a GPU, without the allocator's reserve."""
     return memory / (1 + RESERVE)
 
 
 def fits(planned: float, memory: float) -> bool:
     """Return whether `planned` bytes of tensors fit a GPU with `memory` bytes."""
-    return planned <= for_tensors(memory)
+    return planned <= without_reserve(memory)

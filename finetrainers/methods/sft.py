@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetrainers.config.frame_conditioning import draw_frames, select_kinds
+from finetrainers.config.frame_conditioning import draw_frames, select_conditioning_modes
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, VideoMeta
@@ -29,7 +29,7 @@ from .reference import Reference, reference_model
 
 
 @dataclass(frozen=True)
-class Prior:
+class PriorBatch:
     """A micro-batch of the prior preservation loss: samples to be predicted with their prior prompts.
 
     It is a separate micro-batch so that the two losses are backpropagated in turn, which takes the memory of one.
@@ -48,9 +48,9 @@ class Prior:
     def __len__(self) -> int:
         return len(self.clips)
 
-    def split(self, pieces: int) -> list[Prior]:
+    def split(self, pieces: int) -> list[PriorBatch]:
         """Return exactly `pieces` parts; see `Batch.split`."""
-        return [Prior(piece) for piece in self.clips.split(pieces)]
+        return [PriorBatch(piece) for piece in self.clips.split(pieces)]
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,16 @@ class SFT:
         #: Transformer tokens per latent cell, for resolution-dependent shifts.
         self.tokens_per_latent = 1 / (geometry.patch_t * geometry.patch**2)
         data = config.data
-        self.given_kinds = select_kinds(data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts)
+        self.conditioning_modes = select_conditioning_modes(
+            data.frame_conditioning, data.first_frame_conditioning_p, parts.spec.facts
+        )
         has_windows = data.sliding_window_size is not None or data.dataset is not None  # chunks have no windows
         self.window_context = data.window_context if has_windows else 0
-        self.temporal = geometry.temporal
-        #: Conditioning frames in some steps change the shape of noise levels, and compiled blocks need a graph for each
-        #: shape.
-        gives_tokens = parts.spec.facts.first_frame == "tokens" and (self.given_kinds or self.window_context)
-        self.one_shape = config.memory.compile != "none" and bool(gives_tokens)
+        self.frames_per_latent = geometry.temporal
+        #: Whether all steps pass timesteps per latent frame. Conditioning frames in some steps would change their shape
+        #: otherwise, and compiled blocks need a graph for each shape.
+        gives_tokens = parts.spec.facts.first_frame == "tokens" and (self.conditioning_modes or self.window_context)
+        self.expands_times = config.memory.compile != "none" and bool(gives_tokens)
         self.seed = config.training.seed
         self.batches = parts.source
         self.prior_weight = config.sft.prior_preservation_weight
@@ -111,7 +113,7 @@ class SFT:
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[Batch]]:
         for batches in self.batches.steps(start):
-            metrics, events = self.batches.news()
+            metrics, events = self.batches.drain_events()
             yield Step([*batches, *self._priors(batches)], metrics=metrics, events=events)
 
     def dry_steps(self, transformer: nn.Module) -> Iterator[tuple[str, Step[Batch]]]:
@@ -120,22 +122,22 @@ class SFT:
             for prior in self._priors([batch]):
                 yield f"{name}, prior preservation", Step([prior])
 
-    def trial_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Batch]]:
+    def benchmark_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Batch]]:
         """Yield steps without end, each of `micro_batches` batches of `clips` clips from one bucket.
 
-        See `TrainingData.trial_batches`.
+        See `TrainingData.benchmark_batches`.
         """
-        for batches in self.batches.trial_batches(bucket, clips, micro_batches=micro_batches):
+        for batches in self.batches.benchmark_batches(bucket, clips, micro_batches=micro_batches):
             yield Step([*batches, *self._priors(batches)])
 
-    def _priors(self, batches: Sequence[Batch]) -> list[Prior]:
-        return [Prior(batch) for batch in batches] if self.reference is not None else []
+    def _priors(self, batches: Sequence[Batch]) -> list[PriorBatch]:
+        return [PriorBatch(batch) for batch in batches] if self.reference is not None else []
 
     def can_stop_after(self, step: int) -> bool:
         return True
 
-    def loss(self, transformer: nn.Module, batch: Batch | Prior) -> tuple[Tensor, Metrics]:
-        if isinstance(batch, Prior):
+    def loss(self, transformer: nn.Module, batch: Batch | PriorBatch) -> tuple[Tensor, Metrics]:
+        if isinstance(batch, PriorBatch):
             return self._prior_loss(transformer, batch.clips)
         per_sample, weight = self.errors(transformer, batch, purpose="train", quantile=None)
         # Multiplications by 1 are left out: they cost noticeable time with a small network.
@@ -154,13 +156,13 @@ class SFT:
         """
         assert self.reference is not None, "prior preservation needs a reference model"
         assert batch.prior is not None, "prior preservation needs prior prompts"
-        noised = self._noised(batch, purpose="train", quantile=None)
+        noised = self._add_noise(batch, purpose="train", quantile=None)
         # First, since the network's stored activations would add to the memory of this pass.
         with torch.no_grad(), self.reference(transformer) as network:
             teacher = self.spec.predict(network, noised.x_t, noised.frame_t, batch.prior, noised.meta).float()
         student = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.prior, noised.meta)
         error = F.mse_loss(student.float(), teacher, reduction="none")
-        difference = _per_sample(error, replace(noised, mask=None))[0].mean() * batch.weight
+        difference = _mean_per_sample(error, replace(noised, mask=None))[0].mean() * batch.weight
         return self.prior_weight * difference, {"prior_loss": difference.detach()}
 
     def eval_loss(self, transformer: nn.Module, batch: Batch, quantile: float) -> Tensor:
@@ -182,9 +184,9 @@ class SFT:
             purpose: name of the random draws, which depend on it, on the seed of the run and on a sample's key.
             quantile: quantile of the noise level, without loss weights, or None to draw it.
         """
-        noised, target, weight = self._targets(batch, purpose, quantile)
+        noised, target, weight = self._noise_and_targets(batch, purpose, quantile)
         prediction = self.spec.predict(transformer, noised.x_t, noised.frame_t, batch.conditions, noised.meta)
-        return _per_sample(F.mse_loss(prediction.float(), target, reduction="none"), noised, weight)
+        return _mean_per_sample(F.mse_loss(prediction.float(), target, reduction="none"), noised, weight)
 
     def gains(
         self, transformer: nn.Module, reference: Reference, batch: Batch, *, purpose: str, quantile: float | None
@@ -194,20 +196,22 @@ class SFT:
         With predictions p and r and target t, (r - t)^2 - (p - t)^2 = (r - p)(r + p - 2t) before the mean: a difference
         of two means near 1 keeps few of its digits in fp32.
         """
-        noised, target, weight = self._targets(batch, purpose, quantile)
+        noised, target, weight = self._noise_and_targets(batch, purpose, quantile)
         inputs = noised.x_t, noised.frame_t, batch.conditions, noised.meta
         prediction = self.spec.predict(transformer, *inputs).float()
         with torch.no_grad(), reference(transformer) as network:
             baseline = self.spec.predict(network, *inputs).float()
-        return _per_sample((baseline - prediction) * (baseline + prediction - 2 * target), noised, weight)
+        return _mean_per_sample((baseline - prediction) * (baseline + prediction - 2 * target), noised, weight)
 
-    def _targets(self, batch: Batch, purpose: str, quantile: float | None) -> tuple[NoisyClips, Tensor, Tensor | None]:
+    def _noise_and_targets(
+        self, batch: Batch, purpose: str, quantile: float | None
+    ) -> tuple[NoisyClips, Tensor, Tensor | None]:
         """Return the samples at their noise levels, the prediction targets, and loss weights `[B]`; see `errors`."""
-        noised = self._noised(batch, purpose=purpose, quantile=quantile)
+        noised = self._add_noise(batch, purpose=purpose, quantile=quantile)
         weight = None if quantile is not None else self.noise_levels.weight(noised.t)
         return noised, self.process.target(noised.x0, noised.eps, noised.t), weight
 
-    def _noised(self, batch: Batch, *, purpose: str, quantile: float | None) -> NoisyClips:
+    def _add_noise(self, batch: Batch, *, purpose: str, quantile: float | None) -> NoisyClips:
         """Return the samples at their noise levels; see `errors`."""
         device = batch.moments.device
         generators = [generator("cpu", self.seed, purpose, *key) for key in batch.sample_keys]
@@ -238,13 +242,13 @@ class SFT:
             draws = [self.noise_levels.sample(generators, num_tokens) for _ in range(math.prod(frames))]
             quantiles = (torch.stack(draws, dim=1) if frames else draws[0]).to(x0.device)
         else:
-            quantiles = self.noise_levels.ranged(torch.full((len(x0), *frames), quantile, device=x0.device))
+            quantiles = self.noise_levels.map_to_range(torch.full((len(x0), *frames), quantile, device=x0.device))
         return self.process.time_from_quantile(quantiles)
 
     def _expand_times(self, t: Tensor, x0: Tensor) -> Tensor:
         """Return the process times for the network, expanded per latent frame if compiled blocks need one shape."""
         frames = x0.shape[2]
-        return t[:, None].expand(-1, frames) if self.one_shape and t.ndim == 1 and frames > 1 else t
+        return t[:, None].expand(-1, frames) if self.expands_times and t.ndim == 1 and frames > 1 else t
 
     def _given_frames(self, batch: Batch, frames: int, purpose: str) -> list[Collection[int]]:
         """Return the conditioning frames of each sample among `frames` latent frames.
@@ -256,10 +260,10 @@ class SFT:
         def drawn(key: tuple[int, int], is_inner_window: bool) -> Collection[int]:
             if self.window_context and is_inner_window:
                 return range(self.window_context)
-            if not self.given_kinds:
+            if not self.conditioning_modes:
                 return ()
             rng = random.Random(derive_seed(self.seed, purpose, "first_frame", *key))
-            return draw_frames(self.given_kinds, frames, self.temporal, rng)
+            return draw_frames(self.conditioning_modes, frames, self.frames_per_latent, rng)
 
         inner_windows = batch.inner_windows or [False] * len(batch)
         return [drawn(key, inner) for key, inner in zip(batch.sample_keys, inner_windows, strict=True)]
@@ -286,7 +290,7 @@ class SFT:
             raise ValueError(f"supervised finetuning has no state to restore, got {sorted(state)}")
 
 
-def _per_sample(error: Tensor, noised: NoisyClips, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _mean_per_sample(error: Tensor, noised: NoisyClips, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return means `[B]` of an error without conditioning latents, and the loss weight that is left to apply."""
     trained, mask = noised.trained, noised.mask
     if trained is None and mask is None and noised.t.ndim == 1:

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from .batch import VAEStats
 from .pixels import pixel_size
-from .tiling import fitted_vae
+from .tiling import retry_vae_on_oom
 
 T = TypeVar("T")
 
 
 def decode_videos(spec: Any, vae: Any, latents_BCTHW: Tensor, vae_stats: VAEStats) -> Tensor:
     """Implement `ModelSpec.decode`."""
-    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW)):
+    with retry_vae_on_oom(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW)):
         return _pixels(spec, vae, latents_BCTHW, vae_stats)
 
 
@@ -58,7 +58,7 @@ def decode_gradient(
             (gradient,) = torch.autograd.grad(total, z) if total.requires_grad else (torch.zeros_like(z),)
         return gradient.detach(), rest
 
-    with fitted_vae(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retry:
+    with retry_vae_on_oom(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retry:
         if not checkpointing:
             return retry(work)
         with _recompute_decoder(vae):

@@ -183,7 +183,7 @@ class FlopMeter:
         if trains:
             self._tokens += tokens.clips * tokens.video
 
-    def last_of(self, attempts: Iterable[T]) -> Iterator[T]:
+    def count_last(self, attempts: Iterable[T]) -> Iterator[T]:
         """Yield the attempts at a step, and count only the last one: repetition by an OOM retry is not throughput."""
         before = self._operations, self._tokens
         for attempt in attempts:

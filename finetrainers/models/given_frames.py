@@ -50,7 +50,7 @@ def _on_channels(spec: Any, batch: Batch, frames: Sequence[Collection[int]], vae
     return {"first_frame": first * has_first, "further_frames": spec.padded(latents)}
 
 
-def given_latents(
+def encode_conditioning_frames(
     spec: Any, pipeline: Any, request: SampleRequest, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Encode the frames that a sample is given.
@@ -108,7 +108,7 @@ def further_frames(spec: Any, pipeline: Any, request: SampleRequest) -> Iterator
 
     def prepare_latents(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         start, channels = stock_prepare(*args, **options)
-        latents, _ = given_latents(spec, pipeline, replace(request, image=None), None)
+        latents, _ = encode_conditioning_frames(spec, pipeline, replace(request, image=None), None)
         latents[:, :, :1] = 0.0  # the image's latents are already on the channels
         return start, channels + spec.as_channels(spec.padded(latents)).to(channels)
 

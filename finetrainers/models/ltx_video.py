@@ -25,7 +25,7 @@ from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, Video
 from .common import input_dtype
 from .compiling import unwrap
 from .flops import AttentionSpec, Tokens
-from .given_frames import given_latents
+from .given_frames import encode_conditioning_frames
 from .spec import ModelSpec
 from .split.attention import AttentionFn
 from .split.sequence import SequenceParallelPlan
@@ -209,7 +209,7 @@ class LTXVideoSpec(ModelSpec):
         """
         if request.starts_from_image or (request.last_image is None and request.prefix is None):
             return super().sample(pipeline, conditions, negative, request, generator)
-        latents, mask = given_latents(self, pipeline, request, generator)
+        latents, mask = encode_conditioning_frames(self, pipeline, request, generator)
         noise = randn_tensor(latents.shape, generator=generator, device=latents.device, dtype=torch.float32)
         clean, start = (pipeline._pack_latents(x) for x in (latents, torch.where(mask, latents, noise)))
         is_given = mask.expand(1, 1, *latents.shape[2:]).flatten(2).transpose(1, 2)  # [1, tokens, 1]

@@ -44,12 +44,12 @@ from .sizes import frozen_bytes, vae_working_bytes
 from .split.attention import AttentionFn, check_attention, check_attention_choice, set_processors
 from .split.ring import OPERATOR_BODIES
 from .split.sequence import SequenceParallelPlan, check_split, share_clips
-from .tiling import Size, fitted_vae, sliced_for_memory, tiled_alike, tiled_for_memory
+from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tiled_for_memory
 
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
-    "decode_gradient", "even_bounds", "fitted_vae", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
+    "decode_gradient", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
     "remove_full", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside
@@ -114,7 +114,7 @@ class ModelSpec(ABC):
         self.config = config
         self.name = name
         self._read = read
-        self.vae_one_by_one, self.vae_too_large = set[Size](), set[Size]()  # after an OOM; see `fitted_vae`
+        self.vae_one_by_one, self.vae_too_large = set[Size](), set[Size]()  # after an OOM; see `retry_vae_on_oom`
 
     # ---- description -------------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class ModelSpec(ABC):
     def encode_video(self, vae: nn.Module, video_BCTHW: Tensor) -> Tensor:
         """Encode videos `[B, 3, T, H, W]` (see `to_unit_range`) to VAE moments `[B, 2C, T', H', W']`."""
         batch, _, *size = video_BCTHW.shape
-        with fitted_vae(self, vae, (size[0], size[1], size[2]), batch=batch):
+        with retry_vae_on_oom(self, vae, (size[0], size[1], size[2]), batch=batch):
             return encode_moments(vae, video_BCTHW)
 
     @property

@@ -64,7 +64,7 @@ def tiled_alike(spec: Fits, size: Size, encode: Callable[[], T]) -> T:
 
 
 @contextmanager
-def fitted_vae(
+def retry_vae_on_oom(
     spec: Fits, vae: Any, size: Size, *, batch: int = 1, gradient: bool = False
 ) -> Iterator[Callable[..., Any]]:
     """Let the VAE encode or decode clips of a size in pixels within the block, on OOM clip by clip, then in tiles.

@@ -49,7 +49,7 @@ class StepInBackward:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause_updates(self) -> Iterator[None]:
         """Free gradients without an update within the block."""
         self._is_paused = True
         try:
@@ -90,6 +90,6 @@ class StepInBackward:
         self._zero_grad(set_to_none)
 
 
-def in_backward(optimizer: Any) -> StepInBackward | None:
+def get_step_in_backward(optimizer: Any) -> StepInBackward | None:
     """Return the object that runs an optimizer's step in backward, or None if its step is separate."""
     return getattr(optimizer, "in_backward", None)

@@ -47,7 +47,7 @@ class FSDP(Strategy):
 
     forward_is_collective = True
     weights_are_whole = False
-    weights_are_plain = False
+    weights_are_movable = False
     updates_shards = True
     shares_saving = True
     why_no_retry = (

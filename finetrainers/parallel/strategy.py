@@ -55,13 +55,13 @@ class Strategy(DistributedContext):
     Attributes:
         forward_is_collective: whether a forward pass needs all processes.
         weights_are_whole: whether every process holds all weights.
-        weights_are_plain: whether weights are whole tensors that may be moved or overwritten between steps.
+        weights_are_movable: whether weights are whole tensors that may be moved or overwritten between steps.
         compiles_blocks: whether a block may be compiled as one graph; False if its weights are gathered within.
         takes_integer_weights: whether frozen weights may be integers, the codes of quantized ones.
         uses_autocast: whether mixed precision is by autocast.
         shares_saving: whether each process may write its part of a checkpoint.
-        writes_own_files: whether only the strategy can write the optimizer's state, on all processes, while training
-            waits.
+        saves_optimizer_itself: whether only the strategy can write the optimizer's state, on all processes, while
+            training waits.
         updates_shards: whether the optimizer is given parts of weights.
         can_drop_gradients: whether gradients can be dropped without an update at any point of a step.
         why_no_retry: why a step that ran out of memory cannot be retried, as the end of a sentence, or None if it can.
@@ -74,12 +74,12 @@ class Strategy(DistributedContext):
 
     forward_is_collective = False
     weights_are_whole = True
-    weights_are_plain = True
+    weights_are_movable = True
     compiles_blocks = True
     takes_integer_weights = True
     uses_autocast = True
     shares_saving = False
-    writes_own_files = False
+    saves_optimizer_itself = False
     updates_shards = False
     can_drop_gradients = True
     why_no_retry: str | None = None

@@ -141,10 +141,10 @@ def _check_environment() -> None:
 class ZeRO(Strategy):
     """Processes among which DeepSpeed divides optimizer state, gradients and weights."""
 
-    weights_are_plain = False
+    weights_are_movable = False
     uses_autocast = False
     shares_saving = True
-    writes_own_files = True
+    saves_optimizer_itself = True
     can_drop_gradients = False
     why_no_local_gradients = "DeepSpeed takes gradients from its own backward pass alone; use DDP or --fsdp full"
     why_no_swap = "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full"

@@ -17,12 +17,12 @@ from finetrainers.memory.activation_plan import Machine
 from finetrainers.memory.advice import OTHER_REMEDIES
 from finetrainers.memory.automatic import AutoSettings, with_blocks_to_swap, with_samples
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import fits, for_tensors, reserved
+from finetrainers.memory.fit import fits, with_reserve, without_reserve
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.utils.host_memory import room
+from finetrainers.utils.host_memory import read_host_memory
 from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import label
 from finetrainers.utils.process_state import free_memory
@@ -73,7 +73,7 @@ def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
     """
     memory = run_memory(checked)
     peak = memory.plan().peak
-    needed_gib = reserved(peak) / GIB
+    needed_gib = with_reserve(peak) / GIB
     if fits(peak, GIB * budget):
         print_line(f"memory budget: {needed_gib:.1f} of {budget:g} GiB are planned; no option is changed")
         return checked.config
@@ -102,7 +102,7 @@ def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
     peak = memory.plan().peak
     if fits(peak, GIB * gib):
         return config
-    message = f"{file_size(reserved(peak))} are planned, and the GPU has {gib:.1f} GiB"
+    message = f"{file_size(with_reserve(peak))} are planned, and the GPU has {gib:.1f} GiB"
     advice = memory.advice(gib, device=target_device(config), exact=True)
     if advice is None:
         print_warnings(
@@ -118,14 +118,14 @@ def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
     return advice.config
 
 
-def chosen_by_run(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConfig, AutoSettings | None]:
+def choose_settings(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConfig, AutoSettings | None]:
     """Return the configuration with each `auto` replaced by the run's choice, and that choice; every rank must call it.
 
     The choice is None if the options leave nothing open, or the device is a CPU without a budget, where nothing is
     moved or recomputed.
     """
     config, on_gpu = checked.config, parallel.device.type == "cuda"
-    if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_plain):
+    if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_movable):
         config = with_samples(config, offloads=False)
     is_swap_auto, is_storage_auto = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
     is_offload_auto = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
@@ -143,7 +143,7 @@ def chosen_by_run(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConfig
     return settings.config.model_copy(update={"model": config.model}), settings
 
 
-def fit_decoding(settings: AutoSettings | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
+def apply_decoding_settings(settings: AutoSettings | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
     """Have the VAE decode clips of a size as the settings say; as after an OOM, this process remembers it."""
     for name, sizes in (("enable_slicing", spec.vae_one_by_one), ("enable_tiling", spec.vae_too_large)):
         if settings is not None and name in settings.decoding:
@@ -172,14 +172,17 @@ def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Mach
     free_memory()
     free, loaded_bytes, flops, link = float("inf"), other_bytes, ASSUMED_FLOPS, ASSUMED_LINK
     if device.type == "cuda":
-        free, loaded_bytes = for_tensors(torch.cuda.mem_get_info(device)[0]), float(torch.cuda.memory_allocated(device))
+        free, loaded_bytes = (
+            without_reserve(torch.cuda.mem_get_info(device)[0]),
+            float(torch.cuda.memory_allocated(device)),
+        )
         if config.memory.activation_memory == "auto":
             peak = peak_flops(device)
             flops = flops if peak is None else UTILIZATION * peak
             link = link_bandwidth(device)
     if budget is not None:
-        free = min(free, for_tensors(GIB * budget) - loaded_bytes)
-    host = HOST_SHARE * room().available / local_world_size()
+        free = min(free, without_reserve(GIB * budget) - loaded_bytes)
+    host = HOST_SHARE * read_host_memory().available / local_world_size()
     shares = parallel.gather_objects([(free, host, flops, link)])
     free, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
     return Machine(free + other_bytes, host, flops, link)
@@ -198,7 +201,7 @@ def _resolve_on_cpu(config: TrainConfig) -> TrainConfig:
 
 def _choose_variant_on_cpu(config: TrainConfig, checked: ResolvedRun, parallel: Strategy) -> TrainConfig:
     """Return the configuration with the method's variant that fits the memory of the smallest machine."""
-    host_bytes = min(parallel.gather_objects([HOST_SHARE * room().available / local_world_size()]))
+    host_bytes = min(parallel.gather_objects([HOST_SHARE * read_host_memory().available / local_world_size()]))
     settings = run_memory(checked).choose(config, machine=Machine(host_bytes, host_bytes, ASSUMED_FLOPS, ASSUMED_LINK))
     _print_variant(settings)
     return config if settings.variant is None else settings.variant.config

@@ -154,10 +154,10 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
     if config.memory.compile != "none" and not parallel.compiles_blocks:
         yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
     training = config.training
-    if training.on_nonfinite == "rollback" and not parallel.weights_are_plain:
+    if training.on_nonfinite == "rollback" and not parallel.weights_are_movable:
         message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"
         yield Problem("--on_nonfinite rollback", message)
-    if training.async_checkpointing and parallel.writes_own_files:
+    if training.async_checkpointing and parallel.saves_optimizer_itself:
         message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
         yield Problem("--async_checkpointing", message)
     if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
@@ -173,7 +173,7 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
         yield Problem("--use_ema", message)
     yield from method_spec(config).strategy_problems(config, parallel)
     samples = config.validation
-    if samples.enable_model_cpu_offload and samples.validation_prompts and not parallel.weights_are_plain:
+    if samples.enable_model_cpu_offload and samples.validation_prompts and not parallel.weights_are_movable:
         message = (
             "it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its "
             "own; use DDP, or leave it out: --enable_tiling lets decoding take less"

@@ -157,7 +157,7 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
         settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
         return {name.removeprefix(PREFIXES["peft"]): shape for name, shape in header.shapes.items()}, settings
     stored = json.loads(header.metadata.get("lora_adapter_metadata", "{}"))
-    return header.shapes, {without_part(k): v for k, v in stored.items() if without_part(k) != k}
+    return header.shapes, {strip_component(k): v for k, v in stored.items() if strip_component(k) != k}
 
 
 def check_lora(
@@ -174,7 +174,7 @@ def check_lora(
     Raises:
         ValueError: with every difference.
     """
-    modules = {name: match["module"] for name in shapes if (match := _MODULE.match(without_part(name)))}
+    modules = {name: match["module"] for name in shapes if (match := _MODULE.match(strip_component(name)))}
     if kind_of(shapes) is not None or not any(".lora_A" in name for name in modules):
         return
     ranks = sorted({next(iter(shapes[name])) for name in modules if ".lora_A" in name})
@@ -223,7 +223,7 @@ def is_expression(targets: Sequence[str]) -> bool:
     return len(targets) == 1 and _REGEX_CHARACTERS.search(targets[0]) is not None
 
 
-def without_part(name: str) -> str:
+def strip_component(name: str) -> str:
     """Return a name in a LoRA file without the prefix of its network: `transformer.`, `transformer_2.`"""
     return _PART.sub("", name, count=1) if _PART.match(name) else name
 

@@ -8,7 +8,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import OTHER_REMEDIES, Advice, Chosen
 from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import RESERVE, fits, reserved
+from finetrainers.memory.fit import RESERVE, fits, with_reserve
 from finetrainers.memory.phases import RunPlan
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.utils.gpus import Gpu
@@ -55,7 +55,7 @@ def _phase_lines(plan: RunPlan) -> list[str]:
     lines += aligned([[f"  {part_name(name)}", file_size(size)] for name, size in parts if size >= 0.005 * plan.peak])
     lines.append(
         f"allocated {file_size(plan.peak)}; reserved, with {100 * RESERVE:.0f} % for CUDA and fragmentation: "
-        f"{file_size(reserved(plan.peak))}"
+        f"{file_size(with_reserve(plan.peak))}"
     )
     return lines
 
@@ -93,7 +93,7 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
 
 def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
     """Return whether the run fits a GPU, and the options that make it fit."""
-    size = file_size(reserved(plan.peak))
+    size = file_size(with_reserve(plan.peak))
     if fits(plan.peak, GIB * gpu.gib):
         return [f"it fits {gpu}: {size} are needed"]
     lines = [f"it does not fit {gpu}: {size} are needed"]
@@ -106,7 +106,7 @@ def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
 def advice_lines(advice: Advice, heading: str) -> list[str]:
     """Return the switches of an advice, each with its saving and cost, and the choices for `auto`."""
     choices = dict(advice.outcome.chosen)
-    lines = [f"{heading} {reserved(advice.outcome.peak) / GIB:.1f} GiB:"]
+    lines = [f"{heading} {with_reserve(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
         lines.append(f"  {applied.switch.flags}")
         lines.append(
@@ -135,7 +135,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
             }
             for (phase, size), parts in zip(plan.peaks.items(), plan.phases.values(), strict=True)
         },
-        "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(reserved(plan.peak))},
+        "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(with_reserve(plan.peak))},
         "processes": launched_processes(),
         "machine_host": round(plan.machine_bytes),
         "disk": {
@@ -176,7 +176,7 @@ def _settings_json(settings: AutoSettings) -> dict[str, Any]:
 
 def _advice_json(advice: Advice) -> dict[str, Any]:
     return {
-        "reserved": round(reserved(advice.outcome.peak)),
+        "reserved": round(with_reserve(advice.outcome.peak)),
         "slowdown": advice.slowdown,
         "chosen": dict(advice.outcome.chosen),
         "switches": [

@@ -25,7 +25,7 @@ from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS, MEMORY_OPTIONS, Adv
 from finetrainers.memory.automatic import AutoSettings, Run, choose_automatic
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
-from finetrainers.memory.fit import for_tensors, reserved
+from finetrainers.memory.fit import with_reserve, without_reserve
 from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import TEXTS_AT_ONCE, RunPlan, RunSizes, plan_run
 from finetrainers.memory.quantized_encoders import encoder_bytes_saved, largest_layer_bytes
@@ -33,7 +33,7 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.host_memory import room
+from finetrainers.utils.host_memory import read_host_memory
 from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size
@@ -60,7 +60,7 @@ class RunMemory:
             host_gib: of the machine to plan for; default: this one.
         """
         self.checked = checked
-        host = room().total if host_gib is None else GIB * host_gib
+        host = read_host_memory().total if host_gib is None else GIB * host_gib
         self._host = HOST_SHARE * host / local_world_size()
         gpu_gib = gpu_gib or planned_gib(checked.config)
         #: The machine to plan for, or None if no GPU is known.
@@ -146,7 +146,7 @@ class RunMemory:
 
     def _assume_machine(self, gpu_gib: float) -> Machine:
         """Return a machine whose memory alone is known; its speeds are assumed."""
-        return Machine(for_tensors(GIB * gpu_gib), self._host, ASSUMED_FLOPS, ASSUMED_LINK)
+        return Machine(without_reserve(GIB * gpu_gib), self._host, ASSUMED_FLOPS, ASSUMED_LINK)
 
     def disk(self) -> Needs:
         """Return the disk space that the run needs, without the cache."""
@@ -283,7 +283,7 @@ def print_planned(checked: ResolvedRun) -> None:
         return
     print_line(
         f"memory, planned: {file_size(plan.peak)} on the GPU in the phase {label(plan.peak_phase)}, about "
-        f"{file_size(reserved(plan.peak))} reserved; {file_size(plan.machine_bytes)} of host memory"
+        f"{file_size(with_reserve(plan.peak))} reserved; {file_size(plan.machine_bytes)} of host memory"
     )
 
 
@@ -297,7 +297,7 @@ def planned_peaks(checked: ResolvedRun) -> dict[str, dict[str, float]]:
     return {
         phase: {
             "allocated": round(size / GIB, 4),
-            "reserved": round(reserved(size) / GIB, 4),
+            "reserved": round(with_reserve(size) / GIB, 4),
             "host": round(plan.host[phase] / GIB, 4),
         }
         for phase, size in plan.peaks.items()

@@ -189,7 +189,7 @@ def _find_facts(
     has_path_problem = _has_problem(findings, _MODEL_OPTIONS)
     device = target_device(config).type
     problems = [] if has_path_problem else family.problems(config.model, weights=weights, device_type=device)
-    findings.errors += named_as_given(problems, initial)
+    findings.errors += attribute_to_option(problems, initial)
     readable = not has_path_problem and not problems
     return family.facts_of(config.model) if readable else family.facts, not problems
 
@@ -418,7 +418,7 @@ def _check_options(
         if faults.parse_faults(requested):  # so that the variable is not forgotten
             findings.warnings.append(f"{faults.ENVIRONMENT}={requested} will disturb this run on purpose")
     with _recording_errors(findings, faults.PATIENCE):
-        faults.ten_minutes()
+        faults.min_hang_seconds()
 
 
 @contextmanager
@@ -471,7 +471,7 @@ def _with(config: TrainConfig, table: str, **options: Any) -> TrainConfig:
     return config.model_copy(update={table: getattr(config, table).model_copy(update=options)})
 
 
-def named_as_given(problems: list[Problem], initial: InitialWeights | None) -> list[Problem]:
+def attribute_to_option(problems: list[Problem], initial: InitialWeights | None) -> list[Problem]:
     """Return a model's problems under the user's option: a transformer may have come from `--init_from`."""
     if initial is None or initial.kind != "full":
         return problems

@@ -15,7 +15,7 @@ from finetrainers.models.files.hub import ask
 
 from .check_upload import check_upload
 from .once_per_node import once_per_node
-from .preflight import ResolvedRun, named_as_given, plan_work_once, preflight
+from .preflight import ResolvedRun, attribute_to_option, plan_work_once, preflight
 from .start_report import print_start, print_warnings
 
 
@@ -219,7 +219,7 @@ def _weight_warnings(checked: ResolvedRun) -> list[str]:
     spec, initial = checked.family.load(checked.config.model), checked.start.initial
     problems, warnings = spec.examine()
     if problems:
-        raise ConfigError(named_as_given(problems, initial))
+        raise ConfigError(attribute_to_option(problems, initial))
     is_known = checked.unseen is None
     check_classes(checked)
     if is_known:

@@ -60,7 +60,7 @@ def part_name(part: str) -> str:
 
 
 @contextlib.contextmanager
-def loading(checked: ResolvedRun, what: str) -> Iterator[None]:
+def report_loading(checked: ResolvedRun, what: str) -> Iterator[None]:
     """Print size and duration after the block, which loads the networks whose name ends with `what`."""
     started = time.perf_counter()
     yield

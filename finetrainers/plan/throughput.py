@@ -32,7 +32,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in device_name), None)
 
 
-def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> FlopMeter | None:
+def attach_flop_meter(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> FlopMeter | None:
     """Meter the calls of the network from here on, or return None if the family does not count its operations.
 
     Args:
@@ -53,7 +53,7 @@ def measure_calls(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) -> F
     return meter
 
 
-def rates(record: dict[str, float], *, num_ranks: int, peak: float | None) -> dict[str, float]:
+def with_rates(record: dict[str, float], *, num_ranks: int, peak: float | None) -> dict[str, float]:
     """Return the record with rates instead of `flops` and `tokens`, which are means per step and rank.
 
     Args:

@@ -87,13 +87,13 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
             transformer = checked.family.load(local).transformer_on_meta()
     else:
         transformer = checked.family.load(config).transformer_on_meta()
-    attach(transformer, checked.config.training)
+    make_trainable(transformer, checked.config.training)
     if has_reference_adapter(checked):
-        attach_reference(transformer)
+        attach_reference_adapter(transformer)
     return transformer
 
 
-def attach(transformer: nn.Module, training: TrainingSection) -> None:
+def make_trainable(transformer: nn.Module, training: TrainingSection) -> None:
     """Make the weights that `training_type` names trainable, and only those; LoRA weights are fp32.
 
     Raises:
@@ -136,7 +136,7 @@ def has_reference_adapter(checked: ResolvedRun) -> bool:
     return method_spec(config).uses_reference(config)
 
 
-def attach_reference(transformer: nn.Module) -> None:
+def attach_reference_adapter(transformer: nn.Module) -> None:
     """Attach a frozen copy of the trainable adapter, without dropout, for the reference model."""
     settings: LoraConfig = deepcopy(transformer.peft_config["default"])  # type: ignore[union-attr, index, assignment]
     layers = [re.escape(name) for name, module in transformer.named_modules() if isinstance(module, LoraLayer)]
@@ -178,15 +178,15 @@ def check_initial_lora(initial: InitialWeights, spec: ModelSpec, training: Train
     Raises:
         ConfigError: with every difference.
     """
-    with named_init_from():
+    with attribute_to_init_from():
         state, settings = spec.read_lora(initial.path)
-        check_modules(initial.path, state, spec.transformer_on_meta())
+        check_lora_modules(initial.path, state, spec.transformer_on_meta())
         if training.training_type == "lora":
             check_lora(initial.path, {name: t.shape for name, t in state.items()}, settings, training)
 
 
 @contextmanager
-def named_init_from() -> Iterator[None]:
+def attribute_to_init_from() -> Iterator[None]:
     """Turn an error about a LoRA within the block into a problem of `--init_from`."""
     try:
         yield
@@ -194,7 +194,7 @@ def named_init_from() -> Iterator[None]:
         raise ConfigError([Problem("--init_from", str(error))]) from None
 
 
-def check_modules(path: Path, state: Mapping[str, Tensor], transformer: nn.Module) -> None:
+def check_lora_modules(path: Path, state: Mapping[str, Tensor], transformer: nn.Module) -> None:
     """Compare a LoRA file's layers with a network's, which may lie on the meta device.
 
     Raises:

@@ -245,12 +245,12 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
     from safetensors.torch import load_file
 
     from finetrainers.models.lora_files import check_outputs, with_averages
-    from finetrainers.plan.trainable import check_modules
+    from finetrainers.plan.trainable import check_lora_modules
 
     assert source.weights.path is not None
     try:
         lora = spec.lora_of(source.weights.path)
-        check_modules(source.weights.path, lora.state(), network)
+        check_lora_modules(source.weights.path, lora.state(), network)
         check_outputs(lora, network)
     except ValueError as error:
         raise ConfigError([Problem("SOURCE", str(error))]) from None

@@ -17,8 +17,8 @@ from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.ready import examine_weights
 from finetrainers.plan.start_report import print_line
-from finetrainers.training.guards.memory import memory_advice
-from finetrainers.training.load_work import load_texts, load_work
+from finetrainers.training.guards.memory import advise_on_oom
+from finetrainers.training.load_inputs import load_batch_source, load_text_conditioning
 from finetrainers.training.watchdog import Watchdog
 from finetrainers.utils.faults import arm_faults
 from finetrainers.utils.phases import LOADING, phase
@@ -57,16 +57,16 @@ def prepare(checked: ResolvedRun) -> Mapping[str, Encoded]:
     return encoded
 
 
-@memory_advice("loading and encoding")
+@advise_on_oom("loading and encoding")
 def _encode(checked: ResolvedRun, parallel: DistributedContext, watchdog: Watchdog) -> Mapping[str, Encoded]:
     config = checked.config
     watchdog.enter("loading")
     spec = checked.family.load(config.model)
-    texts, _ = load_texts(checked, spec, parallel, watchdog)
+    texts, _ = load_text_conditioning(checked, spec, parallel, watchdog)
     try:
         encoded = {checked.plan.texts: texts.encoded}
         if checked.plan.encodes_clips:
-            source, _ = load_work(checked, spec, parallel, watchdog, texts)
+            source, _ = load_batch_source(checked, spec, parallel, watchdog, texts)
             encoded |= source.precomputed
         return encoded
     finally:

@@ -47,7 +47,7 @@ def run(
     Args:
         checked: the run to train.
         handle_signals: whether a signal (`control.SIGNALS`) stops the run with a checkpoint; only in the main thread.
-        second_exits: see `StopSignals.listening`.
+        second_exits: see `StopSignals.listen`.
         callbacks: further callbacks, called after the run's own.
     """
     checked = within_budget(checked)
@@ -70,7 +70,7 @@ def run(
             watchdog.running(),
             contextlib.closing(parallel),  # within the watchdog: closing a process group may hang
             memory.running(),
-            failures.written(),
+            failures.write_on_oom(),
         ):
             watchdog.enter("loading")
             arm_faults()
@@ -95,7 +95,7 @@ def run(
             if parallel.is_main and (planned := planned_peaks(checked)):
                 state.run_dir.event("memory_planned", step=state.step, gib=planned)
             # Before this point a signal ends the process as usual: there is nothing to save yet.
-            signals = state.requests.signals.listening(second_exits=second_exits)
+            signals = state.requests.signals.listen(second_exits=second_exits)
             with signals if handle_signals else contextlib.nullcontext():
                 trainer.run()
                 _conclude(trainer, checked)

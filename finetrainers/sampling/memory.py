@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from finetrainers.config.sections import TrainingSection
-from finetrainers.memory.fit import fits, reserved
+from finetrainers.memory.fit import fits, with_reserve
 from finetrainers.memory.phases import RunSizes, plan_run
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.plan.trainable import trainable_dtype
@@ -53,6 +53,6 @@ def offloads(plan: SamplePlan, spec: ModelSpec, *, device: torch.device) -> tupl
         return False, ""
     return True, (
         f"note: parts of the model that are not in use wait in host memory: "
-        f"about {file_size(reserved(planned))} are needed otherwise, and the GPU has {file_size(total)} "
+        f"about {file_size(with_reserve(planned))} are needed otherwise, and the GPU has {file_size(total)} "
         "(--no-enable_model_cpu_offload)"
     )

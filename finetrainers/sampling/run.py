@@ -18,7 +18,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import join
-from finetrainers.plan.trainable import check_modules
+from finetrainers.plan.trainable import check_lora_modules
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
 from finetrainers.utils.failures import user_message
@@ -109,7 +109,7 @@ def check_weights(plan: SamplePlan) -> None:
         network = spec.transformer_on_meta()
         for path in loras:
             try:
-                check_modules(path, spec.read_lora(path)[0], network)
+                check_lora_modules(path, spec.read_lora(path)[0], network)
             except ValueError as error:
                 problems.append(Problem("TARGET", str(error)))
     expected = spec.parts[spec.facts.trained].__name__

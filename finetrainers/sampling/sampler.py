@@ -22,8 +22,14 @@ from finetrainers.models.registry import Family
 from finetrainers.models.spec import DTYPES, are_mapped
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.trainable import trainable_dtype
-from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingParts, encode_prompts, sample_prompts
-from finetrainers.training.trained_weights import attach_lora, put_averages, replace_lora, store_frozen_weights
+from finetrainers.training.sampling import (
+    EncodedPrompts,
+    PromptRequest,
+    SamplingComponents,
+    encode_prompts,
+    sample_prompts,
+)
+from finetrainers.training.trained_weights import attach_lora, load_ema_weights, replace_lora, store_frozen_weights
 from finetrainers.utils.process_state import free_memory
 
 from .weights import Weights
@@ -85,7 +91,7 @@ class Sampler:
         if not self.offload:
             network.to(device)
             self._vae.to(device)
-        parts = SamplingParts(network, self._vae, self._scheduler, device, offload=self.offload)
+        parts = SamplingComponents(network, self._vae, self._scheduler, device, offload=self.offload)
         waiting = [
             replace(request, conditions=request.conditions.to("cpu", dtype), negative=request.negative.to("cpu", dtype))
             for request in requests
@@ -145,7 +151,7 @@ class Sampler:
         if not replace_lora(weights.path, self._network, spec=self.spec):
             return False
         if weights.averages is not None:
-            put_averages(weights.averages, self._network)
+            load_ema_weights(weights.averages, self._network)
         return True
 
     def _load(self, weights: Weights) -> nn.Module:
@@ -155,7 +161,7 @@ class Sampler:
             assert weights.path is not None
             attach_lora(weights.path, network, spec=self.spec)
         if weights.averages is not None:
-            put_averages(weights.averages, network)
+            load_ema_weights(weights.averages, network)
         if weights.kind != "full":
             device = None if self.offload else self.parallel.device
             store_frozen_weights(network, self.config, self.spec, dtype=dtype, device=device)

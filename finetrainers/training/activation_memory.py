@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetrainers.memory.activation_plan import Choice, spread
+from finetrainers.memory.activation_plan import ActivationPolicy, select_evenly
 from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.estimate import GIB
@@ -18,10 +18,10 @@ from finetrainers.plan.start_report import print_line
 if TYPE_CHECKING:
     from .state import TrainState
 
-#: After an OOM, a step may take this share of its planned memory beyond the memory in use between steps.
-_LESS = 0.75
-#: A step whose copies take this share of its time, or more, does not show how fast the device computes.
-_COPIES_DECIDE = 0.9
+#: After an OOM, the memory that a step takes beyond that in use between steps is reduced to this share of the plan.
+_RETRY_SHARE = 0.75
+#: A step whose copies take at least this share of its time is copy-bound: it does not show the compute rate.
+_COPY_BOUND_SHARE = 0.9
 
 
 class ActivationPlanner:
@@ -29,28 +29,28 @@ class ActivationPlanner:
 
     Attributes:
         choice: the choice in use.
-        machine: that the choice is for; after a measured step with the compute rate of that step.
+        machine: memory and speed that the choice was made for; its `flops` are measured once a step has been.
     """
 
     def __init__(
         self,
         automatic: AutoSettings,
         *,
-        heaviest: tuple[tuple[int, int, int], int],
-        loaded: float,
+        largest_batch: tuple[tuple[int, int, int], int],
+        loaded_bytes: float,
         compiles: bool = False,
     ) -> None:
         """Args:
         automatic: the choices of the run.
-        heaviest: size of the largest clips' latents, and how many make a micro-batch.
-        loaded: bytes on the device before the network that is trained is loaded.
+        largest_batch: size of the largest clips' latents, and how many make a micro-batch.
+        loaded_bytes: bytes on the device before the network that is trained is loaded.
         compiles: whether the first step with the largest clips compiles, so that the second one is measured.
         """
         assert automatic.machine is not None
         assert automatic.activations is not None
         self.machine, self.choice, self._model = automatic.machine, automatic.activations, automatic.model
-        self._heaviest, self._loaded = heaviest, loaded
-        self._replans, self._skips = True, compiles
+        self._largest_batch, self._loaded_bytes = largest_batch, loaded_bytes
+        self._awaits_measurement, self._skips_first = True, compiles
 
     def replan(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
         """Plan again after the first measured step with the largest clips; every rank must call it after every step.
@@ -61,44 +61,44 @@ class ActivationPlanner:
             seconds: that forward and backward took.
             operations: of the network's calls, without those that were repeated, or None if unknown.
         """
-        if not self._replans:
+        if not self._awaits_measurement:
             return
-        measures = self._is_heaviest(step)
-        if measures and self._skips:
-            self._skips = measures = False
+        measures = self._has_largest_clips(step)
+        if measures and self._skips_first:
+            self._skips_first = measures = False
         shares = state.parallel.gather_objects([(seconds, operations, self._peak(state))] if measures else [])
         if not shares:
             return
-        self._replans = False
+        self._awaits_measurement = False
         seconds, operations, peak = max(share[0] for share in shares), shares[0][1], max(share[2] for share in shares)
         copies = 2 * self.choice.host * len(step) / self.machine.link
-        if operations is not None and copies < _COPIES_DECIDE * seconds:
+        if operations is not None and copies < _COPY_BOUND_SHARE * seconds:
             rate = operations * self._model.operations(self.choice) / seconds
             self.machine = replace(self.machine, flops=rate)
         if peak:
-            self._model = self._model.measured(self.choice, peak=peak)
+            self._model = self._model.with_measured_peak(self.choice, peak=peak)
         choice = self._model.choose(self.machine)
         measured = f"measured {seconds:.2f} s" + (f" and {peak / GIB:.1f} GiB" if peak else "")
         if choice.fits and (choice.stored, choice.number) != (self.choice.stored, self.choice.number):
-            self._use(choice, state, reason=measured)
+            self._apply(choice, state, reason=measured)
 
     def recompute_more(self, state: TrainState) -> bool:
         """Let blocks store less after an OOM; return False if no setting takes less. Every rank must call it."""
         rest = self._model.persistent_bytes
-        less = rest + _LESS * (self.choice.device - rest)
+        less = rest + _RETRY_SHARE * (self.choice.device - rest)
         machine = replace(self.machine, device=min(self.machine.device, less))
         choice = self._model.choose(machine)
         if choice.device >= self.choice.device:
             return False
         self.machine = machine
-        self._use(choice, state, reason="out of memory")
+        self._apply(choice, state, reason="out of memory")
         return True
 
-    def _use(self, choice: Choice, state: TrainState, *, reason: str) -> None:
+    def _apply(self, choice: ActivationPolicy, state: TrainState, *, reason: str) -> None:
         device = state.parallel.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # copies to the present arena may be under way
-        blocks = spread(state.spec.block_modules(state.network), choice.share)
+        blocks = select_evenly(state.spec.block_modules(state.network), choice.share)
         set_activation_memory(state.network, choice.stored, blocks=blocks)
         self.choice = choice
         print_line(f"activation memory, {reason}: now {choice.what}: {choice.why(self.machine)}")
@@ -111,8 +111,8 @@ class ActivationPlanner:
             why=reason,
         )
 
-    def _is_heaviest(self, step: Step[Any]) -> bool:
-        latent, clips = self._heaviest
+    def _has_largest_clips(self, step: Step[Any]) -> bool:
+        latent, clips = self._largest_batch
         return any(
             not item.latent_size or (tuple(item.latent_size) == latent and len(item) >= clips) for item in step.items
         )
@@ -127,7 +127,7 @@ class ActivationPlanner:
             return 0.0
         plan = self._model.plan(self.choice.stored, self.choice.number)
         has_state = bool(getattr(state.optimizer, "state", None))
-        others = self._model.others - self._loaded
+        others = self._model.others - self._loaded_bytes
         return peak + others + (0.0 if has_state else GIB * plan.parts["optimizer state"])
 
 
@@ -138,9 +138,9 @@ def activation_planner(
     if automatic is None or automatic.activations is None:
         return None
     bucket, clips = checked.plan.heaviest(checked.config)
-    loaded = float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
+    loaded_bytes = float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
     return ActivationPlanner(
-        automatic, heaviest=(checked.geometry.latent_shape(*bucket), clips), loaded=loaded,
+        automatic, largest_batch=(checked.geometry.latent_shape(*bucket), clips), loaded_bytes=loaded_bytes,
         compiles=checked.config.memory.compile != "none",
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from finetrainers.config.frame_conditioning import select_kinds
+from finetrainers.config.frame_conditioning import select_conditioning_modes
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
@@ -22,13 +22,13 @@ from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.plan.automatic import chosen_by_run, fit_decoding
+from finetrainers.plan.automatic import apply_decoding_settings, choose_settings
 from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
 from finetrainers.plan.preflight import ResolvedRun
-from finetrainers.plan.start_report import loading, print_line
-from finetrainers.plan.throughput import measure_calls
+from finetrainers.plan.start_report import print_line, report_loading
+from finetrainers.plan.throughput import attach_flop_meter
 from finetrainers.plan.trainable import trainable_dtype, trainable_parameters
 from finetrainers.rundir.run_dir import RunDirectory
 from finetrainers.utils.train_log import PrintedLines
@@ -44,8 +44,8 @@ from .callbacks.tracking import TrackedMedia, Tracker
 from .callbacks.validation import Validation
 from .checkpoints.restore import check_restorable, restore
 from .checkpoints.save import shares_saving
-from .guards.memory import memory_advice
-from .load_work import load_texts, load_work
+from .guards.memory import advise_on_oom
+from .load_inputs import load_batch_source, load_text_conditioning
 from .memory_recorder import MemoryRecorder
 from .sampling import EncodedPrompts
 from .state import TrainState
@@ -54,7 +54,7 @@ from .trainer import Trainer
 from .watchdog import Watchdog
 
 
-@memory_advice("loading and encoding")
+@advise_on_oom("loading and encoding")
 def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memory: MemoryRecorder) -> Trainer:
     """Load everything in three phases and build the trainer, resumed if asked."""
     config, plan, start = checked.config, checked.plan, checked.start
@@ -66,15 +66,16 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     _print_notes(checked, spec)
 
     # Phases 1 and 2: text encoders, then the VAE.
-    texts, encoded = load_texts(checked, spec, parallel, watchdog, samples_in=_sampling_dtype(config, parallel))
-    source, vae_stats = load_work(checked, spec, parallel, watchdog, texts)
+    sampling_dtype = _sampling_dtype(config, parallel)
+    texts, encoded = load_text_conditioning(checked, spec, parallel, watchdog, sampling_dtype=sampling_dtype)
+    source, vae_stats = load_batch_source(checked, spec, parallel, watchdog, texts)
 
     # Phase 3: the transformer.
     watchdog.enter("loading")
     global_batch = config.training.gradient_accumulation_steps * config.dataloader.batch_size * parallel.data_size
     lr = config.optimizer.lr * (global_batch if config.optimizer.scale_lr else 1)
-    chosen, automatic = chosen_by_run(checked, parallel)
-    fit_decoding(automatic, spec, plan.size)
+    chosen, automatic = choose_settings(checked, parallel)
+    apply_decoding_settings(automatic, spec, plan.size)
     activations = activation_planner(checked, automatic, parallel.device)
     resolved = replace(checked, config=chosen)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
@@ -92,14 +93,14 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
         config=config, spec=spec, method=method, parallel=parallel, transformer=transformer, optimizer=optimizer,
         total_steps=total_steps, run_dir=RunDirectory(config.run.output_dir, writes=parallel.is_main),
         watchdog=watchdog, memory=memory, checkpoint_fields=fields,
-        ema=make_ema(config, network), meter=measure_calls(spec, network, sharing=parallel.sharing),
+        ema=make_ema(config, network), meter=attach_flop_meter(spec, network, sharing=parallel.sharing),
         shares_saving=shares_saving(config, parallel),
     )  # fmt: skip
     if activations is not None:
         state.guards.memory.recompute_more = partial(activations.recompute_more, state)
     callbacks = _make_callbacks(state, resolved, source, scheduler=scheduler, encoded=encoded)
     restore(state, start)
-    _start_records(state, checked)
+    _record_start(state, checked)
     _store_initial_lora(state, checked)
     first_step = start.schedule_start
     schedule = lr_schedule(config.optimizer, lr=lr, total_steps=max(1, total_steps - first_step), first_step=first_step)
@@ -109,7 +110,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
 def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:
     """Print the settings that the model's own files have decided, and the conditioning frames of samples."""
     data = checked.config.data
-    kinds = select_kinds(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
+    kinds = select_conditioning_modes(data.frame_conditioning, data.first_frame_conditioning_p, spec.facts)
     chosen_by = "first_frame_conditioning_p" if data.frame_conditioning is None else "frame_conditioning"
     if kinds and checked.plan.encodes_clips and chosen_by not in method_spec(checked.config).unread:
         if data.frame_conditioning is not None:
@@ -133,7 +134,7 @@ def _load_trained(checked: ResolvedRun, spec: ModelSpec, parallel: Strategy, *, 
     config, swapped = checked.config, checked.config.memory.blocks_to_swap
     assert swapped != "auto", "it was chosen"
     dtype, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
-    with loading(checked, "transformer"):
+    with report_loading(checked, "transformer"):
         return parallel.prepare(
             lambda: load_trainable_transformer(
                 checked, spec, mapped or dtype, device=parallel.device, sequence_group=parallel.sequence_group
@@ -195,14 +196,14 @@ def _make_validations(
     )
     count = len(checked.prompts)
     if scores is not None and checked.scored:
-        held_out = encoded.part(count, len(encoded.prompts))
+        held_out = encoded.select(count, len(encoded.prompts))
         one_video = section.model_copy(update={"num_validation_videos": 1})
         due_scores = _scoring_schedule(state)
         yield validation(encoded=held_out, section=one_video, due=due_scores, scores=scores, prefix="eval-")
         scores = None
     if checked.prompts:
-        both = due if scores is None else _either(due, _scoring_schedule(state))
-        yield validation(encoded=encoded.part(0, count), section=section, due=both, scores=scores)
+        both = due if scores is None else _is_either_due(due, _scoring_schedule(state))
+        yield validation(encoded=encoded.select(0, count), section=section, due=both, scores=scores)
 
 
 def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
@@ -211,7 +212,7 @@ def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
     return lambda step: step == state.total_steps or bool(every and step % every == 0)
 
 
-def _either(first: Callable[[int], bool], second: Callable[[int], bool]) -> Callable[[int], bool]:
+def _is_either_due(first: Callable[[int], bool], second: Callable[[int], bool]) -> Callable[[int], bool]:
     return lambda step: first(step) or second(step)
 
 
@@ -227,7 +228,7 @@ def _validation_schedule(state: TrainState, source: BatchSource) -> Callable[[in
     return due.__contains__
 
 
-def _start_records(state: TrainState, checked: ResolvedRun) -> None:
+def _record_start(state: TrainState, checked: ResolvedRun) -> None:
     """Write what the run is and where it starts from into the run directory."""
     state.run_dir.start(state.config, resumed_step=state.step)
     root, start = state.run_dir.root, checked.start

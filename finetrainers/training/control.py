@@ -32,32 +32,32 @@ _STOP_FILE = 1000
 _SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK")
 #: Preemption, Ctrl-C, the signal that Slurm usually sends before the time is up, and Ctrl-Break, as far as they exist.
 SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
-#: Signals this close together are one wish: Ctrl-C reaches a process from the terminal and again from its launcher.
-_ONE_WISH_S = 1.0
+#: Signals this close together count as one: Ctrl-C reaches a process from the terminal and again from its launcher.
+_SAME_REQUEST_S = 1.0
 
 
 class StopSignals:
-    """Listener for `SIGNALS`: it notes the first; a second ends the process at once, or is left to the host program.
+    """Listener for `SIGNALS`: it records the first; a second ends the process at once, or is left to the host program.
 
     A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
     """
 
-    def __init__(self, *, speaks: bool, resume_command: str = "") -> None:
+    def __init__(self, *, logs_signal: bool, resume_command: str = "") -> None:
         """Args:
-        speaks: whether this process logs the signal that it noted (one of all ranks should).
+        logs_signal: whether this process logs the signal that it received (one of all ranks should).
         resume_command: command that continues the run, to be logged then.
         """
         self._second_exits = True
         self._forwarded: int | None = None  # the second signal, left to the host program
         self._handlers: dict[int, Any] = {}
         self._wakeup = -1
-        self.speaks = speaks
+        self.logs_signal = logs_signal
         self.resume_command = resume_command
-        self.noted: int | None = None
-        self._noted_at = 0.0
+        self.received: int | None = None
+        self._received_at = 0.0
 
     @contextlib.contextmanager
-    def listening(self, *, second_exits: bool = True) -> Iterator[None]:
+    def listen(self, *, second_exits: bool = True) -> Iterator[None]:
         """Handle signals within the block, and restore the handlers after it; Python allows it in the main thread only.
 
         Args:
@@ -74,7 +74,7 @@ class StopSignals:
         self._handlers = {signum: handler for signum in SIGNALS if (handler := signal.getsignal(signum)) is not None}
         self._wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for signum in self._handlers:
-            signal.signal(signum, self._hand_over)
+            signal.signal(signum, self._forward_signal)
         thread = threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True)
         thread.start()
         try:
@@ -93,29 +93,29 @@ class StopSignals:
         while received := reader.recv(64):
             for signum in received:
                 if signum in self._handlers:
-                    self._take(signum)
+                    self._handle_signal(signum)
                 elif self._wakeup != -1:  # the host program's event loop waits for it there
                     with contextlib.suppress(OSError):
                         os.write(self._wakeup, bytes([signum]))
 
-    def _take(self, signum: int) -> None:
+    def _handle_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        if self.noted is None:
-            self.noted, self._noted_at = signum, time.monotonic()
-            if self.speaks:
+        if self.received is None:
+            self.received, self._received_at = signum, time.monotonic()
+            if self.logs_signal:
                 advice = f". To continue: {self.resume_command}" if self.resume_command else ""
                 logger.warning(
                     "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, advice
                 )
-        elif self._forwarded is None and time.monotonic() - self._noted_at > _ONE_WISH_S:
+        elif self._forwarded is None and time.monotonic() - self._received_at > _SAME_REQUEST_S:
             logger.warning("%s again: stopping at once", name)
             if self._second_exits:
                 sys.stderr.flush()
                 os._exit(killed_by(signum))
             self._forwarded = signum
-            _send_to_main_thread(signum)  # `_hand_over` may have been called before this was known
+            _send_to_main_thread(signum)  # `_forward_signal` may have been called before this was known
 
-    def _hand_over(self, signum: int, _frame: FrameType | None) -> None:
+    def _forward_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Let the host program handle a second signal; the first one is read by the thread."""
         if self._forwarded == signum:
             signal.signal(signum, self._handlers[signum])
@@ -195,11 +195,11 @@ class Requests:
     """
 
     def __init__(self, *, run_dir: RunDirectory, parallel: Strategy) -> None:
-        self.signals = StopSignals(speaks=parallel.is_main, resume_command=run_dir.resume_command)
+        self.signals = StopSignals(logs_signal=parallel.is_main, resume_command=run_dir.resume_command)
         self.stop: str | None = None
         self.save = False
         self.sample = False
-        self._noted = [0, 0, 0]  # see `note`
+        self._pending = [0, 0, 0]  # see `collect_pending`
         self._run_dir = run_dir
         self._parallel = parallel
         self._files = ControlFiles(run_dir.root) if parallel.is_main else None
@@ -208,27 +208,27 @@ class Requests:
         """Watch for files within the block, which is the training."""
         return contextlib.nullcontext() if self._files is None else self._files.watched()
 
-    def note(self) -> list[int]:
-        """Return the requests that this rank has seen and `take` has not fulfilled, as numbers to take the maximum of.
+    def collect_pending(self) -> list[int]:
+        """Return this rank's requests since the last `apply` (stop, save, sample) as integers; ranks take the maximum.
 
-        Files count as rank 0 sees them, signals as any rank got them. Nothing here waits for a device.
+        Rank 0 reads the control files; every rank receives signals. Nothing here waits for a device.
         """
         files = self._files.take() if self._files is not None else set()
-        stop = self.signals.noted or (_STOP_FILE if "stop" in files else 0)
+        stop = self.signals.received or (_STOP_FILE if "stop" in files else 0)
         now = (stop, int("save" in files), int("sample" in files))
-        self._noted = [max(pair) for pair in zip(self._noted, now, strict=True)]
-        return self._noted
+        self._pending = [max(pair) for pair in zip(self._pending, now, strict=True)]
+        return self._pending
 
-    def stop_by(self, who: str) -> None:
+    def request_stop(self, who: str) -> None:
         """Stop the run with a checkpoint at the next place where it can be resumed; every rank must call it."""
         if self.stop is None:
             self.stop = who
             self._run_dir.event("stop_requested", by=who)
 
-    def take(self, agreed: Sequence[int]) -> None:
-        """Take the agreed requests, the maximum of what ranks noted; every rank must call it after each step."""
+    def apply(self, agreed: Sequence[int]) -> None:
+        """Apply the agreed requests, the maximum over ranks; every rank must call it after each step."""
         stop, save, sample = agreed
-        self._noted = [0, 0, 0]
+        self._pending = [0, 0, 0]
         if stop and self.stop is None:
             self.stop = "control/stop" if stop == _STOP_FILE else signal.Signals(stop).name
             self._run_dir.event("stop_requested", by=self.stop)

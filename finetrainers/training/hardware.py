@@ -20,19 +20,19 @@ from finetrainers.utils.nvidia_smi import gpu_facts
 logger = logging.getLogger(__name__)
 
 POWER, TEMPERATURE, LOAD = "gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"
-_NETWORK = {direction: f"network_mib_per_s/{direction}" for direction in DIRECTIONS}
-#: All numbers of one process, in the order in which the processes exchange them.
-_NAMES = (POWER, TEMPERATURE, LOAD, *_NETWORK.values())
-#: torch's functions for these numbers, by NVML, and the unit of each; and nvidia-smi's names (`utils.nvidia_smi`).
+_NETWORK_METRICS = {direction: f"network_mib_per_s/{direction}" for direction in DIRECTIONS}
+#: All metrics of one process, in the order in which the processes exchange them.
+_METRICS = (POWER, TEMPERATURE, LOAD, *_NETWORK_METRICS.values())
+#: torch's functions for these metrics, by NVML, and the unit of each; and nvidia-smi's names (`utils.nvidia_smi`).
 _NVML = {POWER: ("power_draw", 1e-3), TEMPERATURE: ("temperature", 1.0), LOAD: ("utilization", 1.0)}
 _SMI = {POWER: "power_w", TEMPERATURE: "temperature_c", LOAD: "utilization"}
 _MIB = 2**20
-#: Seconds between readings, and multiples of the time of a reading, at least: nvidia-smi takes a second of a CPU.
-_PERIOD_S, _TIMES = 1.0, 50
+#: Minimum seconds between readings, and minimum multiple of the time of a reading: nvidia-smi takes a second of a CPU.
+_PERIOD_S, _PERIOD_FACTOR = 1.0, 50
 #: Seconds that the end of training waits for a reading. A GPU that has fallen off the bus does not answer.
-_PATIENCE_S = 2.0
-#: Numbers of each process are recorded for up to this number of processes.
-_MOST_RANKS = 64
+_JOIN_TIMEOUT_S = 2.0
+#: Maximum number of processes whose metrics are also recorded one by one.
+_MAX_LOGGED_RANKS = 64
 #: Processes exchange integers: thousandths, and this for unknown values.
 _UNKNOWN = -1
 
@@ -67,7 +67,7 @@ class GpuReader:
         """Read the GPU."""
         if self._has_nvml:
             try:
-                return self._ask_nvml()
+                return self._read_nvml()
             except ModuleNotFoundError:
                 self._has_nvml = False
         # nvidia-smi also counts GPUs that CUDA_VISIBLE_DEVICES hides.
@@ -81,7 +81,7 @@ class GpuReader:
             {name: "nvidia-smi does not know it" for name, value in values.items() if value is None},
         )
 
-    def _ask_nvml(self) -> Reading:
+    def _read_nvml(self) -> Reading:
         reading = Reading()
         for name, (function, unit) in _NVML.items():
             try:
@@ -94,29 +94,30 @@ class GpuReader:
 
 
 class HardwareMonitor:
-    """Monitor that reads once a second in a thread, so that no step waits; `record` returns the newest readings.
+    """Monitor that reads once a second in a thread, so that no step waits; `take_record` returns the newest readings.
 
     Attributes:
-        reads_gpu: reads the GPU of this process.
-        reads_network: reads this machine's traffic; None if another process does.
+        read_gpu: reads the GPU of this process.
+        read_network: reads this machine's traffic; None if another process does.
     """
 
     def __init__(
         self,
         ranks: DistributedContext,
         *,
-        reads_gpu: Callable[[], Reading],
-        reads_network: Callable[[], Traffic] | None = None,
+        read_gpu: Callable[[], Reading],
+        read_network: Callable[[], Traffic] | None = None,
     ) -> None:
         """Args:
         ranks: the processes; each has a monitor.
-        reads_gpu: reads the GPU of this process.
-        reads_network: reads this machine's traffic; None for all but one process of each machine.
+        read_gpu: reads the GPU of this process.
+        read_network: reads this machine's traffic; None for all but one process of each machine.
         """
         self.ranks = ranks
-        self.reads_gpu, self.reads_network = reads_gpu, reads_network
+        self.read_gpu, self.read_network = read_gpu, read_network
         self._lock = threading.Lock()
-        self._gpu: dict[str, list[float]] = {}  # readings that no record has yet, or else those of the last record
+        # Readings since the last record, or those of the last record if there are none.
+        self._gpu_readings: dict[str, list[float]] = {}
         self._is_recorded = False
         self._logged_traffic: tuple[float, Traffic] | None = None  # at the last record, with its time
         self._traffic: tuple[float, Traffic] | None = None
@@ -133,7 +134,7 @@ class HardwareMonitor:
             yield
         finally:
             ended.set()
-            thread.join(_PATIENCE_S)
+            thread.join(_JOIN_TIMEOUT_S)
 
     def _watch(self, ended: threading.Event) -> None:
         took_s = 0.0
@@ -141,22 +142,22 @@ class HardwareMonitor:
             started = time.perf_counter()
             self.read_once()
             took_s = time.perf_counter() - started
-            if ended.wait(max(_PERIOD_S, _TIMES * took_s)):
+            if ended.wait(max(_PERIOD_S, _PERIOD_FACTOR * took_s)):
                 return
 
     def read_once(self) -> None:
         """Read once. A value that cannot be read is logged once, and training goes on."""
         problems: dict[str, str] = {}
         try:
-            reading = self.reads_gpu()
+            reading = self.read_gpu()
         except Exception as error:  # whatever a driver may do
             reading = Reading(problems=dict.fromkeys(_SMI, f"{type(error).__name__}: {error}"))
         problems |= reading.problems
         with self._lock:
             self._add(reading.values)
-        if self.reads_network is not None:
+        if self.read_network is not None:
             try:
-                traffic = self.reads_network()
+                traffic = self.read_network()
             except Exception as error:
                 traffic = Traffic({}, f"{type(error).__name__}: {error}")
             if traffic.problem:
@@ -168,9 +169,9 @@ class HardwareMonitor:
 
     def _add(self, values: Mapping[str, float]) -> None:
         if self._is_recorded and values:
-            self._gpu, self._is_recorded = {}, False
+            self._gpu_readings, self._is_recorded = {}, False
         for name, value in values.items():
-            self._gpu.setdefault(name, []).append(value)
+            self._gpu_readings.setdefault(name, []).append(value)
 
     def _warn(self, problems: Mapping[str, str]) -> None:
         new = {name: reason for name, reason in problems.items() if name not in self._warned}
@@ -179,50 +180,48 @@ class HardwareMonitor:
             names = ", ".join(name for name in new if new[name] == reason)
             logger.warning("rank %d: metrics are without %s: %s", self.ranks.rank, names, reason)
 
-    def record(self) -> dict[str, float]:
-        """Return numbers of all processes since the last record; every process must call it.
+    def take_record(self) -> dict[str, float]:
+        """Return the metrics of all processes since the last record; every process must call it.
 
-        They are empty before the first reading.
-
-        Where no reading is newer than the last record, it has the numbers of that one.
+        They are empty before the first reading. If nothing was read since the last record, its metrics are repeated.
 
         Returns:
             `gpu_power_w` (mean of the processes), `gpu_temperature_c` (greatest), `gpu_utilization_percent` (mean) and
-            `network_mib_per_s/...` (mean of the machines); of several processes more, see `combined`.
+            `network_mib_per_s/...` (mean of the machines); of several processes more, see `combine_readings`.
         """
         with self._lock:
-            local = self._take()
-        size, start = len(_NAMES), self.ranks.rank * len(_NAMES)
+            local = self._take_local()
+        size, start = len(_METRICS), self.ranks.rank * len(_METRICS)
         thousandths = [_UNKNOWN] * size * self.ranks.world_size
         thousandths[start : start + size] = [
-            round(1000 * local[name]) if name in local else _UNKNOWN for name in _NAMES
+            round(1000 * local[name]) if name in local else _UNKNOWN for name in _METRICS
         ]
         thousandths = self.ranks.max_on_host(thousandths)
-        return combined(
+        return combine_readings(
             {
                 name: {rank: value / 1000 for rank, value in enumerate(thousandths[index::size]) if value != _UNKNOWN}
-                for index, name in enumerate(_NAMES)
+                for index, name in enumerate(_METRICS)
             },
             processes=self.ranks.world_size,
         )
 
-    def _take(self) -> dict[str, float]:
+    def _take_local(self) -> dict[str, float]:
         """Return this process's numbers: means of the readings, the highest temperature, and rates of traffic."""
         if self._traffic is not None and self._logged_traffic is not None:
             (then, logged), (now, traffic) = self._logged_traffic, self._traffic
             if now > then:
                 rates = bytes_per_s(logged, traffic, now - then)
-                self._rates = {_NETWORK[direction]: rate / _MIB for direction, rate in rates.items()}
+                self._rates = {_NETWORK_METRICS[direction]: rate / _MIB for direction, rate in rates.items()}
                 self._logged_traffic = self._traffic
         self._is_recorded = True
         gpu = {
             name: max(values) if name == TEMPERATURE else math.fsum(values) / len(values)
-            for name, values in self._gpu.items()
+            for name, values in self._gpu_readings.items()
         }
         return gpu | self._rates
 
 
-def combined(values: Mapping[str, Mapping[int, float]], *, processes: int) -> dict[str, float]:
+def combine_readings(values: Mapping[str, Mapping[int, float]], *, processes: int) -> dict[str, float]:
     """Return the numbers of all processes for a record.
 
     Args:
@@ -240,14 +239,14 @@ def combined(values: Mapping[str, Mapping[int, float]], *, processes: int) -> di
         if not numbers:
             continue
         record[name] = max(numbers) if name == TEMPERATURE else math.fsum(numbers) / len(numbers)
-        if name in _NETWORK.values():
+        if name in _NETWORK_METRICS.values():
             record |= {f"{name}_max": max(numbers)} if len(numbers) > 1 else {}
         elif processes > 1:
             if name == POWER and len(numbers) == processes:
                 record[f"{name}/sum"] = math.fsum(numbers)
             if name == LOAD:
                 record[f"{name}/min"] = min(numbers)
-            if processes <= _MOST_RANKS:
+            if processes <= _MAX_LOGGED_RANKS:
                 record |= {f"{name}/rank_{rank}": value for rank, value in by_rank.items()}
     return {name: round(value, 4) for name, value in record.items()}
 
@@ -257,5 +256,5 @@ def hardware_monitor(ranks: DistributedContext) -> HardwareMonitor | None:
     if ranks.device.type != "cuda":
         return None
     index = torch.cuda.current_device() if ranks.device.index is None else ranks.device.index
-    reads_network = read_traffic if launched_local_rank() <= 0 else None
-    return HardwareMonitor(ranks, reads_gpu=GpuReader(index), reads_network=reads_network)
+    read_network = read_traffic if launched_local_rank() <= 0 else None
+    return HardwareMonitor(ranks, read_gpu=GpuReader(index), read_network=read_network)

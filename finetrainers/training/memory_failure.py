@@ -11,13 +11,13 @@ import torch
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import TargetDevice
-from finetrainers.memory.advice import MEMORY_OPTIONS, MemoryOption, has_what_it_needs, with_switches
+from finetrainers.memory.advice import MEMORY_OPTIONS, MemoryOption, meets_needs, with_options_set
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import reserved
+from finetrainers.memory.fit import with_reserve
 from finetrainers.plan.memory_plan import run_memory
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import memory_table
-from finetrainers.utils.host_memory import Room, room
+from finetrainers.utils.host_memory import HostMemory, read_host_memory
 from finetrainers.utils.phases import (
     CHECKPOINT,
     ENCODING_CLIPS,
@@ -40,26 +40,26 @@ from .state import TrainState
 logger = logging.getLogger(__name__)
 
 #: GiB by phase.
-Peaks = Mapping[str, float]
+PhaseGib = Mapping[str, float]
 
-#: The peak that the suggested option should reach, as a share of the planned one.
-_LOWER = 0.9
+#: The suggested option should lower the planned peak to this share.
+_TARGET_SHARE = 0.9
 #: Options of `MEMORY_OPTIONS` that lower the peak of a phase, the first choice first.
-_SWITCHES: Mapping[str, tuple[str, ...]] = {
+_OPTIONS_BY_PHASE: Mapping[str, tuple[str, ...]] = {
     TRAINING_STEP: ("gradient_checkpointing", "quantize_frozen", "optimizer"),
     ENCODING_CLIPS: ("precompute_batch_size", "enable_slicing", "enable_tiling"),
     ROLLOUT: ("offload_trajectory", "enable_tiling", "quantize_frozen"),
     VALIDATION: ("enable_model_cpu_offload", "enable_tiling"),
     REWARD: ("enable_tiling",),
 }
-#: Suggestions where no switch is left.
-_OTHERWISE: Mapping[str, str] = {
+#: Suggestions for a phase if none of `_OPTIONS_BY_PHASE` is applicable.
+_FALLBACKS: Mapping[str, str] = {
     LOADING: "--transformer_dtype bf16, if the weights are loaded in more; else --fsdp full, which shards them",
     REWARD: "smaller clips to score: --rollout_size",
     ROLLOUT: "smaller or shorter clips: --rollout_size",
     CHECKPOINT: "an optimizer with less state, of which a checkpoint has a copy: --optimizer adamw-torchao-8bit",
 }
-_SMALLER = "smaller or shorter clips: --video_resolution_buckets"
+_SMALLER_CLIPS = "smaller or shorter clips: --video_resolution_buckets"
 
 
 class MemoryFailures:
@@ -82,10 +82,10 @@ class MemoryFailures:
         self.state: TrainState | None = None
         self._checked = checked
         self._memory = memory
-        memory.on_low = self._nearly_full
+        memory.on_low_memory = self._nearly_full
 
     @contextlib.contextmanager
-    def written(self) -> Iterator[None]:
+    def write_on_oom(self) -> Iterator[None]:
         """Write the file if an OOM ends the block, and name it in the error. A run that ends well leaves none.
 
         Raises:
@@ -110,32 +110,32 @@ class MemoryFailures:
             error = error.__cause__
         message = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
         device = self._memory.device.type
-        change = setting(self._checked.config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
-        planned: Peaks = {}
+        change = suggest_change(self._checked.config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
+        planned: PhaseGib = {}
         with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # from models that cannot be planned
             planned, advised = planned_memory(self._checked, phase, device_type=device)
             change = advised or change
         title = message if "out of memory" in message else f"out of memory: {message}"
-        self._save(title, phase=phase, planned=planned, change=change)
+        self._write(title, phase=phase, planned=planned, change=change)
         return change
 
-    def _nearly_full(self, left: Room) -> None:
+    def _nearly_full(self, left: HostMemory) -> None:
         """Write the file because the host has little memory left; called from another thread."""
         limit = "the container's limit" if left.limited_by == "container" else "this machine"
         message = (
             f"host memory is nearly full: {left.available / GIB:.2f} GiB are left of {limit} "
             f"({left.total / GIB:.1f} GiB)"
         )
-        change = setting(self._checked.config, None, on_host=True)
+        change = suggest_change(self._checked.config, None, on_host=True)
         if self.state is not None:
             self.state.run_dir.event("host_memory_low", step=self.state.step, available_gib=left.available / GIB)
-        self._save(
+        self._write(
             f"{message}\nwritten in advance: if the process was killed without a message, this is why",
             phase=None, planned={}, change=change,
         )  # fmt: skip
         logger.warning("%s; change first: %s; measured memory: %s", message, change, self.path)
 
-    def _save(self, title: str, *, phase: str | None, planned: Peaks, change: str) -> None:
+    def _write(self, title: str, *, phase: str | None, planned: PhaseGib, change: str) -> None:
         step = (
             "before the first step"
             if self.state is None
@@ -149,7 +149,7 @@ class MemoryFailures:
             *_table(planned, {name: dict(peak) for name, peak in self._memory.peaks.items()}, phase),
             "planned: allocated memory, as estimated; what is not planned is not estimated",
             "",
-            *_rooms(self._memory.device),
+            *_free_memory_lines(self._memory.device),
         ]
         with contextlib.suppress(OSError):  # it is the error that counts
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,14 +163,14 @@ def planned_memory(checked: ResolvedRun, phase: str | None, *, device_type: str)
     peaks = {name: size / GIB for name, size in plan.peaks.items()}
     if phase != plan.peak_phase:
         return peaks, None
-    advice = memory.advice(_LOWER * reserved(plan.peak) / GIB, device=TargetDevice(device_type))
+    advice = memory.advice(_TARGET_SHARE * with_reserve(plan.peak) / GIB, device=TargetDevice(device_type))
     if advice is None or not advice.switches:
         return peaks, None
     switch = max(advice.switches, key=lambda step: step.saves).switch
     return peaks, f"{switch.flags} ({switch.cost})"
 
 
-def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:
+def _table(planned: PhaseGib, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:
     """Return the lines of a table of planned and measured peaks by phase, with a mark at the one that failed."""
     names = [name for name in PHASES if name in planned or name in measured]
     headings, *rows = memory_table({name: measured.get(name, {}) for name in names})
@@ -181,9 +181,9 @@ def _table(planned: Peaks, measured: Mapping[str, Mapping[str, float]], phase: s
     return aligned(table)
 
 
-def _rooms(device: torch.device) -> list[str]:
+def _free_memory_lines(device: torch.device) -> list[str]:
     """Return lines with the free memory of the host and of the device."""
-    left = room()
+    left = read_host_memory()
     lines = [f"host: {left.available / GIB:.2f} of {left.total / GIB:.1f} GiB available ({left.limited_by})"]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -191,7 +191,7 @@ def _rooms(device: torch.device) -> list[str]:
     return lines
 
 
-def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) -> str:
+def suggest_change(config: TrainConfig, phase: str | None, *, on_host: bool = False) -> str:
     """Return the option to change after an OOM, with its cost.
 
     Args:
@@ -207,18 +207,18 @@ def setting(config: TrainConfig, phase: str | None, *, on_host: bool = False) ->
         steps = config.training.gradient_accumulation_steps * config.dataloader.batch_size
         return f"--batch_size 1 --gradient_accumulation_steps {steps} (the same gradient in smaller micro-batches)"
     if phase == ENCODING_TEXT:
-        return _for_text(config, on_host=on_host)
+        return _suggest_for_text_encoders(config, on_host=on_host)
     # FSDP2 gathers into host memory in any case.
     if phase == CHECKPOINT and config.training.async_checkpointing and config.parallel.fsdp is None:
         return "--no-async_checkpointing (training waits for each save, and no second copy is in host memory)"
-    for name in _SWITCHES.get(phase, ()):
+    for name in _OPTIONS_BY_PHASE.get(phase, ()):
         for switch in MEMORY_OPTIONS:
-            if name in switch.options and _helps(switch, config):
+            if name in switch.options and _is_applicable(switch, config):
                 return f"{switch.flags} ({switch.cost})"
-    return _OTHERWISE.get(phase, _SMALLER)
+    return _FALLBACKS.get(phase, _SMALLER_CLIPS)
 
 
-def _for_text(config: TrainConfig, *, on_host: bool) -> str:
+def _suggest_for_text_encoders(config: TrainConfig, *, on_host: bool) -> str:
     """Return the option that makes text encoders smaller than those in use."""
     dtypes = {name: config.get(name) for name in ("text_encoder_dtype", "text_encoder_2_dtype")}
     wide = " ".join(f"--{name} bf16" for name, dtype in dtypes.items() if dtype == "fp32")
@@ -233,7 +233,7 @@ def _for_text(config: TrainConfig, *, on_host: bool) -> str:
     return "--precompute_conditions, with a cache that was filled on a machine with more memory"
 
 
-def _helps(switch: MemoryOption, config: TrainConfig) -> bool:
+def _is_applicable(switch: MemoryOption, config: TrainConfig) -> bool:
     """Return whether a switch is off, may be on in this run, and was not decided otherwise by the user."""
     is_lora = config.training.training_type == "lora"
     fits = {
@@ -244,10 +244,10 @@ def _helps(switch: MemoryOption, config: TrainConfig) -> bool:
         "enable_slicing": config.dataloader.batch_size > 1 or config.data.precompute_batch_size > 1,
     }
     changed = any(config.changed(name) for name in switch.options if name != "precompute_batch_size")
-    is_on = with_switches(config, [switch]) == config
+    is_on = with_options_set(config, [switch]) == config
     return (
         not changed
-        and has_what_it_needs(config, switch)
+        and meets_needs(config, switch)
         and not is_on
         and all(fits.get(name, True) for name in switch.options)
     )

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from finetrainers.methods.registry import method_spec
-from finetrainers.optim.in_backward import in_backward
+from finetrainers.optim.in_backward import get_step_in_backward
 from finetrainers.optim.table import OPTIMIZERS, resolve_name
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.process_state import free_memory
 
-from .guards.memory import Attempt, memory_advice, peak_gib
+from .guards.memory import Attempt, advise_on_oom, peak_gib
 from .state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ def _probe_size(state: TrainState, accumulate: Callable[[TrainState, Attempt], A
     started = time.perf_counter()
     peak_gib(state.parallel.device)
     # Neither unscaled nor clipped: an fp16 scaler allows that once per update, and none follows.
-    early = in_backward(state.optimizer)
+    step_in_backward = get_step_in_backward(state.optimizer)
     for attempt in state.guards.memory.attempts(step):
-        with attempt, contextlib.nullcontext() if early is None else early.paused():
+        with attempt, contextlib.nullcontext() if step_in_backward is None else step_in_backward.pause_updates():
             accumulate(state, attempt)
     peak = peak_gib(state.parallel.device)
     seconds = round(time.perf_counter() - started, 3)
@@ -77,5 +77,5 @@ def _reserve_optimizer_memory(state: TrainState) -> torch.Tensor | None:
         return None
     count = sum(p.numel() for p in state.transformer.parameters() if p.requires_grad)
     size = int(count // state.parallel.optimizer_shards * recipe.state_bytes)
-    with memory_advice(f"making room for {size / 2**30:.2f} GiB of optimizer state"):
+    with advise_on_oom(f"making room for {size / 2**30:.2f} GiB of optimizer state"):
         return torch.empty(size, dtype=torch.uint8, device=device)

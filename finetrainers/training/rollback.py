@@ -27,15 +27,15 @@ def roll_back(state: TrainState) -> None:
         NonFiniteError: there is no checkpoint yet that could be used.
     """
     failed, ahead = state.step + 1, state.data_ahead
-    fits = state.guards.memory.sizes
-    directory = _newest(state)
+    fits = state.guards.memory.fitting_samples
+    directory = _find_newest(state)
     restore_weights(state, directory)
     load_checkpoint(state, directory)
     ahead += failed - state.step
     while not state.method.can_stop_after(state.step + ahead):  # a rollout is skipped as a whole
         ahead += 1
     state.data_ahead = ahead
-    state.guards.memory.sizes = fits  # sizes that were learned since still hold
+    state.guards.memory.fitting_samples = fits  # sizes that were learned since still hold
     if state.parallel.is_main:
         state.run_dir.rewind(state.step)
     state.run_dir.event("rollback", step=state.step, failed=failed, data_ahead=ahead, path=str(directory))
@@ -44,7 +44,7 @@ def roll_back(state: TrainState) -> None:
     )
 
 
-def _newest(state: TrainState) -> Path:
+def _find_newest(state: TrainState) -> Path:
     """Return the newest checkpoint that rank 0 finds complete."""
     path, problem = None, ""
     if state.parallel.is_main:

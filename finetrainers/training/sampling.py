@@ -21,8 +21,15 @@ from finetrainers.data.buckets.frames import num_available, playback_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.media import open_image
 from finetrainers.data.video.decode import load_clip, read_frames
-from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds, SampleRequest, fitted_vae, to_unit_range
-from finetrainers.utils.alive import beat
+from finetrainers.models.spec import (
+    ModelComponents,
+    ModelSpec,
+    PromptEmbeds,
+    SampleRequest,
+    retry_vae_on_oom,
+    to_unit_range,
+)
+from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -44,7 +51,7 @@ class EncodedPrompts:
     last_images: Sequence[Any]
     negative: PromptEmbeds
 
-    def part(self, start: int, stop: int) -> EncodedPrompts:
+    def select(self, start: int, stop: int) -> EncodedPrompts:
         """Return the encoded prompts from `start` to before `stop`."""
         rows = slice(start, stop)
         return EncodedPrompts(
@@ -70,7 +77,7 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class SamplingParts:
+class SamplingComponents:
     """Components that samples are drawn with.
 
     Attributes:
@@ -175,7 +182,7 @@ def prompt_request(
     """
     prompt = encoded.prompts[index]
     media = {
-        name: given_video(Path(prompt.video), size, frame_rate=settings.frame_rate)
+        name: load_video_segment(Path(prompt.video), size, frame_rate=settings.frame_rate)
         for name in spec.facts.media
         if prompt.video is not None  # checked at the start
     }
@@ -214,10 +221,12 @@ def _prefix(
     fps = playback_fps(info.fps, frame_rate)
     available = num_available(info.frames, source_fps=info.fps, fps=fps)
     frames = spec.facts.geometry.prefix_frames(requested, available)
-    return given_video(path, (frames, *size[1:]), frame_rate=frame_rate, start=available - frames)
+    return load_video_segment(path, (frames, *size[1:]), frame_rate=frame_rate, start=available - frames)
 
 
-def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, start: int | None = None) -> Tensor:
+def load_video_segment(
+    path: Path, size: tuple[int, int, int], *, frame_rate: float, start: int | None = None
+) -> Tensor:
     """Return a segment of a video, cut as the clips of a dataset are, `[1, 3, T, H, W]` in [-1, 1].
 
     Args:
@@ -236,7 +245,9 @@ def given_video(path: Path, size: tuple[int, int, int], *, frame_rate: float, st
 
 
 @torch.no_grad()
-def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[PromptRequest]) -> Iterator[np.ndarray]:
+def sample_prompts(
+    spec: ModelSpec, parts: SamplingComponents, requests: Iterable[PromptRequest]
+) -> Iterator[np.ndarray]:
     """Yield the clip of each request, frames `[T, H, W, 3]` uint8."""
     needs_image = spec.facts.needs_image  # then no other pipeline samples it
     for image_to_video, group in groupby(requests, key=lambda p: needs_image or p.request.starts_from_image):
@@ -244,14 +255,14 @@ def sample_prompts(spec: ModelSpec, parts: SamplingParts, requests: Iterable[Pro
             for prompt in group:
                 request = prompt.request
                 conditions, negative = prompt.conditions.to(parts.device), prompt.negative.to(parts.device)
-                with fitted_vae(spec, parts.vae, (request.num_frames, request.height, request.width)):
+                with retry_vae_on_oom(spec, parts.vae, (request.num_frames, request.height, request.width)):
                     frames = spec.sample(pipeline, conditions, negative, request, prompt.noise)
-                beat()
+                send_heartbeat()
                 yield (np.asarray(frames) * 255).round().clip(0, 255).astype(np.uint8)
 
 
 @contextmanager
-def _pipeline(spec: ModelSpec, parts: SamplingParts, *, image_to_video: bool) -> Iterator[Any]:
+def _pipeline(spec: ModelSpec, parts: SamplingComponents, *, image_to_video: bool) -> Iterator[Any]:
     """Yield a pipeline on the device; leave the trained components there, and take away what only sampling needs."""
     offload = parts.offload and parts.device.type != "cpu"
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)

@@ -25,8 +25,8 @@ _BUFFER_BYTES = 64 << 20
 class Staging:
     """Host memory that copies of the training state are made in, one at a time.
 
-    `begin` returns at once; a thread then copies during the forward and backward passes of the next step. Code that
-    changes the state must call `wait` before. The next copy reuses the memory: to get it from the system takes
+    `begin_copy` returns at once; a thread then copies during the forward and backward passes of the next step. Code
+    that changes the state must call `wait` before. The next copy reuses the memory: to get it from the system takes
     several times as long as to copy.
 
     Attributes:
@@ -40,7 +40,7 @@ class Staging:
         self._reserved = threading.Event()
         self._reserved.set()
         self._storages: list[torch.UntypedStorage] = []  # of the last copy, or for the first one
-        self._buffers: dict[torch.device, _PageLocked] = {}
+        self._buffers: dict[torch.device, _PinnedCopier] = {}
 
     def reserve(self, value: Any) -> Callable[[], None]:
         """Get the memory of the first copy before that is due: getting it from the system takes longer than copying.
@@ -49,7 +49,7 @@ class Staging:
             value: what will be copied.
 
         Returns:
-            A function that gets it. It has to be called, in any thread, and `begin` waits for it.
+            A function that gets it. It has to be called, in any thread, and `begin_copy` waits for it.
         """
         assert not self._storages, "there is memory already"
         storages = {s.data_ptr(): s for t in tensors_in(value) for p in plain_tensors(t) for s in [p.untyped_storage()]}
@@ -68,7 +68,9 @@ class Staging:
 
         return get
 
-    def begin(self, value: T, *, at_once: Any = (), spare: Iterable[Tensor] = ()) -> tuple[T, Callable[[], None]]:
+    def begin_copy(
+        self, value: T, *, copied_first: Any = (), unshared: Iterable[Tensor] = ()
+    ) -> tuple[T, Callable[[], None]]:
         """Begin a copy of nested dictionaries, lists and tuples, with all tensors in host memory.
 
         The content of its tensors comes later; everything else is copied now. Written to a file the copy gives the
@@ -77,8 +79,9 @@ class Staging:
 
         Args:
             value: the value to copy; no earlier copy may still be in use.
-            at_once: tensors of it that are copied before this returns, since their owner changes them without waiting.
-            spare: tensors of it that no other code uses. They are not copied.
+            copied_first: tensors of it that are copied before this returns, since their owner changes them without
+                waiting.
+            unshared: tensors of it that no other code uses. The copy shares them.
 
         Returns:
             The copy, and a function that fills it. It has to be called, in any thread, and `wait` waits for it.
@@ -86,8 +89,8 @@ class Staging:
         assert self._copied.is_set(), "a copy has not been made"
         self._reserved.wait()
         copies = _Copies(self._storages)
-        copies.tensors.update((id(tensor), tensor) for tensor in spare)
-        for tensor in tensors_in(at_once):
+        copies.tensors.update((id(tensor), tensor) for tensor in unshared)
+        for tensor in tensors_in(copied_first):
             copies.add(tensor)
         devices = {
             part.device for tensor in tensors_in(value) for part in plain_tensors(tensor) if part.device.type != "cpu"
@@ -130,7 +133,7 @@ class Staging:
                 np.copyto(target.numpy(), source.numpy())
                 continue
             if source.device not in self._buffers:
-                self._buffers[source.device] = _PageLocked(source.device)
+                self._buffers[source.device] = _PinnedCopier(source.device)
             used.add(source.device)
             self._buffers[source.device].copy(source, target)
         for device in used:
@@ -215,7 +218,7 @@ class _Copies:
         return self._copies[key]
 
 
-class _PageLocked:
+class _PinnedCopier:
     """Copies from a device to the host through two page-locked buffers: one is filled while the other is emptied.
 
     A page-locked copy of everything would need no buffers. But torch's allocator of such memory rounds each piece up to
@@ -231,36 +234,36 @@ class _PageLocked:
             torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)
         ]
         self._pieces: list[list[tuple[Tensor, Tensor]]] = [[], []]  # of each buffer: target and source of each piece
-        self._filled: list[Any] = [None, None]  # of each buffer: the event after which its pieces are complete
-        self._current, self._used = 0, 0
+        self._fill_events: list[Any] = [None, None]  # of each buffer: the event after which its pieces are complete
+        self._current, self._used_bytes = 0, 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Begin to copy the bytes `source`, on the device, to `target`; `finish` completes it."""
         done = 0
         while done < source.numel():
             buffer = self._buffers[self._current]
-            if self._used == buffer.numel():
-                self._swap()
+            if self._used_bytes == buffer.numel():
+                self._swap_buffers()
                 continue
-            count = min(source.numel() - done, buffer.numel() - self._used)
-            piece = buffer[self._used : self._used + count]
+            count = min(source.numel() - done, buffer.numel() - self._used_bytes)
+            piece = buffer[self._used_bytes : self._used_bytes + count]
             with nullcontext() if self._module is None else self._module.stream(self._stream):
                 piece.copy_(source[done : done + count], non_blocking=True)
             self._pieces[self._current].append((target[done : done + count], piece))
-            self._used, done = self._used + count, done + count
+            self._used_bytes, done = self._used_bytes + count, done + count
 
     def finish(self) -> None:
         """Wait for the copies in progress."""
-        self._swap()
-        self._swap()
+        self._swap_buffers()
+        self._swap_buffers()
 
-    def _swap(self) -> None:
+    def _swap_buffers(self) -> None:
         """Switch to the other buffer, once it is filled and emptied."""
         if self._stream is not None:
-            self._filled[self._current] = self._stream.record_event()
-        self._current, self._used = 1 - self._current, 0
-        if self._filled[self._current] is not None:
-            self._filled[self._current].synchronize()
+            self._fill_events[self._current] = self._stream.record_event()
+        self._current, self._used_bytes = 1 - self._current, 0
+        if self._fill_events[self._current] is not None:
+            self._fill_events[self._current].synchronize()
         for target, piece in self._pieces[self._current]:
             target.copy_(piece)
         self._pieces[self._current].clear()

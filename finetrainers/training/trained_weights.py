@@ -18,22 +18,22 @@ from torch.distributed import ProcessGroup
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import TrainingSection
-from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.activation_plan import select_evenly
 from finetrainers.memory.casting import cast_adapter_for_each_use, enable_layerwise_upcasting
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.quantization import quantize_frozen, summary
 from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.models.spec import DTYPES, ModelSpec, weight_files
 from finetrainers.parallel.strategy import Strategy, WeightFilter
-from finetrainers.plan.initial_weights import INITIAL_LORA, LORA_FILE, without_part
-from finetrainers.plan.preflight import ResolvedRun, named_as_given
+from finetrainers.plan.initial_weights import INITIAL_LORA, LORA_FILE, strip_component
+from finetrainers.plan.preflight import ResolvedRun, attribute_to_option
 from finetrainers.plan.start_report import print_line
 from finetrainers.plan.trainable import (
-    attach,
-    attach_reference,
-    check_modules,
+    attach_reference_adapter,
+    attribute_to_init_from,
+    check_lora_modules,
     has_reference_adapter,
-    named_init_from,
+    make_trainable,
     num_quantizable,
     trainable_dtype,
 )
@@ -45,7 +45,7 @@ from finetrainers.utils.headers import read_header
 from .state import TrainState
 
 #: Dtypes of safetensors files.
-_MAPPED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 #: Size of the files that ranks share, at least: smaller ones are many to open, for little to write at once.
 LEAST_FILE_BYTES = 256 << 20
@@ -66,7 +66,7 @@ def mapped_dtype(checked: ResolvedRun, spec: ModelSpec) -> torch.dtype | None:
     if not files or any(file.parent != files[0].parent for file in files) or len(files) == 1:
         return None  # a single file of another program, whose tensors have another layout
     dtypes = {name for file in files if file.suffix == ".safetensors" for name in read_header(file).dtypes.values()}
-    stored = _MAPPED.get(dtypes.pop()) if len(dtypes) == 1 else None
+    stored = _SAFETENSORS_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
     # A LoRA that is added to the weights would round in the narrower dtype.
     adds_lora = checkpoint is None and initial is not None and initial.kind == "lora"
     widens = is_full and dtype == torch.float32 and not adds_lora
@@ -102,20 +102,20 @@ def load_trainable_transformer(
         try:
             transformer = spec.load_transformer(dtype)
         except ConfigError as error:
-            raise ConfigError(named_as_given(error.problems, initial)) from error
-    attach(transformer, config.training)
+            raise ConfigError(attribute_to_option(error.problems, initial)) from error
+    make_trainable(transformer, config.training)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
     elif starts_from_lora and initial is not None:
-        with named_init_from():
+        with attribute_to_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
     if has_reference_adapter(checked):
-        attach_reference(transformer)
+        attach_reference_adapter(transformer)
         if checkpoint is not None and checked.start.initial_lora is not None:
             load_lora_weights(checked.start.initial_lora.parent, transformer, adapter=REFERENCE_ADAPTER)
     store_frozen_weights(transformer, config, spec, dtype=dtype, device=device)
     spec.split_tokens(transformer, sequence_group, config.parallel.sp_mode)
-    blocks = spread(spec.block_modules(transformer), config.memory.selective_checkpointing)
+    blocks = select_evenly(spec.block_modules(transformer), config.memory.selective_checkpointing)
     set_activation_memory(transformer, config.memory.stored, blocks=blocks)
     if config.memory.compile == "regional":
         sizes = {*checked.plan.buckets, *(prompt.size or checked.plan.size for prompt in checked.sampled)}
@@ -218,7 +218,7 @@ def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str =
         ValueError: the file does not fit the adapter.
     """
     state = load_file(directory / LORA_FILE)
-    _set_adapter({without_part(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
+    _set_adapter({strip_component(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
 
 
 def store_initial_lora(checked: ResolvedRun, spec: ModelSpec) -> str | None:
@@ -273,7 +273,7 @@ def attach_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> None:
     """
     transformer.requires_grad_(False)
     state, settings = spec.read_lora(path)
-    check_modules(path, state, transformer)
+    check_lora_modules(path, state, transformer)
     load_adapter: Any = transformer.load_lora_adapter
     load_adapter(dict(state), adapter_name="default", prefix=None, metadata=settings or None)
     for name, parameter in transformer.named_parameters():
@@ -303,8 +303,8 @@ def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool
     return True
 
 
-def put_averages(path: Path, transformer: nn.Module) -> None:
-    """Replace trainable weights by their moving average, as a checkpoint has it.
+def load_ema_weights(path: Path, transformer: nn.Module) -> None:
+    """Replace trainable weights by their moving average, which a checkpoint stores.
 
     Raises:
         ValueError: the file has averages of other weights.

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from finetrainers.methods.base import Step
-from finetrainers.optim.in_backward import in_backward
+from finetrainers.optim.in_backward import get_step_in_backward
 from finetrainers.optim.schedules import set_lr
 from finetrainers.plan.start_report import print_stopped
-from finetrainers.plan.throughput import peak_flops, rates
+from finetrainers.plan.throughput import peak_flops, with_rates
 from finetrainers.rundir.find import checkpoints_dir
-from finetrainers.utils.alive import work
+from finetrainers.utils.alive import begin_work
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import CHECKPOINT, TRAINING_STEP, phase
 from finetrainers.utils.seeding import derive_seed
 
 from .activation_memory import ActivationPlanner
 from .callbacks.base import Callback, Record
-from .callbacks.metrics import summarized
+from .callbacks.metrics import summarize_records
 from .checkpoints.async_save import BackgroundSave
 from .checkpoints.save import reserve_memory, save_checkpoint
-from .guards.memory import Attempt, memory_advice
+from .guards.memory import Attempt, advise_on_oom
 from .hardware import hardware_monitor
 from .memory_probe import probe_memory, wants_memory_probe
 from .rollback import roll_back
@@ -37,7 +37,7 @@ from .state import TrainState
 
 logger = logging.getLogger(__name__)
 
-_SAVING_TAKES = (
+_SAVE_MEMORY_ADVICE = (
     "A checkpoint is put together in host memory: with --no-sharded_checkpoints under FSDP2 that of all ranks on rank "
     "0; --async_checkpointing takes a copy of what each rank writes"
 )
@@ -67,9 +67,9 @@ class Trainer:
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
         self._peak_flops = peak_flops(state.parallel.device)
         self._hardware = hardware_monitor(state.parallel)
-        self._expects_save = True  # no step and no save yet
+        self._may_reserve_memory = True  # until the first step or save
         self._saved_step = state.step  # of the checkpoint that the run resumed from, or wrote last
-        self._is_changing = False  # weights and step do not belong together
+        self._is_updating = False  # weights and step do not belong together
         self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
@@ -85,20 +85,20 @@ class Trainer:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Watch requests, hardware, interrupts and memory within the block; at its end, call `on_stop` of callbacks."""
-        watching = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
+        hardware_monitoring = contextlib.nullcontext() if self._hardware is None else self._hardware.running()
         with (
-            self._stopping(),
+            self._call_on_stop(),
             self.state.requests.watched(),
             self.saving.running(),
-            watching,
+            hardware_monitoring,
             phase(TRAINING_STEP),
-            self._interruptible(),
-            memory_advice("training"),
+            self._save_on_interrupt(),
+            advise_on_oom("training"),
         ):
             yield
 
     @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
+    def _call_on_stop(self) -> Iterator[None]:
         """Call `on_stop` of every callback at the end of the block; an error of the block takes precedence."""
         try:
             yield
@@ -106,20 +106,21 @@ class Trainer:
             for callback in self.callbacks:
                 try:
                     callback.on_stop(self.state)
-                except Exception as further:
+                except Exception as stop_error:
                     name = type(callback).__name__
-                    logger.error("on_stop of %s failed after %s: %r", name, type(error).__name__, further)
+                    logger.error("on_stop of %s failed after %s: %r", name, type(error).__name__, stop_error)
             raise
         for callback in self.callbacks:
             callback.on_stop(self.state)
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _save_on_interrupt(self) -> Iterator[None]:
         """Save the last complete step if an exception of the host program's signal handlers ends the block."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit) as interrupt:
-            if self.state.requests.signals.noted is None:  # else this is the second signal, which ends the run at once
+            # A second signal ends the run at once.
+            if self.state.requests.signals.received is None:
                 self._save_interrupted(type(interrupt).__name__)
             raise
 
@@ -150,9 +151,9 @@ class Trainer:
     def _interrupted_problem(self) -> str | None:
         """Return why an interrupted step leaves a state that cannot be saved, or None if it can."""
         state, parallel = self.state, self.state.parallel
-        if parallel.world_size > 1 or not parallel.weights_are_plain or parallel.writes_own_files:
+        if parallel.world_size > 1 or not parallel.weights_are_movable or parallel.saves_optimizer_itself:
             return "other processes have continued; let the run handle signals (handle_signals=True)"
-        if self._is_changing or (state.ema is not None and state.ema.is_applied):
+        if self._is_updating or (state.ema is not None and state.ema.is_applied):
             return "weights were being changed"
         if not state.method.can_stop_after(state.step) or state.method.state_dict():
             return f"--method {state.config.training.method} resumes between rollouts only"
@@ -167,7 +168,7 @@ class Trainer:
         state.memory.begin_training()
         state.watchdog.enter("sampling")
         for callback in self.callbacks:
-            work(None)
+            begin_work(None)
             self._log(callback.on_start(state))
 
     def _run_until_rollback(self) -> None:
@@ -179,9 +180,9 @@ class Trainer:
         started = self._begin_interval()
         for step in islice(steps, state.total_steps - state.step):
             blocked_s = self._blocked_s
-            work(_largest(step))
+            begin_work(_largest_latent_size(step))
             record = self.train_step(step)
-            work(None)  # callbacks also run below
+            begin_work(None)  # callbacks also run below
             del step  # the method needs the memory for the next one
             if record is None:
                 self._roll_back()
@@ -225,18 +226,18 @@ class Trainer:
         started = time.perf_counter()
         if len(step):
             set_lr(state.optimizer, self.lr_at(state.step))
-            early = in_backward(state.optimizer)
-            if early is not None:  # weights change from here on
-                self._is_changing = True
+            step_in_backward = get_step_in_backward(state.optimizer)
+            if step_in_backward is not None:  # weights change from here on
+                self._is_updating = True
                 self._blocked_s += state.staging.wait()
             for attempt in self._attempts(step):
                 started = time.perf_counter()
                 with attempt:
                     totals = {**accumulate_gradients(state, attempt)}
-            with memory_advice("exchanging and clipping gradients"):
+            with advise_on_oom("exchanging and clipping gradients"):
                 parallel.all_reduce()
                 fault_point("backward", parallel.gradients())
-                grad_norm = parallel.clip_grad_norm() if early is None else early.take_norm()
+                grad_norm = parallel.clip_grad_norm() if step_in_backward is None else step_in_backward.take_norm()
             if grad_norm is not None:
                 totals["grad_norm"] = grad_norm
         totals |= step.metrics
@@ -244,9 +245,9 @@ class Trainer:
             totals |= state.meter.take()
         # The step's one wait for the device, before the update: NaN must not get into the weights.
         record = parallel.mean(totals)
-        self._measure(step, record, seconds=time.perf_counter() - started)
-        self._is_changing = True
-        action = guards.nonfinite.judge(state.step + 1, record)
+        self._replan_activations(step, record, seconds=time.perf_counter() - started)
+        self._is_updating = True
+        action = guards.nonfinite.choose_action(state.step + 1, record)
         if action == "update" and len(step):
             record |= guards.spikes.check_step(state.step + 1, record)
             self._update()
@@ -257,38 +258,38 @@ class Trainer:
         if action == "rollback":
             return None
         state.step += 1
-        self._is_changing = False
+        self._is_updating = False
         return record
 
     def _attempts(self, step: Step[Any]) -> Iterable[Attempt]:
         """Return attempts at a step, which an OOM repeats in smaller micro-batches; the meter counts the last one."""
-        attempts, meter = self.state.guards.memory.attempts(step, also=self._note), self.state.meter
-        return attempts if meter is None else meter.last_of(attempts)
+        attempts, meter = self.state.guards.memory.attempts(step, flags=self._collect_flags), self.state.meter
+        return attempts if meter is None else meter.count_last(attempts)
 
-    def _note(self) -> list[int]:
-        """Return the numbers that this rank sends to the others with each step, beside whether the step has fitted."""
-        return [*self.state.requests.note(), int(self.saving.is_writing)]
+    def _collect_flags(self) -> list[int]:
+        """Return this rank's stop, save and sample requests, and whether its thread is writing a save."""
+        return [*self.state.requests.collect_pending(), int(self.saving.is_writing)]
 
     def _poll(self) -> None:
-        """Take requests from outside, and conclude a save that has ended, as all ranks agreed.
+        """Apply requests from outside, and conclude a save that has ended on all ranks.
 
-        Where the step itself needs no agreement, as with FSDP2, this exchanges the message. A single process needs
-        none, and also takes requests that came while the weights were updated.
+        The ranks exchange their flags with the step's OOM check, or here if the step has none, as with FSDP2. A single
+        process exchanges nothing, and applies requests that came while the weights were updated.
         """
         guard, parallel = self.state.guards.memory, self.state.parallel
-        agreed, guard.agreed = guard.agreed, None  # a step without micro-batches has no message
+        agreed, guard.agreed_flags = guard.agreed_flags, None  # None after a step without micro-batches
         if agreed is None or parallel.world_size == 1:
-            agreed = parallel.max_on_host(self._note())
+            agreed = parallel.max_on_host(self._collect_flags())
         *requests, writing = agreed
-        self.state.requests.take(requests)
+        self.state.requests.apply(requests)
         self.saving.poll(writing)
 
-    def _measure(self, step: Step[Any], record: Record, *, seconds: float) -> None:
+    def _replan_activations(self, step: Step[Any], record: Record, *, seconds: float) -> None:
         """Let the planner adapt what blocks store to the measured step."""
         if self.activations is not None:
             self.activations.replan(self.state, step, seconds=seconds, operations=record.get("flops"))
 
-    @memory_advice("updating the weights")
+    @advise_on_oom("updating the weights")
     def _update(self) -> None:
         """Step the optimizer and the moving average."""
         state = self.state
@@ -313,12 +314,12 @@ class Trainer:
         self.state.watchdog.enter("checkpoint")  # it is waited for, verified and read
         self.saving.wait()  # it may be the newest
         roll_back(self.state)
-        self._saved_step, self._is_changing = self.state.step, False
+        self._saved_step, self._is_updating = self.state.step, False
         for callback in self.callbacks:
             callback.on_back(self.state)
         self.state.parallel.barrier()
 
-    @memory_advice("saving a checkpoint", _SAVING_TAKES)
+    @advise_on_oom("saving a checkpoint", _SAVE_MEMORY_ADVICE)
     def _save_if_due(self) -> None:
         """Save every N steps and at the end; on a request or a stop, after the next step that can be resumed from."""
         state = self.state
@@ -327,9 +328,9 @@ class Trainer:
         if is_due or _is_save_requested(self.state):
             self._save()
         else:
-            self._expect_save()
+            self._reserve_save_memory()
 
-    @memory_advice("saving a checkpoint", _SAVING_TAKES)
+    @advise_on_oom("saving a checkpoint", _SAVE_MEMORY_ADVICE)
     def _save(self, *, replace: bool = False) -> None:
         """Save this step, and end the run if a stop was requested.
 
@@ -346,20 +347,20 @@ class Trainer:
                 save_checkpoint(state, self.saving)
             self._blocked_s += time.perf_counter() - started
             self._saved_step = state.step
-        requests.save = self._expects_save = False
+        requests.save = self._may_reserve_memory = False
         if stops and state.step < state.total_steps:
             state.stopped_by = requests.stop
 
-    def _expect_save(self) -> None:
-        """Reserve memory after the first step if a save in the background will follow."""
+    def _reserve_save_memory(self) -> None:
+        """Reserve host memory for asynchronous saves, once: after the first step, unless that step was saved."""
         training, step = self.state.config.training, self.state.step
         every = training.checkpointing_steps
         follows = every > 0 and step // every * every + every < self.state.total_steps
-        if self._expects_save and follows and training.async_checkpointing:
+        if self._may_reserve_memory and follows and training.async_checkpointing:
             reserve_memory(self.state, self.saving)
-        self._expects_save = False
+        self._may_reserve_memory = False
 
-    @memory_advice("sampling or evaluating")
+    @advise_on_oom("sampling or evaluating")
     def _sample_if_due(self) -> None:
         """Let the callbacks sample and evaluate."""
         requests = self.state.requests
@@ -368,18 +369,18 @@ class Trainer:
             logger.warning("samples requested: there are no validation prompts and no held-out items")
         self.state.watchdog.enter("sampling")
         for callback in self.callbacks:
-            work(None)
+            begin_work(None)
             self._log(callback.on_step(self.state))
         # A request by these hooks is fulfilled after the next step: some of the callbacks have had their turn.
         # After the last step everything is sampled anyway.
         requests.sample = requests.sample and not requested and self.state.step < self.state.total_steps
-        self._log(self.state.memory.record_of_validation(is_last=self.state.step == self.state.total_steps))
+        self._log(self.state.memory.take_validation_record(is_last=self.state.step == self.state.total_steps))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds of saving and those of waiting for a slow rank."""
         every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
-        record = summarized(records, seconds=seconds, every=every, summaries=summaries)
-        record = rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
+        record = summarize_records(records, seconds=seconds, every=every, summaries=summaries)
+        record = with_rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
         record["lr"] = self.lr_at(self.state.step - 1)
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
@@ -387,8 +388,8 @@ class Trainer:
         waiting = self.state.guards.straggler.check_interval(
             self.state.step, steps=len(records), step_s=record["step_s"]
         )
-        hardware = {} if self._hardware is None else self._hardware.record()
-        self._log({**record, **waiting, **hardware, **self.state.memory.record()})
+        hardware = {} if self._hardware is None else self._hardware.take_record()
+        self._log({**record, **waiting, **hardware, **self.state.memory.take_record()})
 
     def _log(self, record: Record | None) -> None:
         """Pass numbers of the current step, if any, to all callbacks; the names are the same on every rank."""
@@ -401,7 +402,7 @@ class Trainer:
     def record_memory(self) -> None:
         """Record the peak memory of all processes in each phase; every rank must call it."""
         state = self.state
-        state.memory.agree(state.parallel)
+        state.memory.gather_peaks(state.parallel)
         tiled_sizes = sorted("x".join(map(str, size)) for size in state.spec.vae_too_large)
         tiled = {"vae_tiled_from": tiled_sizes} if tiled_sizes else {}
         state.run_dir.event("memory", step=state.step, gib=state.memory.all_peaks, **tiled)
@@ -422,7 +423,7 @@ def _is_save_requested(state: TrainState) -> bool:
     return (requests.save or requests.stop is not None) and state.method.can_stop_after(state.step)
 
 
-def _largest(step: Step[Any]) -> tuple[int, ...] | None:
+def _largest_latent_size(step: Step[Any]) -> tuple[int, ...] | None:
     """Return the latent size of a step's largest micro-batch, which decides its duration, or None if it has none."""
     sizes = [(math.prod(item.latent_size) * len(item), item.latent_size) for item in step.items]
     return max(sizes)[1] if sizes else None

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetrainers.config.sections import RunSection
-from finetrainers.utils.alive import heard_by
+from finetrainers.utils.alive import register_watchdog
 from finetrainers.utils.exit_codes import HUNG
-from finetrainers.utils.faults import ten_minutes
+from finetrainers.utils.faults import min_hang_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,17 @@ SECTIONS = {
     "closing": "checkpoint_timeout",
 }
 #: Sections in which processes have very different amounts to do: the time in which one waits for others does not count.
-_UNEVEN = ("loading", "encoding", "exporting", "uploading")
-#: Earlier occurrences that an adaptive limit needs at least, and those that it remembers at most.
-_LEARNED, _REMEMBERED = 3, 101
+_UNEVEN_SECTIONS = ("loading", "encoding", "exporting", "uploading")
+#: Minimum number of earlier durations for an adaptive limit, and maximum number that it is computed from.
+_MIN_DURATIONS, _MAX_DURATIONS = 3, 101
 #: Multiples of the median of earlier occurrences after which an adaptive limit warns, and ends the process.
-_WARNS, _ENDS = 10, 20
-#: Seconds that the interpreter's own timer, which needs no Python to run, strikes after a limit of the user at the
-#: earliest. It can only exit with 1. Arming it starts a thread, so it is left alone while it strikes within twice this.
+_WARN_FACTOR, _END_FACTOR = 10, 20
+#: Minimum seconds from a limit of the user until the interpreter's own timer fires, which needs no Python to run. It
+#: can only exit with 1. Setting it starts a thread, so it is left alone while it fires within twice this.
 _BACKSTOP_S = 10.0
-#: Where limits adapt, the timer strikes if no Python has run for `_DEAD` to `_DEAD + 1` times ten minutes.
-_DEAD = 5
+#: Where limits adapt, the timer fires if no Python has run for `_STALLED_FACTOR` to `_STALLED_FACTOR + 1` times
+#: `min_hang_seconds`.
+_STALLED_FACTOR = 5
 
 
 @dataclass
@@ -54,32 +55,32 @@ class _Clock:
 
     Attributes:
         section: its name.
-        kind: key of the occurrences that it can be compared with, or None if it can be compared with none.
-        by_beats: whether each heartbeat begins another occurrence.
+        work_key: key of the occurrences that it can be compared with, or None if it can be compared with none.
+        per_heartbeat: whether each heartbeat begins another occurrence.
         started: when it began, later by the time that was spent waiting for other processes.
-        warns, ends: when it counts as slow, and as hung.
+        warn_at, end_at: when it counts as slow, and as hung.
         paused: when this process began to wait for others, or None if it is not waiting.
     """
 
     section: str
-    kind: Hashable | None = None
-    by_beats: bool = False
+    work_key: Hashable | None = None
+    per_heartbeat: bool = False
     started: float = 0.0
-    warns: float = math.inf
-    ends: float = math.inf
+    warn_at: float = math.inf
+    end_at: float = math.inf
     paused: float | None = None
 
     @property
     def due(self) -> float:
         """The time at which the watchdog must act."""
-        return min(self.warns, self.ends)
+        return min(self.warn_at, self.end_at)
 
 
 class _Durations:
     """Seconds that occurrences of one kind have taken."""
 
     def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self.seconds: deque[float] = deque(maxlen=_MAX_DURATIONS)
         self.longest = self.median = 0.0
 
     def add(self, seconds: float) -> None:
@@ -91,10 +92,10 @@ class _Durations:
 
         A run is ended after ten minutes at the earliest, and always reports the section at half of its time.
         """
-        if len(self.seconds) < _LEARNED:
+        if len(self.seconds) < _MIN_DURATIONS:
             return math.inf, math.inf
-        ends = max(ten_minutes(), _ENDS * self.median, 2 * self.longest)
-        return ends * _WARNS / _ENDS, ends
+        ends = max(min_hang_seconds(), _END_FACTOR * self.median, 2 * self.longest)
+        return ends * _WARN_FACTOR / _END_FACTOR, ends
 
 
 class Watchdog:
@@ -114,14 +115,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, directory: Path, *, rank: int, limits: Mapping[str, float | None], others_s: float = 0.0,
+        self, directory: Path, *, rank: int, limits: Mapping[str, float | None], step_wait_s: float = 0.0,
         owns_process: bool = False,
     ) -> None:  # fmt: skip
         """Args:
         directory: gets `rank-N.txt` with the stacks.
         rank: of this process.
         limits: seconds that each section may take, 0 for any time, None for a limit that adapts.
-        others_s: how long a step may wait on the device for other processes, which may have more to do in it.
+        step_wait_s: how long a step may wait on the device for other processes, which may have more to do in it.
         owns_process: whether the process exits after the run: its exit code is the run's, and this watchdog may set
             the interpreter's timer even where no limit of the user holds.
         """
@@ -130,16 +131,17 @@ class Watchdog:
         self.section: str | None = None
         self.exit_code = HUNG
         self.on_slow: Callable[[str, float, float], None] = lambda section, seconds, median: None
-        self._others_s = others_s
+        self._step_wait_s = step_wait_s
         self._owns_process = owns_process
-        self._dead_s = _DEAD * ten_minutes() if owns_process else math.inf
+        self._stalled_s = _STALLED_FACTOR * min_hang_seconds() if owns_process else math.inf
         self._changed = threading.Condition()
         self._clocks: dict[str, _Clock] = {}  # by thread
         self._durations: dict[tuple[str, Hashable], _Durations] = {}
         self._threads: dict[int, str] = {}  # clocks of threads that have one
         self._running = self._keeps_file = False
         self._descriptor = -1
-        self._wakes = self._strikes = math.inf  # when the thread looks again, and when the interpreter's timer strikes
+        self._next_check_at = math.inf  # of the thread
+        self._timer_fires_at = math.inf  # the interpreter's timer
 
     @classmethod
     def of_run(
@@ -153,9 +155,9 @@ class Watchdog:
     ) -> Watchdog:
         """Return a watchdog with the limits of the options; stacks go to `directory`, by default that of the run."""
         limits = {section: getattr(run, option) for section, option in SECTIONS.items()}
-        others_s = float(run.nccl_timeout) if num_ranks > 1 else 0.0
+        step_wait_s = float(run.nccl_timeout) if num_ranks > 1 else 0.0
         hangs = (directory or run.output_dir) / "hangs"
-        return cls(hangs, rank=rank, limits=limits, others_s=others_s, owns_process=owns_process)
+        return cls(hangs, rank=rank, limits=limits, step_wait_s=step_wait_s, owns_process=owns_process)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -169,17 +171,17 @@ class Watchdog:
         self._running = True
         self._clocks.clear()
         self._threads = {threading.get_ident(): "main"}
-        self._wakes = self._strikes = math.inf
+        self._next_check_at = self._timer_fires_at = math.inf
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
-            with heard_by(self):
+            with register_watchdog(self):
                 yield
         finally:
             with self._changed:
                 self._running = False
-                if self._strikes < math.inf:
-                    self._arm(math.inf)
+                if self._timer_fires_at < math.inf:
+                    self._set_timer(math.inf)
                 self._changed.notify()
             thread.join()
             os.close(self._descriptor)
@@ -188,35 +190,35 @@ class Watchdog:
             with contextlib.suppress(OSError):  # other ranks may still have theirs there
                 self.file.parent.rmdir()
 
-    def enter(self, section: str, kind: Hashable | None = None) -> None:
+    def enter(self, section: str, work_key: Hashable | None = None) -> None:
         """Start the section's clock.
 
         Args:
             section: one of `SECTIONS`.
-            kind: key of comparable occurrences, or None if they have no adaptive limit.
+            work_key: key of comparable occurrences, or None if they have no adaptive limit.
 
         Raises:
             KeyError: the section is unknown.
         """
-        self._set("main", section, kind)
+        self._start_clock("main", section, work_key)
         self.section = section
 
-    def work(self, kind: Hashable | None, *, by_beats: bool = False) -> None:
-        """Start the clock of another kind of work of the same section, if its limit adapts; see `alive.work`."""
+    def begin_work(self, work_key: Hashable | None, *, per_heartbeat: bool = False) -> None:
+        """Start the clock of another kind of work of the same section, if its limit adapts; see `alive.begin_work`."""
         section = self.section
         if section is None or section == "closing" or self.limits[section] is not None or self._clock_name() != "main":
             return
-        if by_beats:
-            self._durations.pop((section, kind), None)
-        self._set("main", section, kind, by_beats=by_beats)
+        if per_heartbeat:
+            self._durations.pop((section, work_key), None)
+        self._start_clock("main", section, work_key, per_heartbeat=per_heartbeat)
 
-    def beat(self) -> None:
+    def on_heartbeat(self) -> None:
         """Restart the clock of the current section."""
         with self._changed:
             clock = self._clocks.get(self._clock_name() or "main")
             if clock is not None and clock.paused is None:
-                if clock.by_beats:
-                    self._learn(clock)
+                if clock.per_heartbeat:
+                    self._record_duration(clock)
                     clock.started = time.monotonic()
                 self._restart(clock)
 
@@ -226,10 +228,10 @@ class Watchdog:
             clock = self._clocks.get(self._clock_name() or "")
             if clock is None:
                 return
-            if clock.section not in _UNEVEN and self.limits[clock.section] is not None:
+            if clock.section not in _UNEVEN_SECTIONS and self.limits[clock.section] is not None:
                 return
             if waiting:
-                clock.paused, clock.warns, clock.ends = time.monotonic(), math.inf, math.inf
+                clock.paused, clock.warn_at, clock.end_at = time.monotonic(), math.inf, math.inf
                 self._schedule()
             elif clock.paused is not None:
                 clock.started += time.monotonic() - clock.paused
@@ -240,37 +242,39 @@ class Watchdog:
     def in_thread(self, section: str) -> Iterator[None]:
         """Hold the section's limit within the block as well, which one other thread may be in."""
         self._threads[threading.get_ident()] = "thread"
-        self._set("thread", section, "in a thread")
+        self._start_clock("thread", section, "in a thread")
         try:
             yield
         finally:
-            self._set("thread", None)
+            self._start_clock("thread", None)
             self._threads.pop(threading.get_ident(), None)
 
     def _clock_name(self) -> str | None:
         """Return the name of this thread's clock, or None if it has none."""
         return self._threads.get(threading.get_ident())
 
-    def _set(self, name: str, section: str | None, kind: Hashable | None = None, *, by_beats: bool = False) -> None:
-        """End the occurrence that a clock is of, and start one of a section."""
+    def _start_clock(
+        self, name: str, section: str | None, work_key: Hashable | None = None, *, per_heartbeat: bool = False
+    ) -> None:
+        """End the occurrence that the clock `name` measures, and start one of a section, unless it is None."""
         if section is not None:
             self.limits[section]  # an unknown section is an error even where nothing is limited
         with self._changed:
             if not self._running:
                 return
             previous = self._clocks.pop(name, None)
-            if previous is not None and not previous.by_beats:
-                self._learn(previous)
+            if previous is not None and not previous.per_heartbeat:
+                self._record_duration(previous)
             if section is None:
                 self._schedule()
             else:
-                self._clocks[name] = clock = _Clock(section, kind, by_beats, started=time.monotonic())
+                self._clocks[name] = clock = _Clock(section, work_key, per_heartbeat, started=time.monotonic())
                 self._restart(clock)
 
-    def _learn(self, clock: _Clock) -> None:
+    def _record_duration(self, clock: _Clock) -> None:
         """Record the duration of an occurrence that ends now."""
-        if clock.kind is not None and self.limits[clock.section] is None:
-            durations = self._durations.setdefault((clock.section, clock.kind), _Durations())
+        if clock.work_key is not None and self.limits[clock.section] is None:
+            durations = self._durations.setdefault((clock.section, clock.work_key), _Durations())
             durations.add(time.monotonic() - clock.started)
 
     def _restart(self, clock: _Clock) -> None:
@@ -278,49 +282,52 @@ class Watchdog:
         now, limit = time.monotonic(), self.limits[clock.section]
         warns, ends = math.inf, limit or math.inf
         if limit is None and clock.section == "closing":
-            ends = ten_minutes()
-        elif limit is None and (durations := self._durations.get((clock.section, clock.kind))) is not None:
+            ends = min_hang_seconds()
+        elif limit is None and (durations := self._durations.get((clock.section, clock.work_key))) is not None:
             warns, ends = durations.limits()
             if clock.section == "step":
-                warns, ends = warns + self._others_s, ends + self._others_s
-        clock.warns, clock.ends = now + warns if warns < ends else math.inf, now + ends
+                warns, ends = warns + self._step_wait_s, ends + self._step_wait_s
+        clock.warn_at, clock.end_at = now + warns if warns < ends else math.inf, now + ends
         self._schedule()
 
     def _schedule(self) -> None:
         """Wake the thread, and set the interpreter's timer, where a clock asks for it."""
-        if min((clock.due for clock in self._clocks.values()), default=math.inf) < self._wakes:
+        if min((clock.due for clock in self._clocks.values()), default=math.inf) < self._next_check_at:
             self._changed.notify()
-        set_by_user = [clock.ends for clock in self._clocks.values() if self.limits[clock.section] is not None]
+        set_by_user = [clock.end_at for clock in self._clocks.values() if self.limits[clock.section] is not None]
         earliest = min(set_by_user, default=math.inf) + _BACKSTOP_S
         latest = earliest + _BACKSTOP_S
-        if earliest == math.inf and self._dead_s < math.inf:
+        if earliest == math.inf and self._stalled_s < math.inf:
             # Not by each clock, which would be set many times in a step.
-            earliest, latest = time.monotonic() + self._dead_s, time.monotonic() + self._dead_s + ten_minutes()
-        if not earliest <= self._strikes <= latest:
-            self._arm(latest)
+            earliest, latest = (
+                time.monotonic() + self._stalled_s,
+                time.monotonic() + self._stalled_s + min_hang_seconds(),
+            )
+        if not earliest <= self._timer_fires_at <= latest:
+            self._set_timer(latest)
 
-    def _arm(self, strikes: float) -> None:
-        """Have the interpreter's timer strike then, and not at any other time."""
+    def _set_timer(self, fires_at: float) -> None:
+        """Set the interpreter's timer, or cancel it if `fires_at` is infinite."""
         faulthandler.cancel_dump_traceback_later()
-        self._strikes = strikes
-        if strikes < math.inf:
-            left = max(_BACKSTOP_S, strikes - time.monotonic())
+        self._timer_fires_at = fires_at
+        if fires_at < math.inf:
+            left = max(_BACKSTOP_S, fires_at - time.monotonic())
             faulthandler.dump_traceback_later(left, file=self._descriptor, exit=True)
 
     def _watch(self) -> None:
         with self._changed:
             while self._running:
-                left, self._wakes = None, math.inf
-                if self._dead_s < math.inf:
+                left, self._next_check_at = None, math.inf
+                if self._stalled_s < math.inf:
                     self._schedule()
-                    left = ten_minutes()
+                    left = min_hang_seconds()
                 if self._clocks:
                     clock = min(self._clocks.values(), key=lambda clock: clock.due)
-                    self._wakes = clock.due
+                    self._next_check_at = clock.due
                     now = time.monotonic()
-                    if clock.ends <= now:
+                    if clock.end_at <= now:
                         self._give_up(clock)
-                    if clock.warns <= now:
+                    if clock.warn_at <= now:
                         self._warn(clock, now)
                         continue
                     if clock.due < math.inf:
@@ -329,11 +336,11 @@ class Watchdog:
 
     def _warn(self, clock: _Clock, now: float) -> None:
         """Write stacks and an event; a disk that hangs must keep neither the run nor this thread waiting."""
-        clock.warns = math.inf
-        seconds, median = now - clock.started, self._durations[clock.section, clock.kind].median
+        clock.warn_at = math.inf
+        seconds, median = now - clock.started, self._durations[clock.section, clock.work_key].median
         message = (
             f"the section '{clock.section}' takes unusually long: {seconds:.0f} s, where the median of earlier ones is "
-            f"{median:.1f} s; the process is ended in {clock.ends - now:.0f} s if it shows no progress until then"
+            f"{median:.1f} s; the process is ended in {clock.end_at - now:.0f} s if it shows no progress until then"
         )
         self._keeps_file = True
         arguments = (message, clock.section, seconds, median)
@@ -349,11 +356,13 @@ class Watchdog:
         limit, code = self.limits[section], HUNG
         if section == "closing":
             code = self.exit_code if self._owns_process else HUNG  # a host program may have more to do
-            message = f"the run has ended, but closing it takes longer than {limit or ten_minutes():g} s (--{option})"
+            message = (
+                f"the run has ended, but closing it takes longer than {limit or min_hang_seconds():g} s (--{option})"
+            )
         elif limit is not None:
             message = f"the section '{section}' took longer than its limit of {limit:g} s (--{option})"
         else:
-            median, seconds = self._durations[section, clock.kind].median, time.monotonic() - clock.started
+            median, seconds = self._durations[section, clock.work_key].median, time.monotonic() - clock.started
             message = (
                 f"the section '{section}' has taken {seconds:.0f} s, where the median of earlier ones is "
                 f"{median:.1f} s: it counts as hung (--{option} sets another limit, 0 none)"

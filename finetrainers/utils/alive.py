@@ -10,12 +10,12 @@ from typing import Protocol
 class Listener(Protocol):
     """A watchdog of this process."""
 
-    def beat(self) -> None:
+    def on_heartbeat(self) -> None:
         """Record that the running work has made progress."""
         ...
 
-    def work(self, kind: Hashable | None, *, by_beats: bool = False) -> None:
-        """Begin work of another kind in this thread; see `work` and `counted`."""
+    def begin_work(self, work_key: Hashable | None, *, per_heartbeat: bool = False) -> None:
+        """Begin work of another kind in this thread; see `begin_work` and `time_each_heartbeat`."""
         ...
 
     def pause(self, waiting: bool) -> None:
@@ -27,7 +27,7 @@ _listeners: list[Listener] = []
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def register_watchdog(listener: Listener) -> Iterator[None]:
     """Send the heartbeats of this process to the listener within the block."""
     _listeners.append(listener)
     try:
@@ -36,27 +36,27 @@ def heard_by(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def beat() -> None:
+def send_heartbeat() -> None:
     """Send a heartbeat; cheap."""
     for listener in _listeners:
-        listener.beat()
+        listener.on_heartbeat()
 
 
-def work(kind: Hashable | None) -> None:
-    """Begin work that takes about as long as other work of its `kind`, or incomparable work if `kind` is None."""
+def begin_work(work_key: Hashable | None) -> None:
+    """Begin work that takes about as long as other work with this `work_key`, or incomparable work if it is None."""
     for listener in _listeners:
-        listener.work(kind)
+        listener.begin_work(work_key)
 
 
 @contextmanager
-def counted(kind: Hashable) -> Iterator[None]:
+def time_each_heartbeat(work_key: Hashable) -> Iterator[None]:
     """End a piece of work at each heartbeat within the block; all pieces take about as long."""
     for listener in _listeners:
-        listener.work(kind, by_beats=True)
+        listener.begin_work(work_key, per_heartbeat=True)
     try:
         yield
     finally:
-        work(None)
+        begin_work(None)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import exit_codes
-from .faults import ten_minutes
+from .faults import min_hang_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def exit_in_time(command: Callable[[], int]) -> int:
 
 
 def _limit_exit(code: int) -> None:
-    limit = ten_minutes()
+    limit = min_hang_seconds()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the stream is closed or None
             stream.flush()

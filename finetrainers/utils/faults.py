@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = "FINETRAINERS_FAULT"
-#: Seconds that replace the ten minutes of `ten_minutes`, so that a test need not wait for them.
+#: Seconds that replace the ten minutes of `min_hang_seconds`, so that a test need not wait for them.
 PATIENCE = "FINETRAINERS_FAULT_PATIENCE"
 
 #: Points at which a fault can be injected. A data worker counts its own visits.
@@ -114,7 +114,7 @@ def _parse(text: str) -> Fault:
     return Fault(kind, point, int(match["count"] or 1), bool(match["ever"]), rank)
 
 
-def ten_minutes() -> float:
+def min_hang_seconds() -> float:
     """Return the seconds after which work without a limit of the user counts as hung, at the earliest.
 
     Raises:

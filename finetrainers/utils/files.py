@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .alive import beat
+from .alive import send_heartbeat
 from .text import quoted
 
 _CHUNK = 1 << 20
@@ -140,7 +140,7 @@ def file_sha256(path: Path) -> str:
         with open_regular(path) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                beat()
+                send_heartbeat()
     except OSError as error:  # an error of a disk while it is read has no file name
         raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()

@@ -28,7 +28,7 @@ _NOT_REUSED = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 6
 
 
 @dataclass(frozen=True)
-class Room:
+class HostMemory:
     """Host memory, in bytes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Room:
     limited_by: str = "machine"
 
 
-def take_peak() -> int:
+def take_peak_rss() -> int:
     """Return the peak resident memory of this process since the last call, in bytes.
 
     Linux can reset its peak. Where it cannot, this is the peak since the process started; on other systems, the current
@@ -79,7 +79,7 @@ class _PeakReader:
                 os.close(descriptor)
 
     def take(self) -> int:
-        """See `take_peak`."""
+        """See `take_peak_rss`."""
         if self._status < 0:
             return psutil.Process().memory_info().rss
         max_rss = _max_rss()
@@ -138,14 +138,14 @@ def _proportional_bytes(pid: int) -> int:
     return 0  # it has ended
 
 
-def room(root: Path = Path("/")) -> Room:
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """Return the free memory of the machine or of a control group of this process, whichever has the least.
 
     Args:
         root: where `proc` and `sys` are.
     """
     machine = psutil.virtual_memory()
-    rooms = [Room(machine.total, machine.available)]
+    candidates = [HostMemory(machine.total, machine.available)]
     for folder, limit_file, used_file, cached_file in _groups(root):
         with contextlib.suppress(OSError, ValueError):  # `max` is not a number, or a file is missing
             total = int((folder / limit_file).read_text(encoding="ascii"))
@@ -153,8 +153,8 @@ def room(root: Path = Path("/")) -> Room:
                 continue
             stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
             used = int((folder / used_file).read_text(encoding="ascii")) - int(stat.get(cached_file, 0))
-            rooms.append(Room(total, max(0, total - used), "container"))
-    return min(rooms, key=lambda candidate: candidate.available)
+            candidates.append(HostMemory(total, max(0, total - used), "container"))
+    return min(candidates, key=lambda candidate: candidate.available)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:

@@ -36,7 +36,7 @@ def label(phase: str) -> str:
 
 
 @contextmanager
-def observed_by(listener: Listener) -> Iterator[None]:
+def register_phase_listener(listener: Listener) -> Iterator[None]:
     """Report every change of the phase within the block to the listener."""
     _listeners.append(listener)
     try:

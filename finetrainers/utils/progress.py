@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from .alive import beat, counted
+from .alive import send_heartbeat, time_each_heartbeat
 from .text import duration
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ class Meter:
 
     def __enter__(self) -> Meter:
         self._started = self._last_line = time.monotonic()
-        self._counted.enter_context(counted(self.noun))
+        self._counted.enter_context(time_each_heartbeat(self.noun))
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        beat()
+        send_heartbeat()
         if not self.enabled:
             return
         if self.bar and self.console.is_terminal:

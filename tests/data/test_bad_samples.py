@@ -199,7 +199,7 @@ def test_a_run_goes_on_without_a_broken_file(make_video: Callable[..., Path], tm
     steps, seen = source.steps(0), []
     for _ in range(4):
         next(steps)
-        seen.append(source.news())
+        seen.append(source.drain_events())
     assert (seen[-1][0]["bad_samples"], seen[-1][1]) == (1.0, [])
     [event] = [event for _, events in seen for event in events]
     assert event["kind"] == "bad_sample"

@@ -441,7 +441,7 @@ def test_training_has_masks_on_the_fly_and_from_the_cache(grey: Path, tmp_path: 
         encoders = spec.load_text_encoders()
         data = TrainingData(
             plan, config, spec=spec, parallel=parallel,
-            texts=texts.encode(encoders) if precompute else texts.live(encoders),
+            texts=texts.encode(encoders) if precompute else texts.encode_on_demand(encoders),
             clip_encoders=spec.load_clip_encoders(), data_position=DataPosition.begin(config, data_size=1),
         )  # fmt: skip
         [batch] = next(data.steps(0))

@@ -64,7 +64,7 @@ def opened(
         config,
         spec=spec,
         parallel=ranks,
-        texts=texts.encode(encoders) if precompute else texts.live(encoders),
+        texts=texts.encode(encoders) if precompute else texts.encode_on_demand(encoders),
         clip_encoders=clip_encoders,
         data_position=DataPosition.begin(config, data_size=ranks.data_size),
     )
@@ -160,9 +160,9 @@ def test_clips_that_are_not_kept_come_smaller_or_are_counted(root: Path, tiny_re
             sizes.add((a.moments.shape[-1], len(a.sample_keys)))
     assert sizes <= {(2, 1), (2, 2), (1, 1)}
     assert {width for width, _ in sizes} == {1, 2}
-    events = fresh.news()[1]
+    events = fresh.drain_events()[1]
     assert events
-    assert events == cached.news()[1]
+    assert events == cached.drain_events()[1]
     for event in events:
         assert event["clips"] == fresh.sampler.left_out(event["epoch"]) > 0
     assert len({event["epoch"] for event in events}) == len(events)

@@ -244,7 +244,7 @@ def source(family: str, repo: Path, root: Path, output: Path, *, precompute: boo
     spec = found.load(config.model)
     plan, encoders = survey_dataset(config, found.facts_of(config.model).geometry).checked(), spec.load_text_encoders()
     captions = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=OneOf())  # type: ignore[arg-type]
-    texts = captions.encode(encoders) if precompute else captions.live(encoders)
+    texts = captions.encode(encoders) if precompute else captions.encode_on_demand(encoders)
     encoders = spec.load_clip_encoders()
     begin = DataPosition.begin(config, data_size=1)
     return TrainingData(
@@ -354,7 +354,7 @@ def test_a_broken_file_counts_once_whatever_its_windows(
     (folder / "1.mp4").write_bytes(b"not a video any more")
     batches = [batch for [batch] in itertools.islice(ours.steps(0), ours.steps_for_epochs(1))]
     assert sum(len(batch) for batch in batches) == 12
-    numbers, events = ours.news()
+    numbers, events = ours.drain_events()
     assert numbers["bad_samples"] == 1.0
     assert 0 < numbers["seconds/data"] < 60  # for the clips of the last step
     assert [Path(event["file"]).name for event in events] == ["1.mp4"]

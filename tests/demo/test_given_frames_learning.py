@@ -31,15 +31,15 @@ class HeldOut(Callback):
         self.measure(state)
 
     def measure(self, state) -> None:
-        method, kinds = state.method, state.method.given_kinds
+        method, kinds = state.method, state.method.conditioning_modes
         found = {}
         with torch.no_grad():
             for label in LABELS:
-                method.given_kinds = read_frame_conditioning(f"{label}=1")
+                method.conditioning_modes = read_frame_conditioning(f"{label}=1")
                 batches = [batch for batch, _ in method.batches.eval_batches()]
                 losses = [method.eval_loss(state.transformer, batch, 0.5) for batch in batches]
                 found[label] = torch.cat(losses).mean().item()
-        method.given_kinds = kinds
+        method.conditioning_modes = kinds
         self.losses.append(found)
 
 

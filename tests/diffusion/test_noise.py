@@ -173,4 +173,4 @@ def test_one_of_two_experts_is_trained_on_its_range_of_noise(is_flow: bool) -> N
     whole = make().sample(generators, 8)
     half = make(within=(0.5, 0.75)).sample([torch.Generator().manual_seed(k) for k in range(200)], 8)
     torch.testing.assert_close(half, 0.5 + 0.25 * whole)
-    assert make().ranged(whole) is whole
+    assert make().map_to_range(whole) is whole

@@ -20,7 +20,7 @@ from torch import nn
 import finetrainers
 from finetrainers.config.sections import TrainingSection
 from finetrainers.plan.initial_weights import LORA_FILE
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 from finetrainers.rundir import publish
 from finetrainers.rundir.find import find_checkpoint
 from finetrainers.training.trained_weights import load_lora_weights
@@ -40,7 +40,7 @@ def entry(start: int, stop: int, shape: tuple[int, ...] = (4,), dtype: str = "F3
 def adapted(tiny_repo: Callable[..., Path]) -> nn.Module:
     """A network with an adapter that waits for its weights."""
     transformer = LTXVideoTransformer3DModel.from_pretrained(tiny_repo("ltx_video"), subfolder="transformer")
-    attach(transformer, TrainingSection(rank=4))
+    make_trainable(transformer, TrainingSection(rank=4))
     return transformer
 
 

@@ -41,7 +41,7 @@ def test_a_measured_step_corrects_the_plan_and_no_bit(
     assert planner.machine.link > 1e9
     assert planner.machine.flops > 0
     assert planner._model.correction > 0
-    assert not planner._replans
+    assert not planner._awaits_measurement
     assert_equal(auto.trained, plain.trained)
 
     machine = replace(planner.machine, device=0.99 * planner.choice.device)

@@ -16,7 +16,7 @@ import torch
 from published_networks import NETWORKS, published_repository
 
 from finetrainers.config.load import load_config
-from finetrainers.memory.fit import fits, reserved
+from finetrainers.memory.fit import fits, with_reserve
 from finetrainers.models.registry import get_family
 
 LORA = {"training_type": "lora", "rank": 64, "optimizer": "adamw"}
@@ -48,7 +48,7 @@ def test_full_size(name: str, options: dict[str, Any], script: Any, tmp_path: Pa
     bench = script.StepTimer(script.Case(name, options), tmp_path, tiny=False)
     planned, have = bench.planned(), torch.cuda.get_device_properties(0).total_memory / script.GIB
     if not fits(planned, have):
-        pytest.skip(f"needs about {reserved(planned):.0f} GiB, {torch.cuda.get_device_name(0)} has {have:.0f} GiB")
+        pytest.skip(f"needs about {with_reserve(planned):.0f} GiB, {torch.cuda.get_device_name(0)} has {have:.0f} GiB")
     peak = bench.measured()["allocated"]
     report = f"{name} {options['training_type']}: peak {peak:.1f} GiB, planned {planned:.1f} GiB"
     print(report)

@@ -38,11 +38,11 @@ def monitor() -> HardwareMonitor:
 
 def test_readings_are_those_of_a_gpu() -> None:
     made = monitor()
-    assert isinstance(made.reads_gpu, GpuReader)
-    ways = [made.reads_gpu()]
+    assert isinstance(made.read_gpu, GpuReader)
+    ways = [made.read_gpu()]
     if shutil.which("nvidia-smi") is not None:
-        made.reads_gpu._has_nvml = False
-        ways.append(made.reads_gpu())
+        made.read_gpu._has_nvml = False
+        ways.append(made.read_gpu())
         [gpu] = gpu_facts(only=f"GPU-{torch.cuda.get_device_properties(0).uuid}")["gpus"]
         assert torch.cuda.get_device_name() == gpu["name"]
         limit_w = gpu["power_limit_w"] or 2000
@@ -61,7 +61,7 @@ def test_reading_does_not_wait_for_the_gpu() -> None:
     torch.cuda._sleep(10_000_000_000)  # cycles: about five seconds, more than nvidia-smi takes
     done.record()
     made.read_once()
-    assert made.record().keys() >= NAMES
+    assert made.take_record().keys() >= NAMES
     assert not done.query(), "the GPU is still at work"
     torch.cuda.synchronize()
 

@@ -28,7 +28,7 @@ def test_copies_are_of_the_values_at_the_call(device: str) -> None:
         product = product @ product
     weight.add_(product)
     staging = Staging()
-    copied, fill = staging.begin(state)
+    copied, fill = staging.begin_copy(state)
     thread = threading.Timer(0.1, fill)
     thread.start()
     staging.wait()
@@ -53,7 +53,7 @@ def test_page_locked_memory_is_bounded() -> None:
              for n in (100_000_000, 30_000_001, 17, 70_000_000)}  # fmt: skip
     staging = Staging()
     for _ in range(2):
-        copied, fill = staging.begin(state)
+        copied, fill = staging.begin_copy(state)
         fill()
         assert_equal({str(n): t for n, t in copied.items()}, {str(n): t.cpu() for n, t in state.items()})
     taken = torch.cuda.host_memory_stats()["allocated_bytes.peak"] - before

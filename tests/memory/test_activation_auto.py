@@ -16,7 +16,7 @@ from finetrainers.memory.activation_plan import Machine, recomputed
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.memory.phases import RunSizes
 from finetrainers.models.registry import get_family
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def planned(
         meta = networks.get(config.model.attn_backend)
         if meta is None:
             meta = networks[config.model.attn_backend] = spec.transformer_on_meta()
-            attach(meta, config.training)
+            make_trainable(meta, config.training)
         case: Any = {"bucket": (49, 512, 768), "batch_size": 1}
         around = RunSizes((49, 512, 768))
         return (
@@ -68,7 +68,7 @@ def test_what_is_chosen_is_what_the_estimate_says(planned: Callable[..., Any]) -
 
     # A tenth more activations than planned: what is there between steps was right.
     least = estimate(with_choice(config, choice)).persistent_bytes
-    measured = model.measured(choice, peak=GIB * (least + 1.1 * (plan.total - least)))
+    measured = model.with_measured_peak(choice, peak=GIB * (least + 1.1 * (plan.total - least)))
     assert measured.correction == pytest.approx(1.1)
     assert measured.sizes(choice.stored, choice.number)[0] > machine.device
     assert measured.choose(machine).number > choice.number

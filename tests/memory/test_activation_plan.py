@@ -9,17 +9,24 @@ import pytest
 
 from finetrainers.config.facts import Activations
 from finetrainers.config.sections import ActivationMemory
-from finetrainers.memory.activation_plan import Choice, Machine, StepWork, activation_units, choose, spread
+from finetrainers.memory.activation_plan import (
+    ActivationPolicy,
+    Machine,
+    StepWork,
+    activation_units,
+    choose,
+    select_evenly,
+)
 
 COUNTED = Activations(kept=(20.0, 30.0), outside=5.0, checkpointed=1.0, forward=8.0, backward=25.0, attention=2.0)
 
 
 def test_spread() -> None:
-    assert spread("abcdefghij", 0.3) == list("bei")
-    assert spread("abcd", None) == spread("abcd", 1.0) == list("abcd")
-    assert spread("abcd", 0.0) == []
+    assert select_evenly("abcdefghij", 0.3) == list("bei")
+    assert select_evenly("abcd", None) == select_evenly("abcd", 1.0) == list("abcd")
+    assert select_evenly("abcd", 0.0) == []
     for share in (0.1, 0.25, 0.5, 0.9):
-        chosen = spread(range(60), share)
+        chosen = select_evenly(range(60), share)
         assert len(chosen) == 60 * share
         gaps = {b - a for a, b in pairwise(chosen)}
         assert max(gaps) - min(gaps) <= 1
@@ -56,7 +63,9 @@ def sizes(stored: ActivationMemory, number: int) -> tuple[float, float]:
     return GIB * (10 + 4.0 * (10 - number) + recomputed * number), GIB * host
 
 
-def chosen(*, device: float, host: float = 100, link: float = 20e9, flops: float = 10e12, **more: object) -> Choice:
+def chosen(
+    *, device: float, host: float = 100, link: float = 20e9, flops: float = 10e12, **more: object
+) -> ActivationPolicy:
     return choose(10, sizes, WORK, Machine(GIB * device, GIB * host, flops, link), **more)  # type: ignore[arg-type]
 
 
@@ -84,7 +93,7 @@ def test_choice(given: dict[str, Any], stored: str, number: int) -> None:
     assert (found.stored, found.number) == (stored, number)
     assert found.fits == (given["device"] > 9)
     assert found.share == (None if number in (0, 10) else number / 10)
-    assert len(spread(range(10), found.share)) == number or stored == "none"
+    assert len(select_evenly(range(10), found.share)) == number or stored == "none"
 
 
 def test_a_choice_in_words() -> None:

@@ -18,9 +18,9 @@ from finetrainers.memory.advice import (
     MemoryOption,
     Outcome,
     cheapest,
-    has_what_it_needs,
+    meets_needs,
     sharing_options,
-    with_switches,
+    with_options_set,
 )
 
 CONFIG = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere")
@@ -29,11 +29,11 @@ CONFIG = load_config(model_name="ltx_video", pretrained_model_name_or_path="some
 def test_every_switch_is_a_valid_flag() -> None:
     for switch in MEMORY_OPTIONS:
         config, _ = parse_flags(["--pretrained_model_name_or_path", "somewhere", *switch.flags.split()])
-        changed = with_switches(CONFIG, [switch])
+        changed = with_options_set(CONFIG, [switch])
         for name, value in switch.options.items():
             assert config.get(name) == changed.get(name) == value
             assert changed.get(name) != CONFIG.get(name) or name in ("precompute_batch_size", "rollout_gradients")
-        assert any(has_what_it_needs(with_switches(CONFIG, [other]), switch) for other in MEMORY_OPTIONS)
+        assert any(meets_needs(with_options_set(CONFIG, [other]), switch) for other in MEMORY_OPTIONS)
         assert switch.cost[0].islower()
         assert not switch.cost.endswith(".")
     prices = [switch.price for switch in MEMORY_OPTIONS]
@@ -91,7 +91,7 @@ def test_cheapest_set() -> None:
         fitting = []
         for size in range(len(NAMES) + 1):
             for chosen in itertools.combinations(switches, size):
-                found = outcomes(with_switches(CONFIG, chosen))
+                found = outcomes(with_options_set(CONFIG, chosen))
                 if found is not None and found.peak <= budget:
                     fitting.append(sum(switch.price for switch in chosen) + found.slower)
         given = cheapest(CONFIG, outcomes, budget=budget, switches=switches)
@@ -130,11 +130,11 @@ def test_every_setting_that_recomputes_counts_as_checkpointing() -> None:
     casts = next(switch for switch in MEMORY_OPTIONS if "layerwise_upcasting_modules" in switch.options)
     base = {"model_name": "ltx_video", "pretrained_model_name_or_path": "somewhere"}
     for stored in ("checkpoint", "keep_attention", "offload"):
-        assert has_what_it_needs(load_config(**base, activation_memory=stored), casts)
-        assert not has_what_it_needs(load_config(**base, activation_memory=stored, selective_checkpointing=0.5), casts)
-    assert has_what_it_needs(load_config(**base, gradient_checkpointing=True), casts)
-    assert has_what_it_needs(load_config(**base, activation_memory="auto"), casts)  # which then recomputes all
-    assert not has_what_it_needs(CONFIG, casts)
+        assert meets_needs(load_config(**base, activation_memory=stored), casts)
+        assert not meets_needs(load_config(**base, activation_memory=stored, selective_checkpointing=0.5), casts)
+    assert meets_needs(load_config(**base, gradient_checkpointing=True), casts)
+    assert meets_needs(load_config(**base, activation_memory="auto"), casts)  # which then recomputes all
+    assert not meets_needs(CONFIG, casts)
 
 
 def test_what_stays_and_what_needs_another() -> None:
@@ -176,7 +176,7 @@ def test_slowdown_in_words() -> None:
 
 def test_a_way_that_only_saves_time_is_taken_back() -> None:
     """Other options that the user has set stay."""
-    config = with_switches(CONFIG, [MemoryOption({"rollout_gradients": "retain"}, "", 0.0)])
+    config = with_options_set(CONFIG, [MemoryOption({"rollout_gradients": "retain"}, "", 0.0)])
 
     def outcome(config: TrainConfig) -> Outcome:
         return Outcome({"rollout": {"retain": 30.0, "replay": 10.0}[config.grpo.rollout_gradients]})

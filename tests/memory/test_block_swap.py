@@ -25,7 +25,7 @@ from finetrainers.memory.quantization import quantize_frozen
 from finetrainers.memory.swap_plan import chosen_blocks, fewest_blocks, swap_sizes
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 CPU = torch.device("cpu")
 #: HunyuanVideo has two blocks of each kind.
@@ -238,7 +238,7 @@ def test_the_estimate_agrees_with_counting(tiny_repo: Callable[..., Path], tmp_p
     meta = spec.transformer_on_meta()
     for blocks in spec.blocks:
         setattr(meta, blocks, getattr(meta, blocks)[:3])
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
     found = count_step(spec, meta, StepShape(latent, blocks_to_swap=number))
     planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetrainers.config.sections import ActivationMemory, ModelSection
 from finetrainers.memory import activation_offload, checkpointing
 from finetrainers.memory.activation_offload import ActivationOffload
-from finetrainers.memory.activation_plan import spread
+from finetrainers.memory.activation_plan import select_evenly
 from finetrainers.memory.checkpointing import is_attention, set_activation_memory
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
@@ -77,7 +77,7 @@ def passes(
             )
         )
     network.train()
-    set_activation_memory(network, stored, blocks=spread(spec.block_modules(network), share))
+    set_activation_memory(network, stored, blocks=select_evenly(spec.block_modules(network), share))
     held = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

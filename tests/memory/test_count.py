@@ -28,7 +28,7 @@ from finetrainers.memory.count import (
 from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.exchange import GradientExchange
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 
 def test_live_storages_by_hand() -> None:
@@ -124,7 +124,7 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
         family = get_family(network.family)
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
         whole = spec.transformer_on_meta()
-        attach(whole, config.training)
+        make_trainable(whole, config.training)
         few = shortened(whole, dict(zip(spec.blocks, FEW[name], strict=True))) if name in FEW else whole
         for stored, share, batch_size in counted_cases(name, training_type):
             two_lists = name == "HunyuanVideo" and training_type != "lora" and stored != "none"
@@ -163,7 +163,7 @@ def test_processes_that_share_a_clip_store_activations_of_their_part(
             family = get_family(network.family)
             geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
             meta = spec.transformer_on_meta()
-            attach(meta, config.training)
+            make_trainable(meta, config.training)
             weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
             latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
         planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket).total
@@ -190,7 +190,7 @@ def test_a_lora_without_autocast_stores_less(
     family = get_family(network.family)
     geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
     meta = spec.transformer_on_meta()
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
     shape = StepShape((meta.config.out_channels, *geometry.denoised_shape(*network.bucket)), stored="none")
     unit = geometry.num_tokens(*network.bucket) * spec.width(meta) * 2
@@ -223,7 +223,7 @@ def test_few_blocks_tell_what_all_take(tiny_repo: Callable[..., Path], tmp_path:
     spec = get_family(network.family).load(config.model)
     meta = spec.transformer_on_meta()
     meta.transformer_blocks = meta.transformer_blocks[:12]
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     shape = StepShape((16, 3, 60, 90), stored="none")
     found = count_step(spec, meta, shape)
     blocks, spec.blocks = spec.blocks, ()

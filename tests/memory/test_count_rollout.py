@@ -24,7 +24,7 @@ from finetrainers.methods.grpo.no_replay.no_replay import RolloutGradients
 from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 from finetrainers.rewards.reward_set import HeadScores, Scores
 
 #: Of each clip of two prompts.
@@ -58,7 +58,7 @@ def test_the_estimate_agrees_with_counting(tiny_repo: Callable[..., Path], tmp_p
         )  # fmt: skip
         geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
         meta = spec.transformer_on_meta()
-        attach(meta, config.training)
+        make_trainable(meta, config.training)
         latent = (few["out_channels"], *geometry.denoised_shape(*network.bucket))
         weights = sum((12 if p.requires_grad else 2) * p.numel() for p in meta.parameters())
         planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket)

@@ -17,7 +17,7 @@ from finetrainers.memory.estimate import GIB, estimate_for
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.fsdp import shard
 from finetrainers.parallel.sharding import expected_split
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def test_the_estimate_agrees_with_counting(
     meta = spec.transformer_on_meta()
     for blocks, depth in zip(spec.blocks, case.depths, strict=True):
         setattr(meta, blocks, getattr(meta, blocks)[:depth])
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     monkeypatch.setenv("WORLD_SIZE", str(case.number))
     split = expected_split(config.parallel)
     planned = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket, split=split)

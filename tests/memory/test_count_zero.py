@@ -20,7 +20,7 @@ from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights, whole_weights
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 pytest.importorskip("deepspeed")
 
@@ -67,7 +67,7 @@ def planned_and_counted(
     meta = spec.transformer_on_meta()
     for blocks, depth in zip(spec.blocks, case.depths, strict=True):
         setattr(meta, blocks, getattr(meta, blocks)[:depth])
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     monkeypatch.setenv("WORLD_SIZE", str(case.number))
     split = expected_split(config.parallel)
     split = replace(split, buffer_numbers=BUCKET)

@@ -33,7 +33,7 @@ from finetrainers.memory.quantization import (
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.registry import get_family
 from finetrainers.parallel.sharding import ShardingSpec
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 KINDS = ("int8", "fp8", "nf4")
 SKIP = LTXVideoSpec.unquantized
@@ -178,7 +178,7 @@ def test_the_estimate_agrees_with_counting(
     family = get_family(network.family)
     geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
     meta = spec.transformer_on_meta().to(BF16)
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     sizes = estimate_for(config, geometry, meta, spec=spec, bucket=network.bucket).parts
     plain = meta.state_dict().keys()
     layers = quantize_frozen(meta, kind, skip=spec.unquantized)
@@ -210,7 +210,7 @@ def test_the_estimate_agrees_with_counting(
 
 def _unquantized(spec: Any, config: Any) -> nn.Module:
     meta = spec.transformer_on_meta()
-    attach(meta, config.training)
+    make_trainable(meta, config.training)
     return meta
 
 

@@ -214,7 +214,7 @@ def test_frames_of_every_kind_are_clean_and_leave_the_loss(kind: str, tiny_repo:
             assert given == GIVEN[kind]
         else:
             rng = random.Random(derive_seed(SEED, "train", "first_frame", *batch.sample_keys[row]))
-            assert given == set(draw_frames(setting.method.given_kinds, 5, 2, rng))
+            assert given == set(draw_frames(setting.method.conditioning_modes, 5, 2, rng))
         rest = [frame for frame in range(5) if frame not in given]
         for frame in range(5):
             close(x[row, :, frame], expected["x0" if frame in given else "x"][:, frame])
@@ -364,7 +364,7 @@ def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
         errors = []
         for row, expected in enumerate(derive(setting, family, batch, "train", uniform)):
             rng = random.Random(derive_seed(SEED, "train", "first_frame", *keys[row]))
-            drawn = set(draw_frames(setting.method.given_kinds, 5, 2, rng)) if known is None else known
+            drawn = set(draw_frames(setting.method.conditioning_modes, 5, 2, rng)) if known is None else known
             given = {0, 1} if keys[row] == within else drawn
             mean, alone = (m[row].double().chunk(2)[0] for m in (batch.moments, batch.clip["first_frame_moments"]))
             shown = [frame in given and frame > 0 for frame in range(5)]
@@ -380,7 +380,7 @@ def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
 def test_frames_that_make_patches_whole_are_not_given(tiny_repo: Callable[..., Path]) -> None:
     """CogVideoX 1.5 denoises a frame before the three of these clips: the last one is the third all the same."""
     setting, seen = Setting(tiny_repo("cogvideox", version="1.5"), "cogvideox"), []
-    setting.method.given_kinds = read_frame_conditioning("last=1")
+    setting.method.conditioning_modes = read_frame_conditioning("last=1")
     setting.spec.condition = (  # type: ignore[method-assign]
         lambda batch, x0, given, _: seen.append((x0.shape[2], given)) or (batch.meta, None)
     )

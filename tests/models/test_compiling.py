@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from finetrainers.config.load import load_config
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.models import compiling
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 pytestmark = pytest.mark.usefixtures("traced")
 
@@ -70,7 +70,7 @@ def test_the_first_block_of_a_lora_has_a_graph_of_its_own(
     for compiled in (False, True):
         spec = spec_of(repo, "ltx_video", "native")
         network: Any = spec.load_transformer(torch.float32).train()
-        attach(network, config.training)
+        make_trainable(network, config.training)
         if compiled:
             spec.compile_blocks(network)
         found.append(steps(spec, network, [{}], torch.bfloat16))

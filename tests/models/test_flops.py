@@ -18,7 +18,7 @@ from finetrainers.config.load import load_config
 from finetrainers.models.flops import FlopMeter, Flops, Tokens
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 
 aten = torch.ops.aten
 MEMORY_PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "activation-memory.md"
@@ -89,7 +89,7 @@ def test_formula_agrees_with_the_counter(
         network = spec.transformer_on_meta()
         for blocks in spec.blocks:
             setattr(network, blocks, getattr(network, blocks)[:depth])
-        attach(network, config.training)
+        make_trainable(network, config.training)
         flops = spec.flops(network)
         assert flops is not None
         calls: list[Tokens] = []
@@ -132,7 +132,7 @@ def test_what_recomputing_costs_is_documented(tiny_repo: Callable[..., Path], tm
         )
         family = get_family(published.family)
         spec, network = family.load(config.model), family.load(config.model).transformer_on_meta()
-        attach(network, config.training)
+        make_trainable(network, config.training)
         flops = spec.flops(network)
         assert flops is not None
         tokens = Tokens(1, family.facts_of(config.model).geometry.num_tokens(*size), published.text["prompt_embeds"][0])

@@ -12,7 +12,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.sections import OptimizerSection
 from finetrainers.memory.count import LiveStorages
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.optim.in_backward import StepInBackward, in_backward
+from finetrainers.optim.in_backward import StepInBackward, get_step_in_backward
 from finetrainers.optim.rules import optimizer_problems
 
 
@@ -29,7 +29,7 @@ def trained(name: str, *, early: bool, at_once: int = 1) -> tuple[nn.Module, Any
         optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         network(x).square().mean().backward()
-        stepper = in_backward(optimizer)
+        stepper = get_step_in_backward(optimizer)
         gradients = [p.grad for p in network.parameters() if p.grad is not None]
         norms.append(torch.nn.utils.get_total_norm(gradients) if stepper is None else stepper.take_norm())
         optimizer.step()
@@ -78,7 +78,7 @@ def test_a_pause_and_a_dropped_step_change_nothing() -> None:
     before = [p.detach().clone() for p in network.parameters()]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     stepper = StepInBackward(optimizer)
-    with stepper.paused():
+    with stepper.pause_updates():
         network(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     network(torch.ones(1, 4)).sum().backward()  # less than is stepped at once

@@ -197,7 +197,10 @@ def retries(rank: Rank) -> Iterator[tuple[str, Any]]:
             wanted = rank.expected([piece for one in following for piece in one.split(2)], spare=spare)
             sent = rank.sent.copy()
             again = same(rank.step(guard, following, spare=spare), wanted)
-            yield f"{failing}, {'during' if overlaps else 'after'}", [retried, again, guard.sizes == {(1,): 1}, sent]
+            yield (
+                f"{failing}, {'during' if overlaps else 'after'}",
+                [retried, again, guard.fitting_samples == {(1,): 1}, sent],
+            )
 
 
 def main(out: Path) -> None:

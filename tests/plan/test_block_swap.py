@@ -19,11 +19,11 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.memory.automatic import with_blocks_to_swap
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import reserved
+from finetrainers.memory.fit import with_reserve
 from finetrainers.parallel.fsdp import FSDP
 from finetrainers.parallel.zero import ZeRO
 from finetrainers.plan import init_distributed
-from finetrainers.plan.automatic import chosen_by_run
+from finetrainers.plan.automatic import choose_settings
 from finetrainers.plan.memory_lines import as_json, memory_lines
 from finetrainers.plan.memory_plan import RunMemory, run_memory
 from finetrainers.plan.preflight import preflight
@@ -162,16 +162,16 @@ def test_auto_swaps_the_fewest_blocks_that_fit(
     loaded = memory.plan().other_networks
     parallel: Any = SimpleNamespace(
         device=torch.device("cuda"),
-        weights_are_plain=True,
+        weights_are_movable=True,
         gather_objects=lambda one: [*one, (30 * GIB, 1e12, 1e12, 1e9)],
     )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: loaded)
 
     def fewest(gib: float, **memory: Any) -> int:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB - reserved(loaded), 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB - with_reserve(loaded), 80 * GIB))
         section = checked.config.memory.model_copy(update=memory)
         changed = replace(checked, config=checked.config.model_copy(update={"memory": section}))
-        found = chosen_by_run(changed, parallel)[0].memory.blocks_to_swap
+        found = choose_settings(changed, parallel)[0].memory.blocks_to_swap
         estimated = RunMemory(changed, gpu_gib=memory.get("memory_budget", gib)).choose()
         assert estimated.config.memory.blocks_to_swap == estimated.swapped == found
         return found
@@ -182,13 +182,13 @@ def test_auto_swaps_the_fewest_blocks_that_fit(
     peaks = {
         n: memory.plan(with_blocks_to_swap(checked.config, n)).peaks["training_step"] for n in (number - 1, number)
     }
-    assert reserved(peaks[number]) <= 16 * GIB < reserved(peaks[number - 1])
+    assert with_reserve(peaks[number]) <= 16 * GIB < with_reserve(peaks[number - 1])
     assert fewest(32, memory_budget=16.0) == number, "the budget counts as what is free"
     assert "warning" not in capsys.readouterr().out
     assert fewest(2) == 60
     assert "warning: --blocks_to_swap auto: with 60 of 60 blocks swapped" in capsys.readouterr().out
     parallel.device = torch.device("cpu")
-    assert chosen_by_run(checked, parallel)[0].memory.blocks_to_swap == 0
+    assert choose_settings(checked, parallel)[0].memory.blocks_to_swap == 0
 
     # Samples count too: what is at rest while they are decoded.
     sampled = published(

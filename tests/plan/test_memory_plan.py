@@ -14,7 +14,7 @@ from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.target import TargetDevice
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import RESERVE, reserved
+from finetrainers.memory.fit import RESERVE, with_reserve
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.sizes import num_weights
 from finetrainers.models.spec import ModelSpec, frozen_bytes
@@ -129,7 +129,7 @@ def test_several_processes_are_advised_to_share_clips(
     options = {"precompute_conditions": True, "batch_size": 800, "precompute_batch_size": 1}
 
     def needed(size: int, **changes: Any) -> float:
-        return reserved(RunMemory(checked(sp_size=size, **{**options, **changes})).plan().peak) / GIB
+        return with_reserve(RunMemory(checked(sp_size=size, **{**options, **changes})).plan().peak) / GIB
 
     memory = RunMemory(checked(**options))
     whole, halves = needed(1), needed(2)
@@ -222,15 +222,15 @@ def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., Resolv
     memory = RunMemory(run)
     peak = memory.plan().peaks["training_step"]
     assert memory.plan().peak_phase == "training_step"
-    chosen = memory.advice(reserved(0.99 * peak) / GIB)
+    chosen = memory.advice(with_reserve(0.99 * peak) / GIB)
     assert chosen is not None
     assert chosen.outcome.chosen["activation_memory"].startswith("checkpoint for ")
     for share in (0.9, 0.6, 0.3, 0.1):
-        advice = memory.advice(share * reserved(peak) / GIB)
+        advice = memory.advice(share * with_reserve(peak) / GIB)
         assert advice is None or advice.config.memory.blocks_to_swap == 0
     plain = RunMemory(checked(precompute_conditions=True, batch_size=400))
     for device_type, setting in (("cuda", "auto"), ("cpu", None)):
-        advice = plain.advice(reserved(0.99 * plain.plan().peak) / GIB, device=TargetDevice(device_type))
+        advice = plain.advice(with_reserve(0.99 * plain.plan().peak) / GIB, device=TargetDevice(device_type))
         assert advice is not None
         assert advice.config.memory.activation_memory == setting
 
@@ -286,7 +286,7 @@ def test_rewards_at_work(checked: Callable[..., ResolvedRun], monkeypatch: pytes
     assert together.phases["rollout"]["activations of rewards"] == scoring
     assert together.peaks["rollout"] == pytest.approx(plan.peaks["rollout"] + scoring)
     small = {**options, "family": "hunyuan_video", "rollout_size": "17x64x64"}  # scoring takes most
-    least = reserved(RunMemory(checked(reward_device="cpu", **small)).plan().peak) / GIB
+    least = with_reserve(RunMemory(checked(reward_device="cpu", **small)).plan().peak) / GIB
     advice = RunMemory(checked(**small)).advice(1.01 * least)
     assert advice is not None
     assert "--reward_device cpu" in [one.switch.flags for one in advice.switches]

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from finetrainers.models.flops import FlopMeter, Tokens
-from finetrainers.plan.throughput import peak_flops, rates
+from finetrainers.plan.throughput import peak_flops, with_rates
 
 
 def test_rates_by_hand() -> None:
     record = {"loss": 1.0, "flops": 6e12, "tokens": 300.0, "step_s": 2.0}
-    assert rates(record, num_ranks=2, peak=1e13) == {"loss": 1.0, "step_s": 2.0, "tokens_per_s": 300.0, "mfu": 0.3}
-    assert rates(record, num_ranks=1, peak=None) == {"loss": 1.0, "step_s": 2.0, "tokens_per_s": 150.0}
-    assert rates({"step_s": 2.0}, num_ranks=1, peak=1e13) == {"step_s": 2.0}
+    assert with_rates(record, num_ranks=2, peak=1e13) == {"loss": 1.0, "step_s": 2.0, "tokens_per_s": 300.0, "mfu": 0.3}
+    assert with_rates(record, num_ranks=1, peak=None) == {"loss": 1.0, "step_s": 2.0, "tokens_per_s": 150.0}
+    assert with_rates({"step_s": 2.0}, num_ranks=1, peak=1e13) == {"step_s": 2.0}
 
 
 @pytest.mark.parametrize(

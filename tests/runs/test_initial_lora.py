@@ -23,7 +23,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.room import disk_needs
-from finetrainers.plan.trainable import attach, attach_reference, network_without_weights
+from finetrainers.plan.trainable import attach_reference_adapter, make_trainable, network_without_weights
 from finetrainers.results.export_formats import export_formats, find_source
 from finetrainers.rundir.manifest import write_manifest
 from finetrainers.tools.sync import Sync
@@ -39,7 +39,7 @@ def write_lora(config: TrainConfig, folder: Path) -> Path:
     spec = get_family(config.model.model_name).load(config.model)
     network: Any = spec.load_transformer(torch.float32)
     lora = config.training.model_copy(update={"training_type": "lora"})
-    attach(network, lora)
+    make_trainable(network, lora)
     generator = torch.Generator().manual_seed(1)
     for name, weight in network.named_parameters():
         if "lora_B" in name:
@@ -152,7 +152,7 @@ def test_the_loss_is_that_against_the_merged_network(
         merged: Any = spec.load_transformer(torch.float32)
         merged.load_lora_adapter(str(tmp_path / "given"), weight_name=LORA, prefix="transformer")
         merged.fuse_lora()
-        noised, target, _ = sft._targets(batch.clips, "train", None)
+        noised, target, _ = sft._noise_and_targets(batch.clips, "train", None)
         inputs = noised.x_t, noised.frame_t, batch.clips.conditions, noised.meta
         with torch.no_grad():
             known = (spec.predict(merged, *inputs).double() - target).square().flatten(1).mean(1)
@@ -255,10 +255,10 @@ def test_the_frozen_adapter_is_a_copy_that_nothing_changes(pairs_run: Callable[.
     config = load_config(**pairs_run())
     spec = get_family("ltx_video").load(config.model)
     network = spec.load_transformer(torch.float32)
-    attach(network, config.training)
+    make_trainable(network, config.training)
     start_from_lora(tmp_path / "given" / LORA, network, spec=spec, training=config.training)
     before = {name for name, weight in network.named_parameters() if weight.requires_grad}
-    attach_reference(network)
+    attach_reference_adapter(network)
     assert {name for name, weight in network.named_parameters() if weight.requires_grad} == before
     copies = dict(network.named_parameters())
     assert all(torch.equal(copies[name.replace("default", "reference_model")], copies[name]) for name in before)

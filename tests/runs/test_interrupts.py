@@ -51,7 +51,7 @@ def interrupt(state: TrainState | None = None) -> None:
 
 
 def wait_until_noted(state: TrainState) -> None:
-    while state.requests.signals.noted is None:
+    while state.requests.signals.received is None:
         time.sleep(0.01)
 
 
@@ -154,7 +154,7 @@ def interrupted_loss(patch: pytest.MonkeyPatch, *, step: int) -> None:
 def test_a_second_interrupt_ends_the_run_at_once_and_threads_leave_signals_alone(
     options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_signals: socket.socket
 ) -> None:
-    monkeypatch.setattr(control, "_ONE_WISH_S", 0.0)
+    monkeypatch.setattr(control, "_SAME_REQUEST_S", 0.0)
 
     def interrupt_twice(state: TrainState) -> None:
         interrupt()

@@ -11,8 +11,8 @@ import torch
 
 from finetrainers.config.load import load_config
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import reserved
-from finetrainers.plan.automatic import chosen_by_run
+from finetrainers.memory.fit import with_reserve
+from finetrainers.plan.automatic import choose_settings
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import preflight
 from finetrainers.utils.phases import VALIDATION
@@ -28,14 +28,14 @@ def test_samples_are_offloaded_only_where_they_would_not_fit(
     values = options(validation_prompts="a cat@@@9x64x64")
     checked = preflight(load_config(**values))
     plan = RunMemory(checked).plan()
-    needed, loaded = reserved(plan.peaks[VALIDATION]), plan.other_networks
+    needed, loaded = with_reserve(plan.peaks[VALIDATION]), plan.other_networks
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: loaded)
-    gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_plain=True, gather_objects=lambda one: one)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_movable=True, gather_objects=lambda one: one)
 
     def offloads(size: float, *, parallel: Any = gpu, **changes: Any) -> bool | None:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - reserved(loaded), size))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - with_reserve(loaded), size))
         run = preflight(load_config(**values, **changes))
-        config, _ = chosen_by_run(run, parallel)
+        config, _ = choose_settings(run, parallel)
         if parallel is gpu:
             estimated = RunMemory(run, gpu_gib=size / GIB).choose().config
             assert estimated.validation.enable_model_cpu_offload == config.validation.enable_model_cpu_offload
@@ -47,7 +47,7 @@ def test_samples_are_offloaded_only_where_they_would_not_fit(
     assert "samples are drawn with the model's parts in host memory" in capsys.readouterr().out
     for asked in (True, False):
         assert offloads(0.99 * needed, enable_model_cpu_offload=asked) is asked
-    for other in ({"device": torch.device("cpu")}, {"weights_are_plain": False}):
+    for other in ({"device": torch.device("cpu")}, {"weights_are_movable": False}):
         assert offloads(0.99 * needed, parallel=SimpleNamespace(**{**vars(gpu), **other})) is False
     values = options()
     assert offloads(1.0) is None

@@ -58,7 +58,7 @@ AFTER = {
         training/checkpoints/restore.py: check_restorable
         results/export.py: upload
         plan/init_distributed.py: _gpu_problems, make_strategy
-        training/load_work.py: _check_same_plan
+        training/load_inputs.py: _check_same_plan
         rundir/lock.py: exclusive 2, keep_unused
         plan/once_per_node.py: _read_answer 3
         plan/ready.py: check_rewards 2
@@ -77,9 +77,9 @@ AFTER = {
         data/loading/bad_samples.py: BadSampleTracker.agree, load_clips
         data/loading/precompute.py: CacheFetch._read 2, _refuse_non_finite
         training/checkpoints/save.py: Snapshot.check_finite
-        training/guards/memory.py: Attempt.__exit__, MemoryGuard.attempts, memory_advice
-        training/memory_failure.py: MemoryFailures.written
-        training/guards/nonfinite.py: NonFiniteGuard.judge 2
+        training/guards/memory.py: Attempt.__exit__, MemoryGuard.attempts, advise_on_oom
+        training/memory_failure.py: MemoryFailures.write_on_oom
+        training/guards/nonfinite.py: NonFiniteGuard.choose_action 2
         training/rollback.py: _newest
         methods/dpo/pairs.py: PairFetch.__call__
         methods/grpo/advantage.py: _values
@@ -94,7 +94,7 @@ AFTER = {
     "The values of weights and of other large files, which are read when they are loaded.": """
         training/checkpoints/restore.py: _restore_optimizer
         plan/initial_weights.py: stored_lora
-        training/trained_weights.py: _set_adapter 2, load_trainable_transformer, put_averages, store_initial_lora
+        training/trained_weights.py: _set_adapter 2, load_trainable_transformer, load_ema_weights, store_initial_lora
         methods/dpo/method.py: DPO.load_state_dict
         methods/grpo/nft.py: NFT.load_state_dict
         methods/grpo/rollout_method.py: RolloutMethod.load_state_dict

@@ -16,12 +16,12 @@ from finetrainers import train
 from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import reserved
+from finetrainers.memory.fit import with_reserve
 from finetrainers.methods.grpo.prompts.source import PromptSource
 from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
-from finetrainers.plan.automatic import chosen_by_run, fit_decoding
+from finetrainers.plan.automatic import apply_decoding_settings, choose_settings
 from finetrainers.plan.memory_lines import as_json, memory_lines
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import ResolvedRun, preflight
@@ -56,28 +56,28 @@ def test_what_does_not_fit_is_decoded_one_by_one_and_then_in_tiles(
     plan = RunMemory(checked).plan()
     assert plan.peak_phase == ROLLOUT
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: plan.other_networks)
-    gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_plain=True, gather_objects=lambda one: one)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_movable=True, gather_objects=lambda one: one)
 
     def chosen(size: float, **changes: Any) -> tuple[tuple[str, ...], ResolvedRun, float]:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - reserved(plan.other_networks), size))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - with_reserve(plan.other_networks), size))
         run = preflight(load_config(**{**values, **changes}))
-        config, found = chosen_by_run(run, gpu)
+        config, found = choose_settings(run, gpu)
         assert config.model == run.config.model  # latents of a cache are still the same
         assert (found.decoding if found else ()) == RunMemory(run, gpu_gib=size / GIB).choose().decoding
         return found.decoding if found else (), run, found.plan.peaks[ROLLOUT] if found else 0.0
 
-    whole = reserved(plan.peaks[ROLLOUT])
+    whole = with_reserve(plan.peaks[ROLLOUT])
     assert chosen(1.01 * whole)[0] == ()
     assert "note" not in capsys.readouterr().out
     sliced, run, peak = chosen(0.99 * whole)
     assert sliced == ("enable_slicing",)
     assert peak < 0.7 * plan.peaks[ROLLOUT]
     assert "clips of rollouts are decoded one by one: all at once would not fit" in capsys.readouterr().out
-    tiled, _, least = chosen(0.99 * reserved(peak))
+    tiled, _, least = chosen(0.99 * with_reserve(peak))
     assert tiled == ("enable_slicing", "enable_tiling")
     assert least < peak
     assert "in tiles, which changes them slightly" in capsys.readouterr().out
-    assert chosen(0.99 * reserved(peak), enable_tiling=False)[0] == ("enable_slicing",)
+    assert chosen(0.99 * with_reserve(peak), enable_tiling=False)[0] == ("enable_slicing",)
     assert chosen(0.99 * whole, enable_slicing=False)[0] == ("enable_tiling",)
     assert chosen(0.99 * whole, enable_slicing=True, enable_tiling=False)[0] == ()
 
@@ -87,9 +87,9 @@ def test_what_does_not_fit_is_decoded_one_by_one_and_then_in_tiles(
     assert as_json(memory, found, None, None)["decoding"] == ["enable_slicing"]
     spec = run.family.load(run.config.model)
     size = run.plan.size
-    fit_decoding(None, spec, size)
+    apply_decoding_settings(None, spec, size)
     assert spec.vae_mode(size, batch=2) == (False, False)
-    fit_decoding(found, spec, size)
+    apply_decoding_settings(found, spec, size)
     assert spec.vae_mode(size, batch=2) == (True, False)
     assert not spec.vae_mode((9, 64, 64), batch=2)[0]
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.models.registry import get_family
-from finetrainers.plan.trainable import attach
-from finetrainers.training.sampling import given_video, sample_seed
+from finetrainers.plan.trainable import make_trainable
+from finetrainers.training.sampling import load_video_segment, sample_seed
 from finetrainers.utils.video import write_mp4
 
 PROMPT, SEED = "pattern number 0", 7
@@ -27,7 +27,7 @@ def random_lora(family: str, repository: Path, folder: Path) -> Any:
     """Write a LoRA of rank 4 and alpha 8 whose effect can be seen; the family's spec."""
     spec = get_family(family).load(ModelSection(model_name=family, pretrained_model_name_or_path=str(repository)))
     network = spec.load_transformer(torch.float32)
-    attach(network, TrainingSection(rank=4, lora_alpha=8, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
+    make_trainable(network, TrainingSection(rank=4, lora_alpha=8, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
     generator = torch.Generator().manual_seed(0)
     weights = {
         name.replace(".default", ""): 0.3 * torch.randn(value.shape, generator=generator)
@@ -63,7 +63,7 @@ def test_samples_are_those_of_the_pipeline(
         clip = np.random.default_rng(0).integers(0, 255, (20, 64, 64, 3), dtype=np.uint8)
         write_mp4(tmp_path / "control.mp4", clip, fps=spec.facts.geometry.fps)
         flags += ["--video", tmp_path / "control.mp4"]
-        video = given_video(tmp_path / "control.mp4", (9, 64, 64), frame_rate=spec.facts.geometry.fps)
+        video = load_video_segment(tmp_path / "control.mp4", (9, 64, 64), frame_rate=spec.facts.geometry.fps)
         given["control_video"] = (video / 2 + 0.5).transpose(1, 2)
     code, frames = sample(
         tmp_path / "lora", "--model_name", family, "--pretrained_model_name_or_path", repository, "--prompts", PROMPT,

@@ -18,7 +18,7 @@ from finetrainers.memory.activation_plan import Machine
 from finetrainers.memory.estimate import GIB
 from finetrainers.methods.sft import SFT
 from finetrainers.plan import automatic
-from finetrainers.plan.automatic import chosen_by_run
+from finetrainers.plan.automatic import choose_settings
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import preflight
 from finetrainers.runs.training import train
@@ -128,7 +128,7 @@ def test_what_ranks_with_gpus_plan_for(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(automatic, "link_bandwidth", lambda _: 50e9)
-    monkeypatch.setattr(automatic, "room", lambda: SimpleNamespace(available=80 * GIB))
+    monkeypatch.setattr(automatic, "read_host_memory", lambda: SimpleNamespace(available=80 * GIB))
     checked = preflight(load_config(**options(activation_memory="auto")))
     memory = RunMemory(checked)
     planned = memory.plan().other_networks
@@ -147,8 +147,8 @@ def test_what_ranks_with_gpus_plan_for(
     assert machine(memory_budget=13.8) == pytest.approx(Machine(10 * GIB, 60 * GIB, 0.4 * 989.4e12, 50e9))
 
     monkeypatch.setattr(automatic, "_machine", lambda *_: Machine(1e5, 0.0, 1e12, 1e9))
-    parallel: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_plain=True)
-    config, found = chosen_by_run(checked, parallel)
+    parallel: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_movable=True)
+    config, found = choose_settings(checked, parallel)
     planner = activation_planner(checked, found, parallel.device)
     assert planner is not None
     assert not planner.choice.fits

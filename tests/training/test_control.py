@@ -103,17 +103,17 @@ _STUCK = """
 import ctypes, signal, sys, time
 from finetrainers.training.control import StopSignals
 before = signal.getsignal(signal.SIGTERM)
-signals = StopSignals(speaks=True)
-with signals.listening():
+signals = StopSignals(logs_signal=True)
+with signals.listen():
     print("ready", flush=True)
     if sys.argv[1] == "stuck":
         library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(128)
         library.pthread_mutex_lock(lock)
         library.pthread_mutex_lock(lock)
-    while signals.noted is None:
+    while signals.received is None:
         time.sleep(0.01)
 assert signal.getsignal(signal.SIGTERM) is before
-sys.exit(signals.noted)
+sys.exit(signals.received)
 """
 
 

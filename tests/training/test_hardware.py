@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from finetrainers.training import hardware
-from finetrainers.training.hardware import GpuReader, HardwareMonitor, Reading, combined, hardware_monitor
+from finetrainers.training.hardware import GpuReader, HardwareMonitor, Reading, combine_readings, hardware_monitor
 from finetrainers.utils.network import Traffic
 
 NAMES = ["gpu_power_w", "gpu_temperature_c", "gpu_utilization_percent"]
@@ -126,20 +126,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_one_process_between_two_records(clock: SimpleNamespace) -> None:
     monitor = HardwareMonitor(
         Group(1).rank(0),
-        reads_gpu=readings((500, 60, 90), (510, 64, 80), (520, 62, 100), (100, 40, 0)),
-        reads_network=traffic(1000, 1030, 1050, 1054),
+        read_gpu=readings((500, 60, 90), (510, 64, 80), (520, 62, 100), (100, 40, 0)),
+        read_network=traffic(1000, 1030, 1050, 1054),
     )
-    assert monitor.record() == {}  # nothing has been read
+    assert monitor.take_record() == {}  # nothing has been read
     for _ in range(3):
         monitor.read_once()
         clock.s += 5
     expected = {"gpu_power_w": 510, "gpu_temperature_c": 64, "gpu_utilization_percent": 90}
-    assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}  # 50 MiB between readings 10 s apart
-    assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}, "no reading is newer"
+    assert monitor.take_record() == expected | {
+        "network_mib_per_s/ethernet_sent": 5.0
+    }  # 50 MiB between readings 10 s apart
+    assert monitor.take_record() == expected | {"network_mib_per_s/ethernet_sent": 5.0}, "no reading is newer"
     clock.s += 1  # 6 s after the third reading
     monitor.read_once()
     expected = {"gpu_power_w": 100, "gpu_temperature_c": 40, "gpu_utilization_percent": 0}
-    assert monitor.record() == expected | {"network_mib_per_s/ethernet_sent": pytest.approx(4 / 6, abs=1e-3)}
+    assert monitor.take_record() == expected | {"network_mib_per_s/ethernet_sent": pytest.approx(4 / 6, abs=1e-3)}
 
 
 def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
@@ -148,8 +150,8 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
     own = [(500.5, 60, 90), (400.25, 70, 80), (600, 80, 100), (300, 50, 10)]
     monitors = [
         HardwareMonitor(
-            group.rank(rank), reads_gpu=readings(own[rank], own[rank]),
-            reads_network=traffic(0, 10 + rank) if rank % 2 == 0 else None,
+            group.rank(rank), read_gpu=readings(own[rank], own[rank]),
+            read_network=traffic(0, 10 + rank) if rank % 2 == 0 else None,
         )
         for rank in range(4)
     ]  # fmt: skip
@@ -159,7 +161,7 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
     for monitor in monitors:
         monitor.read_once()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(HardwareMonitor.record, monitors))
+        found = list(pool.map(HardwareMonitor.take_record, monitors))
     assert found[0] == found[1] == found[2] == found[3]
     each = {f"{name}/rank_{rank}": own[rank][place] for place, name in enumerate(NAMES) for rank in range(4)}
     assert found[0] == each | {
@@ -170,9 +172,9 @@ def test_processes_of_two_machines(clock: SimpleNamespace) -> None:
 
 
 def test_what_a_process_does_not_know_is_in_no_sum() -> None:
-    found = combined({"gpu_power_w": {0: 500.0, 2: 300.0}, "gpu_temperature_c": {}}, processes=3)
+    found = combine_readings({"gpu_power_w": {0: 500.0, 2: 300.0}, "gpu_temperature_c": {}}, processes=3)
     assert found == {"gpu_power_w": 400, "gpu_power_w/rank_0": 500, "gpu_power_w/rank_2": 300}
-    many = combined({"gpu_power_w": dict.fromkeys(range(65), 100.0)}, processes=65)
+    many = combine_readings({"gpu_power_w": dict.fromkeys(range(65), 100.0)}, processes=65)
     assert many == {"gpu_power_w": 100, "gpu_power_w/sum": 6500}
 
 
@@ -182,13 +184,13 @@ def test_only_cuda_has_a_monitor() -> None:
 
 def test_which_process_reads_what(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    for local_rank, reads_network in (("0", True), ("3", False)):
+    for local_rank, read_network in (("0", True), ("3", False)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         monitor = hardware_monitor(ranks)
         assert monitor is not None
-        assert (monitor.reads_network is not None) == reads_network
-        assert isinstance(monitor.reads_gpu, GpuReader)
-        assert monitor.reads_gpu.index == 3
+        assert (monitor.read_network is not None) == read_network
+        assert isinstance(monitor.read_gpu, GpuReader)
+        assert monitor.read_gpu.index == 3
 
 
 def test_a_run_records_what_was_read_and_survives_the_rest(
@@ -212,10 +214,10 @@ def test_a_run_records_what_was_read_and_survives_the_rest(
         raise PermissionError("/proc/net/dev")
 
     def monitor(ranks: Any) -> HardwareMonitor:
-        made = HardwareMonitor(ranks, reads_gpu=gpu, reads_network=network)
+        made = HardwareMonitor(ranks, read_gpu=gpu, read_network=network)
         made.read_once()  # as if the first reading had come before the first step's end
-        record = made.record
-        made.record = lambda: read.wait(60) and record()  # type: ignore[method-assign, return-value]
+        record = made.take_record
+        made.take_record = lambda: read.wait(60) and record()  # type: ignore[method-assign, return-value]
         return made
 
     monkeypatch.setattr("finetrainers.training.trainer.hardware_monitor", monitor)

@@ -17,9 +17,9 @@ from finetrainers.plan.preflight import ResolvedRun, preflight
 from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.training import memory_failure
 from finetrainers.training.guards.memory import OutOfMemory
-from finetrainers.training.memory_failure import MemoryFailures, planned_memory, setting
+from finetrainers.training.memory_failure import MemoryFailures, planned_memory, suggest_change
 from finetrainers.training.memory_recorder import MemoryRecorder
-from finetrainers.utils.host_memory import Room
+from finetrainers.utils.host_memory import HostMemory
 from finetrainers.utils.phases import ENCODING_TEXT, PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
 
 
@@ -78,9 +78,9 @@ def test_a_host_that_is_nearly_full_is_written_down_in_advance(
         total_steps=9,
         run_dir=SimpleNamespace(event=lambda kind, **more: events.append({"event": kind, **more})),
     )
-    with writer.written():
-        assert writer._memory.on_low is not None
-        writer._memory.on_low(Room(16 * 2**30, 2**29, "container"))
+    with writer.write_on_oom():
+        assert writer._memory.on_low_memory is not None
+        writer._memory.on_low_memory(HostMemory(16 * 2**30, 2**29, "container"))
         text = (tmp_path / "failures" / "rank-3.txt").read_text()
     assert "host memory is nearly full: 0.50 GiB are left of the container's limit (16.0 GiB)" in text
     assert "if the process was killed without a message, this is why" in text
@@ -100,12 +100,12 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(memory_failure, "planned_memory", lambda *_, **__: ({VALIDATION: 3.0}, None))
     writer = failures(tmp_path)
-    with pytest.raises(OutOfMemory, match=r"--enable_model_cpu_offload"), writer.written(), phase(TRAINING_STEP):
+    with pytest.raises(OutOfMemory, match=r"--enable_model_cpu_offload"), writer.write_on_oom(), phase(TRAINING_STEP):
         fail()
     text = writer.path.read_text()
     assert "phase: validation\nCUDA out of memory. Tried to allocate 2.00 GiB\n" in text
     assert "validation           3.00" in text
-    with pytest.raises(ValueError, match=r"^other$"), writer.written():  # not ours
+    with pytest.raises(ValueError, match=r"^other$"), writer.write_on_oom():  # not ours
         raise ValueError("other")
 
 
@@ -142,12 +142,12 @@ def test_the_phase_is_that_of_the_cause(tmp_path: Path, monkeypatch: pytest.Monk
 )  # fmt: skip
 def test_one_setting_to_change(changes: dict[str, Any], name: str, expected: str) -> None:
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere", **changes)
-    assert setting(config, name).startswith(expected)
+    assert suggest_change(config, name).startswith(expected)
 
 
 def test_every_phase_has_a_setting() -> None:
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="somewhere")
-    assert all(setting(config, name, on_host=True).find("--") >= 0 for name in (*PHASES, None))
+    assert all(suggest_change(config, name, on_host=True).find("--") >= 0 for name in (*PHASES, None))
 
 
 def test_the_estimates_advice_comes_first(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:

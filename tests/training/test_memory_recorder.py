@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from finetrainers.training import memory_recorder
-from finetrainers.training.memory_recorder import FIGURES, MemoryRecorder, greatest
+from finetrainers.training.memory_recorder import FIGURES, MemoryRecorder, max_peaks
 from finetrainers.utils import host_memory
-from finetrainers.utils.host_memory import Room, room, take_peak, workers_bytes
+from finetrainers.utils.host_memory import HostMemory, read_host_memory, take_peak_rss, workers_bytes
 from finetrainers.utils.phases import CHECKPOINT, LOADING, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
 
 MIB = 2**20
@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: taken.update(allocated=1, reserved=2))
-    monkeypatch.setattr(memory_recorder, "take_peak", lambda: 3 * 2**30)
+    monkeypatch.setattr(memory_recorder, "take_peak_rss", lambda: 3 * 2**30)
     return taken
 
 
@@ -69,7 +69,7 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         with phase(TRAINING_STEP):
             recorder.begin_training()
             taken.update(allocated=20, reserved=24)
-            first = recorder.record()
+            first = recorder.take_record()
             assert 0.02 < first.pop("phase_s/loading") < 5
             assert first == {  # the seconds of a training step are known already
                 "memory/loading/allocated_gib": 10, "memory/loading/reserved_gib": 12, "memory/loading/host_gib": 3,
@@ -78,19 +78,19 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
                 "memory_before_training/allocated_gib": 10, "memory_before_training/reserved_gib": 12,
                 "memory_before_training/host_gib": 3,
             }  # fmt: skip
-            assert recorder.record()["memory/training_step/allocated_gib"] == 1  # its own peak
-            assert recorder.record_of_validation(is_last=False) is None
+            assert recorder.take_record()["memory/training_step/allocated_gib"] == 1  # its own peak
+            assert recorder.take_validation_record(is_last=False) is None
             with phase(VALIDATION):
                 taken.update(allocated=30, reserved=33)
                 time.sleep(0.03)
-            found = recorder.record_of_validation(is_last=False)
+            found = recorder.take_validation_record(is_last=False)
             assert found is not None
             assert found["memory_before_validation/reserved_gib"] == 24
             assert found["memory_after_validation/reserved_gib"] == 33
             assert found["phase_s/validation"] >= 0.03
             with phase(VALIDATION):
                 taken.update(allocated=15, reserved=16)
-            found = recorder.record_of_validation(is_last=True)
+            found = recorder.take_validation_record(is_last=True)
             assert found is not None
             assert found["memory_after_testing/allocated_gib"] == 15
             assert found["memory_after_validation/allocated_gib"] == 30
@@ -99,11 +99,11 @@ def test_records_and_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorder.highest_peak() == 30
     assert list(recorder.figures) == list(FIGURES)
     other = {LOADING: {"allocated": 11.0, "reserved": 11.0, "host": 5.0}, ROLLOUT: {"host": 1.0}}
-    recorder.agree(SimpleNamespace(gather_objects=lambda mine: [*mine, other]))  # type: ignore[arg-type]
+    recorder.gather_peaks(SimpleNamespace(gather_objects=lambda mine: [*mine, other]))  # type: ignore[arg-type]
     assert recorder.all_peaks[LOADING] == {"allocated": 11, "reserved": 12, "host": 5}
     assert list(recorder.all_peaks)[1] == ROLLOUT
     assert recorder.all_peaks[CHECKPOINT]["reserved"] == 40
-    assert greatest({"host": 1}, {"host": 2, "allocated": 3}) == {"host": 2, "allocated": 3}
+    assert max_peaks({"host": 1}, {"host": 2, "allocated": 3}) == {"host": 2, "allocated": 3}
 
 
 def test_the_device_is_asked_for_nothing_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,28 +117,28 @@ def test_the_device_is_asked_for_nothing_before_it_is_used(monkeypatch: pytest.M
 def test_workers_count_and_a_full_machine_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_recorder, "_PERIOD_S", 0.001)
     monkeypatch.setattr(memory_recorder, "workers_bytes", lambda: 2 * 2**30)
-    monkeypatch.setattr(memory_recorder, "take_peak", lambda: 2**30)
-    left = [Room(100, 50), Room(100, 4), Room(100, 3), Room(100, 50), Room(100, 2)]
-    monkeypatch.setattr(memory_recorder, "room", lambda: left.pop(0) if len(left) > 1 else left[0])
-    told: list[Room] = []
+    monkeypatch.setattr(memory_recorder, "take_peak_rss", lambda: 2**30)
+    left = [HostMemory(100, 50), HostMemory(100, 4), HostMemory(100, 3), HostMemory(100, 50), HostMemory(100, 2)]
+    monkeypatch.setattr(memory_recorder, "read_host_memory", lambda: left.pop(0) if len(left) > 1 else left[0])
+    told: list[HostMemory] = []
     recorder = MemoryRecorder(torch.device("cpu"))
-    recorder.on_low = told.append
+    recorder.on_low_memory = told.append
     with recorder.running(), phase(LOADING):
         for _ in range(500):
             if len(told) == 2:
                 break
             time.sleep(0.01)
-    assert told == [Room(100, 4), Room(100, 2)]
+    assert told == [HostMemory(100, 4), HostMemory(100, 2)]
     assert recorder.peaks[LOADING]["host"] == 3
 
 
 @linux
 def test_memory_of_this_process_and_of_its_children() -> None:
-    take_peak()
-    before = take_peak()
+    take_peak_rss()
+    before = take_peak_rss()
     take(100)
-    assert 80 * MIB < take_peak() - before < 130 * MIB
-    assert take_peak() - before < 20 * MIB
+    assert 80 * MIB < take_peak_rss() - before < 130 * MIB
+    assert take_peak_rss() - before < 20 * MIB
     code = "import sys; held = bytearray(50 * 2**20); print(flush=True); sys.stdin.read()"
     started = workers_bytes()
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -150,9 +150,9 @@ def test_memory_of_this_process_and_of_its_children() -> None:
 
 _PEAKS = """
 import os, sys
-from finetrainers.utils.host_memory import take_peak
+from finetrainers.utils.host_memory import take_peak_rss
 MIB = 2**20
-def mib(): return take_peak() // MIB
+def mib(): return take_peak_rss() // MIB
 def take(count): bytearray(count * MIB)
 first = mib()
 take(200)
@@ -205,9 +205,9 @@ def test_what_the_container_has_left(
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found = room(tmp_path)
+    found = read_host_memory(tmp_path)
     if total is None:
         assert (found.total, found.limited_by) == (host_memory.psutil.virtual_memory().total, "machine")
     else:
-        assert found == Room(total, available or 0, "container")
-    assert room(tmp_path / "nothing").limited_by == "machine"
+        assert found == HostMemory(total, available or 0, "container")
+    assert read_host_memory(tmp_path / "nothing").limited_by == "machine"

@@ -20,11 +20,11 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.families import ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.spec import ModelComponents, SampleRequest
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 from finetrainers.training.callbacks import validation
 from finetrainers.training.sampling import (
     PromptRequest,
-    SamplingParts,
+    SamplingComponents,
     SamplingSettings,
     encode_prompts,
     prompt_request,
@@ -54,12 +54,12 @@ def test_results_on_disk_give_the_frames_of_the_last_validation(
     )  # fmt: skip
     config, spec = done.state.config, done.state.spec
     transformer = spec.load_transformer(torch.float32)
-    attach(transformer, config.training)
+    make_trainable(transformer, config.training)
     load_lora_weights(done.root, transformer)
     encoded = encode_prompts(
         spec, spec.load_text_encoders(), parse_validation_prompts(config.validation), torch.float32
     )
-    parts = SamplingParts(transformer.eval(), spec.load_vae(), spec.load_scheduler(), torch.device("cpu"))
+    parts = SamplingComponents(transformer.eval(), spec.load_vae(), spec.load_scheduler(), torch.device("cpu"))
     settings = SamplingSettings(frame_rate=8.0, num_inference_steps=2)  # of the clips that are trained on
     requests = [
         prompt_request(spec, encoded, 0, size=(9, 64, 64), settings=settings, seed=config.training.seed + video)
@@ -112,7 +112,7 @@ def test_a_pipeline_is_built_once_for_all_clips_of_a_kind(
         vae_dtype="fp32", text_encoder_dtype="fp32",
     )  # fmt: skip
     stock, guided = (cls(config, name="ltx_video", read=ltx_video) for cls in (LTXVideoSpec, GuidedSpec))
-    parts = SamplingParts(
+    parts = SamplingComponents(
         stock.load_transformer(torch.float32).eval(), stock.load_vae(), stock.load_scheduler(), torch.device("cpu")
     )
     conditions = stock.encode_text(stock.load_text_encoders(), ["a red ball", ""])

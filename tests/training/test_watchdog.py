@@ -15,7 +15,7 @@ from real_process import Python
 from finetrainers.training import watchdog
 from finetrainers.training.watchdog import Watchdog
 from finetrainers.utils import exit_codes
-from finetrainers.utils.alive import beat, waiting
+from finetrainers.utils.alive import send_heartbeat, waiting
 from finetrainers.utils.progress import Meter
 
 _HANGING = """
@@ -119,10 +119,10 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
     found.dog = Watchdog(tmp_path / "hangs", rank=0, limits=limits)
 
     def limits_of(clock: str = "main") -> tuple[float, float]:
-        return found.dog._clocks[clock].warns - found.now, found.dog._clocks[clock].ends - found.now
+        return found.dog._clocks[clock].warn_at - found.now, found.dog._clocks[clock].end_at - found.now
 
     def work(kind: object, seconds: float) -> tuple[float, float]:
-        found.dog.work(kind)
+        found.dog.begin_work(kind)
         limits = limits_of()
         found.now += seconds
         return limits
@@ -157,23 +157,23 @@ def test_limits_of_the_user_are_plain_and_zero_is_none(clock: SimpleNamespace) -
     # They hold from the beginning of the section, however many kinds of work it has; a heartbeat is progress.
     clock.dog.enter("checkpoint")
     clock.now += 50
-    clock.dog.work("more")
+    clock.dog.begin_work("more")
     assert clock.limits() == (math.inf, 40)
-    clock.dog.beat()
+    clock.dog.on_heartbeat()
     assert clock.limits() == (math.inf, 90)
 
 
 def test_waiting_for_others_is_no_time_of_a_section_and_heartbeats_are_progress(clock: SimpleNamespace) -> None:
     clock.dog.enter("step")
     for _ in range(4):
-        clock.dog.work("size")
+        clock.dog.begin_work("size")
         clock.now += 60
         with waiting():
             assert clock.limits() == NONE
             clock.now += 5000
     clock.work("size", 60)
     assert clock.limits() == (540, 1140)
-    beat()
+    send_heartbeat()
     assert clock.limits() == (600, 1200)
     # Where each heartbeat ends a piece of work, limits follow these pieces, and other work begins anew.
     clock.dog.enter("encoding")

@@ -67,7 +67,7 @@ def test_what_hangs_at_exit_does_not_keep_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["soon", "0", "-1", "nan", "inf"])
 def test_patience_is_a_number_of_seconds(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert faults.ten_minutes() == 600
+    assert faults.min_hang_seconds() == 600
     monkeypatch.setenv(faults.PATIENCE, wrong)
     with pytest.raises(ValueError, match=faults.PATIENCE):
-        faults.ten_minutes()
+        faults.min_hang_seconds()

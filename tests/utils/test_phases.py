@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from finetrainers.utils.phases import LOADING, PHASES, REWARD, ROLLOUT, TRAINING_STEP, observed_by, phase, read_phase
+from finetrainers.utils.phases import (
+    LOADING,
+    PHASES,
+    REWARD,
+    ROLLOUT,
+    TRAINING_STEP,
+    phase,
+    read_phase,
+    register_phase_listener,
+)
 
 
 class Recorded(list[str | None]):
@@ -14,7 +23,7 @@ class Recorded(list[str | None]):
 
 def test_listeners_hear_changes_only() -> None:
     heard = Recorded()
-    with phase(LOADING), observed_by(heard), phase(TRAINING_STEP):
+    with phase(LOADING), register_phase_listener(heard), phase(TRAINING_STEP):
         with phase(TRAINING_STEP), phase(REWARD):
             pass
         with phase(ROLLOUT):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..facts import Facts
-from ..frame_conditioning import FrameConditioning, select_kinds
+from ..frame_conditioning import FrameConditioning, select_conditioning_modes
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig
 from ..sections import DataSection
@@ -90,7 +90,9 @@ def length_problems(data: DataSection, facts: Facts, buckets: Iterable[Bucket], 
         buckets: of all clips.
         windows: of those that are windows of longer ones.
     """
-    kinds: FrameConditioning = select_kinds(data.frame_conditioning, data.first_frame_conditioning_p, facts)
+    kinds: FrameConditioning = select_conditioning_modes(
+        data.frame_conditioning, data.first_frame_conditioning_p, facts
+    )
     lengths = sorted({frames for frames, _, _ in buckets if frames > 1})
     for kind in kinds if facts.any_frame else ():
         reasons = [reason for frames in lengths if (reason := kind.problem(frames, facts.geometry.temporal))]

@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 import av
 from pydantic import StringConstraints, TypeAdapter
 
-from finetrainers.utils.alive import beat
+from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.append_log import AppendLog
 from finetrainers.utils.files import file_sha256
 
@@ -169,7 +169,7 @@ class FileFacts:
 
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(read, dict.fromkeys(paths)):
-                beat()
+                send_heartbeat()
 
     def refresh(self) -> None:
         """Read the facts that other processes have stored."""

@@ -66,7 +66,7 @@ class TextCache:
         self._directory = cache_directory(config)
         self._keys = replace(CacheKeys.of(self._directory, config), texts_see_images=shown is not None)
 
-    def recall(self) -> TextConditioning | None:
+    def find_cached(self) -> TextConditioning | None:
         """Return all texts if the cache has them on all ranks, or None if the text encoders must be loaded.
 
         The encoders are identified by their files, until these change after they were loaded for this cache.
@@ -108,7 +108,7 @@ class TextCache:
             remember_files(self._directory, self.spec, keys.text_identity)
         return TextConditioning(keys, None, encoded)
 
-    def live(self, encoders: ModelComponents) -> TextConditioning:
+    def encode_on_demand(self, encoders: ModelComponents) -> TextConditioning:
         """Return conditioning by encoders that stay loaded; nothing is encoded beforehand."""
 
         def encode(captions: Sequence[str], images: Sequence[Tensor] | None = None) -> PromptEmbeds:

@@ -18,7 +18,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import Batch, ModelComponents, ModelSpec, tiled_for_memory
 from finetrainers.parallel.ranks import DistributedContext
-from finetrainers.utils.alive import work
+from finetrainers.utils.alive import begin_work
 from finetrainers.utils.phases import ENCODING_CLIPS, phase
 
 from ..buckets.buckets import Bucket, bucket_text
@@ -157,14 +157,14 @@ class TrainingData:
             raw_batches: list[RawBatch] = []
             try:
                 started = time.perf_counter()
-                work(None if has_workers else "data")  # workers have a separate time limit
+                begin_work(None if has_workers else "data")  # workers have a separate time limit
                 raw_batches = next(raw_steps)
                 self._waited_s = time.perf_counter() - started
                 for raw in raw_batches:
-                    work(("encode", raw.clips[0].bucket))
+                    begin_work(("encode", raw.clips[0].bucket))
                     batches.append(self._encoder(raw))
                     bad_samples += raw.bad
-                work(None)
+                begin_work(None)
             except Exception as caught:  # any error: the other ranks must not wait for this one
                 error = caught
             if self._bad_samples.agree(bad_samples, error) and self.parallel.sharing > 1:
@@ -211,7 +211,7 @@ class TrainingData:
         if left_out:
             self._events.append({"kind": "left_out", "epoch": epoch, "clips": left_out})
 
-    def news(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def drain_events(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return metrics of the last step, with the same names on every rank, and the events since the last call.
 
         `seconds/data` is the time that the step waited for its clips to be loaded.
@@ -230,7 +230,7 @@ class TrainingData:
             [batch] = self._load_on_all_ranks([micro_batch], self._fetch, action="loading a dry batch")
             yield bucket_text(bucket), batch
 
-    def trial_batches(self, bucket: Bucket, clips: int, *, micro_batches: int) -> Iterator[list[Batch]]:
+    def benchmark_batches(self, bucket: Bucket, clips: int, *, micro_batches: int) -> Iterator[list[Batch]]:
         """Yield the micro-batches of one step after another, without end, for measurements.
 
         Each consists of `clips` copies of the bucket's clip with the longest caption. They are encoded again for each

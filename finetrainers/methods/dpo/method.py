@@ -84,9 +84,9 @@ class DPO:
         for name, step in self.sft.dry_steps(transformer):
             yield name, Step([Pairs(batch) for batch in step])
 
-    def trial_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Pairs]]:
+    def benchmark_steps(self, bucket: tuple[int, int, int], clips: int, *, micro_batches: int) -> Iterator[Step[Pairs]]:
         """Yield steps without end, each of `micro_batches` micro-batches of `clips` pairs from one bucket."""
-        for step in self.sft.trial_steps(bucket, clips, micro_batches=micro_batches):
+        for step in self.sft.benchmark_steps(bucket, clips, micro_batches=micro_batches):
             yield Step([Pairs(batch) for batch in step])
 
     def can_stop_after(self, step: int) -> bool:

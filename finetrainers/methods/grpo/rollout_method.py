@@ -13,7 +13,7 @@ from torch import nn
 
 from finetrainers.methods.base import Evaluation, MethodParts, Step, Summary
 from finetrainers.methods.reference import Reference, reference_model
-from finetrainers.utils.alive import work
+from finetrainers.utils.alive import begin_work
 from finetrainers.utils.phases import ROLLOUT, phase
 
 from .prompts.selective_rollouts import SelectiveRollouts
@@ -70,7 +70,7 @@ class RolloutMethod(ABC, Generic[R, T]):
     def collect(self, transformer: nn.Module, rollout: int) -> R:
         """Return a rollout of the policy that samples, by default the one that is trained."""
         companions, parallel = self.sampler.spec.companions, self.collector.parallel
-        work("rollout")
+        begin_work("rollout")
         with phase(ROLLOUT), companions.on(self.sampler.device), parallel.without_exchange(transformer):
             return self.rollout(transformer, rollout)
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import reserved
+from finetrainers.memory.fit import with_reserve
 from finetrainers.memory.phases import RunPlan
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import ResolvedRun
@@ -41,7 +41,7 @@ def estimate_sizes(
 
     def needed(bucket: Bucket, clips: int) -> float:
         plan = make_plan(bucket, clips)
-        return (plan.local_processes * plan.peak + plan.machine_bytes if on_cpu else reserved(plan.peak)) / GIB
+        return (plan.local_processes * plan.peak + plan.machine_bytes if on_cpu else with_reserve(plan.peak)) / GIB
 
     for search in searches:
         search.estimated = largest_fitting(partial(needed, search.bucket), limit=limit, max_clips=search.most)

@@ -148,9 +148,9 @@ class StepTimer:
         vae_sizes = set(spec.vae_one_by_one), set(spec.vae_too_large)
         free_memory()
         return_freed_memory()
-        memory.record()  # earlier peaks are of other sizes
+        memory.take_record()  # earlier peaks are of other sizes
         seconds = self._try_timing(bucket, clips, steps)
-        peaks = memory.record()
+        peaks = memory.take_record()
         is_reduced = (spec.vae_one_by_one, spec.vae_too_large) != vae_sizes
         spec.vae_one_by_one, spec.vae_too_large = vae_sizes
         if seconds is None:
@@ -178,7 +178,7 @@ class StepTimer:
     def _time_steps(self, bucket: Bucket, clips: int, steps: int) -> float:
         state, times = self.trainer.state, []
         num_batches = self._micro_batches
-        batches = state.method.trial_steps(bucket, clips, micro_batches=num_batches)  # type: ignore[attr-defined]
+        batches = state.method.benchmark_steps(bucket, clips, micro_batches=num_batches)  # type: ignore[attr-defined]
         for _ in range(1 + steps):
             started = time.perf_counter()
             with phase(TRAINING_STEP):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetrainers.utils.alive import work
+from finetrainers.utils.alive import begin_work
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.video import slug
 
@@ -36,7 +36,7 @@ class MethodEvaluation(Callback):
     @phase(VALIDATION)
     def evaluate(self, state: TrainState) -> Record:
         """Evaluate, with averaged weights if there are any, and write the clips to `samples/`."""
-        work("evaluation")
+        begin_work("evaluation")
         was_training = state.transformer.training
         state.transformer.eval()
         with state.ema_applied(), torch.no_grad():

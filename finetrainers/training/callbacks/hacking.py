@@ -55,7 +55,7 @@ class HackingWatch(Callback):
         if state.parallel.is_main:
             logger.warning("step %d: reward hacking: %s", state.step, hacking_text(hacking, checkpoint))
         if self.guard.rule.action == "stop" and state.step < state.total_steps:
-            state.requests.stop_by(HACKING_GUARD)
+            state.requests.request_stop(HACKING_GUARD)
 
 
 def _checkpoint(root: Path, step: int) -> Path | None:

@@ -23,7 +23,9 @@ _PREFIX = "reward/"
 _GUARDS: Mapping[str, Summary] = {"nonfinite_steps": "last", "spikes": "last"}
 
 
-def summarized(records: Sequence[Record], *, seconds: float, every: int, summaries: Mapping[str, Summary]) -> Record:
+def summarize_records(
+    records: Sequence[Record], *, seconds: float, every: int, summaries: Mapping[str, Summary]
+) -> Record:
     """Return a record of the steps since the last one: means, and for some names the last, least or greatest value.
 
     Args:

@@ -10,13 +10,20 @@ import numpy as np
 from torch import nn
 
 from finetrainers.config.sections import ValidationSection
-from finetrainers.utils.alive import work
+from finetrainers.utils.alive import begin_work
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import VALIDATION, phase
 from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.video import slug
 
-from ..sampling import EncodedPrompts, PromptRequest, SamplingParts, SamplingSettings, prompt_request, sample_prompts
+from ..sampling import (
+    EncodedPrompts,
+    PromptRequest,
+    SamplingComponents,
+    SamplingSettings,
+    prompt_request,
+    sample_prompts,
+)
 from .base import Callback, Record
 from .samples import write_sample
 from .scores import SampleScores
@@ -76,7 +83,7 @@ class Validation(Callback):
         return self._sample_and_score(state) if state.requests.sample or self.due(state.step) else None
 
     def _sample_and_score(self, state: TrainState) -> Record | None:
-        work("validation")
+        begin_work("validation")
         samples = self.sample(state)
         # After sampling, so that activations of rewards do not add to those of the pipeline.
         record = None if self.scores is None else self.scores.record(samples, fps=self.settings.frame_rate)
@@ -103,7 +110,7 @@ class Validation(Callback):
         transformer = state.transformer if parallel.forward_is_collective else state.network
         transformer.eval()
         vae = self.load_vae().to(parallel.device)
-        parts = SamplingParts(
+        parts = SamplingComponents(
             transformer, vae, self.scheduler, parallel.device, offload=bool(self.section.enable_model_cpu_offload)
         )
         seed = state.config.training.seed

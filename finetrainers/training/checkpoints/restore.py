@@ -109,7 +109,7 @@ def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapp
     if (directory / SLICES_FOLDER).is_dir():
         values = read_state(directory)["optimizer"]
         parallel.load_optimizer_slices(state.transformer, state.optimizer, directory / SLICES_FOLDER, values)
-    elif not parallel.writes_own_files:
+    elif not parallel.saves_optimizer_itself:
         # Torchao allows the classes of its state when it is imported, as it was to make the optimizer.
         loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
         parallel.load_optimizer(state.transformer, state.optimizer, loaded)

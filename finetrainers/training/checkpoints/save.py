@@ -88,18 +88,20 @@ class Snapshot:
         """Everything that refers to the training's own tensors."""
         return self.state, self.trained, self.files, self.optimizer, self.slices and self.slices.tensors
 
-    def on_host(self, staging: Staging, *, spare: Iterable[Tensor] = ()) -> tuple[Snapshot, Callable[[], None]]:
+    def on_host(self, staging: Staging, *, unshared: Iterable[Tensor] = ()) -> tuple[Snapshot, Callable[[], None]]:
         """Begin a copy in host memory that no later step changes; the snapshot refers to the training's own tensors.
 
         Args:
             staging: has the memory.
-            spare: see `Staging.begin`.
+            unshared: see `Staging.begin_copy`.
 
         Returns:
-            The copy, and the function that fills it; see `Staging.begin`.
+            The copy, and the function that fills it; see `Staging.begin_copy`.
         """
         # A method may change its tensors at any time; the others change in the update and for sampling only.
-        copied, fill = staging.begin(self.content, at_once=self.files.get(_METHOD_FILE, {}), spare=spare)
+        copied, fill = staging.begin_copy(
+            self.content, copied_first=self.files.get(_METHOD_FILE, {}), unshared=unshared
+        )
         state, trained, files, optimizer, tensors = copied
         slices = None if self.slices is None else replace(self.slices, tensors=tensors)
         return replace(self, state=state, trained=trained, files=files, optimizer=optimizer, slices=slices), fill
@@ -230,7 +232,7 @@ def _build_job(state: TrainState, snapshot: Snapshot, final: Path, *, started: f
     writes = is_shared or state.parallel.is_main
     fill = _nothing
     if in_background and writes:
-        snapshot, fill = snapshot.on_host(staging, spare=_spare(state, snapshot))
+        snapshot, fill = snapshot.on_host(staging, unshared=_unshared(state, snapshot))
     staged = time.perf_counter()
 
     def write() -> dict[Path, Written]:
@@ -350,7 +352,7 @@ def _nothing() -> None:
     """Do nothing, as the function that fills a snapshot which is not a copy."""
 
 
-def _spare(state: TrainState, snapshot: Snapshot) -> list[Tensor]:
+def _unshared(state: TrainState, snapshot: Snapshot) -> list[Tensor]:
     """Return the tensors of a snapshot that no other code uses."""
     if state.parallel.weights_are_whole:
         return []
@@ -382,7 +384,7 @@ def _bytes_needed(state: TrainState, sizes: Sequence[tuple[int, int]]) -> int:
         sizes: bytes that each rank writes, and the number of trainable parameters among them.
     """
     size, count = (sum(column) for column in zip(*sizes, strict=True))
-    if state.parallel.writes_own_files:
+    if state.parallel.saves_optimizer_itself:
         size = published_size(state.run_dir.root) or size + _DEEPSPEED_BYTES * count
     return size + size // 50 + _SPARE
 

@@ -32,8 +32,8 @@ class OutOfMemory(ExpectedError, RuntimeError):
 
 
 @contextmanager
-def memory_advice(doing: str, advice: str = ADVICE) -> Iterator[None]:
-    """Turn an OOM within the block into an error that names the activity, and options that need less memory.
+def advise_on_oom(doing: str, advice: str = ADVICE) -> Iterator[None]:
+    """Turn an OOM within the block into an `OutOfMemory` that names `doing` and the options that need less memory.
 
     Raises:
         OutOfMemory: memory ran out.
@@ -118,21 +118,22 @@ class MemoryGuard:
         #: Lets blocks store less on all ranks before micro-batches are halved; returns whether they do, see
         #: `ActivationPlanner`.
         self.recompute_more: Callable[[], bool] = lambda: False
-        #: Maximum over ranks of the numbers sent with the last attempt, or None if no message was sent.
-        self.agreed: list[int] | None = None
-        self.sizes: dict[tuple[int, ...], int] = {}  # the most samples at once, by latent size, where not all fit
+        #: Maximum over ranks of the `flags` sent with the last attempt, or None if nothing was sent.
+        self.agreed_flags: list[int] | None = None
+        #: Maximum samples of a micro-batch by latent size, for the sizes that have run out of memory.
+        self.fitting_samples: dict[tuple[int, ...], int] = {}
 
-    def attempts(self, step: Step[Any], *, also: Callable[[], Sequence[int]] = tuple) -> Iterator[Attempt]:
+    def attempts(self, step: Step[Any], *, flags: Callable[[], Sequence[int]] = tuple) -> Iterator[Attempt]:
         """Yield attempts at a step, each to be used once in a `with` block, until one fits on all ranks.
 
         Args:
             step: the micro-batches.
-            also: numbers to send with the ranks' message about an attempt, if they exchange one; see `agreed`.
+            flags: returns integers to exchange together with whether an attempt fits; see `agreed_flags`.
 
         Raises:
             OutOfMemory: a micro-batch of one sample does not fit on some rank; on every rank.
         """
-        self.agreed = None
+        self.agreed_flags = None
         while True:
             if self.refusal is not None:
                 yield Attempt(step, refusal=self.refusal)
@@ -143,7 +144,7 @@ class MemoryGuard:
             local = 0 if attempt.error is None else 1 if len(attempt.item) > 1 else 2
             self.parallel.complete_exchange()
             self.parallel.finish_on_device()
-            worst, *self.agreed = self.parallel.max_on_host([local, *also()])
+            worst, *self.agreed_flags = self.parallel.max_on_host([local, *flags()])
             if worst == 0:
                 return
             self.parallel.drop_gradients()
@@ -160,9 +161,9 @@ class MemoryGuard:
 
     def _fitting(self, step: Step[Any]) -> Step[Any]:
         """Return the step in as many micro-batches as the rank with the largest need requires."""
-        if not self.sizes:
+        if not self.fitting_samples:
             return step
-        needed = [-(-len(item) // self.sizes.get(item.latent_size, len(item))) for item in step.items]
+        needed = [-(-len(item) // self.fitting_samples.get(item.latent_size, len(item))) for item in step.items]
         return step.split(self.parallel.max_on_host(needed))
 
     def _halve(self, attempt: Attempt) -> None:
@@ -171,25 +172,27 @@ class MemoryGuard:
         failures = [] if error is None else [(item.latent_size, len(item), f"rank {self.parallel.rank}: {error}")]
         for failed, samples, reason in self.parallel.gather_objects(failures):
             fits = -(-samples // 2)
-            self.sizes[failed] = min(fits, self.sizes.get(failed, fits))
+            self.fitting_samples[failed] = min(fits, self.fitting_samples.get(failed, fits))
             name = "x".join(map(str, failed)) or "any"
-            self.run_dir.event("out_of_memory", latent_size=name, samples=samples, now=self.sizes[failed], error=reason)
+            self.run_dir.event(
+                "out_of_memory", latent_size=name, samples=samples, now=self.fitting_samples[failed], error=reason
+            )
             logger.warning(
                 "out of memory with %d samples (latent size: %s); from now on at most %d at once, in more "
                 "micro-batches (%s)",
                 samples,
                 name,
-                self.sizes[failed],
+                self.fitting_samples[failed],
                 reason,
             )
 
     def state_dict(self) -> list[list[Any]]:
         """Return the sizes that fit, as JSON values."""
-        return [[list(latent_size), size] for latent_size, size in sorted(self.sizes.items())]
+        return [[list(latent_size), size] for latent_size, size in sorted(self.fitting_samples.items())]
 
     def load_state_dict(self, state: list[list[Any]]) -> None:
         """Restore what `state_dict` returned."""
-        self.sizes = {tuple(latent_size): size for latent_size, size in state}
+        self.fitting_samples = {tuple(latent_size): size for latent_size, size in state}
 
 
 def peak_gib(device: torch.device) -> float | None:

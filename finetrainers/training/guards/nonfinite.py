@@ -43,7 +43,7 @@ class NonFiniteGuard:
         self.run_dir = run_dir
         self.count = 0
 
-    def judge(self, step: int, record: Mapping[str, float]) -> Action:
+    def choose_action(self, step: int, record: Mapping[str, float]) -> Action:
         """Decide what to do with a step.
 
         Raises:

@@ -17,7 +17,7 @@ from PIL import Image
 from finetrainers.cli.main import main
 from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.models.registry import get_family
-from finetrainers.plan.trainable import attach
+from finetrainers.plan.trainable import make_trainable
 from finetrainers.rewards.pixels import Brightness
 from finetrainers.rundir import publish
 from finetrainers.rundir.best import best_checkpoint
@@ -28,7 +28,7 @@ from finetrainers.utils.video import write_mp4
 def checkpoint(run: Path, spec: Any, *, step: int) -> None:
     """Publish a random LoRA."""
     network = spec.load_transformer(torch.float32)
-    attach(network, TrainingSection(rank=2, lora_alpha=4, target_modules=["to_k", "to_q"]))
+    make_trainable(network, TrainingSection(rank=2, lora_alpha=4, target_modules=["to_k", "to_q"]))
     generator = torch.Generator().manual_seed(step)
     weights = {
         name.replace(".default", ""): 0.3 * torch.randn(value.shape, generator=generator)

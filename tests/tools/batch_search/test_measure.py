@@ -191,10 +191,10 @@ def test_pairs_and_priors_from_the_cache(
 ) -> None:
     """One clip of a bucket is encoded, whatever the number of clips; both methods that have buckets."""
     encoded = []
-    load_work = assemble.load_work
+    load = assemble.load_batch_source
     monkeypatch.setattr(
-        assemble, "load_work",
-        lambda checked, *rest: (encoded.append(len(checked.plan.encoded_clips())), load_work(checked, *rest))[1],
+        assemble, "load_batch_source",
+        lambda checked, *rest: (encoded.append(len(checked.plan.encoded_clips())), load(checked, *rest))[1],
     )  # fmt: skip
     rows = [{"prompt": f"pattern {k}", "chosen": f"{k}.mp4", "rejected": f"{k + 1}.mp4"} for k in range(3)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -204,7 +204,7 @@ def test_pairs_and_priors_from_the_cache(
         with bench(values) as loaded:
             assert loaded.measure(BUCKET, 3, steps=1, limit=inf).fits
             assert encoded.pop() == clips
-            made = loaded.trainer.state.method.trial_steps(BUCKET, 3, micro_batches=1)
+            made = loaded.trainer.state.method.benchmark_steps(BUCKET, 3, micro_batches=1)
             assert [len(one) for one in next(made)] == ([3] if clips == 2 else [3, 3])
 
 
@@ -216,7 +216,7 @@ def test_masks_of_a_run_are_in_every_batch(
     folder = shutil.copytree(make_clips(3), tmp_path / "clips")
     Image.new("L", (64, 64), 255).save(folder / "0.mask.png")
     with bench(options(data_root=str(folder), precompute_conditions=precompute)) as loaded:
-        [batch] = next(loaded.trainer.state.method.trial_steps(BUCKET, 3, micro_batches=1))
+        [batch] = next(loaded.trainer.state.method.benchmark_steps(BUCKET, 3, micro_batches=1))
         assert batch.mask.shape == (3, 1, *batch.moments.shape[2:])
         assert loaded.measure(BUCKET, 3, steps=1, limit=inf).fits
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from finetrainers.methods.grpo.rollout_method import RolloutMethod
 from finetrainers.methods.sft import SFT
 from finetrainers.training.callbacks import progress
-from finetrainers.training.callbacks.metrics import summarized
+from finetrainers.training.callbacks.metrics import summarize_records
 from finetrainers.training.callbacks.progress import Clock, ProgressLine, number
 
 EVALUATION = {"eval_loss": 0.43214, **{f"eval_loss_{k / 10:.2f}": 0.5 / k for k in (1, 3, 5, 7, 9)}}
@@ -171,11 +171,11 @@ def test_an_interval_becomes_one_record() -> None:
     for k, loss in enumerate((1.0, 3.0, nan)):
         values = {"loss": loss, "grad_norm": k, "rollout": k, "low/a": k, "high/a": -k, "spikes": k}
         records.append(values if k else {**values, "once": 7.0})
-    assert summarized(records, seconds=9.0, every=4, summaries=summaries) == {
+    assert summarize_records(records, seconds=9.0, every=4, summaries=summaries) == {
         "loss": 2.0, "grad_norm": 1.0, "grad_norm_max": 2.0, "rollout": 2, "low/a": 0, "high/a": 0, "spikes": 2,
         "once": 7.0, "steps": 3.0, "step_s": 3.0,
     }  # fmt: skip
-    short = summarized([{"loss": 5.0}], seconds=1.0, every=4, summaries=summaries)
+    short = summarize_records([{"loss": 5.0}], seconds=1.0, every=4, summaries=summaries)
     assert short == {"loss": 5.0, "steps": 1.0, "step_s": 1.0}
 
 

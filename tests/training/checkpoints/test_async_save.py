@@ -29,7 +29,7 @@ from finetrainers.rundir.manifest import damage, read_manifest
 from finetrainers.runs.training import train
 from finetrainers.training.checkpoints import save as saving
 from finetrainers.training.checkpoints.async_save import BackgroundSave
-from finetrainers.training.staging import Staging, _PageLocked, plain_tensors, tensors_in
+from finetrainers.training.staging import Staging, _PinnedCopier, plain_tensors, tensors_in
 from finetrainers.training.state import TrainState
 from finetrainers.training.trainer import Trainer
 
@@ -128,7 +128,7 @@ def test_the_bytes_are_the_same(
 
     The thread has got the memory since the first step, so that the first save waits no longer than later ones.
     """
-    begin, missing = Staging.begin, []
+    begin, missing = Staging.begin_copy, []
 
     def noted(staging: Staging, *arguments: Any, **named: Any) -> Any:
         staging._reserved.wait()
@@ -137,7 +137,7 @@ def test_the_bytes_are_the_same(
         missing.append(Counter(storage.nbytes() for storage in staging._storages) - ready)
         return begun
 
-    monkeypatch.setattr(Staging, "begin", noted)
+    monkeypatch.setattr(Staging, "begin_copy", noted)
     at_once, later = tmp_path / "at once", tmp_path / "later"
     train(load_config(**options(name, output_dir=str(at_once))))
     values = options(name, output_dir=str(later), async_checkpointing=True)
@@ -311,7 +311,7 @@ def low_bit_states() -> dict[str, Tensor]:
 
 def test_copies_go_through_two_buffers_of_a_fixed_size() -> None:
     """As from a GPU: larger and smaller than a buffer, many in one, and none."""
-    staging = _PageLocked(torch.device("cpu"), buffer_bytes=16)
+    staging = _PinnedCopier(torch.device("cpu"), buffer_bytes=16)
     sources = [torch.randint(256, (n,), dtype=torch.uint8) for n in (3, 0, 13, 16, 1, 40, 15, 2, 2, 2, 33)]
     targets = [torch.zeros_like(source) for source in sources]
     for source, target in zip(sources, targets, strict=True):
@@ -333,7 +333,7 @@ def test_copies_are_written_as_their_originals_are() -> None:
     }  # fmt: skip
     before = pickled(value)
     staging = Staging()
-    copied, fill = staging.begin(value)
+    copied, fill = staging.begin_copy(value)
     fill()
     assert pickled(copied) == before
     # A change of any original shows in the original only.
@@ -348,11 +348,11 @@ def test_copies_are_written_as_their_originals_are() -> None:
     # The next copy is in the same memory, and one of other sizes is made, too.
     places = {part.untyped_storage().data_ptr() for tensor in tensors_in(copied) for part in plain_tensors(tensor)}
     now = pickled(value)
-    again, fill = staging.begin(value)
+    again, fill = staging.begin_copy(value)
     fill()
     assert pickled(again) == now
     assert {p.untyped_storage().data_ptr() for t in tensors_in(again) for p in plain_tensors(t)} == places
-    other, fill = staging.begin({"one": torch.arange(100.0), "table": torch.arange(16.0)})
+    other, fill = staging.begin_copy({"one": torch.arange(100.0), "table": torch.arange(16.0)})
     fill()
     assert other["one"].tolist() == list(range(100))
     assert other["table"].tolist() == list(range(16))
@@ -365,14 +365,14 @@ def test_memory_of_the_first_copy_is_got_before_it() -> None:
     get = staging.reserve(value)
     thread = threading.Timer(0.2, get)
     thread.start()
-    copied, fill = staging.begin(value)  # waits
+    copied, fill = staging.begin_copy(value)  # waits
     assert not thread.is_alive() or staging._reserved.is_set()
     fill()
     assert pickled(copied) == pickled(value)
     staging = Staging()
     staging.reserve(value)()
     places = {storage.data_ptr() for storage in staging._storages}
-    copied, fill = staging.begin(value)
+    copied, fill = staging.begin_copy(value)
     fill()
     assert {tensor.untyped_storage().data_ptr() for tensor in copied.values()} == places
     assert len(places) == 2
@@ -385,7 +385,7 @@ def test_what_was_gathered_is_not_copied_again() -> None:
     optimizer = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": moment}}, "param_groups": [{"params": [0]}]}
     snapshot = saving.Snapshot({}, trained, dict, {"ema.safetensors": {"a": torch.ones(2)}}, optimizer, {})
     spare = saving.gathered(snapshot, [{"a.weight": own}, {"state": {7: {"exp_avg": moment}}}])
-    copied, fill = snapshot.on_host(Staging(), spare=spare)
+    copied, fill = snapshot.on_host(Staging(), unshared=spare)
     fill()
     assert copied.optimizer is not None
     state = copied.optimizer["state"][0]
@@ -404,8 +404,8 @@ def test_what_changes_weights_waits_for_the_copy() -> None:
     weight = torch.zeros(3)
     staging, averages = Staging(), EMA({"weight": torch.nn.Parameter(weight)}, decay=0.9)
     averages.weights["weight"].fill_(2)
-    copied, fill = staging.begin(
-        {"weight": weight, "old": averages.weights["weight"]}, at_once=averages.weights["weight"]
+    copied, fill = staging.begin_copy(
+        {"weight": weight, "old": averages.weights["weight"]}, copied_first=averages.weights["weight"]
     )
     assert copied["old"].tolist() == [2, 2, 2]  # already
     state = SimpleNamespace(staging=staging, ema=averages)
@@ -421,7 +421,7 @@ def test_what_changes_weights_waits_for_the_copy() -> None:
 
 def test_an_error_of_the_copy_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     staging = Staging()
-    _, fill = staging.begin([torch.zeros(3)])
+    _, fill = staging.begin_copy([torch.zeros(3)])
     monkeypatch.setattr(np, "copyto", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fill()

@@ -205,9 +205,9 @@ def test_too_many_are_an_error(
 def test_a_scaled_gradient_may_overflow(tmp_path: Path) -> None:
     """With fp16 it does at the start of every run, and the scaler takes care of it."""
     guard = NonFiniteGuard(policy="raise", limit=0, loss_scaling=True, run_dir=RunDirectory(tmp_path, writes=False))
-    assert guard.judge(1, {"loss": 1.0, "grad_norm": math.inf}) == "update"
+    assert guard.choose_action(1, {"loss": 1.0, "grad_norm": math.inf}) == "update"
     with pytest.raises(NonFiniteError, match="loss inf"):
-        guard.judge(1, {"loss": math.inf, "grad_norm": math.inf})
+        guard.choose_action(1, {"loss": math.inf, "grad_norm": math.inf})
 
 
 @pytest.mark.parametrize("changes", [{"precompute_conditions": True}, {"dataloader_num_workers": 1}, {}])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from finetrainers.diffusion.policy import Transitions, log_density, sample, transition_mean
 from finetrainers.methods.base import MethodParts, standard_normal
 from finetrainers.models.spec import DTYPES, PromptEmbeds, VideoMeta
-from finetrainers.utils.alive import beat
+from finetrainers.utils.alive import send_heartbeat
 from finetrainers.utils.device import to_device
 
 from ..no_replay.no_replay import gradient_advice
@@ -120,7 +120,7 @@ class Sampler:
             x, t: noisy latents and process times, `[B, ...]`.
             conditions: conditioning of the prompts; with guidance, equally many rows of the empty prompt follow.
         """
-        beat()
+        send_heartbeat()
         rows = len(x)
         if len(conditions) > rows:
             x, t = torch.cat([x, x]), torch.cat([t, t])

@@ -294,7 +294,7 @@ def test_a_source_counts_prompts_from_where_they_were_begun(tmp_path):
     )  # fmt: skip
     plan = PromptPlan(tuple(Prompt(str(i), "") for i in range(5)), (), (9, 64, 64), 8, 8.0, "f")
     parallel, spec = OneOf(), SimpleNamespace()
-    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel).live(None)
+    texts = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel).encode_on_demand(None)
     for text in ("", *plan.all_captions()):
         texts.keys.cache.put(texts.keys.text(text), {"prompt_embeds": torch.zeros(1, 2, 8)})
     begun, later = (

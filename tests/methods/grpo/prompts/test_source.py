@@ -40,7 +40,7 @@ def _opened(
     plan = PromptPlan(tuple(prompts), (), (9, 64, 64), 8, 8.0, "f")
     spec: Any = _Spec()
     cache = TextCache(plan.all_captions(), plan.texts, config, spec=spec, parallel=parallel)
-    texts = cache.live(None)  # type: ignore[arg-type]
+    texts = cache.encode_on_demand(None)  # type: ignore[arg-type]
     vae = ModelComponents({"vae": torch.nn.Identity()})
     begin = DataPosition.begin(config, data_size=world_size)
     return texts.keys, lambda: PromptSource(

@@ -11,7 +11,7 @@ from finetrainers.methods.spec import BatchSource, TrainingSet
 from finetrainers.models.spec import ModelComponents, ModelSpec, VAEStats, are_mapped
 from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.plan.preflight import ResolvedRun
-from finetrainers.plan.start_report import loading, print_line
+from finetrainers.plan.start_report import print_line, report_loading
 from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
 from finetrainers.utils.process_state import free_memory
 
@@ -19,22 +19,22 @@ from .sampling import EncodedPrompts, encode_prompts
 from .watchdog import Watchdog
 
 
-def load_texts(
+def load_text_conditioning(
     checked: ResolvedRun,
     spec: ModelSpec,
     parallel: DistributedContext,
     watchdog: Watchdog,
     *,
-    samples_in: torch.dtype | None = None,
+    sampling_dtype: torch.dtype | None = None,
 ) -> tuple[TextConditioning, EncodedPrompts | None]:
-    """Load phase 1: the conditioning of all captions, and the encoded prompts of samples, or None without samples.
+    """Return the conditioning of all captions (phase 1), and the encoded prompts of samples, or None without samples.
 
     Encoders are not loaded if the cache has every caption; encoders that encode beforehand are freed.
 
     Args:
         checked, spec: the run and its model.
         parallel, watchdog: of the run.
-        samples_in: dtype that prompts are sampled in.
+        sampling_dtype: dtype that prompts are sampled in.
     """
     config, plan = checked.config, checked.plan
     _check_same_plan(plan, parallel)
@@ -44,30 +44,32 @@ def load_texts(
         needs_empty=plan.needs_empty_text,
     )  # fmt: skip
     write = method_spec(config).text_writer(plan, config, spec=spec, parallel=parallel)
-    conditioning, prompts = _conditioned(checked, spec, parallel, watchdog, texts=texts, samples_in=samples_in)
+    conditioning, prompts = _load_or_encode(
+        checked, spec, parallel, watchdog, texts=texts, sampling_dtype=sampling_dtype
+    )
     if write is not None:
         write(conditioning)
     return conditioning, prompts
 
 
-def _conditioned(
+def _load_or_encode(
     checked: ResolvedRun,
     spec: ModelSpec,
     parallel: DistributedContext,
     watchdog: Watchdog,
     *,
     texts: TextCache,
-    samples_in: torch.dtype | None,
+    sampling_dtype: torch.dtype | None,
 ) -> tuple[TextConditioning, EncodedPrompts | None]:
-    """Return the conditioning of captions and the encoded prompts; write the cache only."""
+    """Return the conditioning of captions and the encoded prompts, from the cache or the text encoders."""
     config = checked.config
     cached = method_spec(config).caches_texts(config)
-    sampling = samples_in if checked.sampled else None
-    if cached and sampling is None and (recalled := texts.recall()) is not None:
+    sampling = sampling_dtype if checked.sampled else None
+    if cached and sampling is None and (recalled := texts.find_cached()) is not None:
         reason = "is in the cache" if checked.needs_text else "came encoded"
         print_line(f"text encoders are not loaded: every caption {reason}")
         return recalled, None
-    with loading(checked, "text encoder"):
+    with report_loading(checked, "text encoder"):
         encoders = parallel.one_at_a_time(
             "loading the text encoders",
             lambda: load_text_encoders(spec, parallel.device),
@@ -77,23 +79,23 @@ def _conditioned(
     with phase(ENCODING_TEXT):
         with parallel.raise_on_all_ranks("encoding the prompts"):
             prompts = None if sampling is None else encode_prompts(spec, encoders, checked.sampled, sampling)
-        conditioning = texts.encode(encoders) if cached else texts.live(encoders)
+        conditioning = texts.encode(encoders) if cached else texts.encode_on_demand(encoders)
     del encoders
     free_memory()
     return conditioning, prompts
 
 
-def load_work(
+def load_batch_source(
     checked: ResolvedRun, spec: ModelSpec, parallel: DistributedContext, watchdog: Watchdog, texts: TextConditioning
 ) -> tuple[BatchSource, VAEStats]:
-    """Load phase 2: the VAE, whose sizes are checked, and the method's source, which may encode its clips.
+    """Return the method's batch source (phase 2), which may encode its clips by the VAE, and the VAE's statistics.
 
     Raises:
         ConfigError: the loaded model refuses a size.
     """
     config, plan = checked.config, checked.plan
     watchdog.enter("loading")
-    with loading(checked, "VAE"):
+    with report_loading(checked, "VAE"):
         encodes = plan.encodes_clips or bool(plan.images)  # else clips are only decoded
         clip_encoders = parallel.one_at_a_time(
             "loading the VAE",

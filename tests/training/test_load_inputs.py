@@ -13,8 +13,8 @@ from torch import nn
 
 from finetrainers.models import common
 from finetrainers.sampling import sampler
-from finetrainers.training import load_work
-from finetrainers.training.load_work import load_texts
+from finetrainers.training import load_inputs
+from finetrainers.training.load_inputs import load_text_conditioning
 from finetrainers.training.trainer import Trainer
 
 
@@ -28,7 +28,7 @@ def test_ranks_that_have_found_other_data_do_not_begin() -> None:
     plan = SimpleNamespace(fingerprint="one", fingerprint_of="files")
     checked: object = SimpleNamespace(config=None, plan=plan)
     with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 have found other data, .* other files, or what is"):
-        load_texts(checked, None, Differing(0, 3), None)  # type: ignore[arg-type]
+        load_text_conditioning(checked, None, Differing(0, 3), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("encodes", "images"), [(True, []), (False, ["a.png"]), (False, [])])
@@ -44,20 +44,20 @@ def test_parts_load_on_all_processes_at_once_where_each_of_them_is_mapped(
         def one_at_a_time(self, what: str, load: Any, *, together: Any = False) -> Any:
             raise Asked(what, together)
 
-    monkeypatch.setattr(load_work, "are_mapped", lambda model, parts: (model, *parts))
-    monkeypatch.setattr(load_work, "method_spec", lambda _: SimpleNamespace(caches_texts=lambda _: False))
+    monkeypatch.setattr(load_inputs, "are_mapped", lambda model, parts: (model, *parts))
+    monkeypatch.setattr(load_inputs, "method_spec", lambda _: SimpleNamespace(caches_texts=lambda _: False))
     plan = SimpleNamespace(encodes_clips=encodes, images=images)
     checked: Any = SimpleNamespace(config=SimpleNamespace(model="m"), plan=plan, sampled=[])
     facts = SimpleNamespace(text_parts=("tokenizer", "text_encoder"), clip_parts=("vae", "image_encoder"))
     spec, watchdog = SimpleNamespace(facts=facts), SimpleNamespace(enter=lambda _: None)
     with pytest.raises(Asked) as asked:
-        load_work.load_work(checked, spec, Asking(), watchdog, None)  # type: ignore[arg-type]
+        load_inputs.load_batch_source(checked, spec, Asking(), watchdog, None)  # type: ignore[arg-type]
     parts = ("vae", "image_encoder") if encodes or images else ("vae",)
     assert asked.value.args == ("loading the VAE", ("m", *parts))
     with pytest.raises(Asked) as asked:
-        load_work._conditioned(checked, spec, Asking(), watchdog, texts=None, samples_in=None)  # type: ignore[arg-type]
+        load_inputs._load_or_encode(checked, spec, Asking(), watchdog, texts=None, sampling_dtype=None)  # type: ignore[arg-type]
     assert asked.value.args == ("loading the text encoders", ("m", "tokenizer", "text_encoder"))
-    monkeypatch.setattr(sampler, "are_mapped", load_work.are_mapped)
+    monkeypatch.setattr(sampler, "are_mapped", load_inputs.are_mapped)
     sampling: Any = SimpleNamespace(config=checked.config, spec=spec, parallel=Asking())
     with pytest.raises(Asked) as again:
         sampler.Sampler.encode(sampling, [])
