@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.dry_run import dry_run_report
@@ -25,7 +26,6 @@ from finetrainers.training.callbacks.base import Callback
 from finetrainers.training.checkpoints.restore import find_damage
 from finetrainers.training.guards.hacking import HACKING_GUARD
 from finetrainers.training.memory_failure import MemoryFailures
-from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.training.state import TrainState
 from finetrainers.training.trainer import Trainer
 from finetrainers.training.watchdog import Watchdog

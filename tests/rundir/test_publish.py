@@ -211,7 +211,7 @@ def test_a_manifest_says_what_the_checkpoint_is_of(options: Callable[..., dict],
     # The room that was asked for is the room that it takes.
     taken = sum(entry["size"] for entry in manifest["files"].values())
     snapshot = saving.take_snapshot(done.state)
-    needed = saving._room_needed(done.state, [(snapshot.num_bytes(), 0)]) - saving._SPARE
+    needed = saving._bytes_needed(done.state, [(snapshot.num_bytes(), 0)]) - saving._SPARE
     assert 0.5 * taken < needed < taken + 2**20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,12 @@ def fail(*_: Any, **__: Any) -> Any:
     raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 
 
+def train(trainer: Any) -> None:
+    """Begin as `Trainer.run` does."""
+    with Trainer._running(trainer):
+        Trainer._begin(trainer)
+
+
 #: Where memory may run out besides forward and backward: what is called, and the parts of the state that it meets.
 ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "exchanging and clipping gradients": (
@@ -177,8 +184,8 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"requests": SimpleNamespace(sample=False), "watchdog": SimpleNamespace(enter=lambda _: None)},
     ),
     "training": (
-        Trainer._run,
-        {"step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
+        train,
+        {"requests": SimpleNamespace(watched=nullcontext), "step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
          "memory": SimpleNamespace(begin_training=lambda: None)},
     ),
 }  # fmt: skip
@@ -195,6 +202,10 @@ def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None
         _attempts=lambda _: [],
         _log=None,
         _blocked_s=0.0,
+        _hardware=None,
+        _stopping=nullcontext,
+        _interruptible=nullcontext,
+        saving=SimpleNamespace(running=nullcontext),
     )
     with pytest.raises(OutOfMemory, match=rf"^out of memory while {doing} \(CUDA error: out of memory\)\. .*{advice}"):
         call(trainer)
