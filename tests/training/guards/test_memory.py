@@ -185,7 +185,8 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "training": (
         train,
-        {"requests": SimpleNamespace(watched=nullcontext), "step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
+        {"requests": SimpleNamespace(watched=nullcontext), "step": 0, "total_steps": 0,
+         "watchdog": SimpleNamespace(enter=lambda _: None),
          "memory": SimpleNamespace(begin_training=lambda: None)},
     ),
 }  # fmt: skip
