@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from finetrainers.demo.rewarded import reward_config
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.methods.grpo.no_replay.no_replay import RolloutGradients
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.preflight import preflight
 from finetrainers.training.assemble import assemble
-from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.training.trainer import Trainer
 from finetrainers.training.watchdog import Watchdog
 

@@ -39,6 +39,7 @@ from finetrainers.data.inspect.batch_counts import BatchCounts  # noqa: E402
 from finetrainers.data.inspect.plan import DatasetPlan  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for, optimizer_state_bytes  # noqa: E402
+from finetrainers.memory.recorder import MemoryRecorder  # noqa: E402
 from finetrainers.methods.base import MethodParts, Step  # noqa: E402
 from finetrainers.methods.sft import SFT  # noqa: E402
 from finetrainers.models import common  # noqa: E402
@@ -52,7 +53,6 @@ from finetrainers.plan.resume_plan import new_run  # noqa: E402
 from finetrainers.plan.throughput import attach_flop_meter, peak_flops  # noqa: E402
 from finetrainers.plan.trainable import make_trainable, trainable_dtype, trainable_parameters  # noqa: E402
 from finetrainers.rundir.run_dir import RunDirectory  # noqa: E402
-from finetrainers.training.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.training.state import TrainState  # noqa: E402
 from finetrainers.training.trained_weights import load_trainable_transformer  # noqa: E402
 from finetrainers.training.trainer import Trainer  # noqa: E402

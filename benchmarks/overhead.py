@@ -35,6 +35,7 @@ from finetrainers.config.load import load_config  # noqa: E402
 from finetrainers.config.root import TrainConfig  # noqa: E402
 from finetrainers.demo.clips import to_tensor  # noqa: E402
 from finetrainers.demo.scratch import build_model  # noqa: E402
+from finetrainers.memory.recorder import MemoryRecorder  # noqa: E402
 from finetrainers.methods.base import standard_normal  # noqa: E402
 from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
 from finetrainers.models.spec import Batch, ModelSpec  # noqa: E402
@@ -43,7 +44,6 @@ from finetrainers.plan.preflight import preflight  # noqa: E402
 from finetrainers.plan.trainable import trainable_dtype  # noqa: E402
 from finetrainers.training.assemble import assemble  # noqa: E402
 from finetrainers.training.callbacks.base import Callback  # noqa: E402
-from finetrainers.training.memory_recorder import MemoryRecorder  # noqa: E402
 from finetrainers.training.state import TrainState  # noqa: E402
 from finetrainers.training.trained_weights import load_trainable_transformer  # noqa: E402
 from finetrainers.training.watchdog import Watchdog  # noqa: E402

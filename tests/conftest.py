@@ -152,5 +152,5 @@ def benchmark_script() -> Iterator[Callable[[str], ModuleType]]:
 
     yield load
     for name in loaded:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
     sys.path[:] = path

@@ -157,9 +157,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         + (0.0 if workload.accumulates else moment.made * made)
         for moment in gathered.backward
     )
-    moving = max(
-        made + max(forward, backward) if workload.accumulates else max(forward, backward), gathered.after / GIB
-    )
+    at_work = max(forward, backward) + (made if workload.accumulates else 0.0)
     parts = {
         **fixed,
         **gradients,
@@ -172,9 +170,8 @@ def estimate(workload: Workload) -> MemoryPlan:
     }
     persistent_bytes = sum(fixed.values())
     return MemoryPlan(
-        parts, persistent_bytes + moving, workload.swap, (1 + workload.waiting_calls[0]) * units.on_host * unit,
-        persistent_bytes,
-        workload.waiting_on_host / GIB,
+        parts, persistent_bytes + max(at_work, gathered.after / GIB), workload.swap,
+        (1 + workload.waiting_calls[0]) * units.on_host * unit, persistent_bytes, workload.waiting_on_host / GIB,
     )  # fmt: skip
 
 

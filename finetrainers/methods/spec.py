@@ -76,16 +76,6 @@ class TrainingSet(Protocol):
         ...
 
     @property
-    def size_option(self) -> str:
-        """Option that sets the sizes."""
-        ...
-
-    @property
-    def beside_memory(self) -> str:
-        """Description of the components whose memory is not in the estimate."""
-        ...
-
-    @property
     def cut_in_batches(self) -> bool:
         """Whether the items of a step depend on batch size, accumulation and number of processes."""
         ...

@@ -23,11 +23,10 @@ class SizesPlan:
 
     buckets: tuple[Size, ...]
     encodes_clips: bool
-    size_option: str
     needs_empty_text: bool = True
 
     fingerprint = ""
-    fingerprint_of = title = texts = example = beside_memory = ""
+    fingerprint_of = title = texts = example = ""
     warnings = notes = ()
     cut_in_batches = False
     count = 0
@@ -89,6 +88,6 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
         message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
         raise ConfigError([Problem(f"--{option}", message)])
     return SizesPlan(
-        tuple(buckets), encodes_clips=not method.samples, size_option=method.size_options[0],
+        tuple(buckets), encodes_clips=not method.samples,
         needs_empty_text=method.needs_text(config),
     )  # fmt: skip

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from finetrainers.memory.recorder import MemoryRecorder
+from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.automatic import within_budget
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.init_distributed import make_strategy
@@ -24,7 +26,6 @@ from finetrainers.training.callbacks.base import Callback
 from finetrainers.training.checkpoints.restore import find_damage
 from finetrainers.training.guards.hacking import HACKING_GUARD
 from finetrainers.training.memory_failure import MemoryFailures
-from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.training.state import TrainState
 from finetrainers.training.trainer import Trainer
 from finetrainers.training.watchdog import Watchdog
@@ -75,15 +76,7 @@ def run(
             watchdog.enter("loading")
             arm_faults()
             fault_point("start")
-            # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
-            if parallel.broadcast_object(
-                parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
-            ):
-                checked = examine_weights(get_ready(config, earlier=checked))
-            damaged: dict[Path, str] = {}
-            while damage := find_damage(checked.start, parallel):
-                damaged |= damage
-                checked = examine_weights(get_ready(config, damaged=damaged, earlier=checked))
+            checked = _choose_checkpoint_again(checked, parallel)
             print_warnings(check_room(checked, parallel))
             if parallel.is_main:
                 print_planned(checked)
@@ -100,6 +93,20 @@ def run(
                 trainer.run()
                 _conclude(trainer, checked)
     return state
+
+
+def _choose_checkpoint_again(checked: ResolvedRun, parallel: Strategy) -> ResolvedRun:
+    """Return the run, checked again if checkpoints have changed or the chosen one is damaged; all ranks call it."""
+    config = checked.config
+    # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
+    has_changed = parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
+    if parallel.broadcast_object(has_changed):
+        checked = examine_weights(get_ready(config, earlier=checked))
+    damaged: dict[Path, str] = {}
+    while damage := find_damage(checked.start, parallel):
+        damaged |= damage
+        checked = examine_weights(get_ready(config, damaged=damaged, earlier=checked))
+    return checked
 
 
 def _conclude(trainer: Trainer, checked: ResolvedRun) -> None:

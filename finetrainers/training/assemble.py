@@ -14,6 +14,7 @@ from torch import nn
 
 from finetrainers.config.frame_conditioning import select_conditioning_modes
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.methods.base import MethodParts
 from finetrainers.methods.registry import load_method, method_spec
 from finetrainers.methods.spec import BatchSource
@@ -46,7 +47,6 @@ from .checkpoints.restore import check_restorable, restore
 from .checkpoints.save import shares_saving
 from .guards.memory import advise_on_oom
 from .load_inputs import load_batch_source, load_text_conditioning
-from .memory_recorder import MemoryRecorder
 from .sampling import EncodedPrompts
 from .state import TrainState
 from .trained_weights import load_trainable_transformer, mapped_dtype, store_initial_lora

@@ -14,6 +14,7 @@ from finetrainers.config.target import TargetDevice
 from finetrainers.memory.advice import MEMORY_OPTIONS, MemoryOption, meets_needs, with_options_set
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import with_reserve
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.plan.memory_plan import run_memory
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import memory_table
@@ -34,7 +35,6 @@ from finetrainers.utils.phases import (
 from finetrainers.utils.text import aligned
 
 from .guards.memory import ADVICE, OutOfMemory, is_out_of_memory
-from .memory_recorder import MemoryRecorder
 from .state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.methods.base import Method
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.spec import FlopMeter, ModelSpec
@@ -24,7 +25,6 @@ from .guards.memory import MemoryGuard
 from .guards.nonfinite import NonFiniteGuard
 from .guards.spikes import SpikeDetector
 from .guards.straggler import StragglerMonitor
-from .memory_recorder import MemoryRecorder
 from .staging import Staging
 from .watchdog import Watchdog
 

@@ -49,7 +49,8 @@ def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(train: Call
         assert place in (tmp_path / section / "hangs" / "rank-0.txt").read_text()
 
 
-def test_a_worker_that_hangs_on_an_unneeded_batch_does_not_keep_a_finished_run(
+@pytest.mark.rotating
+def test_a_worker_that_hangs_on_a_batch_that_nobody_needs_does_not_keep_a_finished_run(
     train: Callable[..., Any], files: Any
 ) -> None:
     done = train("hang@data:5", train_steps=4, dataloader_num_workers=1, checkpointing_steps=0)
@@ -58,7 +59,6 @@ def test_a_worker_that_hangs_on_an_unneeded_batch_does_not_keep_a_finished_run(
     assert files.events[-1] == "finished"
 
 
-@pytest.mark.rotating
 def test_what_hangs_while_a_finished_run_is_closed_costs_nothing(
     python: Python, flags: Callable[..., list[str]], files: Any, tmp_path: Path
 ) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from finetrainers.config.sections import OptimizerSection
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.optim.factory import create_optimizer
-from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.utils.phases import LOADING, TRAINING_STEP, phase
 
 pytestmark = [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from finetrainers.config.load import load_config
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.methods.registry import method_spec
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import ResolvedRun, preflight
@@ -18,7 +19,6 @@ from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.training import memory_failure
 from finetrainers.training.guards.memory import OutOfMemory
 from finetrainers.training.memory_failure import MemoryFailures, planned_memory, suggest_change
-from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.utils.host_memory import HostMemory
 from finetrainers.utils.phases import ENCODING_TEXT, PHASES, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
 

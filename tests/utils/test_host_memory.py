@@ -1,6 +1,6 @@
 """Freed memory that serves the next tensors.
 
-Measurements of host memory are in `tests/training/test_memory_recorder.py`.
+Measurements of host memory are in `tests/memory/test_recorder.py`.
 """
 
 from __future__ import annotations

@@ -68,11 +68,9 @@ class DatasetPlan:
     critical_options = CRITICAL
     cut_in_batches = True
     title = "data"
-    beside_memory = ""
     encodes_clips = True
     images = ()
     texts = "captions"
-    size_option = "video_resolution_buckets"
 
     def checked(self) -> DatasetPlan:
         """Return this plan if it can be trained on.

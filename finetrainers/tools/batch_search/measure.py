@@ -19,10 +19,10 @@ from finetrainers.data.buckets.clip import cut_to
 from finetrainers.data.inspect.plan import DatasetPlan
 from finetrainers.data.loading.training_data import longest_captions
 from finetrainers.memory.estimate import GIB
+from finetrainers.memory.recorder import MemoryRecorder
 from finetrainers.plan.init_distributed import make_strategy
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.training.assemble import assemble
-from finetrainers.training.memory_recorder import MemoryRecorder
 from finetrainers.training.trainer import Trainer
 from finetrainers.training.watchdog import Watchdog
 from finetrainers.utils.failures import is_out_of_memory

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +155,12 @@ def fail(*_: Any, **__: Any) -> Any:
     raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
 
 
+def train(trainer: Any) -> None:
+    """Begin as `Trainer.run` does."""
+    with Trainer._running(trainer):
+        Trainer._begin(trainer)
+
+
 #: Where memory may run out besides forward and backward: what is called, and the parts of the state that it meets.
 ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "exchanging and clipping gradients": (
@@ -178,10 +184,10 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"requests": SimpleNamespace(sample=False), "watchdog": SimpleNamespace(enter=lambda _: None)},
     ),
     "training": (
-        Trainer.run,
-        {"step": 0, "total_steps": 0, "watchdog": SimpleNamespace(enter=lambda _: None),
-         "memory": SimpleNamespace(begin_training=lambda: None), "transformer": torch.nn.Linear(1, 1),
-         "requests": SimpleNamespace(watched=contextlib.nullcontext)},
+        train,
+        {"requests": SimpleNamespace(watched=nullcontext), "step": 0, "total_steps": 0,
+         "watchdog": SimpleNamespace(enter=lambda _: None),
+         "memory": SimpleNamespace(begin_training=lambda: None)},
     ),
 }  # fmt: skip
 
@@ -190,16 +196,17 @@ ELSEWHERE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None:
     call, parts = ELSEWHERE[doing]
     advice = "host memory" if "saving" in doing else "--gradient_checkpointing"
-    trainer: Any = object.__new__(Trainer)
-    vars(trainer).update(
+    trainer = SimpleNamespace(
         state=SimpleNamespace(**parts),
-        callbacks=[SimpleNamespace(on_start=fail, on_step=fail, on_stop=lambda _: None)],
+        callbacks=[SimpleNamespace(on_start=fail, on_step=fail)],
         lr_at=lambda _: 0.0,
-        saving=SimpleNamespace(running=contextlib.nullcontext),
         _attempts=lambda _: [],
-        _hardware=None,
         _log=None,
         _blocked_s=0.0,
+        _hardware=None,
+        _call_on_stop=nullcontext,
+        _save_on_interrupt=nullcontext,
+        saving=SimpleNamespace(running=nullcontext),
     )
     with pytest.raises(OutOfMemory, match=rf"^out of memory while {doing} \(CUDA error: out of memory\)\. .*{advice}"):
         call(trainer)

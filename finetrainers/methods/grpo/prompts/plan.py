@@ -51,10 +51,8 @@ class PromptPlan:
     critical_options = critical_options("grpo")
     cut_in_batches = False
     title = "prompts"
-    beside_memory = "the VAE, which decodes the clips, and rewards that are networks"
     encodes_clips = False
     texts = "prompts"
-    size_option = "rollout_size"
     rates = ()  # clips are sampled at the model's own frame rate
 
     @property

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetrainers.training import memory_recorder
-from finetrainers.training.memory_recorder import FIGURES, MemoryRecorder, max_peaks
+from finetrainers.memory import recorder as memory_recorder
+from finetrainers.memory.recorder import FIGURES, MemoryRecorder, max_peaks
 from finetrainers.utils import host_memory
 from finetrainers.utils.host_memory import HostMemory, read_host_memory, take_peak_rss, workers_bytes
 from finetrainers.utils.phases import CHECKPOINT, LOADING, REWARD, ROLLOUT, TRAINING_STEP, VALIDATION, phase
