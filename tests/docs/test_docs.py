@@ -78,7 +78,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "command",  # of benchmarks/checkpoint_kills.py
     "write", "fits", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
-    "follow", "rotation",  # of mypy and the tests
+    "follow", "rotation", "show",  # of mypy and the tests
     "logdir", "samples_per_plugin",  # of tensorboard
 }  # fmt: skip
 

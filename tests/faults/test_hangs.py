@@ -50,7 +50,7 @@ def test_what_hangs_before_the_first_step_or_after_the_last_is_ended(train: Call
 
 
 @pytest.mark.rotating
-def test_a_worker_that_hangs_on_a_batch_that_nobody_needs_does_not_keep_a_finished_run(
+def test_a_worker_that_hangs_on_an_unneeded_batch_does_not_keep_a_finished_run(
     train: Callable[..., Any], files: Any
 ) -> None:
     done = train("hang@data:5", train_steps=4, dataloader_num_workers=1, checkpointing_steps=0)

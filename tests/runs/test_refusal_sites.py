@@ -68,7 +68,7 @@ AFTER = {
         models/files/hub_help.py: fetch_config 3
         parallel/fsdp.py: FSDP.__init__ 2
         parallel/pulse.py: Pulse.waiting
-        parallel/ranks.py: Ranks.raise_if_any_failed, _host_group
+        parallel/ranks.py: DistributedContext.raise_if_any_failed, _host_group
         parallel/strategy.py: Strategy.__init__ 3
         parallel/zero.py: ZeRO.__init__ 2
         rewards/served.py: ServedReward.score 3
@@ -80,7 +80,7 @@ AFTER = {
         training/guards/memory.py: Attempt.__exit__, MemoryGuard.attempts, advise_on_oom
         training/memory_failure.py: MemoryFailures.write_on_oom
         training/guards/nonfinite.py: NonFiniteGuard.choose_action 2
-        training/rollback.py: _newest
+        training/rollback.py: _find_newest
         methods/dpo/pairs.py: PairFetch.__call__
         methods/grpo/advantage.py: _values
         methods/grpo/prompts/images.py: ImageConditioning.network_inputs
@@ -125,7 +125,7 @@ AFTER = {
         memory/casting.py: enable_layerwise_upcasting
         memory/checkpointing.py: set_activation_memory
         methods/grpo/advantage.py: best_of_n, compute_advantages
-        methods/grpo/rollout/collect.py: Collector._jobs_by_rank
+        methods/grpo/rollout/collect.py: RolloutCollector._jobs_by_rank
         methods/grpo/prompts/prompts.py: PromptOrder.__init__
         methods/grpo/rollout_method.py: RolloutMethod.steps
         models/cogvideox.py: CogVideoXSpec._check_positions, CogVideoXSpec.predict 2
