@@ -197,7 +197,7 @@ GIVEN = {
 def test_frames_of_every_kind_are_clean_and_leave_the_loss(kind: str, tiny_repo: Callable[..., Path]) -> None:
     setting = Setting(tiny_repo("ltx_video"), "ltx_video", given=f"{kind}=1", window_context=2, window=9)
     assert set(GIVEN) == set(KINDS) - {"prefix", "suffix"} | {"prefix", "prefix:5", "suffix", "suffix:4"}
-    setting.method.temporal = 2
+    setting.method.frames_per_latent = 2
     within = (1, 4 + (3 << 32))  # the fourth window of item 4
     batch = make_batch(setting, frames=5, keys=[(0, 0), (0, 1), (0, 2), (3, 0), within], within=[within])
     loss, _ = setting.method.loss(torch.nn.Identity(), batch)
@@ -357,7 +357,7 @@ def test_frames_of_every_kind_are_told_on_channels_and_stay_in_the_loss(
     keys = [(0, 0), (0, 1), (2, 3), within]
     for kind, known in GIVEN.items():
         setting = Setting(repository, family, given=f"{kind}=1", window_context=2, window=9)
-        setting.method.temporal = 2
+        setting.method.frames_per_latent = 2
         batch = make_batch(setting, frames=5, keys=keys, within=[within])
         loss, _ = setting.method.loss(torch.nn.Identity(), batch)
         ((x, t, _, meta),) = setting.seen
