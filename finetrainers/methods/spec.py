@@ -278,13 +278,13 @@ class MethodSpec:
         from finetrainers.data.reading.datasets import read_datasets
         from finetrainers.data.reading.items import DataError
 
-        keys = [option.key for name, option in fields().items() if name in self.unread and option.section == "data"]
-        changes = {key: "" if key == "mask_column" else fields()[key].default for key in keys}
+        options = [option for name, option in fields().items() if name in self.unread and option.section == "data"]
+        changes = {option.key: "" if option.key == "mask_column" else option.default for option in options}
         data = config.data.model_copy(update=changes)
         problems = [
             f"{dataset.prefix}{key}: --method {config.training.method} does not read it; remove it"
-            for dataset in (read_datasets(data) if keys and data.dataset else ())
-            for key in keys
+            for dataset in (read_datasets(data) if changes and data.dataset else ())
+            for key in changes
             if getattr(dataset.data, key) != getattr(data, key)
         ]
         if problems:

@@ -38,7 +38,7 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RE
 _APPEAR_S = 60.0
 _POLL_S = 0.02
 #: Interval of the first process's signs of life while it works; without one for `_SILENCE_S` it counts as stopped.
-_BEAT_S, _SILENCE_S = 1.0, 600.0
+_BEAT_S, _SILENCE_S, _PERIODS = 1.0, 600.0, 10
 _LENGTH = struct.Struct(">Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _calls = itertools.count()
@@ -184,7 +184,7 @@ def _read_answer(connection: socket.socket, *, timeout_s: float) -> bytes:
     deadline, length = time.monotonic() + timeout_s, 0
     try:
         while not length:
-            connection.settimeout(max(_POLL_S, min(_SILENCE_S, deadline - time.monotonic())))
+            _wait_readable(connection, deadline)
             (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
             if not length and time.monotonic() > deadline:
                 raise TimeoutError
@@ -197,6 +197,21 @@ def _read_answer(connection: socket.socket, *, timeout_s: float) -> bytes:
         raise LocalRankZeroError(message) from None
     except OSError:
         raise LocalRankZeroError("the first process of this machine has ended: its own output says why") from None
+
+
+def _wait_readable(connection: socket.socket, deadline: float) -> None:
+    """Wait for bytes of the first process, in periods: while all processes are suspended, only one of them passes.
+
+    Raises:
+        TimeoutError: none came before the deadline, or for `_SILENCE_S`.
+    """
+    for _ in range(_PERIODS):
+        period_s = max(_POLL_S, min(_SILENCE_S / _PERIODS, deadline - time.monotonic()))
+        if select.select([connection], [], [], period_s)[0]:
+            return
+        if time.monotonic() > deadline:
+            break
+    raise TimeoutError
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:

@@ -19,7 +19,7 @@ from finetrainers.utils.json_objects import from_json, to_json
 
 #: What both of two processes ask; each prints what came of it.
 QUESTIONS = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.plan import once_per_node as module
@@ -33,6 +33,15 @@ def made(): return ("by", rank)
 def refused(): raise ConfigError([Problem("--lr", f"found by {rank}"), Problem("", "second")])
 def failed(): raise OSError(28, f"No space left on device for {rank}")
 def slow(): time.sleep(1.5); return "slow"
+def suspended():
+    waiting = asks.with_name("second")
+    while not waiting.exists(): time.sleep(0.01)
+    both = f"{waiting.read_text()} {os.getpid()}"
+    # The one that waits goes on first, before there is another sign of life.
+    resume = f"for each in {both}; do kill -CONT $each; sleep 0.1; done"
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -STOP {both}; sleep 1.5; {resume}"])
+    time.sleep(3)
+    return "suspended"
 def too_slow(): time.sleep(1.5); return "too slow"
 def stopped():
     asks.with_name("first").write_text(str(os.getpid()))
@@ -43,8 +52,9 @@ def ended():
     os.kill(os.getpid(), signal.SIGKILL)
 
 for make, question in ((made, "same"), (made, rank), (refused, ""), (failed, ""), (made, "then"), (slow, ""),
-                       (too_slow, ""), (stopped, ""), (ended, "")):
+                       (suspended, ""), (too_slow, ""), (stopped, ""), (ended, "")):
     if rank == 1 and make is ended: asks.touch()
+    if rank == 1 and make is suspended: asks.with_name("second").write_text(str(os.getpid()))
     try:
         print(once_per_node(make, question, timeout_s=0.3 if make is too_slow else 60), flush=True)
     except ConfigError as error:
@@ -79,7 +89,7 @@ def test_every_outcome_is_shared(python: Python, tmp_path: Path) -> None:
     problems = "['--lr: found by 0', 'second']"
     full = "[Errno 28] No space left on device for 0"
     assert first.stdout.splitlines() == [
-        "('by', 0)", "('by', 0)", problems, f"OSError {full}", "('by', 0)", "slow", "too slow", "None",
+        "('by', 0)", "('by', 0)", problems, f"OSError {full}", "('by', 0)", "slow", "suspended", "too slow", "None",
     ]  # fmt: skip
     lines = second.stdout.splitlines()
     assert lines[:3] == ["('by', 0)", "('by', 1)", problems]  # with other options it finds out for itself
@@ -89,6 +99,7 @@ def test_every_outcome_is_shared(python: Python, tmp_path: Path) -> None:
     assert lines[4:] == [
         "('by', 0)",
         "slow",  # for longer than a process may be silent
+        "suspended",  # both, as by a scheduler or a laptop's lid
         "LocalRankZeroError the first process of this machine was not ready after 0.3 s",
         "LocalRankZeroError the first process of this machine has been stopped, or hangs: no sign of life for 1 s",
         "LocalRankZeroError the first process of this machine has ended: its own output says why",
