@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import finetrainers
+from finetrainers.utils.failures import Kind
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,6 +32,12 @@ def test_the_package_shows_its_public_names() -> None:
         found = getattr(finetrainers, name)
         assert found.__name__ == name
         assert found.__doc__
+
+
+def test_the_page_on_python_explains_each_kind_of_problem() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    table = page.partition("| kind | meaning |")[2]
+    assert tuple(re.findall(r"^\| `(\w+)` \|", table, re.M)) == get_args(Kind)
 
 
 def test_importing_the_package_costs_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import wording
 LIMITS = {
     "opening": 4, "none": 0, "so many": 5, "is no": 35, "of its own": 79, "of": 7, "also": 28, "says": 36,
     "idiom": 58, "what is": 75, "which": 52, "weights": 22, "number": 167, "term": 122, "name": 100,
+    "sentence": 1601,
 }  # fmt: skip
 CODE = '''"""What is drawn.
 
@@ -24,6 +25,15 @@ def fate_of(found):
 '''
 
 
+TEST = """
+@pytest.mark.parametrize("message", ["no such file here", "lr"])
+def test(message: str) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        call("a red ball moves")
+    assert "is not a number" in call(message)
+"""
+
+
 def test_counts_do_not_rise() -> None:
     risen = {name: number for name, number in wording.count().items() if number > LIMITS[name]}
     assert not risen, "python tests/wording.py --show RULE prints the places"
@@ -32,9 +42,12 @@ def test_counts_do_not_rise() -> None:
 def test_every_kind_of_text_is_read(tmp_path: Path) -> None:
     (tmp_path / "finetrainers").mkdir()
     (tmp_path / "finetrainers" / "module.py").write_text(CODE)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_module.py").write_text(TEST)
     for page in ("README.md", "CONTRIBUTING.md"):
         (tmp_path / page).write_text("# A page\n\nThe way by which `what is kept` is told,\nalso when it is no use.\n")
     assert wording.count(tmp_path) == {
         "opening": 1, "none": 1, "so many": 1, "is no": 2, "of its own": 1, "of": 1, "also": 3, "says": 3, "idiom": 2,
         "what is": 2, "which": 2, "weights": 1, "number": 1, "term": 1, "name": 3,
+        "sentence": 3,
     }  # fmt: skip

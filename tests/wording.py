@@ -1,5 +1,5 @@
 """Count phrases and names that readers cannot grep or understand alone, in pages, messages, docstrings, comments and
-code.
+code; and the sentences that tests compare with, instead of the kind and the place of a problem.
 
 `python tests/wording.py` prints the count of each rule, `python tests/wording.py --show RULE` where it stands.
 """
@@ -19,8 +19,8 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[1]
 #: What a text is: of a page, a message or another text of code, a docstring, its first line, a comment, or the name of
-#: a function, a parameter or a variable.
-Kind = Literal["page", "string", "docstring", "first line", "comment", "name"]
+#: a function, a parameter or a variable; or of what a test compares with.
+Kind = Literal["page", "string", "docstring", "first line", "comment", "name", "assertion"]
 PROSE: frozenset[Kind] = frozenset({"page", "string", "docstring", "comment"})
 
 
@@ -88,7 +88,14 @@ RULES = {
         r"|begun|some|whole|again|taken|of|at|apart|alone|under)$|^_?(why|what|how|whose|of|not)_|_of$",
         frozenset({"name"}),
     ),
+    "sentence": Rule(
+        "compare kind and place by tests/refusals.py; tests/test_sentences.py has the sentences",
+        r"\b[a-z]+(?:,? [a-z]+){2}\b.*",
+        frozenset({"assertion"}),
+    ),
 }
+#: Files whose tests are about sentences.
+SENTENCES = ("test_sentences.py", "test_wording.py")
 
 
 def texts(root: Path) -> Iterator[tuple[Path, int, Kind, str]]:
@@ -99,6 +106,9 @@ def texts(root: Path) -> Iterator[tuple[Path, int, Kind, str]]:
             yield from ((path, 0, "page", text) for text in _paragraphs(path.read_text(encoding="utf-8")))
     for path in sorted((root / "finetrainers").rglob("*.py")):
         yield from ((path, line, kind, text) for line, kind, text in _code(path.read_text(encoding="utf-8")))
+    for path in sorted((root / "tests").rglob("*.py")):
+        if path.name not in SENTENCES:
+            yield from ((path, line, "assertion", text) for line, text in _compared(path.read_text(encoding="utf-8")))
 
 
 def _paragraphs(page: str) -> Iterator[str]:
@@ -129,6 +139,20 @@ def _code(source: str) -> Iterator[tuple[int, Kind, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], "comment", token.string.lstrip("#: ")
+
+
+def _compared(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the strings in assertions, in the arguments `match` and in the cases of a test."""
+    for node in ast.walk(ast.parse(source)):
+        compared: list[ast.expr] = []
+        if isinstance(node, ast.Assert):
+            compared = [node.test]
+        elif isinstance(node, ast.keyword) and node.arg == "match":
+            compared = [node.value]
+        elif isinstance(node, ast.FunctionDef):
+            compared = node.decorator_list
+        strings = (part for value in compared for part in ast.walk(value) if isinstance(part, ast.Constant))
+        yield from ((part.lineno, part.value) for part in strings if isinstance(part.value, str))
 
 
 def count(root: Path = ROOT, show: str | None = None) -> Counter[str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetrainers.utils.failures import Kind, error_kind
 from finetrainers.utils.text import nearest, quoted, shortened
 
 #: Our messages for pydantic's kinds of errors whose own messages are written for programmers.
@@ -42,17 +43,24 @@ class Problem:
     Attributes:
         where: the flag, or `file:line`, that has to change.
         message: the problem, with the value, and how to fix it.
+        kind: what is wrong, for programs; messages may change.
         about: flat names of the options that were probably meant; rules that depend on them are not checked.
         is_local: whether only this machine has it: a package or a compiler that is not installed.
     """
 
     where: str
     message: str
+    kind: Kind = "invalid"
     about: tuple[str, ...] = ()
     is_local: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
+
+    @classmethod
+    def from_error(cls, where: str, error: Exception) -> Problem:
+        """Return the problem that an error at this place reports, with its kind."""
+        return cls(where, str(error), error_kind(error))
 
 
 class ConfigError(ValueError):
@@ -89,6 +97,14 @@ class ConfigError(ValueError):
 
 def _number(bound: Any) -> str:
     return f"{bound:g}" if bound % 1 else str(int(bound))
+
+
+def value_kind(entry: Mapping[str, Any]) -> Kind:
+    """Return the kind of one of `pydantic.ValidationError.errors()`."""
+    if entry["type"] == "value_error":
+        return error_kind(entry["ctx"]["error"])
+    kinds: dict[str, Kind] = {"literal_error": "unknown", "extra_forbidden": "unknown", "missing": "required"}
+    return kinds.get(entry["type"], "invalid")
 
 
 def value_message(entry: Mapping[str, Any], *, secret: bool = False, synonyms: Mapping[str, str] | None = None) -> str:

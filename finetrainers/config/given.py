@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetrainers.utils.failures import Kind
+
 from .errors import Problem
 
 #: Place of an option, for messages: from the table, or None without one, and the name, or None for the table itself.
@@ -43,10 +45,10 @@ class RawOptions:
         self.notes += other.notes
         self.is_translated |= other.is_translated
 
-    def refuse(self, name: str, message: str, *about: str) -> None:
+    def refuse(self, name: str, message: str, *about: str, kind: Kind = "invalid") -> None:
         """Remove a name that cannot be read; `about` are the options that it would have set."""
         self.values.pop(name, None)
-        self.problems.append(Problem(self.where[name], message, about))
+        self.problems.append(Problem(self.where[name], message, kind, about))
 
     def put(self, option: str, value: Any, *names: str) -> bool:
         """Set an option instead of other names; return False, and record a problem, if its own name also sets it."""
@@ -54,7 +56,7 @@ class RawOptions:
             self.values.pop(name, None)
         if self.values.get(option) is not None:
             message = f"{', '.join(names)} and {option} ({self.where[option]}) set the same; give one of them"
-            self.refuse(names[0], message, option)
+            self.refuse(names[0], message, option, kind="conflict")
             return False
         self.values[option] = value
         self.where[option] = ", ".join(self.where[name] for name in names)

@@ -18,7 +18,7 @@ from finetrainers.utils.text import nearest
 from .dialects.aliases import FOREIGN, translate
 from .dialects.dancegrpo_command import read_command
 from .dialects.diffusion_pipe import is_diffusion_pipe, translate_document
-from .errors import ConfigError, Problem, value_message
+from .errors import ConfigError, Problem, value_kind, value_message
 from .files import read_text
 from .given import Locate, RawOptions
 from .grpo import COMPARING_METHODS
@@ -222,11 +222,12 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
         name = flat_name(key, table)
         option = fields()[name].field
         if entry["type"] == "missing":
-            problems[name] = Problem(f"--{name}", f"is required: {option.description}")
+            problems[name] = Problem(f"--{name}", f"is required: {option.description}", "required")
             continue
         message = value_message(entry, secret=SecretStr in get_args(option.annotation), synonyms=VALUES.get(name))
         place = where.get(name, f"--{name}")
-        problems.setdefault(name, Problem(place, message if place.endswith(name) else f"{name}: {message}"))
+        message = message if place.endswith(name) else f"{name}: {message}"
+        problems.setdefault(name, Problem(place, message, value_kind(entry)))
     return problems
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from finetrainers.utils.text import quoted
 
 from .base import Section
-from .errors import ConfigError, Problem, value_message
+from .errors import ConfigError, Problem, value_kind, value_message
 from .files import nearest_file, read_text
 from .sections import ValidationSection
 from .values import Place, VideoBucket, check_place
@@ -167,7 +167,7 @@ def _prompt(entry: Any, where: str) -> ValidationPrompt:
     try:
         return ValidationPrompt.model_validate(entry)
     except ValidationError as error:
-        raise ConfigError([Problem(where, _message(detail)) for detail in error.errors()]) from None
+        raise ConfigError([Problem(where, _message(detail), value_kind(detail)) for detail in error.errors()]) from None
 
 
 def _message(error: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from .base import Section
-from .errors import Problem, value_message
+from .errors import Problem, value_kind, value_message
 from .root import fields
 from .values import VideoBucket
 
@@ -80,7 +80,8 @@ def read_options(section: type[S], values: dict[str, Any]) -> tuple[S, list[Prob
         return section.model_validate(values), []
     except ValidationError as error:
         problems_by_option = {
-            str(detail["loc"][0]): Problem(f"--{detail['loc'][0]}", value_message(detail)) for detail in error.errors()
+            str(detail["loc"][0]): Problem(f"--{detail['loc'][0]}", value_message(detail), value_kind(detail))
+            for detail in error.errors()
         }
         valid_values = {name: value for name, value in values.items() if name not in problems_by_option}
         return section.model_validate(valid_values), list(problems_by_option.values())

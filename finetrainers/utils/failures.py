@@ -1,10 +1,20 @@
-"""Expected errors of data, memory, disks, numbers and connections: their message is enough, without a traceback."""
+"""Errors of inputs, with their kind, and expected errors of data, memory, disks and connections: their message is
+enough, without a traceback.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+from typing import Literal, cast
+
+#: Kinds of problems with an input: an option, a name, a file, a folder or a machine. Programs tell problems apart by
+#: them; messages may change. docs/reference/python.md has a table.
+Kind = Literal[
+    "invalid", "unknown", "required", "duplicate", "conflict", "unsupported", "not_found", "unreadable", "mismatch",
+    "occupied", "not_installed", "too_large", "unavailable",
+]  # fmt: skip
 
 #: Error numbers of disks that are full or cannot be written.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -20,6 +30,19 @@ _LATE = ("Timed out waiting", "Connection timed out", "No route to host")
 
 class ExpectedError(Exception):
     """An error whose message names the cause and the remedy; a command prints it without its traceback."""
+
+
+class InputError(ValueError):
+    """An input that cannot be used; a plain ValueError is one of the kind `invalid`."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def error_kind(error: BaseException) -> Kind:
+    """Return the kind of problem that an error reports; `invalid` unless it has another."""
+    return cast(Kind, getattr(error, "kind", "invalid"))
 
 
 def user_message(error: BaseException) -> str | None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetrainers.utils.failures import Kind
+
 from ..errors import Problem
 from ..root import fields
 
@@ -17,9 +19,9 @@ class Findings:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def error(self, option: str, message: str, *, is_local: bool = False) -> None:
-        """Record an error about an option; `is_local`: see `Problem`."""
-        self.errors.append(Problem(f"--{option}", message, is_local=is_local))
+    def error(self, option: str, message: str, kind: Kind = "invalid", *, is_local: bool = False) -> None:
+        """Record an error about an option; `kind` and `is_local`: see `Problem`."""
+        self.errors.append(Problem(f"--{option}", message, kind, is_local=is_local))
 
     def allow_local(self) -> None:
         """Turn errors that only this machine has into warnings, for a run on another machine."""

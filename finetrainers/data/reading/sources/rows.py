@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.text import plural
 
 from ..status import InvalidSample
@@ -29,17 +30,17 @@ _MAX_PROBLEMS = 20
 _MAX_NAMES = 5
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """A dataset that cannot be used; `problems` holds every reason, the message the first 20 and their count."""
 
-    def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
+    def __init__(self, summary: str, problems: Sequence[str] = (), kind: Kind = "invalid") -> None:
         self.problems = list(problems)
         lines = [summary, *(f"  - {problem}" for problem in self.problems[:_MAX_PROBLEMS])]
         if len(self.problems) > _MAX_PROBLEMS:
             lines.append(
                 f"  ... and {len(self.problems) - _MAX_PROBLEMS} more ({plural(len(self.problems), 'problem')})"
             )
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(lines), kind)
 
 
 class Row(NamedTuple):
