@@ -41,6 +41,25 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class LoRASettings:
+    """Recommended settings of a LoRA that is trained on clips, and the steps for a number of clips.
+
+    Attributes:
+        rank: of the LoRA; its alpha is the same.
+        lr: learning rate.
+        steps: optimizer steps for few clips.
+    """
+
+    rank: int
+    lr: float
+    steps: int
+
+    def steps_for(self, clips: int, clips_per_step: int) -> int:
+        """Return the steps that see each clip 40 times: at least `steps`, and at most four times as many."""
+        return min(max(self.steps, 40 * clips // clips_per_step), 4 * self.steps)
+
+
+@dataclass(frozen=True)
 class Facts:
     """Facts from the config files of one checkpoint.
 
@@ -68,6 +87,7 @@ class Facts:
         noise_range: quantiles that the trained part is for.
         heads: attention heads of the network, over which processes can share a clip, or None if not known.
         media: further media that the network takes with every clip, one image per frame, such as `control_video`.
+        lora: recommended settings of a LoRA, or None if there are none.
         misread: the reason why a program takes a file of all weights for another network, by export format.
         read_notes: notes for users on a file that the program reads, by export format.
     """
@@ -90,6 +110,7 @@ class Facts:
     noise_range: tuple[float, float] = (0.0, 1.0)
     media: tuple[str, ...] = ()
     heads: int | None = None
+    lora: LoRASettings | None = None
     misread: Mapping[str, str] = field(default_factory=dict, hash=False)
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 

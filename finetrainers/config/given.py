@@ -23,6 +23,7 @@ class RawOptions:
         where: the place of each, for messages; that of a replaced name stays.
         problems: problems with the names.
         notes: interpretations of names, for the user.
+        chosen: the values that an earlier run has chosen for open options, each with its source.
         is_translated: whether options were read from a command or a file of another trainer.
     """
 
@@ -30,6 +31,7 @@ class RawOptions:
     where: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
     is_translated: bool = False
 
     @property
@@ -39,6 +41,8 @@ class RawOptions:
 
     def override(self, other: RawOptions) -> None:
         """Add options that override those of the same name."""
+        self.chosen = {name: source for name, source in self.chosen.items() if name not in other.values}
+        self.chosen |= other.chosen
         self.values |= other.values
         self.where |= other.where
         self.problems += other.problems

@@ -36,6 +36,8 @@ _PART = r"""[\w-]+|"[^"]*"|'[^']*'"""
 _PATH = rf"(?:{_PART})(?:\s*\.\s*(?:{_PART}))*"
 _HEADER = re.compile(rf"\s*\[+\s*({_PATH})\s*\]+\s*(?:#.*)?$")
 _KEY = re.compile(rf"\s*({_PATH})\s*=")
+#: Table of config.toml with the values that a run has chosen for open options, in a table for each source.
+CHOSEN = "chosen"
 #: Names that are not ours, each read or refused by a dialect.
 OTHER_NAMES = frozenset((*SAME, *INSTEAD, *FOREIGN, *DEPENDENT))
 
@@ -86,6 +88,11 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
         elif entry in sections():
             for name, inner in value.items():
                 _take_option(options, entry, name, inner, locate)
+        elif entry == CHOSEN:
+            for source, chosen in value.items():
+                for name, inner in chosen.items() if isinstance(chosen, Mapping) else ():
+                    _take_option(options, *split_name(name), inner, locate)
+                    options.chosen[name] = source
         else:
             message = f"unknown table [{entry}]{nearest(entry, sections())}"
             options.problems.append(Problem(locate(entry, None), message))
@@ -186,7 +193,9 @@ def _validated(options: RawOptions) -> TrainConfig:
     """
     problems, wrong = list(options.problems), list(options.lost)
     try:
-        config: TrainConfig | None = TrainConfig.model_validate(_by_table(options.values))
+        config: TrainConfig | None = TrainConfig.model_validate(_by_table(options.values)).with_chosen(
+            {}, options.chosen
+        )
     except ValidationError as error:
         value_problems = {
             name: problem for name, problem in _translate(error, options.where).items() if name not in wrong
@@ -231,6 +240,20 @@ def _translate(error: ValidationError, where: Mapping[str, str]) -> dict[str, Pr
     return problems
 
 
-def dump_toml(config: TrainConfig) -> str:
-    """Dump the resolved configuration as TOML that loads back to an equal one; see `Option.dumped`."""
-    return tomli_w.dumps(_by_table({name: value for name, value in config.plain().items() if value is not None}))
+def dump_toml(config: TrainConfig, *, defaults: bool = True) -> str:
+    """Dump the configuration as TOML that loads back to an equal one; see `Option.dumped`.
+
+    Args:
+        config: the configuration.
+        defaults: whether options at their defaults are written, too, if they were not given.
+    """
+    values = {name: value for name, value in config.plain().items() if value is not None}
+    if "train_steps" in config.chosen:  # where epochs stand, steps are not chosen
+        del values["train_epochs"]
+    if not defaults:
+        values = {name: value for name, value in values.items() if config.is_given(name) or config.changed(name)}
+    tables: dict[str, Any] = _by_table({name: value for name, value in values.items() if name not in config.chosen})
+    for name, source in config.chosen.items():
+        if name in values:
+            tables.setdefault(CHOSEN, {}).setdefault(source, {})[name] = values[name]
+    return tomli_w.dumps(tables)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from .base import Section
 from .dpo import DPOSection
@@ -50,6 +50,36 @@ class TrainConfig(Section):
     validation: ValidationSection = _table(ValidationSection)
     run: RunSection = _table(RunSection)
 
+    _chosen: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def chosen(self) -> Mapping[str, str]:
+        """Source of each value that the run has chosen for an open option, such as `family`, by flat name."""
+        return self._chosen
+
+    def with_chosen(self, values: Mapping[str, Any], source: str | Mapping[str, str]) -> TrainConfig:
+        """Return a copy with these values by flat name, which count as chosen by `source` and not as given."""
+        config = self._with_values(values)
+        sources = dict.fromkeys(values, source) if isinstance(source, str) else source
+        config._chosen = {**self._chosen, **sources}
+        return config
+
+    def without_chosen(self, names: Collection[str]) -> TrainConfig:
+        """Return a copy in which those of the named options that were chosen are open again, at their defaults."""
+        opened = {name: fields()[name].default for name in names if name in self._chosen}
+        config = self._with_values(opened)
+        config._chosen = {name: source for name, source in self._chosen.items() if name not in opened}
+        for name in opened:
+            getattr(config, fields()[name].section).model_fields_set.discard(fields()[name].key)
+        return config
+
+    def _with_values(self, values: Mapping[str, Any]) -> TrainConfig:
+        tables: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            tables.setdefault(fields()[name].section, {})[fields()[name].key] = value
+        sections = {table: getattr(self, table).model_copy(update=update) for table, update in tables.items()}
+        return self.model_copy(update=sections)
+
     def changed(self, name: str) -> bool:
         """Return whether option `name` differs from its default (giving the default explicitly requests nothing)."""
         option = fields()[name]
@@ -58,7 +88,7 @@ class TrainConfig(Section):
     def is_given(self, name: str) -> bool:
         """Return whether the user, or a preset, has set an option, even to its default."""
         option = fields()[name]
-        return option.key in getattr(self, option.section).model_fields_set
+        return name not in self._chosen and option.key in getattr(self, option.section).model_fields_set
 
     def get(self, name: str) -> Any:
         """Return the value of the option with flat name `name`."""

@@ -225,6 +225,7 @@ class MethodSpec:
         unread: options that every method accepts and this one does not read, such as those of noise levels or of
             conditioning frames, each with what to use instead, or ''. A run warns of them where they are set, and
             announces none.
+        learns_clips: whether it imitates clips, so that recommended settings of a LoRA apply where steps are open.
         samples: whether it samples the clips that it trains on, so that a run has rollouts and rewards.
         reference: the reference model of a run that begins with a LoRA: the network with it (`start`), or without it
             (`base`).
@@ -235,6 +236,7 @@ class MethodSpec:
     size_options: tuple[str, ...] = ("video_resolution_buckets", "image_resolution_buckets", "sliding_window_size")
     state_name = "state of the method"
     unread: Mapping[str, str] = {}
+    learns_clips = False
     samples = False
     reference: Literal["start", "base"] = "start"
     source = "finetrainers.data.loading.training_data:TrainingData"

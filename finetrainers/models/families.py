@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from finetrainers.config.facts import Configs, Facts
+from finetrainers.config.facts import Configs, Facts, LoRASettings
 from finetrainers.config.geometry import Geometry
 
 from .family import Family
@@ -37,6 +37,8 @@ def ltx_video(configs: Configs) -> Facts:
         any_frame=True,
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
+        # The demo model is a thousandth of the published ones, and learns at ten times the rate.
+        lora=LoRASettings(16, 2e-3, 600) if transformer.get("num_layers", 28) < 8 else LoRASettings(32, 2e-4, 1500),
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
     )
 
@@ -80,6 +82,7 @@ def hunyuan_video(configs: Configs) -> Facts:
         ),
         text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", *image_parts),
         heads=transformer.get("num_attention_heads", 24),
+        lora=LoRASettings(128, 3e-5, 500),
         # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
         guidance=(1.0 if animates or sees else 6.0) if takes_guidance else None,
         first_frame=first_frame if "transformer" in configs else "unknown",
@@ -134,7 +137,10 @@ def cogvideox(configs: Configs) -> Facts:
             largest=trained_at if sliced and not learned else None,
         ),
         is_flow=False,
-        heads=transformer.get("num_attention_heads"),  # 30 or 48
+        heads=transformer.get("num_attention_heads"),  # 30 (2b) or 48 (5b and 1.5)
+        lora=LoRASettings(128, 3e-5, 1000)
+        if transformer.get("num_attention_heads", 30) > 30
+        else LoRASettings(64, 1e-4, 1500),
         first_frame=kind if "transformer" in configs else "unknown",
         any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates else 0.0,

@@ -120,8 +120,9 @@ def _print_options(config: TrainConfig) -> None:
         print_line("\nall options:\n" + dump_toml(config))
         return
     options = {name: value for name, value in changed_options(config).items() if value is not None}
+    given = {name: value for name, value in options.items() if name not in (*_COMMAND_OPTIONS, *config.chosen)}
     print_line("\noptions that differ from their defaults (all: --dry_run --verbose):")
-    print_line(tomli_w.dumps({name: value for name, value in options.items() if name not in _COMMAND_OPTIONS}))
+    print_line(tomli_w.dumps(given))
 
 
 def _find_missing_rewards(checked: ResolvedRun) -> list[str]:

@@ -42,6 +42,7 @@ from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.versions import version_problem
 
+from .chosen import choose_recommended, choose_steps, take_from_run
 from .initial_weights import InitialWeights
 from .ownership import output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
@@ -127,9 +128,11 @@ def preflight(
     if weights and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
-    checkpoint, initial = _find_weights(config, findings, damaged or {})
+    config, checkpoint, initial = _find_weights(config, findings, damaged or {})
     config = _with_base(config, initial)
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
+    if method is not None and checkpoint is None:
+        config = choose_recommended(config, facts, initial)
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     _check_options(config, facts, prompts, scored, findings)
@@ -141,6 +144,7 @@ def preflight(
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, findings)
     if plan is not None:
+        config = choose_steps(config, facts, plan) if checkpoint is None else config
         config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
         check_prompt_videos(config, facts, prompts, plan.size, findings)
         check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
@@ -253,8 +257,8 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
 
 def _find_weights(
     config: TrainConfig, findings: Findings, damaged: Mapping[Path, str]
-) -> tuple[Path | None, InitialWeights | None]:
-    """Return the checkpoint to resume from, and the weights that the run begins with.
+) -> tuple[TrainConfig, Path | None, InitialWeights | None]:
+    """Return the checkpoint to resume from, the weights that the run begins with, and its options as then.
 
     No single one of several processes reads all of a checkpoint: they do so together (`restore.verified`).
     """
@@ -262,10 +266,11 @@ def _find_weights(
     with _recording_errors(findings, "--resume_from_checkpoint"):
         requested, is_single = config.training.resume_from_checkpoint, launched_processes() == 1
         checkpoint = find_checkpoint(requested, config.run.output_dir, contents=is_single, known_damage=damaged)
+        config = config if checkpoint is None else take_from_run(config, checkpoint)
     if not findings.errors:
         with _recording_errors(findings, "--init_from"):
             initial = initial_weights(config, checkpoint)
-    return checkpoint, initial
+    return config, checkpoint, initial
 
 
 def _check_output_dir(config: TrainConfig, family: Family, findings: Findings) -> None:

@@ -19,6 +19,8 @@ from finetrainers.utils.train_log import PrintedLines
 
 from .preflight import ResolvedRun
 
+#: Descriptions of the sources of chosen values.
+_SOURCES = {"family": "recommended settings of the model", "run": "as in the resumed run"}
 _ORDINALS = {"2": "second ", "3": "third "}
 
 
@@ -41,6 +43,10 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
+    sources = dict.fromkeys(config.chosen.values())
+    for source in sources:
+        values = ", ".join(f"{name} {config.plain()[name]}" for name, by in config.chosen.items() if by == source)
+        print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))

@@ -21,7 +21,12 @@ _BLANK = "0" * 64
 #: Keys of manifests written before they had a checksum of their text.
 _KEYS_WITHOUT_CHECKSUM = {"format", "step", "saved_at", "packages", "config", "data", "tracker_run", "files"}
 #: Informative entries, which must not keep a run from being continued.
-_INFORMATIVE: dict[str, type | tuple[type, ...]] = {"packages": dict, "config": dict, "saved_at": (int, float)}
+_INFORMATIVE: dict[str, type | tuple[type, ...]] = {
+    "packages": dict,
+    "config": dict,
+    "chosen": dict,
+    "saved_at": (int, float),
+}
 #: The file without which a run cannot be continued.
 _STATE = "state.json"
 #: Files and folders that only resuming needs: a copy of a checkpoint to sample from may lack them.

@@ -276,7 +276,7 @@ def set_aside(statuses: Sequence[StageStatus]) -> list[tuple[Path, Path]]:
 def start_flags(status: StageStatus) -> list[str]:
     """Return flags that make `train` start or resume a stage; its options are in a file of its run directory."""
     path = status.root / STAGE_FILE
-    write_text_atomic(path, dump_toml(status.config))
+    write_text_atomic(path, dump_toml(status.config, defaults=False))
     return ["--config", str(path), *(part for flag in resume_flags(status).items() for part in flag)]
 
 

@@ -341,6 +341,7 @@ def take_snapshot(state: TrainState) -> Snapshot:
             "saved_at": round(time.time(), 3),
             "packages": package_versions(),
             "config": state.config.plain(),
+            "chosen": dict(state.config.chosen),
             "data": state.checkpoint_fields["critical"]["data"],
             "tracker_run": state.run_dir.tracker_run,
             RUN: state.run_dir.identity,

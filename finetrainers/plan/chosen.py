@@ -1,0 +1,64 @@
+"""Values that a run chooses for options that are left open: the recommended settings of a LoRA, and, where a run
+resumes, what it has chosen before. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.facts import Facts
+from finetrainers.config.root import TrainConfig, by_current_names, fields
+from finetrainers.methods.registry import method_spec
+from finetrainers.methods.spec import TrainingSet
+from finetrainers.rundir.manifest import read_manifest
+from finetrainers.utils.launch import launched_processes
+
+from .initial_weights import InitialWeights
+
+#: Options of the recommended settings of a LoRA, and the one that stands for steps where these are open.
+_RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
+_LENGTH = ("train_steps", "train_epochs")
+#: Sources of chosen values.
+FAMILY, RUN = "family", "run"
+
+
+def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
+    """Return a copy of `config` in which open options have the values of the run that is resumed.
+
+    Raises:
+        ValueError: the checkpoint's manifest cannot be read.
+    """
+    manifest = read_manifest(checkpoint)
+    stored, sources = by_current_names(manifest.get("config") or {}), manifest.get("chosen") or {}
+    has_length = any(map(config.is_given, _LENGTH))
+    names = (name for name in dict.fromkeys((*_RECOMMENDED, *_LENGTH)) if not (has_length and name in _LENGTH))
+    values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
+    chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
+    return config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
+
+
+def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:
+    """Return a copy of `config` with the family's recommended settings where a new LoRA on clips leaves them open.
+
+    They apply if neither steps nor epochs are given. Steps are those for few clips, until `choose_steps`.
+    """
+    steps = config.training.train_steps if "train_steps" in config.chosen else None
+    config = config.without_chosen(_RECOMMENDED)
+    is_lora = config.training.training_type == "lora" and method_spec(config).learns_clips
+    if not is_lora or facts.lora is None or any(map(config.is_given, _LENGTH)):
+        return config
+    values: dict[str, Any] = {"lr": facts.lora.lr, "train_steps": steps or facts.lora.steps}
+    if initial is None or initial.kind != "lora":  # it has its own rank and alpha
+        rank = config.training.rank if config.is_given("rank") else facts.lora.rank
+        values |= {"rank": rank, "lora_alpha": float(rank)}
+    return config.with_chosen({name: value for name, value in values.items() if not config.is_given(name)}, FAMILY)
+
+
+def choose_steps(config: TrainConfig, facts: Facts, plan: TrainingSet) -> TrainConfig:
+    """Return a copy of `config` whose recommended steps are those for the number of clips of the plan."""
+    if config.chosen.get("train_steps") != FAMILY or facts.lora is None:
+        return config
+    per_step = config.dataloader.batch_size * config.training.gradient_accumulation_steps
+    steps = facts.lora.steps_for(plan.count, per_step * config.parallel.data_size(launched_processes()))
+    return config.with_chosen({"train_steps": steps}, FAMILY)

@@ -1,0 +1,119 @@
+"""Values that a run chooses where options are open: from the family's recommended settings, or as its run had them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetrainers.config.load import dump_toml, load_config
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.registry import families
+from finetrainers.plan.dry_run import dry_run_report
+from finetrainers.plan.preflight import preflight
+from finetrainers.plan.ready import get_ready
+
+LORA = ("rank", "lora_alpha", "lr", "train_steps")
+
+
+@pytest.fixture
+def open_options(options: Callable[..., dict]) -> Callable[..., dict[str, Any]]:
+    """`open_options(**changes)`: options that leave the settings of the LoRA open."""
+
+    def build(family: str = "ltx_video", **changes: Any) -> dict[str, Any]:
+        values = options(family, clips=changes.pop("clips", 1))
+        return {**{name: value for name, value in values.items() if name not in LORA}, **changes}
+
+    return build
+
+
+def resolve(**values: Any) -> TrainConfig:
+    return preflight(load_config(**values)).config
+
+
+def settings(config: TrainConfig) -> tuple[Any, ...]:
+    return tuple(config.get(name) for name in LORA)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_lora_on_clips_takes_the_recommended_settings(family: str, open_options: Callable[..., dict]) -> None:
+    checked = preflight(load_config(**open_options(family)))
+    lora = checked.facts.lora
+    assert lora is not None
+    assert settings(checked.config) == (lora.rank, lora.rank, lora.lr, lora.steps)
+    assert dict(checked.config.chosen) == dict.fromkeys(LORA, "family")
+
+
+def test_what_is_given_wins(open_options: Callable[..., dict]) -> None:
+    assert settings(resolve(**open_options(rank=8)))[:2] == (8, 8)  # the scale of the recommended ones
+    assert settings(resolve(**open_options(rank=8, lora_alpha=4, lr=1e-3)))[:3] == (8, 4, 1e-3)
+    old = (64, 64, 1e-4)
+    assert settings(resolve(**open_options(train_epochs=1))) == (*old, None)
+    assert settings(resolve(**open_options(train_steps=7))) == (*old, 7)
+    assert settings(resolve(**open_options(training_type="full-finetune")))[2:] == (1e-4, None)
+
+
+def test_steps_follow_the_number_of_clips_within_bounds(open_options: Callable[..., dict]) -> None:
+    lora = preflight(load_config(**open_options())).facts.lora
+    assert lora is not None
+    assert lora.steps_for(1, 1) == lora.steps_for(lora.steps // 40, 1) == lora.steps
+    assert lora.steps_for(lora.steps // 20, 1) == lora.steps_for(lora.steps // 10, 2) == 2 * lora.steps
+    assert lora.steps_for(10**6, 1) == 4 * lora.steps
+    values = open_options(clips=3)
+    assert resolve(**values, batch_size=3).training.train_steps == lora.steps
+
+
+def test_a_copy_of_the_resolved_file_chooses_again(open_options: Callable[..., dict], tmp_path: Path) -> None:
+    values = open_options()
+    first = resolve(**values)
+    path = tmp_path / "config.toml"
+    path.write_text(dump_toml(first).replace(f"train_steps = {first.training.train_steps}", "train_steps = 5"))
+    copy = load_config(path)
+    assert (copy.training.train_steps, copy.chosen) == (5, first.chosen)
+    assert not any(copy.is_given(name) for name in (*LORA, "train_epochs"))
+    assert resolve(path=path) == first
+    assert settings(resolve(path=path, train_epochs=2)) == (64, 64, 1e-4, None)
+    assert settings(resolve(path=path, rank=2))[:2] == (2, 2)
+
+
+def test_dry_runs_print_what_is_chosen_and_its_source(
+    open_options: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_run_report(get_ready(load_config(**open_options(rank=4), dry_run=True, verbose=True)))
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if line.startswith("chosen (")]
+    assert "train_steps 600" in line and "lora_alpha 4" in line and "rank 4" not in line.replace("alpha 4", "")
+    assert "[chosen.family]" in printed
+
+
+def test_a_resumed_run_keeps_what_its_run_had(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = open_options(clips=2)
+    trained = run(**values, rank=2, lr=3e-3, train_steps=2)
+    checkpoint = trained.root / "checkpoints" / "step-2"
+    resumed = resolve(**values, resume_from_checkpoint="latest")
+    assert settings(resumed) == (2, 64, 3e-3, 2)  # steps were given, so alpha was the default
+    assert dict(resumed.chosen) == dict.fromkeys(("rank", "lr", "train_steps"), "run")
+    assert settings(resolve(**values, resume_from_checkpoint="latest", train_steps=3, lr=1e-4)) == (2, 64, 1e-4, 3)
+    assert settings(resolve(**values, resume_from_checkpoint="latest", train_epochs=3))[3] is None
+    assert json.loads((checkpoint / "manifest.json").read_text())["chosen"] == {}
+
+
+def test_chosen_values_are_stored_with_the_run(open_options: Callable[..., dict], run: Callable[..., Any]) -> None:
+    values = open_options(lr=1e-2)
+    lora = preflight(load_config(**values)).facts.lora
+    assert lora is not None
+    small = type(lora)(rank=3, lr=lora.lr, steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("finetrainers.config.facts.LoRASettings.steps_for", lambda self, clips, per_step: 2)
+        patch.setattr("finetrainers.models.families.LoRASettings", lambda *arguments: small)
+        trained = run(**values)
+    stored = json.loads((trained.root / "checkpoints" / "step-2" / "manifest.json").read_text())
+    assert stored["chosen"] == dict.fromkeys(("rank", "lora_alpha", "train_steps"), "family")
+    resumed = resolve(**values, resume_from_checkpoint="latest")
+    assert settings(resumed) == (3, 3, 1e-2, 2)
+    assert resumed.chosen["rank"] == "family"
