@@ -302,10 +302,13 @@ class TrainingSection(Section):
         "`accelerate launch` says, else `transformer_dtype`.", resume="free")
     master_weights: Literal["fp32", "stochastic_rounding"] = option("fp32", "Keep the weights that full finetuning "
         "trains in fp32, or in bf16 with stochastic rounding (torchao). bf16 halves their memory.", resume="optimizer")
-    train_epochs: int = option(1, "Epochs to train, if `train_steps` is not given.", resume="free", ge=1)
+    train_epochs: int = option(1, "Epochs to train, if `train_steps` is not given. A LoRA trained on clips "
+        "without either takes steps, rank, alpha and learning rate from the recommended settings.", resume="free",
+        ge=1)
     train_steps: int | None = option(None, "Optimizer steps to train. It overrides `train_epochs`.", resume="free",
         ge=1)
-    rank: int = option(64, "Rank of the LoRA.", resume="same", needs="training_type=lora", ge=1, le=16384)
+    rank: int = option(64, "Rank of the LoRA; see `train_epochs`.", resume="same",
+        needs="training_type=lora", ge=1, le=16384)
     lora_alpha: float = option(64, "LoRA alpha. The update is scaled by alpha / rank.", resume="same",
         needs="training_type=lora", gt=0, le=1e6)
     target_modules: list[Expression] = option(["to_k", "to_q", "to_v", "to_out.0"], "Modules that get a LoRA: suffixes "

@@ -60,6 +60,7 @@ INSTEAD = {
     "finetrainers sample ": "finetrainers sample --num_inference_steps 2 ",
     "finetrainers watch ": "finetrainers watch --prompts boat --preset tiny=9x32x64,steps=2 --presets tiny ",
     "train_steps = 1500": "train_steps = 2",
+    "# encode clips and captions once": "\ntrain_steps = 2",
     "--train_steps 150 ": "--train_steps 2 ",
     "--train_steps 50 ": "--train_steps 1 ",
     "--train_steps 64 ": "--train_steps 1 ",
