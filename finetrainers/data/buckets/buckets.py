@@ -16,6 +16,10 @@ Bucket = tuple[int, int, int]
 _SAME_AREA = 0.8
 _DEFAULT_MAX_FRAMES = 49
 _DEFAULT_MAX_AREA = 512 * 768
+#: Aspect ratios within a factor of two that get sizes of their own where sizes are chosen from clips.
+_RATIOS_PER_OCTAVE = 3
+#: Share of its frames that a clip uses at least where lengths are chosen from clips.
+_LEAST_USED = 2 / 3
 
 
 def choose_bucket(frames: int, height: int, width: int, buckets: Sequence[Bucket]) -> Bucket | None:
@@ -38,26 +42,40 @@ def choose_bucket(frames: int, height: int, width: int, buckets: Sequence[Bucket
 
 
 def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequence[int] = ()) -> list[Bucket]:
-    """Return buckets where no size is configured, from the usable frames, height and width of each clip.
+    """Return the buckets of clips where no size is configured, from the usable frames, height and width of each.
 
-    The size is the median height and width, shrunk to an area of at most 512x768 pixels and rounded down to a size that
-    the model accepts. Lengths are `lengths`, or else `default_lengths`.
+    Clips of similar aspect ratios share a size: their median height and width, shrunk to an area of at most 512x768
+    pixels and rounded down to a size that the model accepts. Lengths are `lengths`, or else `default_lengths`. Only
+    buckets of at least one clip are returned, longest and largest first.
     """
-    height = statistics.median(clip[1] for clip in clips)
-    width = statistics.median(clip[2] for clip in clips)
-    shrink = min(1.0, math.sqrt(_DEFAULT_MAX_AREA / (height * width)))
-    sides = geometry.fitted(height * shrink, width * shrink)
+    by_ratio: dict[int, list[Bucket]] = {}
+    for clip in clips:
+        by_ratio.setdefault(round(math.log2(clip[2] / clip[1]) * _RATIOS_PER_OCTAVE), []).append(clip)
+    sizes = set()
+    for similar in by_ratio.values():
+        height = statistics.median(clip[1] for clip in similar)
+        width = statistics.median(clip[2] for clip in similar)
+        shrink = min(1.0, math.sqrt(_DEFAULT_MAX_AREA / (height * width)))
+        sizes.add(geometry.fitted(height * shrink, width * shrink))
     bucket_lengths = lengths or default_lengths([clip[0] for clip in clips], geometry)
-    return [(frames, *sides) for frames in bucket_lengths]
+    buckets = [(frames, *sides) for frames in bucket_lengths for sides in sizes]
+    used = {choose_bucket(*clip, buckets) for clip in clips} - {None}
+    return sorted(used or buckets, key=lambda bucket: (bucket[0], _area(bucket), bucket), reverse=True)
 
 
 def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
-    """Return the largest legal lengths up to the median clip (49 at most) and up to the shortest one, longest first.
+    """Return legal lengths of at most 49 frames, longest first, for clips with these numbers of usable frames.
 
-    Every clip then fits one of them.
+    They are the largest one that a clip fills and, for shorter clips, as few as leave each at least two thirds of its
+    frames, as far as legal lengths allow.
     """
-    limits = {min(int(statistics.median(frames)), _DEFAULT_MAX_FRAMES), min(*frames, _DEFAULT_MAX_FRAMES)}
-    return sorted({legal_length(limit, geometry) for limit in limits}, reverse=True)
+    available = sorted(min(count, _DEFAULT_MAX_FRAMES) for count in frames)
+    longest = legal_length(available[-1], geometry)
+    lengths = [legal_length(available[0], geometry)]
+    for count in available:
+        if count < longest and lengths[-1] < _LEAST_USED * count:
+            lengths.append(legal_length(count, geometry))
+    return sorted({*lengths, longest}, reverse=True)
 
 
 def legal_lengths(requested: Sequence[int], geometry: Geometry) -> tuple[list[int], list[str]]:
