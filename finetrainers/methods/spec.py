@@ -288,16 +288,16 @@ class MethodSpec:
             if getattr(dataset.data, key) != getattr(data, key)
         ]
         if problems:
-            raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
+            raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems, "unsupported")
         return config.model_copy(update={"data": data}) if changes else config
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """Return problems with options that a registry has to check: by default, with rewards."""
         return [
-            Problem(f"--{option}", message)
+            Problem.from_error(f"--{option}", error)
             for option in ("reward", "eval_reward")
             for entry in config.get(option)
-            for message in registry().reward_problems(entry)
+            for error in registry().reward_problems(entry)
         ]
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
@@ -454,7 +454,7 @@ def rewards_without_images(entries: Sequence[RewardEntry]) -> Iterator[Problem]:
                 f"{entry.name} needs the image that clips start from, and these start from text; give each prompt of "
                 "reward finetuning an image"
             )
-            yield Problem("--reward", message)
+            yield Problem("--reward", message, "required")
 
 
 def registry() -> Any:

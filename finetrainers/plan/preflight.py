@@ -216,7 +216,7 @@ def _find_work(
     try:
         return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
     except DataError as error:
-        findings.errors.append(Problem("data", str(error)))
+        findings.errors.append(Problem.from_error("data", error))
     except ConfigError as error:
         findings.errors += error.problems
     return None

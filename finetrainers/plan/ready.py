@@ -156,8 +156,8 @@ def check_classes(checked: ResolvedRun) -> None:
         if entries:
             from finetrainers.rewards.registry import server_problem
 
-            server_problems = [server_problem(entry) for entry in entries]
-            problems += [Problem(f"--{option}", message) for message in server_problems if message is not None]
+            errors = [server_problem(entry) for entry in entries]
+            problems += [Problem.from_error(f"--{option}", error) for error in errors if error is not None]
     if problems:
         raise ConfigError(problems)
 

@@ -27,7 +27,7 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems_of(reward: str) -> list[str]:
-    return reward_problems(RewardEntry.model_validate(parse_reward(reward)))
+    return [str(error) for error in reward_problems(RewardEntry.model_validate(parse_reward(reward)))]
 
 
 def test_modules_of_the_working_directory_are_found(working_directory: Path) -> None:

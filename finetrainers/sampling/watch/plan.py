@@ -30,6 +30,7 @@ from finetrainers.plan.preflight import check_tracker, resolve_family
 from finetrainers.rewards.registry import missing_repositories, reward_problems, unavailable_weights_problem
 from finetrainers.rundir.identity import Identity, are_different, read_identity, read_identity_file
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
@@ -174,7 +175,7 @@ def _rewards(
     """Return the requested rewards, or else those of the run, and the label of the reward that selects the best."""
     entries = list(options.reward) or evaluation_rewards(config)
     for entry in entries:
-        findings.errors += [Problem("--reward", message) for message in reward_problems(entry)]
+        findings.errors += [Problem.from_error("--reward", error) for error in reward_problems(entry)]
     label = options.best_by
     if label is not None:
         entries, label = _with_best(label, entries, output_dir, findings)
@@ -203,11 +204,11 @@ def _with_best(
         entry = RewardEntry.model_validate(parse_reward(label))
         problems = reward_problems(entry)
     except ValueError:  # pydantic's errors are subclasses
-        problems = [f"{requested!r} is not the name of a reward"]
+        problems = [InputError(f"{requested!r} is not the name of a reward", "unknown")]
     if problems:
         hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
-        messages = [f"no reward is called {requested!r}{hint}"] if hint else problems
-        findings.errors += [Problem("--best_by", message) for message in messages]
+        errors = [InputError(f"no reward is called {requested!r}{hint}", "unknown")] if hint else problems
+        findings.errors += [Problem.from_error("--best_by", error) for error in errors]
         return entries, label
     entries = [*entries, entry]  # clips with its score are not scored again
     return entries, label_of(entry, entries)
