@@ -634,7 +634,7 @@ def test_too_many_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch
         with ExitStack() as taken:
             for _ in range(8):
                 taken.enter_context(server.places.place("another"))
-            with pytest.raises(ConnectionError, match="busy .*503"):
+            with pytest.raises(ConnectionError, match=r"busy .*503"):
                 served.score(clips(1), [""], fps=8.0)
         assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
 

@@ -234,7 +234,7 @@ def test_weights_undo_what_they_say(name: str, kernel: Kernel, eta: float) -> No
 
 def test_steps_without_noise_cannot_be_trained() -> None:
     _, _, steps, alpha, sigma = case("flow", "dance", 0.25)
-    with pytest.raises(ValueError, match=r"steps \[15\] have no noise"):
+    with pytest.raises(ValueError, match=r"steps \[15\]"):
         step_weights("none", steps, alpha, sigma, over=[3, 15])
-    with pytest.raises(ValueError, match="no steps to train"):
+    with pytest.raises(ValueError, match="no steps"):
         step_weights("none", steps, alpha, sigma, over=[])
