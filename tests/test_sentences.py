@@ -29,7 +29,155 @@ CONFIG: list[Row] = [
     (lambda: load(rnk=8), "1 problem with this configuration:\n  - rnk: unknown option 'rnk'; did you mean 'rank'?"),
 ]
 DATA: list[Row] = []
-REWARDS_AND_METHODS: list[Row] = []
+
+
+def plan_method(**options: Any) -> Any:
+    """Check a run of the demo model with these options."""
+    from finetrainers.plan.preflight import preflight
+
+    return preflight(load(**{"pretrained_model_name_or_path": "demo://ltx", "train_steps": 1, "lr": 1e-4, **options}))
+
+
+def plan_rewarded(folder: Path, content: str = "a cat", *, name: str = "prompts.txt", **options: Any) -> Any:
+    """Check a run of reward finetuning on a file with this content."""
+    (folder / name).write_text(content)
+    required = {"method": "grpo", "data_root": None, "reward": ["brightness"], "rollout_size": "9x64x64"}
+    return plan_method(**{**required, "prompts": str(folder / name), **options})
+
+
+def plan_pairs(folder: Path, **options: Any) -> Any:
+    """Check a run on a pair of clips that do not exist."""
+    (folder / "pairs.jsonl").write_text('{"prompt": "a cat", "chosen": "a.mp4", "rejected": "b.mp4"}')
+    data = {"data_root": None, "dataset_file": str(folder / "pairs.jsonl"), "video_resolution_buckets": ["9x64x64"]}
+    return plan_method(method="dpo", **data, **options)
+
+
+def make_reward(name: str, **options: str) -> Any:
+    """Make a reward with these options."""
+    from finetrainers.rewards.registry import make_reward
+
+    return make_reward(name, options)
+
+
+def score_clips(reward: str, *shape: int, value: float = 0.0) -> Any:
+    """Score clips of this shape, all of whose pixels have this value, for one prompt."""
+    import torch
+
+    from finetrainers.config.rewards import RewardEntry
+    from finetrainers.rewards.reward_set import RewardSet
+
+    return RewardSet([RewardEntry(name=reward)]).score(torch.full(shape, value), ["a red ball"], fps=8.0)
+
+
+def register(kind: str, name: str, value: Any) -> Any:
+    """Register a reward or a method."""
+    import finetrainers
+
+    return getattr(finetrainers, f"register_{kind}")(name, value)
+
+
+REWARDS_AND_METHODS: list[Row] = [
+    (
+        lambda folder: plan_rewarded(folder, reward=["brightnes", "videoalign=0.5"]),
+        "2 problems with this configuration:\n"
+        "  - --reward: unknown reward 'brightnes'; did you mean 'brightness'?\n"
+        "  - --reward: videoalign gives several numbers; name one: videoalign.vq, videoalign.mq, videoalign.ta",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, reward=["color,tarket=red", "brightness.light"]),
+        "2 problems with this configuration:\n"
+        "  - --reward: color takes no option 'tarket'; did you mean 'target'?\n"
+        "  - --reward: brightness gives no 'light'; valid: score",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, reward=["clipscore,path=/nowhere,device=gpu"]),
+        "2 problems with this configuration:\n"
+        "  - --reward: clipscore: path='/nowhere': '/nowhere' is no file or folder here, and no hub id (owner/name)\n"
+        "  - --reward: clipscore: device='gpu': device 'gpu' is none of torch's: auto, cpu, cuda, cuda:1, ...",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, reward=["color", "motion"], rollout_size="1x64x64"),
+        "2 problems with this configuration:\n"
+        "  - --reward: color: prompts.txt line 1: the prompt 'a cat' names no CSS color; name one, or give the reward "
+        "a fixed target=COLOR\n"
+        "  - --reward: motion: compares frames: clips need at least 2, and these have 1; sample more frames",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, reward_device="gpu"),
+        "1 problem with this configuration:\n  - --reward_device: gpu is none of auto, cpu, cuda, cuda:0, cuda:1, ...",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, reward_device="cpu"),
+        "1 problem with this configuration:\n"
+        "  - --reward_device: cpu: no reward is a network that this run loads; remove it",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, method="refl", reward=["compressibility"]),
+        "1 problem with this configuration:\n"
+        "  - --reward: compressibility gives no gradient. These do: aesthetic, brightness, clipscore, color, contrast, "
+        "hpsv2, motion, pickscore, preferred_color, sharpness, smoothness, steadiness; and functions `module:function` "
+        "that say so (`function.differentiable = True`). Weight 0 only logs it; policy gradients train on any reward",
+    ),
+    (
+        lambda folder: plan_rewarded(
+            folder,
+            '{"prompt": "a cat", "text": "a dog"}\n{"prompt": 3}\n{"prompt": "a cat", "image": "no.png"}',
+            name="prompts.jsonl",
+        ),
+        "data: DIR/prompts.jsonl: 3 problems\n"
+        "  - prompts.jsonl line 1 has both 'prompt' and 'text'; wanted one of prompt, caption, text\n"
+        "  - prompts.jsonl line 2: 'prompt' is a number, not a text\n"
+        "  - prompts.jsonl line 3: cannot decode DIR/no.png: does not exist",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, "# cats"),
+        "1 problem with this configuration:\n"
+        "  - data: DIR/prompts.txt holds no prompts (prompts.txt: left out 1 comment (#) line)",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, name="prompts.md"),
+        "1 problem with this configuration:\n"
+        "  - data: prompt file 'DIR/prompts.md' must end in .txt, .jsonl, .csv or .json",
+    ),
+    (
+        lambda folder: plan_rewarded(folder, prompts=str(folder / "no.txt")),
+        "1 problem with this configuration:\n"
+        "  - data: prompt file 'DIR/no.txt' cannot be read: No such file or directory",
+    ),
+    (
+        lambda folder: plan_pairs(folder, caption_column="title", frame_selection="chunk"),
+        "3 problems with this configuration:\n"
+        "  - --caption_column: the columns of pairs are `prompt`, `chosen` and `rejected`; remove it\n"
+        "  - --frame_selection chunk: cuts several samples from a clip, and a pair is one; use another selection\n"
+        "  - data: 1 of 1 pair cannot be used\n"
+        "      - pairs.jsonl line 1: chosen a.mp4: does not exist; rejected b.mp4: does not exist",
+    ),
+    (lambda: register("reward", "brightness", max), "reward 'brightness' is registered already"),
+    (lambda: register("reward", "a.b", max), "reward name 'a.b' must be without '.', ':', '=', ',' and blanks"),
+    (lambda: register("method", "sft", "collections:Counter"), "method 'sft' is registered already"),
+    (lambda: register("method", "new", 42), "method of 'new': expected a class or an address, got a int"),
+    (lambda: make_reward("nowhere:red"), "reward 'nowhere:red': No module named 'nowhere'"),
+    (
+        lambda: make_reward("http://"),
+        "'http://' is no address of a reward server, such as http://localhost:8000#head",
+    ),
+    (
+        lambda: make_reward("http://localhost:8000", retries="-1"),
+        "timeout=120.0 must be positive, and retries=-1 and pause=1.0 not negative",
+    ),
+    (
+        lambda: score_clips("brightness", 1, 2, 3, 8, 8, value=1.5),
+        "clip 0, prompt 'a red ball': values 1.5 to 1.5 are not in [0, 1]; clamp decoded clips to it",
+    ),
+    (
+        lambda: score_clips("brightness", 1, 3, 2, 8, 8),
+        "clips to be scored must be [B, T, 3, H, W], got [1, 3, 2, 8, 8]; the channels come third",
+    ),
+    (
+        lambda: score_clips("operator:is_", 1, 2, 3, 8, 8),
+        "reward operator:is_ gave bool as 'score' of 1 clip; wanted a tensor [1], one number a clip",
+    ),
+]
 MODELS: list[Row] = []
 PLAN: list[Row] = []
 TRAINING: list[Row] = []
