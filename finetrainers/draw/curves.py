@@ -378,7 +378,10 @@ def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:
     else:
         averaged(axes, plot_points, label)
     spread = spread_of(name)
-    with_spread = [record for record in records if is_number(record.get(name)) and is_number(record.get(spread))]
-    if style == "band" and with_spread:
-        rows = [(r["step"], r[name] - r[spread], r[name] + r[spread]) for r in with_spread]
+    rows = [
+        (record["step"], record[name] - record[spread], record[name] + record[spread])
+        for record in records
+        if is_number(record.get(name)) and is_number(record.get(spread))
+    ]
+    if style == "band" and rows:
         axes.fill_between(*zip(*rows, strict=True), alpha=0.15, color=axes.lines[-1].get_color())

@@ -156,15 +156,12 @@ def fault_point(name: str, poison: Iterable[Tensor] = ()) -> None:
     """
     if _faults is None:
         arm_faults()
-    if _faults:
-        _visit(name, poison)
-
-
-def _visit(name: str, poison: Iterable[Tensor]) -> None:
+    if not _faults:
+        return
     assert name in POINTS
     _visits[name] += 1
     visit = _visits[name]
-    for fault in _faults or ():
+    for fault in _faults:
         if fault.point == name and (visit == fault.count or (fault.ever and visit > fault.count)):
             logger.warning("%s: %s at %s, visit %d, process %d", ENVIRONMENT, fault.kind, name, visit, os.getpid())
             sys.stderr.flush()

@@ -81,19 +81,16 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
     )
 
 
-def is_enabled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+def is_enabled(name: str) -> bool:
     """Return whether a launcher's variable is set, in any way that accelerate reads."""
-    return environment.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
-def launched_to_split_weights(environment: Mapping[str, str] = os.environ) -> str | None:
+def launched_to_split_weights() -> str | None:
     """Return the strategy in the launcher's file if it shards weights, `FSDP2` or `ZeRO-3`, else None."""
-    if is_enabled("ACCELERATE_USE_FSDP", environment):
+    if is_enabled("ACCELERATE_USE_FSDP"):
         return "FSDP2"
-    if (
-        is_enabled("ACCELERATE_USE_DEEPSPEED", environment)
-        and environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
-    ):
+    if is_enabled("ACCELERATE_USE_DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
         return "ZeRO-3"
     return None
 

@@ -6,7 +6,6 @@ flags.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,5 +98,5 @@ def _shards(values: dict[str, Any]) -> bool:
 
 def _splits(values: dict[str, Any]) -> bool:
     """Return whether to shard all weights, as its trainer does, since neither the options nor the launcher say how."""
-    is_stated = any(values.get(name) for name in _SPLIT) or is_enabled("ACCELERATE_USE_DEEPSPEED", os.environ)
+    is_stated = any(values.get(name) for name in _SPLIT) or is_enabled("ACCELERATE_USE_DEEPSPEED")
     return launched_processes() > 1 and not is_stated and launched_to_split_weights() is None
