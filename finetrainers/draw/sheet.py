@@ -43,7 +43,7 @@ class Sheet:
 
     Attributes:
         top: where the next text or image begins.
-        texts: each with its left and upper end.
+        lines: lines of text, each with its left and upper end.
         images: each with its left and upper end.
     """
 
@@ -55,12 +55,12 @@ class Sheet:
         """
         self.width, self.margin, self.line_height = width, margin, line_height
         self.top = margin
-        self.texts: list[tuple[str, int, int, Letters]] = []
+        self.lines: list[tuple[str, int, int, Letters]] = []
         self.images: list[tuple[Image.Image, int, int]] = []
 
     def write(self, text: str, left: int, letters: Letters, *, below: int = 0) -> None:
         """Add a line of text, `below` pixels under the top, without advancing."""
-        self.texts.append((text, left, self.top + below, letters))
+        self.lines.append((text, left, self.top + below, letters))
 
     def advance(self, letters: Letters) -> None:
         """Move the top below a line of these letters."""
@@ -84,6 +84,6 @@ class Sheet:
             sheet.paste(image, (left, top))
             if outline is not None:
                 draw.rectangle((left - 1, top - 1, left + image.width, top + image.height), outline=outline)
-        for text, left, top, letters in self.texts:
+        for text, left, top, letters in self.lines:
             draw.text((left, top), text, fill=letters.ink, font=letters.font)
         return sheet
