@@ -71,12 +71,13 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     problems = []
     if arguments.action == "prune":
         if arguments.keep is None and arguments.older_than is None:
-            problems.append(Problem("prune", "say what may go: --keep CONFIG ..., --older_than DAYS, or both"))
+            message = "say what may go: --keep CONFIG ..., --older_than DAYS, or both"
+            problems.append(Problem("prune", message, "required"))
         if arguments.older_than is not None and not 0 <= arguments.older_than < math.inf:
             problems.append(Problem("--older_than", f"{arguments.older_than:g} is no number of days"))
     if not any((arguments.directory / place).is_dir() for place in ("tensors", "precomputed/tensors")):
-        where = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
-        problems.append(Problem("DIR", where))
+        message = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
+        problems.append(Problem("DIR", message, "not_found"))
     return problems
 
 
@@ -126,7 +127,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         try:
             cache.repair(damaged)
         except CacheInUse as error:
-            raise ConfigError([Problem("--repair", str(error))]) from None
+            raise ConfigError([Problem("--repair", str(error), "occupied")]) from None
         if damaged:
             print(f"removed {len(damaged)}; the next run that needs them computes them again")
     return 1 if damaged else 0
@@ -140,7 +141,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     try:
         going = cache.prune(keep=keep, older_than_days=arguments.older_than, dry_run=arguments.dry_run)
     except CacheInUse as error:
-        raise ConfigError([Problem("prune", str(error))]) from None
+        raise ConfigError([Problem("prune", str(error), "occupied")]) from None
     if arguments.dry_run:
         for entry in going:
             print(entry.path)
@@ -193,7 +194,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
                 f"{directory} has never been used with the model of {path}, so what it needs cannot be said; "
                 f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
             )
-            raise ConfigError([Problem("--keep", message)])
+            raise ConfigError([Problem("--keep", message, "not_found")])
         keys.update(
             text_key(text_encoder.identity, caption)
             for text_encoder in text_encoders

@@ -73,7 +73,7 @@ def check_command(argv: Sequence[str]) -> int:
         problems = [*parser.problems([]), *_path_problems(arguments)]
         config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
         if config is None:
-            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
         return _check(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,9 +124,9 @@ def _path_problems(arguments: argparse.Namespace) -> list[Problem]:
             if file.is_dir():
                 problems.append(Problem(option, f"{file} is a folder; give a file in it"))
             elif not os.access(file.parent, os.W_OK):
-                problems.append(Problem(option, f"nothing can be written to {file.parent}"))
+                problems.append(Problem(option, f"nothing can be written to {file.parent}", "unavailable"))
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
-                problems.append(Problem(option, other))
+                problems.append(Problem(option, other, "occupied"))
         except OSError as error:
             problems.append(Problem(option, f"{file}: {error.strerror or error}"))
     return problems

@@ -47,14 +47,18 @@ def add_ckpt(commands: Any) -> None:
 
 def _path_problems(where: str, paths: Sequence[Path]) -> list[Problem]:
     """Return the problems of paths without a directory."""
-    return [Problem(where, f"{path} {missing_path_problem(path, folder=True)}") for path in paths if not path.is_dir()]
+    return [
+        Problem(where, f"{path} {missing_path_problem(path, folder=True)}", "invalid" if path.exists() else "not_found")
+        for path in paths
+        if not path.is_dir()
+    ]
 
 
 def _check_verify(arguments: argparse.Namespace) -> list[Problem]:
     problems = _path_problems("PATH", arguments.path)
     for path in arguments.path:
         if path.is_dir() and not _checkpoints(path):
-            problems.append(Problem("PATH", f"{path} is neither a checkpoint nor a run that has one"))
+            problems.append(Problem("PATH", f"{path} is neither a checkpoint nor a run that has one", "not_found"))
     return problems
 
 
@@ -69,7 +73,7 @@ def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
         elif inside and inside != [path]:
             problems.append(Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}"))
         elif (reason := damage(path, contents=False)) is not None:
-            problems.append(Problem(where, f"{path}: {reason}"))
+            problems.append(Problem(where, f"{path}: {reason}", "unreadable"))
     return problems
 
 
@@ -84,7 +88,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     }
     best = best_checkpoint(arguments.run_directory)
     if not checkpoints:
-        raise ConfigError([Problem("RUN", f"no checkpoint in {checkpoints_dir(arguments.run_directory)}")])
+        message = f"no checkpoint in {checkpoints_dir(arguments.run_directory)}"
+        raise ConfigError([Problem("RUN", message, "not_found")])
     print(f"{'step':>8}  {'size':>9}  {'age':>9}  state")
     for checkpoint in checkpoints:
         copied = checkpoint.damage is not None and lacks_optimizer(checkpoint.path)

@@ -138,13 +138,12 @@ def _check_measure(arguments: argparse.Namespace) -> list[Problem]:
     try:
         arguments.model = Path(model_path(arguments.model or MODEL))
         if not (arguments.model / "model_index.json").is_file():
-            problems.append(
-                Problem("--model", f"{arguments.model} is no directory in diffusers layout (no model_index.json)")
-            )
+            message = f"{arguments.model} is no directory in diffusers layout (no model_index.json)"
+            problems.append(Problem("--model", message, "not_found"))
     except ValueError as error:
-        problems.append(Problem("--model", str(error)))
+        problems.append(Problem.from_error("--model", error))
     if arguments.lora is not None and not arguments.lora.exists():
-        problems.append(Problem("--lora", f"no such file or directory: {arguments.lora}"))
+        problems.append(Problem("--lora", f"no such file or directory: {arguments.lora}", "not_found"))
     return problems
 
 
@@ -159,11 +158,11 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
-    return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}")]
+    return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}", "unknown")]
 
 
 def directory_problems(directory: Path) -> list[Problem]:
     """Return the problem that a directory is not a new or empty one."""
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
         return []
-    return [Problem("directory", f"{directory} is not an empty directory; give a new one")]
+    return [Problem("directory", f"{directory} is not an empty directory; give a new one", "occupied")]

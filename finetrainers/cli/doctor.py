@@ -97,14 +97,17 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.hosts is None:
         option_values = {"--python": arguments.python, "--rsh": arguments.rsh}
         problems += [
-            Problem(name, "is for --hosts, which is not given") for name, value in option_values.items() if value
+            Problem(name, "is for --hosts, which is not given", "conflict")
+            for name, value in option_values.items()
+            if value
         ]
     else:
         if shutil.which("ssh") is None and not arguments.rsh:
-            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
+            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed"))
         read_hosts(arguments.hosts)
     if arguments.every is not None and arguments.disk_mib is not None:
-        problems.append(Problem("--disk_mib", "is not read with --every, which measures no disk; remove it"))
+        message = "is not read with --every, which measures no disk; remove it"
+        problems.append(Problem("--disk_mib", message, "conflict"))
     return problems
 
 

@@ -92,7 +92,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 problems += error.problems
             config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
             if config is None:
-                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
             return _estimate(config, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,12 +108,12 @@ def planned_environment(arguments: argparse.Namespace) -> Mapping[str, str]:
     try:
         environment = {} if arguments.accelerate_config is None else launcher_environment(arguments.accelerate_config)
     except ValueError as error:
-        raise ConfigError([Problem("--accelerate_config", str(error))]) from None
+        raise ConfigError([Problem.from_error("--accelerate_config", error)]) from None
     processes = arguments.num_processes or int(environment.get("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     machines = arguments.num_machines or int(environment.pop("NUM_MACHINES", "1"))
     if processes % machines:
         message = f"{processes} processes do not divide among {machines} machines; use a multiple"
-        raise ConfigError([Problem("--num_processes", message)])
+        raise ConfigError([Problem("--num_processes", message, "conflict")])
     if processes > 1 or environment:
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines), "RANK": "0"}
     return environment
@@ -165,7 +165,7 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
             f"{missing[0][1]} is not on this disk; fetch the config files with: hf download "
             f"{resolved_run.config.model.pretrained_model_name_or_path} --include '*.json'"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "not_found")])
     return resolved_run, without_data is not None
 
 

@@ -258,7 +258,7 @@ def _cannot_start(*, joining: bool = True) -> bool:
         joining: whether the command joins the processes that a launcher has started.
     """
     outdated = version_problem()
-    problems = [Problem("", outdated)] if outdated is not None else []
+    problems = [Problem("", outdated, "not_installed")] if outdated is not None else []
     problems += [Problem(name, message) for name, message in launch_problems()] if joining else []
     if problems:
         print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
@@ -353,7 +353,7 @@ def _tiny(arguments: argparse.Namespace) -> int:
     try:
         build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:
-        raise ConfigError([Problem("family", str(error.args[0]))]) from None
+        raise ConfigError([Problem("family", str(error.args[0]), "unknown")]) from None
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")
     return 0
 

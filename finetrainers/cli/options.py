@@ -89,9 +89,10 @@ def unknown_flag(section: type[S], flag: str) -> Problem:
     name = flag.lstrip("-").removeprefix("no-")
     option_name = VALIDATION_NAMES.get(name)
     if option_name in section.model_fields:
-        return Problem(flag, f"unknown flag; here it is --{option_name}")
+        return Problem(flag, f"unknown flag; here it is --{option_name}", "unknown")
     if name in fields():
-        return Problem(flag, "unknown flag; it is an option of training that no sample depends on, remove it")
+        message = "unknown flag; it is an option of training that no sample depends on, remove it"
+        return Problem(flag, message, "unknown")
     names = (*section.model_fields, *options_of_runs())
     close = near_flag(flag, [f"--{known_name}" for known_name in names])
-    return Problem(flag, f"unknown flag; did you mean {close}?") if close else unknown_option(name, flag)
+    return Problem(flag, f"unknown flag; did you mean {close}?", "unknown") if close else unknown_option(name, flag)

@@ -24,7 +24,7 @@ def add_plot(commands: Any) -> None:
 
 def _check(_: argparse.Namespace) -> list[Problem]:
     missing = find_spec("matplotlib") is None
-    return [Problem("matplotlib", "is not installed; pip install matplotlib")] if missing else []
+    return [Problem("matplotlib", "is not installed; pip install matplotlib", "not_installed")] if missing else []
 
 
 def _plot_rollouts(directory: Path) -> Path | None:
@@ -55,7 +55,7 @@ def _plot(arguments: argparse.Namespace) -> int:
             if (sheet := _plot_rollouts(directory)) is not None:
                 print(sheet)
         except ValueError as error:
-            problems.append(Problem("RUN", str(error)))
+            problems.append(Problem.from_error("RUN", error))
     if problems:
         raise ConfigError(problems)
     return 0

@@ -101,7 +101,7 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
                 "each of several machines would set directories aside; rename those of the stages yourself, and "
                 "leave it out"
             )
-            raise ConfigError([Problem("--from", message)])
+            raise ConfigError([Problem("--from", message, "conflict")])
         if arguments.plan:
             os.environ.update(environment)
             return _plan(stages, arguments)
@@ -128,26 +128,26 @@ def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flag
 
     path, flags = read_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
     if flags is None:
-        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
     problems, flags.problems = flags.problems, []
     if launched_processes() > 1:
         message = (
             "this process was started by a launcher; start `finetrainers run` by itself, and give it the launcher: "
             '--launcher "accelerate launch ... train.py"'
         )
-        problems.append(Problem("WORLD_SIZE", message))
+        problems.append(Problem("WORLD_SIZE", message, "conflict"))
     if path is None:
         hint = f"{parser.prog} --help shows one"
-        raise ConfigError(
-            [*problems, Problem("FILE", "is required: a TOML file of stages")], of="this command", hint=hint
-        )
+        problems.append(Problem("FILE", "is required: a TOML file of stages", "required"))
+        raise ConfigError(problems, of="this command", hint=hint)
     try:
         stages = read_stages(path, flags)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     names = [stage.name for stage in stages]
     if arguments.again_from is not None and arguments.again_from not in names:
-        problems.append(Problem("--from", f"no stage {arguments.again_from!r}{nearest(arguments.again_from, names)}"))
+        message = f"no stage {arguments.again_from!r}{nearest(arguments.again_from, names)}"
+        problems.append(Problem("--from", message, "unknown"))
     if problems:
         raise ConfigError(problems, of="this command", hint=f"{parser.prog} --help lists the options")
     return stages

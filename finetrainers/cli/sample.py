@@ -87,7 +87,7 @@ def _read_plan(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     problems = [*arguments.problems]
     if not arguments.targets and not arguments.unclear:
         example = "a run directory, a checkpoint, a LoRA in safetensors or a model: finetrainers sample runs/mystyle"
-        problems.append(Problem("TARGET", f"is required: {example}"))
+        problems.append(Problem("TARGET", f"is required: {example}", "required"))
     try:
         if arguments.unclear or not arguments.targets:
             raise ConfigError(problems)

@@ -121,7 +121,7 @@ def search_batch_command(argv: Sequence[str]) -> int:
             problems += [problem for problem in _option_problems(arguments) if problem.where not in refused]
             config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
             if config is None:
-                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
             return _search(config, arguments)
     except KeyboardInterrupt:
         if launched_rank() == 0:
@@ -186,23 +186,23 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
     on_gpu = likely_device_type() == "cuda"
     if arguments.measure_on_cpu and arguments.estimate_only:
-        yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them")
+        yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them", "conflict")
     elif arguments.measure_on_cpu and on_gpu:
-        yield Problem("--measure_on_cpu", "this machine has a GPU, which is measured; leave it out")
+        yield Problem("--measure_on_cpu", "this machine has a GPU, which is measured; leave it out", "unsupported")
     if not on_gpu and arguments.gpu is None and not arguments.measure_on_cpu:
         message = (
             "there is no GPU on this machine; say the memory to fit, such as 24GB, or measure with --measure_on_cpu"
         )
-        yield Problem("--gpu", message)
+        yield Problem("--gpu", message, "required")
     if arguments.output is not None and arguments.output.is_dir():
         yield Problem("--output", f"{arguments.output} is a directory; give a file")
     elif arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        yield Problem("--output", f"no such directory: {arguments.output.absolute().parent}")
+        yield Problem("--output", f"no such directory: {arguments.output.absolute().parent}", "not_found")
     elif (
         arguments.output is not None
         and (other := json_problem(arguments.output, "bucket_batch_sizes", "buckets")) is not None
     ):
-        yield Problem("--output", other)
+        yield Problem("--output", other, "occupied")
 
 
 def _skip_reason(arguments: argparse.Namespace) -> str | None:

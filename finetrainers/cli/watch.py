@@ -85,7 +85,8 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
     arguments = read_arguments(_parser(), WatchSection, argv)
     problems = [*arguments.problems]
     if len(arguments.targets) != 1 and not arguments.unclear:
-        problems.append(Problem("RUN", "give one run directory: finetrainers watch runs/mystyle"))
+        message = "give one run directory: finetrainers watch runs/mystyle"
+        problems.append(Problem("RUN", message, "invalid" if arguments.targets else "required"))
     if arguments.unclear or len(arguments.targets) != 1:
         raise ConfigError(problems, of="this watch")
     from finetrainers.sampling.watch.plan import plan_watch, use_device

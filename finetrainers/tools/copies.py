@@ -8,6 +8,7 @@ from pathlib import Path
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.rundir.identity import read_identity
 from finetrainers.rundir.manifest import MANIFEST
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.files import file_sha256, read_jsonl
 from finetrainers.utils.text import plural
 
@@ -16,8 +17,8 @@ EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 
 
-def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
-    """Return why a run must not be copied into a directory, as a predicate of the directory, or None if it may be.
+def copy_problem(run: Path, target: Path, *, is_empty: bool) -> tuple[str, Kind] | None:
+    """Return why a run must not be copied into a directory, as a predicate of it, and the kind, or None if it may be.
 
     Args:
         run: the directory of the run.
@@ -28,20 +29,20 @@ def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
         return None
     identity, target_identity = read_identity(run), read_identity(target)
     if target_identity is not None and (identity is None or target_identity.run != identity.run):
-        return f"is the directory of another run than {run}; give another directory"
+        return f"is the directory of another run than {run}; give another directory", "mismatch"
     if target_identity is not None and identity is not None and identity.is_copy and not target_identity.is_copy:
-        return f"is the directory of the run of which {run} is a copy; exchange the two"
+        return f"is the directory of the run of which {run} is a copy; exchange the two", "conflict"
     events, target_events = _read_events(run), _read_events(target)
     foreign = len(target_events - events) if events else 0
     if foreign:
         extra = plural(foreign, "event")
-        return (
-            f"has {extra} that {run} does not have: it was trained itself, or is ahead of that; give another directory"
-        )
+        message = f"has {extra} that {run} does not have: it was trained itself, or is ahead of that"
+        return f"{message}; give another directory", "mismatch"
     if target_identity is None and not (
         target_events or _has_same_checkpoints(run, target) or _has_same_beginning(run, target)
     ):
-        return f"is neither empty nor a copy of {run}, and its files would be overwritten; give a new directory"
+        message = f"is neither empty nor a copy of {run}, and its files would be overwritten; give a new directory"
+        return message, "occupied"
     return None
 
 

@@ -25,7 +25,7 @@ from finetrainers.rundir.find import CheckpointInfo, checkpoints_dir, scan_check
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
 from finetrainers.rundir.lock import HOLDER, in_use, keep_unused
 from finetrainers.rundir.manifest import MANIFEST, is_optimizer_state, read_manifest
-from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.failures import ExpectedError, Kind
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, folder_problem, missing_path_problem
 from finetrainers.utils.text import duration, file_size
@@ -109,26 +109,28 @@ class Sync:
         """Return the problems that can be found before anything is copied."""
         problems = []
         if not self.run.is_dir():
-            problems.append(Problem("RUN", f"{self.run} {missing_path_problem(self.run, folder=True)}"))
+            message = f"{self.run} {missing_path_problem(self.run, folder=True)}"
+            problems.append(Problem("RUN", message, "invalid" if self.run.exists() else "not_found"))
         elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
-            problems.append(
-                Problem("RUN", f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir")
-            )
+            message = f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir"
+            problems.append(Problem("RUN", message, "not_found"))
         is_remote = self._is_remote
         if self.target.startswith("-"):
             problems.append(
                 Problem("TARGET", f"{self.target} begins with a hyphen, as options do; give ./{self.target}")
             )
         if is_remote and self.target.endswith(":"):
-            problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder"))
+            problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder", "required"))
         if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
             problems.append(Problem("TARGET", problem))
         if not is_remote and Path(self.target).resolve().is_relative_to(self.run.resolve()):
-            problems.append(Problem("TARGET", f"{self.target} is the run itself, or in it; give another directory"))
+            message = f"{self.target} is the run itself, or in it; give another directory"
+            problems.append(Problem("TARGET", message, "conflict"))
         if shutil.which("rsync") is None:
-            problems.append(Problem("rsync", "is not installed; apt-get install rsync (here, and at the target)"))
+            message = "is not installed; apt-get install rsync (here, and at the target)"
+            problems.append(Problem("rsync", message, "not_installed"))
         if is_remote and self._connection() and not self.rsh and shutil.which("ssh") is None:
-            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
+            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed"))
         return problems
 
     def _connection(self) -> list[str]:
@@ -194,15 +196,15 @@ class Sync:
             if self._is_remote and (folder / HOLDER).is_file():
                 self._refuse(f"is in use by a run that trains there; if that was killed, remove {HOLDER} there")
             if (problem := copy_problem(self.run, folder, is_empty=is_empty)) is not None:
-                self._refuse(problem)
+                self._refuse(*problem)
             self._has_compared = True
             identity = read_identity(self.run)
             if identity is not None and not (folder / IDENTITY).is_file():
                 self._send_identity(Identity(identity.run, is_copy=True))
             yield
 
-    def _refuse(self, problem: str) -> None:
-        raise ConfigError([Problem("TARGET", f"{self.target} {problem}")])
+    def _refuse(self, problem: str, kind: Kind = "occupied") -> None:
+        raise ConfigError([Problem("TARGET", f"{self.target} {problem}", kind)])
 
     def _fetch_records(self, folder: Path) -> bool:
         """Fetch the records that identify a remote target's run into a folder; return whether the target is empty."""
@@ -303,7 +305,7 @@ class Sync:
                 reason = f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
             message = f"rsync to {self.target} failed with exit code {completed.returncode}: {reason}"
             if completed.returncode in _USAGE:
-                raise ConfigError([Problem("TARGET", message)])
+                raise ConfigError([Problem("TARGET", message, "unsupported")])
             raise TransferError(message, is_missing=any(_MISSING.search(line) for line in lines))
         return completed.stdout
 

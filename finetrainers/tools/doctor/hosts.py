@@ -71,8 +71,11 @@ def read_hosts(path: Path) -> list[Node]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        message = missing_path_problem(path) if not path.exists() else f"cannot be read: {error}"
-        raise ConfigError([Problem("--hosts", f"{path} {message}")]) from None
+        if path.exists():
+            problem = Problem("--hosts", f"{path} cannot be read: {error}", "unreadable")
+        else:
+            problem = Problem("--hosts", f"{path} {missing_path_problem(path)}", "not_found")
+        raise ConfigError([problem]) from None
     nodes: dict[str, Node] = {}
     problems = []
     for line_number, line in enumerate(lines, 1):
@@ -86,10 +89,10 @@ def read_hosts(path: Path) -> list[Node]:
         elif settings.keys() - {"slots", "max_slots", "max-slots"} or (slots is not None and not slots.isdecimal()):
             problems.append(Problem(where, f"not understood: {quoted(line.strip())}; write `host` or `host slots=8`"))
         elif host in nodes:
-            problems.append(Problem(where, f"{host} is there twice"))
+            problems.append(Problem(where, f"{host} is there twice", "duplicate"))
         nodes[host] = Node(host, None if slots is None or not slots.isdecimal() else int(slots))
     if not nodes:
-        problems.append(Problem("--hosts", f"{path} names no host; write one a line"))
+        problems.append(Problem("--hosts", f"{path} names no host; write one a line", "required"))
     if problems:
         raise ConfigError(problems)
     return list(nodes.values())
