@@ -63,7 +63,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
         ),
         (("MODEL",), ["--prompts"]),
         (("MODEL", "--prompts", "a ball"), ["--size"]),
-        (("MODEL", "--prompts", "empty.txt"), ["--prompts empty.txt"]),
+        (("MODEL", "--prompts", "empty.txt"), ["empty.txt prompts"]),
         (("MODEL", "--prompts", "absent.jsonl"), ["--prompts absent.jsonl"]),
         (
             (
@@ -92,13 +92,13 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
                 "--compare",
                 "base",
             ),
-            ["--image absent.png", "prompt 9x33x32", "--lora_scale", "--compare"],
+            ["--image absent.png", "--prompts 9x33x32", "--lora_scale", "--compare"],
         ),
         (
             ("MODEL", *PROMPT, "--num_inference_steps", "1"),
             ["--num_inference_steps scheduler 2 1"],
         ),
-        (("MODEL", *PROMPT, "--negative_prompt", "x", "--guidance_scale", "1"), ["--negative_prompt --guidance_scale"]),
+        (("MODEL", *PROMPT, "--negative_prompt", "x", "--guidance_scale", "1"), ["--negative_prompt guidance 1"]),
         (("HUNYUAN", *PROMPT, "--negative_prompt", "blurry"), ["--negative_prompt guidance"]),
         (("HUNYUAN", *PROMPT, "--image", __file__), ["--image frame"]),
         (("MODEL", *PROMPT, "--image", "short.png"), ["--image short.png truncated"]),
