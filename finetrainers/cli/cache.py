@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import load_config
+from finetrainers.utils.progress import Meter
 from finetrainers.utils.text import duration, file_size
 
 if TYPE_CHECKING:
@@ -115,7 +117,6 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from finetrainers.data.cache.store import CacheInUse
-    from finetrainers.utils.progress import Meter
 
     cache = _open(arguments)
     with Meter("read", "entries") as meter:
@@ -162,7 +163,6 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     Raises:
         ConfigError: a configuration cannot run, or the cache has never been used with its model.
     """
-    from finetrainers.config.load import load_config
     from finetrainers.data.buckets.clip import ConditioningImage
     from finetrainers.data.cache.encoder_index import recall_models
     from finetrainers.data.cache.keys import CacheKeys, text_key
@@ -179,17 +179,16 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         prompts = plan.shown_texts()
         images = {image for _, image in prompts if isinstance(image, ConditioningImage)}
         vaes = recall_models(directory, config.model, "vae") if clips or images else []
-        complete = bool(text_encoders and (vaes or not clips))
         masked = [clip for clip in clips if clip.mask is not None]
         mask_paths = {clip.mask.path for clip in masked if clip.mask is not None}
         digests.learn({path for clip in clips for path in clip.files} | mask_paths | {image.path for image in images})
-        keys.update(replace(CacheKeys.of(directory, config), digests=digests).mask(clip) for clip in masked)
+        names = replace(CacheKeys.of(directory, config), digests=digests)
+        keys.update(names.mask(clip) for clip in masked)
         for vae in vaes:
-            tiled = resolved_run.family.load(config.model).tiles_by_size
-            names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)
-            keys.update(names.video(clip) for clip in clips)
-            keys.update(names.image(image) for image in images)
-        if not complete:
+            encoded = replace(names, vae=vae, tiled=resolved_run.family.load(config.model).tiles_by_size)
+            keys.update(encoded.video(clip) for clip in clips)
+            keys.update(encoded.image(image) for image in images)
+        if not (text_encoders and (vaes or not clips)):
             message = (
                 f"{directory} has never been used with the model of {path}, so what it needs cannot be said; "
                 f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
@@ -201,7 +200,6 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
             for caption in {"", *plan.all_captions()}
         )
         if resolved_run.facts.text_sees_image:
-            names = replace(CacheKeys.of(directory, config), digests=digests)
             prompts_with_images = {
                 (caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")
             }

@@ -21,6 +21,7 @@ from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
 from .demo import positive_integer
+from .options import run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
@@ -33,17 +34,8 @@ exit codes:
 """
 
 
-def add_check(commands: Any) -> None:
-    """Add the parser of `finetrainers check` to the list of commands; `check_command` runs the command."""
-    commands.add_parser(
-        "check",
-        help="check every item of a dataset, without model weights",
-        parents=[own_options()],
-        add_help=False,
-    )
-
-
 def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers check",
         description="Report the status of every item of a dataset: its bucket, or why it cannot be used.",
@@ -65,16 +57,11 @@ def own_options() -> ArgumentParser:
 
 def check_command(argv: Sequence[str]) -> int:
     """Check as the flags say; return an exit code (`utils.exit_codes`)."""
-    from finetrainers.config.flags import parse_flags
-
     parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
         problems = [*parser.problems([]), *_path_problems(arguments)]
-        config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
-        if config is None:
-            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
-        return _check(config, arguments)
+        return _check(run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])

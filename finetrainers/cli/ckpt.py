@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.rundir.best import best_checkpoint
+from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
+from finetrainers.rundir.manifest import MANIFEST, damage, is_optimizer_state, is_sealed, lacks_optimizer, read_manifest
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import duration, file_size
 
@@ -63,8 +66,6 @@ def _check_verify(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
-    from finetrainers.rundir.manifest import damage
-
     problems = []
     for where, path in (("A", arguments.a), ("B", arguments.b)):
         inside = _checkpoints(path)
@@ -78,10 +79,6 @@ def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from finetrainers.rundir.best import best_checkpoint
-    from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
-    from finetrainers.rundir.manifest import lacks_optimizer
-
     checkpoints = scan_checkpoints(arguments.run_directory)
     copies = {
         checkpoint.step: checkpoint for checkpoint in scan_checkpoints(arguments.run_directory, weights_only=True)
@@ -104,8 +101,6 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from finetrainers.rundir.manifest import damage, lacks_optimizer
-
     damaged = False
     for path in (checkpoint for directory in arguments.path for checkpoint in _checkpoints(directory)):
         copied = lacks_optimizer(path)
@@ -133,8 +128,6 @@ def _lora_damage(path: Path) -> str | None:
 
 
 def _ok(path: Path) -> str:
-    from finetrainers.rundir.manifest import MANIFEST, is_sealed, read_manifest
-
     if is_sealed(read_manifest(path)):
         return "ok"
     return (
@@ -144,9 +137,6 @@ def _ok(path: Path) -> str:
 
 def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint itself, or all of a run; none if the path is neither."""
-    from finetrainers.rundir.find import scan_checkpoints
-    from finetrainers.rundir.manifest import MANIFEST
-
     if (path / MANIFEST).is_file() or (path / "state.json").is_file():
         return [path]
     return [checkpoint.path for checkpoint in scan_checkpoints(path)]
@@ -171,8 +161,6 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return a checkpoint's recorded facts, by title."""
-    from finetrainers.rundir.manifest import read_manifest
-
     manifest = read_manifest(path)
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     return {
@@ -208,8 +196,6 @@ def _weight_changes(a: Path, b: Path) -> Iterator[str]:
 def _tensor_places(path: Path) -> dict[str, Path]:
     """Return the file of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
     from safetensors import safe_open
-
-    from finetrainers.rundir.manifest import is_optimizer_state
 
     places = {}
     for file in sorted(path.rglob("*.safetensors")):

@@ -9,6 +9,7 @@ from typing import Any
 from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
 from .overview import described
@@ -30,7 +31,7 @@ def add_demo(commands: Any) -> None:
     data.add_argument("directory", type=Path, help="a new or empty one")
     data.add_argument("--items", type=positive_integer, default=20, help="how many clips [20]")
     data.add_argument("--look", default="plain", help="plain, or striped, which the embedded model has never seen")
-    data.add_argument("--motion", default=None, help="one motion only, such as zigzag, which it has never seen either")
+    data.add_argument("--motion", help="one motion only, such as zigzag, which it has never seen either")
     data.add_argument("--seed", type=int, default=0, help="the same seed draws the same clips [0]")
     data.add_argument("--held_out", action="store_true", help="only combinations the model was not trained on")
     data.set_defaults(run=_data, check=_check_data)
@@ -43,14 +44,14 @@ def add_demo(commands: Any) -> None:
         "build", help="train the embedded model from random weights (two hours); resumes if stopped"
     )
     build.add_argument("directory", type=Path, help="where everything goes; what is there is kept")
-    build.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [as the shipped model]")
-    build.add_argument("--clips", type=positive_integer, default=None, help="training clips [as the shipped model]")
+    build.add_argument("--steps", type=positive_integer, help="optimizer steps [as the shipped model]")
+    build.add_argument("--clips", type=positive_integer, help="training clips [as the shipped model]")
     build.set_defaults(run=_build)
 
     measure = parts.add_parser("measure", help="sample captions and read back what the samples show")
     measure.add_argument("directory", type=Path, help="gets the figures and a contact sheet")
-    measure.add_argument("--model", default=None, help="a model in diffusers layout [the packaged one]")
-    measure.add_argument("--lora", type=Path, default=None, help="a LoRA, or a run directory that holds one")
+    measure.add_argument("--model", help="a model in diffusers layout [the packaged one]")
+    measure.add_argument("--lora", type=Path, help="a LoRA, or a run directory that holds one")
     measure.add_argument("--items", type=positive_integer, default=200, help="how many captions [200]")
     measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
     measure.set_defaults(run=_measure, check=_check_measure)
@@ -132,7 +133,6 @@ def _check_measure(arguments: argparse.Namespace) -> list[Problem]:
     """Return the problems with the command's arguments, and set the path of the model."""
     from finetrainers.demo.measure import MODEL
     from finetrainers.demo.world import LOOKS
-    from finetrainers.utils.packaged import model_path
 
     problems = _unknown("--look", arguments.look, LOOKS)
     try:

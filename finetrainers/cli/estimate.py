@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
@@ -23,6 +23,7 @@ from finetrainers.utils.launch import launcher_environment
 from finetrainers.utils.process_state import planning
 
 from .demo import positive_integer
+from .options import run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -42,17 +43,8 @@ exit codes:
 """
 
 
-def add_estimate(commands: Any) -> None:
-    """Add the parser of `finetrainers estimate` to the list of commands; `estimate_command` runs the command."""
-    commands.add_parser(
-        "estimate",
-        help="memory that a run needs, and what makes it fit a GPU",
-        parents=[_own_options()],
-        add_help=False,
-    )
-
-
-def _own_options() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers estimate",
         description="Estimate the memory of a run in each phase, on the GPU and on the host, and the disk it needs.",
@@ -69,19 +61,20 @@ def _own_options() -> ArgumentParser:
         "--host", type=parse_gib, metavar="64GB", help="host memory of the machine to plan for [this one]"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
-    parser.add_argument(
-        "--num_processes", type=positive_integer, help="processes on all machines [1, or as the file says]"
-    )
+    add_launcher_options(parser, "processes on all machines [1, or as the file says]")
+    return parser
+
+
+def add_launcher_options(parser: ArgumentParser, processes: str) -> None:
+    """Add the options that `planned_environment` reads; `processes` is the help on their number."""
+    parser.add_argument("--num_processes", type=positive_integer, help=processes)
     parser.add_argument("--num_machines", type=positive_integer, help="machines [1, or as the file says]")
     parser.add_argument("--accelerate_config", type=Path, metavar="FILE", help="the file of `accelerate launch`")
-    return parser
 
 
 def estimate_command(argv: Sequence[str]) -> int:
     """Estimate as the flags say; return an exit code (`utils.exit_codes`)."""
-    from finetrainers.config.flags import parse_flags
-
-    parser = _own_options()
+    parser = own_options()
     try:
         with planning():  # which restores the environment: it launches nothing
             arguments, run_flags = parser.parse_known_args(argv)
@@ -90,10 +83,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 os.environ.update(planned_environment(arguments))
             except ConfigError as error:
                 problems += error.problems
-            config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
-            if config is None:
-                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
-            return _estimate(config, arguments)
+            return _estimate(run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])

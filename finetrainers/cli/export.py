@@ -78,8 +78,8 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
         problems.append(Problem("--one_file", message, "unsupported"))
     if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
         problems.append(Problem("--output_dir", problem))
-    options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
-    model_options = {name: value for name, value in options.items() if value is not None}
+    names = ("pretrained_model_name_or_path", "model_name")
+    model_options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     try:
         source = find_source(arguments.source, options=model_options, use_ema=arguments.use_ema)
     except ConfigError as error:

@@ -8,13 +8,30 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
-from finetrainers.config.errors import Problem
-from finetrainers.config.flags import flat_flag
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import flat_flag, parse_flags
 from finetrainers.config.given import RawOptions
 from finetrainers.config.names import unknown_option
-from finetrainers.config.root import fields
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
+
+
+def run_config(parser: ArgumentParser, flags: Sequence[str], problems: list[Problem]) -> TrainConfig:
+    """Return the configuration of a run in the flags that are not the command's own.
+
+    Args:
+        parser: of the command's own options.
+        flags: the other ones.
+        problems: those with the command's own options.
+
+    Raises:
+        ConfigError: all problems.
+    """
+    config, _ = parse_flags(flags, prog=parser.prog, own=parser.flags, own_problems=problems)
+    if config is None:
+        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
+    return config
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import Problem
+from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import file_size
 
 from .overview import described
@@ -66,7 +67,6 @@ def _report(arguments: argparse.Namespace) -> int:
     from finetrainers.results.reports.media import VideoLimits
     from finetrainers.results.reports.page import MOST_VIDEOS, make_report
     from finetrainers.rundir.run_records import read_run
-    from finetrainers.utils.files import write_text_atomic
 
     roots: list[Path] = arguments.directory
     output = _output_path(arguments.output, roots)

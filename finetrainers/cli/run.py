@@ -14,9 +14,11 @@ from typing import Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import read_flags
 from finetrainers.config.stages import Stage, read_stages
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.text import nearest, plural
 
 from .estimate import planned_environment
@@ -56,15 +58,8 @@ exit codes:
 """
 
 
-def add_run(commands: Any) -> None:
-    """Add the parser of `finetrainers run` to the list of commands; `run_command` runs the command."""
-    commands.add_parser(
-        "run", help="train the stages of a file, each from the weights of an earlier one", parents=[_own_options()],
-        add_help=False,
-    )  # fmt: skip
-
-
-def _own_options() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers run",
         usage="finetrainers run FILE [--plan] [--from STAGE] [--keep_finished] [--launcher COMMAND] [options of train]",
@@ -91,7 +86,7 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
         argv: of the command.
         train: the command that trains one stage.
     """
-    parser = _own_options()
+    parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
         stages = _load_stages(parser, arguments, run_flags)
@@ -102,9 +97,6 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
                 "leave it out"
             )
             raise ConfigError([Problem("--from", message, "conflict")])
-        if arguments.plan:
-            os.environ.update(environment)
-            return _plan(stages, arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
@@ -113,6 +105,8 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
         os.environ.update(environment)
         return _plan(stages, arguments)
 
+    if arguments.plan:
+        return check()
     # In a separate process: it imports torch and may query the GPU, whose memory is for the stages.
     code = _in_child(check)
     return code if code != exit_codes.DONE else _train_all(stages, arguments, train)
@@ -124,8 +118,6 @@ def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flag
     Raises:
         ConfigError: it cannot be read, or the arguments are not valid.
     """
-    from finetrainers.config.flags import read_flags
-
     path, flags = read_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
     if flags is None:
         raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
@@ -183,7 +175,6 @@ def _number(text: str) -> int | None:
 def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     """Check all stages, and print their plan; return an exit code."""
     from finetrainers.runs.stages_plan import plan_stages
-    from finetrainers.utils.logs import quiet_progress_bars
 
     quiet_progress_bars()
     try:
@@ -210,13 +201,9 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Ca
             print(f"{head}: done already, in {status.root}")
             continue
         print(f"{head}: {f'from step {status.step}, ' if status.step else ''}in {status.root}", flush=True)
-        code = _start(
-            start_flags(status),
-            arguments.launcher,
-            status.config.run.hub_token,
-            train,
-            verbose=status.config.run.verbose,
-        )
+        run = status.config.run
+        flags = [*start_flags(status), *(["--verbose"] if run.verbose else [])]
+        code = _start(flags, arguments.launcher, run.hub_token, train)
         if code != exit_codes.DONE:
             advice = (
                 "the same command resumes it"
@@ -229,11 +216,8 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Ca
     return exit_codes.DONE
 
 
-def _start(
-    flags: list[str], launcher: Sequence[str], token: Any, train: Callable[[Sequence[str]], int], *, verbose: bool
-) -> int:
+def _start(flags: list[str], launcher: Sequence[str], token: Any, train: Callable[[Sequence[str]], int]) -> int:
     """Train one stage in a separate process, or in those of the launcher; return the exit code."""
-    flags = [*flags, *(["--verbose"] if verbose else [])]
 
     def work() -> int:
         if token is not None:  # no file has it
@@ -254,11 +238,8 @@ def _in_child(work: Callable[[], int]) -> int:
 
     Signals wait while it is started, so that none is lost. The child has its own copy of those that a terminal sends.
     """
-    numbers = [
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        *([] if sys.stdin is not None and sys.stdin.isatty() else [signal.SIGINT]),
-    ]
+    from_terminal = sys.stdin is not None and sys.stdin.isatty()
+    numbers = [signal.SIGTERM, signal.SIGUSR1, *([] if from_terminal else [signal.SIGINT])]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*numbers, signal.SIGINT])

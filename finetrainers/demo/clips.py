@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import read_frames
 
-from .data import write_dataset
+from .data import FRAMES, HEIGHT, WIDTH, write_dataset
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,15 @@ def video_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "datasets" / "data"
 
 
-def real_clips(file: str, *, frames: int, height: int, width: int, stride: int) -> list[torch.Tensor]:
+def real_clips(file: str, *, stride: int) -> list[torch.Tensor]:
     """Return every `stride`-th segment of a shipped video, as overlapping cuts: `[3, T, H, W]` in [-1, 1]."""
     source = video_folder() / file
-    info = probe(source)
     clips = []
-    for start in range(0, info.frames - frames, stride):
-        pixels = _read_scaled(source, range(start, start + frames), side=max(height, width))
-        top = (pixels.shape[1] - height) // 2
-        for left in range(0, pixels.shape[2] - width + 1, width // 2):
-            clips.append(to_tensor(pixels[:, top : top + height, left : left + width]))
+    for start in range(0, probe(source).frames - FRAMES, stride):
+        pixels = _read_scaled(source, range(start, start + FRAMES), side=max(HEIGHT, WIDTH))
+        top = (pixels.shape[1] - HEIGHT) // 2
+        for left in range(0, pixels.shape[2] - WIDTH + 1, WIDTH // 2):
+            clips.append(to_tensor(pixels[:, top : top + HEIGHT, left : left + WIDTH]))
     return clips
 
 

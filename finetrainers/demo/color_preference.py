@@ -37,9 +37,10 @@ def similarity(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     Raises:
         ValueError: a prompt does not name exactly one preferred color.
     """
+    pairs = [(video, preferred(prompt)) for video, prompt in zip(videos, prompts, strict=True)]
     if torch.is_grad_enabled() and videos.requires_grad:
-        return torch.stack([_differentiable_similarity(v, preferred(p)) for v, p in zip(videos, prompts, strict=True)])
-    return torch.tensor([_similarity(_frames(v), preferred(p)) for v, p in zip(videos, prompts, strict=True)])
+        return torch.stack([_differentiable_similarity(*pair) for pair in pairs])
+    return torch.tensor([_similarity(*pair) for pair in pairs])
 
 
 similarity.differentiable = True  # type: ignore[attr-defined]
@@ -96,9 +97,9 @@ def _frames(video: Tensor) -> np.ndarray:
     return to_uint8(video).numpy()
 
 
-def _similarity(clip: np.ndarray, color: str) -> float:
+def _similarity(clip: Tensor, color: str) -> float:
     target = np.array(COLORS[color], dtype=np.float64)
-    return float(np.mean([1 - np.linalg.norm(_median(image) - target) / _FARTHEST for image in clip]))
+    return float(np.mean([1 - np.linalg.norm(_median(image) - target) / _FARTHEST for image in _frames(clip)]))
 
 
 def _differentiable_similarity(clip: Tensor, color: str) -> Tensor:

@@ -25,6 +25,7 @@ from .verify import Reading, has_speed, matches, read
 MODEL = "demo://ltx"
 #: Recommended sampling settings of the demo model.
 STEPS, GUIDANCE = 20, 2.0
+_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,14 @@ def load_pipeline(weights: Path) -> LTXPipeline:
 
 
 def measure(
-    pipeline: LTXPipeline,
-    captions: Sequence[str],
-    *,
-    steps: int = STEPS,
-    guidance: float = GUIDANCE,
-    seed: int = 0,
-    batch_size: int = 16,
+    pipeline: LTXPipeline, captions: Sequence[str], *, steps: int = STEPS, guidance: float = GUIDANCE
 ) -> Measured:
     """Sample each caption once, from separate noise, and measure."""
     clips: list[NDArray[np.uint8]] = []
-    for start in range(0, len(captions), batch_size):
-        batch = list(captions[start : start + batch_size])
-        clips += sample(
-            pipeline,
-            batch,
-            steps=steps,
-            guidance=guidance,
-            generators=[generator("cpu", seed, "measure", start + i) for i in range(len(batch))],
-        )
+    for start in range(0, len(captions), _BATCH_SIZE):
+        batch = list(captions[start : start + _BATCH_SIZE])
+        noise = [generator("cpu", 0, "measure", start + i) for i in range(len(batch))]
+        clips += sample(pipeline, batch, generators=noise, steps=steps, guidance=guidance)
     readings = [read(clip) for clip in clips]
     return Measured(list(captions), clips, readings, prompt_adherence(captions, readings))
 

@@ -83,14 +83,14 @@ def requested_attributes(caption: str) -> dict[str, str]:
     """Return the attributes that a caption requests, the first word of each kind; a shape is plain by default."""
     text = caption.lower().replace(NEW_WORD, MEANING)
     words = re.findall(r"[a-z]+", text)
-    shape = next((w for w in words if w in SHAPES), None)
+    color, shape, look = (next((word for word in words if word in names), None) for names in (COLORS, SHAPES, LOOKS))
     background = re.search(rf"({'|'.join(BACKGROUNDS)}) background", text)
     attributes = {
-        "color": next((w for w in words if w in COLORS), None),
+        "color": color,
         "shape": shape,
         "motion": next((name for name, phrases in MOTIONS.items() if any(phrase in text for phrase in phrases)), None),
         "background": background[1] if background else None,
-        "look": next((w for w in words if w in LOOKS), None if shape is None else "plain"),
+        "look": look or (None if shape is None else "plain"),
     }
     return {name: word for name, word in attributes.items() if word is not None}
 

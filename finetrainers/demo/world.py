@@ -85,11 +85,6 @@ class Scene:
     y: float = 0.5
     radius: float = _RADIUS
 
-    @property
-    def combination(self) -> tuple[str, str, str]:
-        """Attributes that are held out in combination; see `is_held_out`."""
-        return self.color, self.shape, self.motion
-
 
 def draw_scene(
     *seed: int | str,
@@ -132,8 +127,8 @@ def draw_scene(
 
 def is_held_out(scene: Scene) -> bool:
     """Return whether the training set lacks this combination of color, shape and motion, which is one in eight."""
-    color, shape, motion = scene.combination
-    return (list(COLORS).index(color) + 3 * list(SHAPES).index(shape) + 5 * list(MOTIONS).index(motion)) % 8 == 0
+    color, shape = list(COLORS).index(scene.color), list(SHAPES).index(scene.shape)
+    return (color + 3 * shape + 5 * list(MOTIONS).index(scene.motion)) % 8 == 0
 
 
 def caption(scene: Scene, *, phrasing: int = 0, color: str | None = None) -> str:
@@ -179,7 +174,8 @@ def pose(scene: Scene, time: float) -> tuple[float, float, float, float]:
     middle = time - 0.5
     if scene.motion in TRANSLATIONS:
         dx, dy = TRANSLATIONS[scene.motion]
-        x, y = x + dx * SPEEDS[scene.speed] * middle, y + dy * SPEEDS[scene.speed] * middle
+        x += dx * SPEEDS[scene.speed] * middle
+        y += dy * SPEEDS[scene.speed] * middle
     elif scene.motion == "rotating":
         angle = _SPIN * time
     elif scene.motion == "growing":
@@ -209,23 +205,6 @@ def coverage(shape: str, u: Array, v: Array, *, pixels: float) -> Array:
 # ---- shapes: signed distance to the outline, negative inside, in radii ----------------------------------------------
 
 
-def _circle(u: Array, v: Array) -> Array:
-    return np.hypot(u, v) - 0.95
-
-
-def _ring(u: Array, v: Array) -> Array:
-    return np.abs(np.hypot(u, v) - 0.78) - 0.24
-
-
-def _square(u: Array, v: Array) -> Array:
-    return np.maximum(np.abs(u), np.abs(v)) - 0.85
-
-
-def _triangle(u: Array, v: Array) -> Array:
-    slanted = np.abs(u) * (math.sqrt(3) / 2) - v * 0.5
-    return np.maximum(slanted, v) - 0.58
-
-
 def _cross(u: Array, v: Array) -> Array:
     wide, narrow = np.maximum(np.abs(u), np.abs(v)), np.minimum(np.abs(u), np.abs(v))
     return np.maximum(wide - 1.0, narrow - 0.3)
@@ -247,11 +226,11 @@ def _star(u: Array, v: Array) -> Array:
 
 
 SHAPES: dict[str, Callable[[Array, Array], Array]] = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
+    "circle": lambda u, v: np.hypot(u, v) - 0.95,
+    "square": lambda u, v: np.maximum(np.abs(u), np.abs(v)) - 0.85,
+    "triangle": lambda u, v: np.maximum(np.abs(u) * (math.sqrt(3) / 2) - v * 0.5, v) - 0.58,
     "star": _star,
-    "ring": _ring,
+    "ring": lambda u, v: np.abs(np.hypot(u, v) - 0.78) - 0.24,
     "cross": _cross,
 }
 
@@ -269,10 +248,11 @@ def _stripes(u: Array, *, pixels: float) -> Array:
 def _reach(scene: Scene) -> tuple[float, float]:
     """Return the distance that the shape gets from its place in mid-clip, horizontally and vertically."""
     radius = scene.radius * (math.sqrt(_GROWTH) if scene.motion in ("growing", "shrinking") else 1.0)
-    dx, dy = TRANSLATIONS.get(scene.motion, (0.0, 0.0))
     if scene.motion == "zigzag":
         return radius + SPEEDS[""] / 2, radius + _ZIGZAG_HEIGHT
-    return radius + abs(dx) * SPEEDS[scene.speed] / 2, radius + abs(dy) * SPEEDS[scene.speed] / 2
+    dx, dy = TRANSLATIONS.get(scene.motion, (0.0, 0.0))
+    moves = SPEEDS[scene.speed] / 2
+    return radius + abs(dx) * moves, radius + abs(dy) * moves
 
 
 def _choose(rng: torch.Generator, names: tuple[str, ...]) -> str:

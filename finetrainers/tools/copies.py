@@ -28,10 +28,11 @@ def copy_problem(run: Path, target: Path, *, is_empty: bool) -> tuple[str, Kind]
     if is_empty:
         return None
     identity, target_identity = read_identity(run), read_identity(target)
-    if target_identity is not None and (identity is None or target_identity.run != identity.run):
-        return f"is the directory of another run than {run}; give another directory", "mismatch"
-    if target_identity is not None and identity is not None and identity.is_copy and not target_identity.is_copy:
-        return f"is the directory of the run of which {run} is a copy; exchange the two", "conflict"
+    if target_identity is not None:
+        if identity is None or target_identity.run != identity.run:
+            return f"is the directory of another run than {run}; give another directory", "mismatch"
+        if identity.is_copy and not target_identity.is_copy:
+            return f"is the directory of the run of which {run} is a copy; exchange the two", "conflict"
     events, target_events = _read_events(run), _read_events(target)
     foreign = len(target_events - events) if events else 0
     if foreign:
@@ -67,9 +68,8 @@ def _read_manifests(root: Path) -> Mapping[str, str]:
 
 def _has_same_beginning(run: Path, target: Path) -> bool:
     """Return whether the metrics of a directory are a beginning of the run's."""
-    run_metrics, target_metrics = run / METRICS, target / METRICS
-    if not (run_metrics.is_file() and target_metrics.is_file()):
+    if not all((root / METRICS).is_file() for root in (run, target)):
         return False
-    beginning = target_metrics.read_bytes()
-    with open(run_metrics, "rb") as file:
+    beginning = (target / METRICS).read_bytes()
+    with open(run / METRICS, "rb") as file:
         return bool(beginning) and file.read(len(beginning)) == beginning

@@ -14,7 +14,7 @@ from refusals import refused_command
 from safetensors.torch import save_file
 
 from finetrainers.cli.main import main
-from finetrainers.cli.sample import _parser
+from finetrainers.cli.sample import own_options
 from finetrainers.config.sample import SampleSection, options_of_runs
 from finetrainers.sampling import run
 from finetrainers.utils.failures import Kind
@@ -179,7 +179,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert [name for name in SampleSection.model_fields if f"--{name}" not in text] == []
     assert max(map(len, text.splitlines())) <= 81
-    flags = {action.dest for action in _parser()._actions}
+    flags = {action.dest for action in own_options()._actions}
     assert set(options_of_runs()) <= flags
 
 

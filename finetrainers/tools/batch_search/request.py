@@ -66,12 +66,11 @@ def searched_config(config: TrainConfig) -> TrainConfig:
     """Return the run's configuration for the search, without batch sizes and without an earlier run to resume."""
     loading = {"batch_size": 1, "bucket_batch_sizes": [], "epoch_end": "keep"}
     training: dict[str, object] = {"resume_from_checkpoint": None, "reset": []}
-    return config.model_copy(
-        update={
-            "dataloader": config.dataloader.model_copy(update=loading),
-            "training": config.training.model_copy(update=training),
-        }
-    )
+    sections = {
+        "dataloader": config.dataloader.model_copy(update=loading),
+        "training": config.training.model_copy(update=training),
+    }
+    return config.model_copy(update=sections)
 
 
 def search_problems(config: TrainConfig) -> list[Problem]:

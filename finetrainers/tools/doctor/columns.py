@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from finetrainers.rundir.health import link_errors
@@ -61,14 +62,14 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
 
     return [
         Column("GPUs", _gpus, "train on machines with equal GPUs", True),
-        measured("load", lambda facts: _mean(facts, "utilization", "{:.0f} %")),
+        measured("load", lambda facts: _gpu_fact(facts, "utilization", fmean, "{:.0f} %")),
         measured("GPU memory used", _used_memory),
         measured("power", _power),
-        measured("hottest", lambda facts: _maximum(facts, "temperature_c", "{:.0f} C")),
+        measured("hottest", lambda facts: _gpu_fact(facts, "temperature_c", max, "{:.0f} C")),
         measured("slowest clock", _clock),
         measured("ECC errors", _ecc),
-        measured("disk write", lambda facts: _speed(facts, "disk_write")),
-        measured("disk read", lambda facts: _speed(facts, "disk_read")),
+        measured("disk write", lambda facts: _size(facts, "disk_write", "/s")),
+        measured("disk read", lambda facts: _size(facts, "disk_read", "/s")),
         measured("disk free", lambda facts: _size(facts, "disk_free")),
         *([measured("a save takes", save)] if checkpoint_bytes else []),
         Column("driver", _text_fact("driver"), "install the same driver on all"),
@@ -88,17 +89,13 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
     ]  # fmt: skip
 
 
-def majority(texts: Sequence[str]) -> str:
-    """Return the most frequent text; of several, the first."""
-    return Counter(texts).most_common(1)[0][0]
-
-
 def differing(column: Column, nodes: Sequence[Node]) -> tuple[str, list[Node]]:
     """Return the value of most machines, and the machines that differ; no machines if the fact may differ."""
     alive = [node for node in nodes if node.facts is not None]
     if column.fix is None or len(alive) < 2:
         return "", []
-    usual = majority([text for node in alive if (text := column.of(node)) != BROKEN] or [BROKEN])
+    texts = [text for node in alive if (text := column.of(node)) != BROKEN]
+    usual = Counter(texts or [BROKEN]).most_common(1)[0][0]  # of several, the first
     return usual, [node for node in alive if column.of(node) != usual]
 
 
@@ -118,12 +115,8 @@ def _torch_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda facts: BROKEN if "torch_error" in facts else _text_fact(name)(facts)
 
 
-def _size(facts: Mapping[str, Any], name: str) -> str:
-    return file_size(facts[name]) if facts.get(name) is not None else ""
-
-
-def _speed(facts: Mapping[str, Any], name: str) -> str:
-    return f"{file_size(facts[name])}/s" if facts.get(name) is not None else ""
+def _size(facts: Mapping[str, Any], name: str, per: str = "") -> str:
+    return f"{file_size(facts[name])}{per}" if facts.get(name) is not None else ""
 
 
 def _limit(facts: Mapping[str, Any], name: str, format_limit: Callable[[int], str]) -> str:
@@ -147,14 +140,10 @@ def gpu_values(facts: Mapping[str, Any], name: str) -> list[float]:
     return [gpu[name] for gpu in facts.get("gpus", ()) if gpu.get(name) is not None]
 
 
-def _mean(facts: Mapping[str, Any], name: str, form: str) -> str:
+def _gpu_fact(facts: Mapping[str, Any], name: str, reduce: Callable[[list[float]], float], form: str) -> str:
+    """Return a fact of all GPUs, such as their mean, as text in this form; empty if none reports it."""
     values = gpu_values(facts, name)
-    return form.format(sum(values) / len(values)) if values else ""
-
-
-def _maximum(facts: Mapping[str, Any], name: str, form: str) -> str:
-    values = gpu_values(facts, name)
-    return form.format(max(values)) if values else ""
+    return form.format(reduce(values)) if values else ""
 
 
 def _used_memory(facts: Mapping[str, Any]) -> str:
@@ -165,9 +154,11 @@ def _used_memory(facts: Mapping[str, Any]) -> str:
 def _clock(facts: Mapping[str, Any]) -> str:
     """Return the clock of the slowest GPU, and its maximum; an idle GPU has a low clock."""
     gpus = [gpu for gpu in facts.get("gpus", ()) if gpu.get("clock_mhz") is not None]
-    clocks = [(gpu["clock_mhz"], gpu.get("clock_max_mhz")) for gpu in gpus]
-    now, maximum = min(clocks, default=(None, None), key=lambda clock: clock[0])
-    return "" if now is None else f"{now:.0f} MHz" if maximum is None else f"{now:.0f} of {maximum:.0f} MHz"
+    if not gpus:
+        return ""
+    slowest = min(gpus, key=lambda gpu: gpu["clock_mhz"])
+    maximum = slowest.get("clock_max_mhz")
+    return f"{slowest['clock_mhz']:.0f}{'' if maximum is None else f' of {maximum:.0f}'} MHz"
 
 
 def _ecc(facts: Mapping[str, Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import median_high
 from typing import Any
 
 from finetrainers.rundir.health import link_errors
@@ -58,29 +60,19 @@ def _node_findings(node: Node, needs: Needs | None) -> Iterator[Finding]:
         yield Finding(node.host, node.error or "no answer")
         return
     facts = node.facts
-    checks = (
-        _versions(facts),
-        _gpus(facts, node.slots),
-        _limits(facts),
-        _links(facts),
-        _disk(facts, needs),
-        _clock(node),
-    )
-    for remarks in checks:
-        for text, is_problem in remarks:
-            yield Finding(node.host, text, is_problem)
+    checks = (_versions(facts), _gpus(facts, node.slots), _limits(facts), _links(facts), _disk(facts, needs))
+    for text, is_problem in chain(*checks, _clock(node)):
+        yield Finding(node.host, text, is_problem)
 
 
 _Remarks = Iterator[tuple[str, bool]]
 
 
 def _versions(facts: Mapping[str, Any]) -> _Remarks:
-    if (problem := facts.get("version_problem")) is not None:
-        yield problem, True
-    if (error := facts.get("torch_error")) is not None:
-        yield f"torch cannot be imported: {error}; install it again", True
-    if (problem := facts.get("torch_problem")) is not None:
-        yield problem, True
+    forms = {"torch_error": "torch cannot be imported: {}; install it again"}
+    for name in ("version_problem", "torch_error", "torch_problem"):
+        if (problem := facts.get(name)) is not None:
+            yield forms.get(name, "{}").format(problem), True
 
 
 def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Remarks:
@@ -169,11 +161,11 @@ def _differences(nodes: Sequence[Node], needs: Needs | None) -> Iterator[Finding
 
 
 def _slow_disks(nodes: Sequence[Node]) -> Iterator[Finding]:
-    speeds = sorted(node.facts["disk_write"] for node in nodes if node.facts and node.facts.get("disk_write"))
+    speeds = {node.host: speed for node in nodes if node.facts and (speed := node.facts.get("disk_write"))}
     if len(speeds) < 3:
         return
-    median = speeds[len(speeds) // 2]
-    for node in nodes:
-        if node.facts and node.facts.get("disk_write") and node.facts["disk_write"] * _SLOW < median:
-            text = f"its disk writes {file_size(node.facts['disk_write'])}/s, and the median is {file_size(median)}/s"
-            yield Finding(node.host, f"{text}; look at its mount and at what else writes", False)
+    median = median_high(speeds.values())
+    for host, speed in speeds.items():
+        if speed * _SLOW < median:
+            text = f"its disk writes {file_size(speed)}/s, and the median is {file_size(median)}/s"
+            yield Finding(host, f"{text}; look at its mount and at what else writes", False)

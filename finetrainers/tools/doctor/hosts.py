@@ -22,7 +22,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import printable, quoted
 
-from ..sync import ASKS
+from ..sync import login_problem
 
 #: Beginning of an answer's line: a shell's start-up files may print other lines.
 ANSWER = "finetrainers-doctor "
@@ -118,11 +118,12 @@ class HostGroup:
 
     def ask(self, nodes: Sequence[Node]) -> list[Node]:
         """Return the nodes with their answers, in the same order."""
-        return asyncio.run(self._ask_all(nodes))
 
-    async def _ask_all(self, nodes: Sequence[Node]) -> list[Node]:
-        semaphore = asyncio.Semaphore(_AT_ONCE)
-        return list(await asyncio.gather(*(self._ask(node, semaphore) for node in nodes)))
+        async def ask_all() -> list[Node]:
+            semaphore = asyncio.Semaphore(_AT_ONCE)
+            return await asyncio.gather(*(self._ask(node, semaphore) for node in nodes))
+
+        return asyncio.run(ask_all())
 
     def _command(self, host: str) -> list[str]:
         """Return the command that connects to a host and starts this program there.
@@ -152,11 +153,8 @@ class HostGroup:
                 raise
             except (EOFError, ConnectionError, ValueError, RecursionError):
                 code = await _wait_for_end(process)
-                return Node(
-                    node.host,
-                    node.slots,
-                    error=self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace")),
-                )
+                error = self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace"))
+                return Node(node.host, node.slots, error=error)
             finally:
                 await _wait_for_end(process)
                 errors.cancel()
@@ -165,8 +163,8 @@ class HostGroup:
         """Return why a machine has no facts, and the remedy, by the exit code and the error output of ssh."""
         lines = [printable(line.strip()) for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
-        if (refusal := next((line for line in lines if ASKS.search(line)), None)) is not None:
-            return f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+        if (problem := login_problem(lines, host)) is not None:
+            return problem
         if code == _SSH_FAILED:
             return f"{last}; see whether it is up, and try `ssh {host}`"
         if code in _NO_COMMAND:
