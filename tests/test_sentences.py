@@ -60,7 +60,7 @@ def sync(run: Path, target: str) -> str:
     """Return the first problem of copying a run to a target."""
     from finetrainers.tools.sync import Sync
 
-    return str(Sync(run, target).problems()[0])
+    return str(next(Sync(run, target).problems()))
 
 
 COMMANDS: list[Row] = [

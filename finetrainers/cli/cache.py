@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,19 +68,17 @@ def add_cache(commands: Any) -> None:
         action.add_argument("directory", type=Path, metavar="DIR", help="--precompute_dir, or a run's --output_dir")
 
 
-def _check(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems with the command's arguments."""
-    problems = []
+def _check(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield the problems with the command's arguments."""
     if arguments.action == "prune":
         if arguments.keep is None and arguments.older_than is None:
             message = "say what may go: --keep CONFIG ..., --older_than DAYS, or both"
-            problems.append(Problem("prune", message, "required"))
+            yield Problem("prune", message, "required")
         if arguments.older_than is not None and not 0 <= arguments.older_than < math.inf:
-            problems.append(Problem("--older_than", f"{arguments.older_than:g} is no number of days"))
+            yield Problem("--older_than", f"{arguments.older_than:g} is no number of days")
     if not any((arguments.directory / place).is_dir() for place in ("tensors", "precomputed/tensors")):
         message = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
-        problems.append(Problem("DIR", message, "not_found"))
-    return problems
+        yield Problem("DIR", message, "not_found")
 
 
 def _open(arguments: argparse.Namespace) -> CacheMaintenance:
@@ -194,18 +192,10 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
                 f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
             )
             raise ConfigError([Problem("--keep", message, "not_found")])
-        keys.update(
-            text_key(text_encoder.identity, caption)
-            for text_encoder in text_encoders
-            for caption in {"", *plan.all_captions()}
-        )
+        texts = {(caption, None) for caption in {"", *plan.all_captions()}}
         if resolved_run.facts.text_sees_image:
-            prompts_with_images = {
-                (caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")
-            }
-            keys.update(
-                text_key(text_encoder.identity, *pair) for text_encoder in text_encoders for pair in prompts_with_images
-            )
+            texts |= {(caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")}
+        keys.update(text_key(text_encoder.identity, *text) for text_encoder in text_encoders for text in texts)
     return keys
 
 

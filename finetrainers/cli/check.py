@@ -20,8 +20,7 @@ from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
-from .demo import positive_integer
-from .options import run_config
+from .options import positive_integer, run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:

@@ -48,34 +48,30 @@ def add_ckpt(commands: Any) -> None:
     diff.set_defaults(run=_diff, check=_check_diff)
 
 
-def _path_problems(where: str, paths: Sequence[Path]) -> list[Problem]:
-    """Return the problems of paths without a directory."""
-    return [
-        Problem(where, f"{path} {missing_path_problem(path, folder=True)}", "invalid" if path.exists() else "not_found")
-        for path in paths
-        if not path.is_dir()
-    ]
+def _path_problems(where: str, paths: Sequence[Path]) -> Iterator[Problem]:
+    """Yield the problems of paths without a directory."""
+    for path in paths:
+        if not path.is_dir():
+            message = f"{path} {missing_path_problem(path, folder=True)}"
+            yield Problem(where, message, "invalid" if path.exists() else "not_found")
 
 
-def _check_verify(arguments: argparse.Namespace) -> list[Problem]:
-    problems = _path_problems("PATH", arguments.path)
+def _check_verify(arguments: argparse.Namespace) -> Iterator[Problem]:
+    yield from _path_problems("PATH", arguments.path)
     for path in arguments.path:
         if path.is_dir() and not _checkpoints(path):
-            problems.append(Problem("PATH", f"{path} is neither a checkpoint nor a run that has one", "not_found"))
-    return problems
+            yield Problem("PATH", f"{path} is neither a checkpoint nor a run that has one", "not_found")
 
 
-def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
-    problems = []
+def _check_diff(arguments: argparse.Namespace) -> Iterator[Problem]:
     for where, path in (("A", arguments.a), ("B", arguments.b)):
         inside = _checkpoints(path)
         if not path.is_dir():
-            problems += _path_problems(where, [path])
+            yield from _path_problems(where, [path])
         elif inside and inside != [path]:
-            problems.append(Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}"))
+            yield Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}")
         elif (reason := damage(path, contents=False)) is not None:
-            problems.append(Problem(where, f"{path}: {reason}", "unreadable"))
-    return problems
+            yield Problem(where, f"{path}: {reason}", "unreadable")
 
 
 def _ls(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
+from .options import positive_integer
 from .overview import described
 
 _WORLD = (
@@ -70,17 +71,6 @@ def add_demonstration(parser: argparse.ArgumentParser, function: str, *, steps: 
     parser.add_argument("directory", type=Path, **directory)
     parser.add_argument("--steps", type=positive_integer, help=f"optimizer steps [{steps}]")
     parser.set_defaults(run=_run_demonstration, demonstration=function)
-
-
-def positive_integer(text: str) -> int:
-    """Return the whole number of an argument that counts something.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a positive whole number.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _run_demonstration(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
 from .estimate import checked_sizes
+from .options import whole_number
 from .overview import described
 from .sync import seconds
 
@@ -65,7 +66,7 @@ def add_doctor(commands: Any) -> None:
     )
     doctor.add_argument(
         "--disk_mib",
-        type=_mib,
+        type=whole_number("not a whole number of MiB", 0),
         metavar="N",
         help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]",
     )
@@ -80,17 +81,6 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="print JSON: every fact of every machine, sizes in bytes")
     doctor.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor, check=_problems)
-
-
-def _mib(text: str) -> int:
-    """Return the whole number of MiB of an argument.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not one.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"not a whole number of MiB, got {text!r}")
-    return int(text)
 
 
 def _problems(arguments: argparse.Namespace) -> list[Problem]:

@@ -22,8 +22,7 @@ from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.launch import launcher_environment
 from finetrainers.utils.process_state import planning
 
-from .demo import positive_integer
-from .options import run_config
+from .options import positive_integer, run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun

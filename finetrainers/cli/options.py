@@ -1,9 +1,10 @@
-"""Flags of the commands that sample: a separate section, and the options of a run that samples depend on."""
+"""Flags of commands: numbers, options of a run beside their own, and the sections of the commands that sample."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -15,6 +16,25 @@ from finetrainers.config.names import unknown_option
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
+
+
+def whole_number(message: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
+    """Return a function that reads a whole number of an argument.
+
+    Args:
+        message: the problem with another value.
+        lowest, highest: bounds.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not lowest <= int(text) <= highest:
+            raise argparse.ArgumentTypeError(f"{message}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+positive_integer = whole_number("must be a whole number of at least 1", 1)
 
 
 def run_config(parser: ArgumentParser, flags: Sequence[str], problems: list[Problem]) -> TrainConfig:

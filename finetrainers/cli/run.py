@@ -23,6 +23,8 @@ from finetrainers.utils.text import nearest, plural
 
 from .estimate import planned_environment
 
+#: Takes arguments, and returns an exit code.
+_Command = Callable[[Sequence[str]], int]
 _EPILOG = """The file has one [[stage]] table for each stage: its name, its options, and what it
 begins from. Options above the first [[stage]] hold for all stages. Options of
 `finetrainers train` may follow as flags; they override those of every stage.
@@ -79,7 +81,7 @@ def own_options() -> ArgumentParser:
     return parser
 
 
-def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> int:
+def run_command(argv: Sequence[str], train: _Command) -> int:
     """Train the stages of a file; return an exit code (`utils.exit_codes`).
 
     Args:
@@ -155,8 +157,8 @@ def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config_file", dest="accelerate_config", type=Path)
-    for name, others in {"num_processes": ["--num-processes"], "num_machines": ["--nnodes"]}.items():
-        parser.add_argument(f"--{name}", *others, type=_number)
+    parser.add_argument("--num_processes", "--num-processes", type=_number)
+    parser.add_argument("--num_machines", "--nnodes", type=_number)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", "--num_gpus", type=_number)
     try:
         sizes, _ = parser.parse_known_args(launcher)
@@ -187,7 +189,7 @@ def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
+def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _Command) -> int:
     """Train the unfinished stages; return an exit code."""
     from finetrainers.runs.stages import look_at, set_aside, start_flags
 
@@ -216,7 +218,7 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Ca
     return exit_codes.DONE
 
 
-def _start(flags: list[str], launcher: Sequence[str], token: Any, train: Callable[[Sequence[str]], int]) -> int:
+def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Command) -> int:
     """Train one stage in a separate process, or in those of the launcher; return the exit code."""
 
     def work() -> int:

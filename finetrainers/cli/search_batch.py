@@ -22,9 +22,8 @@ from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, planning
 
-from .demo import positive_integer
 from .estimate import add_launcher_options, checked_sizes, parse_gpu, planned_environment, planned_for
-from .options import run_config
+from .options import positive_integer, run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun

@@ -12,7 +12,7 @@ from finetrainers.config.errors import ConfigError, Problem, value_kind, value_m
 from finetrainers.config.rewards import Reward, RewardEntry
 from finetrainers.utils.logs import quiet_progress_bars
 
-from .demo import positive_integer
+from .options import positive_integer, whole_number
 
 # As in rewards/server.py, which imports torch.
 _TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
@@ -28,7 +28,8 @@ def add_serve_reward(commands: Any) -> None:
     )
     parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
-    parser.add_argument("--port", type=_port, default=8000, help="0 for any free one [%(default)s]")
+    port = whole_number("must be a whole number from 0 to 65535", 0, 65535)
+    parser.add_argument("--port", type=port, default=8000, help="0 for any free one [%(default)s]")
     parser.add_argument(
         "--device",
         help="the reward's option of that name: cuda:7, say, where training on this machine has the GPUs before it "
@@ -125,9 +126,3 @@ def _token(token_option: str | None) -> str | None:
         place = "--token" if token_option is not None else _TOKEN_VARIABLE
         raise ConfigError([Problem(place, "must be ASCII letters, digits and signs, without blanks")])
     return token
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, got {text!r}")
-    return int(text)

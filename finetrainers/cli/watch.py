@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,21 +97,21 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
     return plan
 
 
-def _plan_lines(plan: WatchPlan) -> list[str]:
-    """Return the lines on the samples of each checkpoint, and the warnings."""
-    lines = []
+def _plan_lines(plan: WatchPlan) -> Iterator[str]:
+    """Yield the lines on the samples of each checkpoint, and the warnings."""
     for name, preset_plan in plan.presets.items():
         sizes = ", ".join("x".join(map(str, size)) for size in preset_plan.sizes)
         steps = plural(preset_plan.config.validation.validation_inference_steps, "denoising step")
         count = plural(len(preset_plan.prompts) * len(preset_plan.seeds), "clip")
-        lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {preset_plan.output_dir}")
-    lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
+        yield f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {preset_plan.output_dir}"
+    if plan.labels:
+        yield f"rewards: {', '.join(plan.labels)}"
     for tracker in [] if plan.options.no_track else plan.config.run.report_to:
         from finetrainers.sampling.watch.tracked import whose_run
 
-        lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}")
+        yield f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}"
     warnings = dict.fromkeys(warning for preset_plan in plan.presets.values() for warning in preset_plan.warnings)
-    return [*lines, *(f"warning: {warning}" for warning in warnings)]
+    yield from (f"warning: {warning}" for warning in warnings)
 
 
 def _stop(number: int, _: Any) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import read_frames
 
 from .data import FRAMES, HEIGHT, WIDTH, write_dataset
+from .world import Pixels
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def real_clips(file: str, *, stride: int) -> list[torch.Tensor]:
     return clips
 
 
-def to_tensor(clip: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
+def to_tensor(clip: Pixels | torch.Tensor) -> torch.Tensor:
     """Return frames `[T, H, W, 3]` uint8 as the VAE takes them: `[3, T, H, W]` in [-1, 1]."""
     return torch.as_tensor(clip).permute(3, 0, 1, 2).float() / 127.5 - 1
 
@@ -76,7 +76,7 @@ def cut_excerpts(directory: Path, *, frames: int, size: int, fps: float, copies:
     return write_dataset(directory, _squares(frames=frames, size=size, copies=copies), fps=fps)
 
 
-def _squares(*, frames: int, size: int, copies: int) -> Iterator[tuple[str, NDArray[np.uint8], str]]:
+def _squares(*, frames: int, size: int, copies: int) -> Iterator[tuple[str, Pixels, str]]:
     for excerpt in EXCERPTS:
         source = video_folder() / excerpt.file
         pixels = _read_scaled(source, range(excerpt.start, excerpt.start + frames), side=size).numpy()

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import LTXPipeline
-from numpy.typing import NDArray
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.plan.ready import get_ready
@@ -21,6 +20,7 @@ from finetrainers.utils.seeding import generator
 
 from .data import FPS, FRAMES, HEIGHT, WIDTH
 from .verify import Reading, has_speed, matches, read
+from .world import Pixels
 
 MODEL = "demo://ltx"
 #: Recommended sampling settings of the demo model.
@@ -40,7 +40,7 @@ class Measured:
     """
 
     captions: list[str]
-    clips: list[NDArray[np.uint8]]
+    clips: list[Pixels]
     readings: list[Reading]
     prompt_adherence: dict[str, float]
 
@@ -60,7 +60,7 @@ def measure(
     pipeline: LTXPipeline, captions: Sequence[str], *, steps: int = STEPS, guidance: float = GUIDANCE
 ) -> Measured:
     """Sample each caption once, from separate noise, and measure."""
-    clips: list[NDArray[np.uint8]] = []
+    clips: list[Pixels] = []
     for start in range(0, len(captions), _BATCH_SIZE):
         batch = list(captions[start : start + _BATCH_SIZE])
         noise = [generator("cpu", 0, "measure", start + i) for i in range(len(batch))]
@@ -78,7 +78,7 @@ def sample(
     guidance: float = GUIDANCE,
     height: int = HEIGHT,
     width: int = WIDTH,
-) -> list[NDArray[np.uint8]]:
+) -> list[Pixels]:
     """Sample clips `[T, H, W, 3]` uint8, as long as the world's and by default of its size."""
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from finetrainers.utils.seeding import generator
 
 Array = NDArray[np.floating[Any]]
+Pixels = NDArray[np.uint8]
 
 #: Saturated colors, far apart in hue; backgrounds are grey, so that the two are never mistaken for each other.
 COLORS: dict[str, tuple[int, int, int]] = {
@@ -152,7 +153,7 @@ def with_new_word(caption: str) -> str:
     return caption.replace(MEANING, NEW_WORD)
 
 
-def render(scene: Scene, *, frames: int = 9, height: int = 32) -> NDArray[np.uint8]:
+def render(scene: Scene, *, frames: int = 9, height: int = 32) -> Pixels:
     """Render a clip, antialiased: `[T, H, 2 H, 3]` uint8."""
     steps = (np.arange(ASPECT * height, dtype=np.float32) + 0.5) / height
     y, x = np.meshgrid(steps[:height], steps, indexing="ij")

@@ -113,32 +113,30 @@ class Sync:
         """
         return f"{(self.target if self._is_remote else str(Path(self.target).resolve())).rstrip('/')}/"
 
-    def problems(self) -> list[Problem]:
-        """Return the problems that can be found before anything is copied."""
-        problems = []
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems that can be found before anything is copied."""
         if not self.run.is_dir():
             message = f"{self.run} {missing_path_problem(self.run, folder=True)}"
-            problems.append(Problem("RUN", message, "invalid" if self.run.exists() else "not_found"))
+            yield Problem("RUN", message, "invalid" if self.run.exists() else "not_found")
         elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
             message = f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir"
-            problems.append(Problem("RUN", message, "not_found"))
+            yield Problem("RUN", message, "not_found")
         is_remote = self._is_remote
         if self.target.startswith("-"):
             message = f"{self.target} begins with a hyphen, as options do; give ./{self.target}"
-            problems.append(Problem("TARGET", message))
+            yield Problem("TARGET", message)
         if is_remote and self.target.endswith(":"):
-            problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder", "required"))
+            yield Problem("TARGET", f"{self.target} names no folder; give user@host:folder", "required")
         if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
-            problems.append(Problem("TARGET", problem))
+            yield Problem("TARGET", problem)
         if not is_remote and Path(self.target).resolve().is_relative_to(self.run.resolve()):
             message = f"{self.target} is the run itself, or in it; give another directory"
-            problems.append(Problem("TARGET", message, "conflict"))
+            yield Problem("TARGET", message, "conflict")
         if shutil.which("rsync") is None:
             message = "is not installed; apt-get install rsync (here, and at the target)"
-            problems.append(Problem("rsync", message, "not_installed"))
+            yield Problem("rsync", message, "not_installed")
         if is_remote and self._connection() and not self.rsh and shutil.which("ssh") is None:
-            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed"))
-        return problems
+            yield Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed")
 
     def _connection(self) -> list[str]:
         """Return rsync's arguments for connecting to the target."""

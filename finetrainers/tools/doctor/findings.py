@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median_high
-from typing import Any
 
 from finetrainers.rundir.health import link_errors
 from finetrainers.utils.text import duration, file_size, listed, plural
 
 from .columns import BROKEN, columns, differing
-from .facts import UNLIMITED
+from .facts import UNLIMITED, Facts
 from .hosts import Node
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -68,14 +67,14 @@ def _node_findings(node: Node, needs: Needs | None) -> Iterator[Finding]:
 _Remarks = Iterator[tuple[str, bool]]
 
 
-def _versions(facts: Mapping[str, Any]) -> _Remarks:
+def _versions(facts: Facts) -> _Remarks:
     forms = {"torch_error": "torch cannot be imported: {}; install it again"}
     for name in ("version_problem", "torch_error", "torch_problem"):
         if (problem := facts.get(name)) is not None:
             yield forms.get(name, "{}").format(problem), True
 
 
-def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Remarks:
+def _gpus(facts: Facts, slots: int | None) -> _Remarks:
     if (error := facts.get("gpu_error")) is not None:
         yield f"{error}; install or restart the driver, or reset the GPU, and see `dmesg` for Xid errors", True
     gpus = facts.get("gpus", [])
@@ -99,7 +98,7 @@ def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Remarks:
         yield f"{size} in use on GPU {names}; `nvidia-smi` lists the processes, in case an earlier run left some", False
 
 
-def _limits(facts: Mapping[str, Any]) -> _Remarks:
+def _limits(facts: Facts) -> _Remarks:
     files = facts.get("open_files")
     if files is not None and files != UNLIMITED and files < _FEW_FILES:
         text = f"a process may open {files} files; set `ulimit -n 65536`, or nofile in /etc/security/limits.conf"
@@ -114,7 +113,7 @@ def _limits(facts: Mapping[str, Any]) -> _Remarks:
         )
 
 
-def _links(facts: Mapping[str, Any]) -> _Remarks:
+def _links(facts: Facts) -> _Remarks:
     errors = link_errors(facts)
     if errors:
         names = listed([f"{port} ({count})" for port, count in errors.items()])
@@ -124,7 +123,7 @@ def _links(facts: Mapping[str, Any]) -> _Remarks:
         )
 
 
-def _disk(facts: Mapping[str, Any], needs: Needs | None) -> _Remarks:
+def _disk(facts: Facts, needs: Needs | None) -> _Remarks:
     if (error := facts.get("disk_error")) is not None:
         yield f"{error}; give another --output_dir", True
     free, speed = facts.get("disk_free"), facts.get("disk_write")

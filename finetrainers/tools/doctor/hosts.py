@@ -83,14 +83,14 @@ def read_hosts(path: Path) -> list[Node]:
         if not host:
             continue
         settings = dict(assignment.partition("=")[::2] for assignment in assignments)
-        slots, where = settings.get("slots"), f"{path}:{line_number}"
+        slots, where = settings.get("slots", ""), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
             problems.append(Problem(where, f"{quoted(host)} is no name of a host"))
-        elif settings.keys() - {"slots", "max_slots", "max-slots"} or (slots is not None and not slots.isdecimal()):
+        elif settings.keys() - {"slots", "max_slots", "max-slots"} or ("slots" in settings and not slots.isdecimal()):
             problems.append(Problem(where, f"not understood: {quoted(line.strip())}; write `host` or `host slots=8`"))
         elif host in nodes:
             problems.append(Problem(where, f"{host} is there twice", "duplicate"))
-        nodes[host] = Node(host, None if slots is None or not slots.isdecimal() else int(slots))
+        nodes[host] = Node(host, int(slots) if slots.isdecimal() else None)
     if not nodes:
         problems.append(Problem("--hosts", f"{path} names no host; write one a line", "required"))
     if problems:
