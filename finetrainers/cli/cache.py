@@ -192,7 +192,7 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
                 f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
             )
             raise ConfigError([Problem("--keep", message, "not_found")])
-        texts = {(caption, None) for caption in {"", *plan.all_captions()}}
+        texts: set[tuple[str, str | None]] = {(caption, None) for caption in {"", *plan.all_captions()}}
         if resolved_run.facts.text_sees_image:
             texts |= {(caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")}
         keys.update(text_key(text_encoder.identity, *text) for text_encoder in text_encoders for text in texts)

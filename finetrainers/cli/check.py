@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
-from .options import positive_integer, run_config
+from .options import positive_integer, read_run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
@@ -60,7 +60,7 @@ def check_command(argv: Sequence[str]) -> int:
     try:
         arguments, run_flags = parser.parse_known_args(argv)
         problems = [*parser.problems([]), *_path_problems(arguments)]
-        return _check(run_config(parser, run_flags, problems), arguments)
+        return _check(read_run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
@@ -97,25 +97,23 @@ def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
 
 
-def _path_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return why reports cannot be written, found before hours of decoding rather than after."""
+def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield why reports cannot be written, found before hours of decoding rather than after."""
     from finetrainers.plan.ownership import json_problem, page_problem
 
-    problems = []
     for option, file in (("--json", arguments.json), ("--html", arguments.html)):
         if file is None:
             continue
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_dir():
-                problems.append(Problem(option, f"{file} is a folder; give a file in it"))
+                yield Problem(option, f"{file} is a folder; give a file in it")
             elif not os.access(file.parent, os.W_OK):
-                problems.append(Problem(option, f"nothing can be written to {file.parent}", "unavailable"))
+                yield Problem(option, f"nothing can be written to {file.parent}", "unavailable")
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
-                problems.append(Problem(option, other, "occupied"))
+                yield Problem(option, other, "occupied")
         except OSError as error:
-            problems.append(Problem(option, f"{file}: {error.strerror or error}"))
-    return problems
+            yield Problem(option, f"{file}: {error.strerror or error}")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +120,21 @@ def _build(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_measure(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems with the command's arguments, and set the path of the model."""
+def _check_measure(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield the problems with the command's arguments, and set the path of the model."""
     from finetrainers.demo.measure import MODEL
     from finetrainers.demo.world import LOOKS
 
-    problems = _unknown("--look", arguments.look, LOOKS)
+    yield from _unknown("--look", arguments.look, LOOKS)
     try:
         arguments.model = Path(model_path(arguments.model or MODEL))
         if not (arguments.model / "model_index.json").is_file():
             message = f"{arguments.model} is no directory in diffusers layout (no model_index.json)"
-            problems.append(Problem("--model", message, "not_found"))
+            yield Problem("--model", message, "not_found")
     except ValueError as error:
-        problems.append(Problem.from_error("--model", error))
+        yield Problem.from_error("--model", error)
     if arguments.lora is not None and not arguments.lora.exists():
-        problems.append(Problem("--lora", f"no such file or directory: {arguments.lora}", "not_found"))
-    return problems
+        yield Problem("--lora", f"no such file or directory: {arguments.lora}", "not_found")
 
 
 def _measure(arguments: argparse.Namespace) -> int:

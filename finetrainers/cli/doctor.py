@@ -23,7 +23,7 @@ from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
 from .estimate import checked_sizes
-from .options import whole_number
+from .options import make_number_type
 from .overview import described
 from .sync import seconds
 
@@ -66,7 +66,7 @@ def add_doctor(commands: Any) -> None:
     )
     doctor.add_argument(
         "--disk_mib",
-        type=whole_number("not a whole number of MiB", 0),
+        type=make_number_type("not a whole number of MiB", 0),
         metavar="N",
         help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]",
     )

@@ -22,7 +22,7 @@ from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.launch import launcher_environment
 from finetrainers.utils.process_state import planning
 
-from .options import positive_integer, run_config
+from .options import make_argument_type, positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -52,12 +52,15 @@ def own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=parse_gpu,
+        type=make_argument_type(check_gpu),
         metavar="24GB",
         help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit",
     )
     parser.add_argument(
-        "--host", type=parse_gib, metavar="64GB", help="host memory of the machine to plan for [this one]"
+        "--host",
+        type=make_argument_type(read_gib),
+        metavar="64GB",
+        help="host memory of the machine to plan for [this one]",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     add_launcher_options(parser, "processes on all machines [1, or as the file says]")
@@ -82,7 +85,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 os.environ.update(planned_environment(arguments))
             except ConfigError as error:
                 problems += error.problems
-            return _estimate(run_config(parser, run_flags, problems), arguments)
+            return _estimate(read_run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
@@ -106,30 +109,6 @@ def planned_environment(arguments: argparse.Namespace) -> Mapping[str, str]:
     if processes > 1 or environment:
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines), "RANK": "0"}
     return environment
-
-
-def parse_gpu(text: str) -> str:
-    """Return the text if it names a GPU.
-
-    Raises:
-        argparse.ArgumentTypeError: it does not.
-    """
-    try:
-        return check_gpu(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def parse_gib(text: str) -> float:
-    """Return the GiB of a size of host memory.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a size.
-    """
-    try:
-        return read_gib(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ def add_plot(commands: Any) -> None:
     plot.set_defaults(run=_plot, check=_check)
 
 
-def _check(_: argparse.Namespace) -> list[Problem]:
-    missing = find_spec("matplotlib") is None
-    return [Problem("matplotlib", "is not installed; pip install matplotlib", "not_installed")] if missing else []
+def _check(_: argparse.Namespace) -> Iterator[Problem]:
+    if find_spec("matplotlib") is None:
+        yield Problem("matplotlib", "is not installed; pip install matplotlib", "not_installed")
 
 
 def _plot_rollouts(directory: Path) -> Path | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.values import check_gpu
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import write_json_atomic
@@ -22,8 +23,8 @@ from finetrainers.utils.launch import launched_rank, print_refusal
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, planning
 
-from .estimate import add_launcher_options, checked_sizes, parse_gpu, planned_environment, planned_for
-from .options import positive_integer, run_config
+from .estimate import add_launcher_options, checked_sizes, planned_environment, planned_for
+from .options import make_argument_type, positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -59,7 +60,7 @@ def own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=parse_gpu,
+        type=make_argument_type(check_gpu),
         metavar="24GB",
         help="memory to fit [that of this machine's GPU; on a CPU, host memory]",
     )
@@ -105,7 +106,7 @@ def search_batch_command(argv: Sequence[str]) -> int:
                 problems += error.problems
             refused = {problem.where for problem in problems}
             problems += [problem for problem in _option_problems(arguments) if problem.where not in refused]
-            return _search(run_config(parser, run_flags, problems), arguments)
+            return _search(read_run_config(parser, run_flags, problems), arguments)
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print("stopped", file=sys.stderr)

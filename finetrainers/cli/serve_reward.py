@@ -12,7 +12,7 @@ from finetrainers.config.errors import ConfigError, Problem, value_kind, value_m
 from finetrainers.config.rewards import Reward, RewardEntry
 from finetrainers.utils.logs import quiet_progress_bars
 
-from .options import positive_integer, whole_number
+from .options import make_number_type, positive_integer
 
 # As in rewards/server.py, which imports torch.
 _TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
@@ -28,7 +28,7 @@ def add_serve_reward(commands: Any) -> None:
     )
     parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
-    port = whole_number("must be a whole number from 0 to 65535", 0, 65535)
+    port = make_number_type("must be a whole number from 0 to 65535", 0, 65535)
     parser.add_argument("--port", type=port, default=8000, help="0 for any free one [%(default)s]")
     parser.add_argument(
         "--device",
