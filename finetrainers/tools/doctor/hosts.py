@@ -14,7 +14,7 @@ import shlex
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,14 @@ class HostGroup:
                 return await asyncio.wait_for(_converse(node, process, self.question), self.timeout_s)
             except asyncio.TimeoutError:
                 _kill(process)
-                return Node(node.host, node.slots, error=f"no answer within {self.timeout_s:g} s (--timeout)")
+                return replace(node, error=f"no answer within {self.timeout_s:g} s (--timeout)")
             except asyncio.CancelledError:  # Ctrl-C
                 _kill(process)
                 raise
             except (EOFError, ConnectionError, ValueError, RecursionError):
                 code = await _wait_for_end(process)
                 error = self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace"))
-                return Node(node.host, node.slots, error=error)
+                return replace(node, error=error)
             finally:
                 await _wait_for_end(process)
                 errors.cancel()
@@ -194,7 +194,7 @@ async def _converse(node: Node, process: asyncio.subprocess.Process, question: s
     facts = _make_printable(json.loads(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
-    return Node(node.host, node.slots, facts, clock_skew_s=skew, round_trip_s=round_trip)
+    return replace(node, facts=facts, clock_skew_s=skew, round_trip_s=round_trip)
 
 
 def _make_printable(value: Any) -> Any:
