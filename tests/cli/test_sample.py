@@ -110,7 +110,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
         (("MODEL", *PROMPT, "--lora_scales", "1"), ["--lora_scales --lora_scale?"]),
         (("MODEL", *PROMPT, "--vae_dtype", "fp31"), ["--vae_dtype"]),
         (("MODEL", *PROMPT, "--output_dir", __file__), ["--output_dir test_sample.py"]),
-        (("MODEL", "HUNYUAN", *PROMPT), ["TARGET"]),
+        (("MODEL", "HUNYUAN", *PROMPT), ["TARGET --pretrained_model_name_or_path"]),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], said: list[str], refused: Callable[..., str]) -> None:
