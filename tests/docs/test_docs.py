@@ -15,10 +15,10 @@ import pytest
 from snippets import PAGES, ROOT, blocks, logical_lines, page_id
 
 from finetrainers.cli.check import own_options
-from finetrainers.cli.estimate import _own_options as estimate_options
+from finetrainers.cli.estimate import own_options as estimate_options
 from finetrainers.cli.main import _parser
-from finetrainers.cli.run import _own_options as run_options
-from finetrainers.cli.search_batch import _own_options as search_batch_options
+from finetrainers.cli.run import own_options as run_options
+from finetrainers.cli.search_batch import own_options as search_batch_options
 from finetrainers.config.dialects.aliases import FOREIGN
 from finetrainers.config.document import configuration_page
 from finetrainers.config.flags import flat_flag, parse_flags, read_flags

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import floor
 
@@ -90,7 +90,8 @@ def search(measure: Callable[[int], Trial], *, start: int, max_clips: int, limit
             low = size
         else:
             high = size
-        predicted = _predict_limit(trials, limit)
+        peaks = sorted((size, trial.peak) for size, trial in trials.items() if trial.peak is not None)
+        predicted = _extrapolate(peaks[-2:], limit)
         if predicted is not None and predicted <= low:
             break
         next_size = (low + high) // 2 if high <= max_clips else 2 * low
@@ -111,13 +112,6 @@ def _measure_halves(trials: dict[int, Trial], largest: int, measure: Callable[[i
         if trial.rate < (1 - SAME_RATE) * rate:
             return
         rate, size = max(rate, trial.rate), size // 2
-
-
-def _predict_limit(trials: Mapping[int, Trial], limit: float) -> int | None:
-    """Return the size at which the line through the two largest measured peaks reaches the limit."""
-    return _extrapolate(
-        sorted((size, trial.peak) for size, trial in trials.items() if trial.peak is not None)[-2:], limit
-    )
 
 
 def _extrapolate(points: Sequence[tuple[int, float]], limit: float) -> int | None:
