@@ -9,6 +9,7 @@ from typing import Literal
 
 from packaging.version import Version
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.gpus import Capability
 
 AttnBackendName = Literal[
@@ -126,10 +127,12 @@ def backend_name(backend: object) -> object:
         return backend
     part, colon, name = backend.rpartition(":")
     if colon and part != "transformer":
-        raise ValueError(f"{backend!r}: only the attention of the transformer is chosen; give the backend alone")
+        message = f"{backend!r}: only the attention of the transformer is chosen; give the backend alone"
+        raise InputError(message, "unsupported")
     name = name.lower()
     if name.lstrip("_").startswith(("sage", "aiter")):
-        raise ValueError(f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub")
+        message = f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub"
+        raise InputError(message, "unsupported")
     if name in ("_native_npu", "_native_xla"):
-        raise ValueError(f"{name} is for a device that is not supported here; use native")
+        raise InputError(f"{name} is for a device that is not supported here; use native", "unsupported")
     return name

@@ -88,7 +88,7 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
                 _take_option(options, entry, name, inner, locate)
         else:
             message = f"unknown table [{entry}]{nearest(entry, sections())}"
-            options.problems.append(Problem(locate(entry, None), message))
+            options.problems.append(Problem(locate(entry, None), message, "unknown"))
 
 
 def _take_option(options: RawOptions, table: str | None, name: str, value: Any, locate: Locate) -> None:
@@ -101,7 +101,7 @@ def _take_option(options: RawOptions, table: str | None, name: str, value: Any, 
     elif option not in fields() and name not in OTHER_NAMES:
         options.problems.append(unknown_option(name, where))
     elif name in options.values:
-        options.problems.append(Problem(where, f"{name!r} is given twice"))
+        options.problems.append(Problem(where, f"{name!r} is given twice", "duplicate"))
     else:
         options.values[name], options.where[name] = value, where
 
@@ -121,7 +121,7 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
             message = "is JSON, and config files are TOML: `rank = 64` and so on, see docs/reference/configuration.md"
         elif path.suffix.lower() in (".yaml", ".yml") or re.match(r"(\s*#.*\n|---\s*\n)*\s*\w+:\s", text):
             message = "is YAML, and config files are TOML: `rank = 64`, no colon; see docs/reference/configuration.md"
-        raise ConfigError([Problem(str(path), message)]) from None
+        raise ConfigError([Problem(str(path), message, "unreadable")]) from None
 
 
 def find_line(text: str, name: str | None, table: str | None) -> int:

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from finetrainers.utils.text import nearest, shortened
 
 from .base import Section
-from .errors import ConfigError, Problem, value_message
+from .errors import ConfigError, Problem, value_kind, value_message
 from .files import read_text
 from .geometry import Geometry
 from .rewards import Reward, RewardEntry
@@ -106,13 +106,13 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
         requested = [*(("--presets", name) for name in _names(section.presets)), *requested]
     presets: dict[str, Preset | None] = {}
     for option, name in requested:
-        message = None if name in own_presets else _name_problem(name, own_presets)
-        if message is None:
+        problem = None if name in own_presets else _name_problem(option, name, own_presets)
+        if problem is None:
             presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
         else:
-            problems.append(Problem(option, message))
+            problems.append(problem)
     if not presets and not problems:
-        problems.append(Problem("--presets", "names none"))
+        problems.append(Problem("--presets", "names none", "required"))
     if problems:
         raise ConfigError(problems)
     return presets
@@ -122,12 +122,14 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _name_problem(name: str, own: Iterable[str]) -> str | None:
-    """Return why a name is not one of the presets that follow from the run, or None if it is."""
+def _name_problem(option: str, name: str, own: Iterable[str]) -> Problem | None:
+    """Return the problem of a name that is not one of the presets that follow from the run, or None if it is."""
     match = _CLASS.fullmatch(name)
     if match and not 1 <= int(match["seconds"][:12]) <= _MAX_SECONDS:
-        return f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}"
-    return None if match or name == AS_VALIDATION else f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"
+        return Problem(option, f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}")
+    if match or name == AS_VALIDATION:
+        return None
+    return Problem(option, f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}", "unknown")
 
 
 def _read_presets_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
@@ -140,11 +142,11 @@ def _read_presets_file(path: Path | None, problems: list[Problem]) -> dict[str, 
         problems += error.problems
         return {}
     except tomllib.TOMLDecodeError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error}"))
+        problems.append(Problem(str(path), f"cannot be read: {error}", "unreadable"))
         return {}
     if not isinstance(tables, Mapping) or not tables:
         problems.append(
-            Problem(str(path), "has no preset; write tables like [presets.wide] with size, steps, guidance")
+            Problem(str(path), "has no preset; write tables like [presets.wide] with size, steps, guidance", "required")
         )
         return {}
     own: dict[str, Preset] = {}
@@ -158,9 +160,9 @@ def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: l
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         problems.append(Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'"))
     elif name == AS_VALIDATION or _CLASS.fullmatch(name):
-        problems.append(Problem(where, f"{name} has a meaning already; choose another name"))
+        problems.append(Problem(where, f"{name} has a meaning already; choose another name", "conflict"))
     elif name in own:
-        problems.append(Problem(where, "is given twice"))
+        problems.append(Problem(where, "is given twice", "duplicate"))
     elif not isinstance(values, Mapping):
         problems.append(Problem(where, "is no table with size, steps, guidance"))
     else:
@@ -173,7 +175,7 @@ def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: l
                 message = (
                     f"unknown key {key!r}{nearest(key, Preset.model_fields)}" if unknown else value_message(detail)
                 )
-                problems.append(Problem(where, message if unknown else f"{key}: {message}"))
+                problems.append(Problem(where, message if unknown else f"{key}: {message}", value_kind(detail)))
 
 
 def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -> Size:
@@ -195,7 +197,7 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
     height, width = geometry.fitted(native[1] // factor, native[2] // factor)
     if frames > MAX_FRAMES:
         message = f"{name}: {frames} frames at {frame_rate:g} fps are more than {MAX_FRAMES}; use fewer seconds"
-        raise ConfigError([Problem("--presets", message)])
+        raise ConfigError([Problem("--presets", message, "too_large")])
     return frames, height, width
 
 

@@ -30,7 +30,7 @@ def check_data(config: TrainConfig, facts: Facts, findings: Findings) -> None:
     check_frames(config, facts, findings)
     if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
         message = "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward"
-        findings.error("eval_steps", message)
+        findings.error("eval_steps", message, "required")
     if data.eval_num_items and not config.validation.eval_steps:
         findings.warnings.append(
             f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
@@ -60,7 +60,7 @@ def _check_batch_sizes(config: TrainConfig, findings: Findings) -> None:
     ):
         buckets = [bucket for bucket, _ in entries]
         for bucket in sorted({bucket for bucket in buckets if buckets.count(bucket) > 1}):
-            findings.error(option, f"{'x'.join(map(str, bucket))} is named twice")
+            findings.error(option, f"{'x'.join(map(str, bucket))} is named twice", "duplicate")
 
 
 def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:
@@ -74,9 +74,13 @@ def check_dataset(data: DataSection, *, given: Collection[str], found: Findings)
     if data.video_resolution_buckets:
         for option in ("resolutions", "frame_buckets"):
             if option in given:
-                found.error(option, "--video_resolution_buckets names every size and length already; give one of them")
+                found.error(
+                    option,
+                    "--video_resolution_buckets names every size and length already; give one of them",
+                    "conflict",
+                )
     if data.min_ar > data.max_ar:
-        found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}")
+        found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}", "conflict")
     if data.dataset is None:
         _check_source(data, given, found)
         for name in (name for name, option in fields().items() if option.scope == "dataset" and name in given):
@@ -84,16 +88,18 @@ def check_dataset(data: DataSection, *, given: Collection[str], found: Findings)
         return
     for name in ("data_root", "dataset_file", "hf_dataset"):
         if getattr(data, name) is not None:
-            found.error(name, "--dataset FILE names the datasets; name it there, or drop --dataset")
+            found.error(name, "--dataset FILE names the datasets; name it there, or drop --dataset", "conflict")
 
 
 def _check_source(data: DataSection, names: Collection[str], findings: Findings) -> None:
     if not data.is_named:
-        findings.error("data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset")
+        findings.error(
+            "data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset", "required"
+        )
     if data.hf_dataset is not None and data.dataset_file is not None:
-        findings.error("hf_dataset", "--dataset_file names another dataset; give one of them")
+        findings.error("hf_dataset", "--dataset_file names another dataset; give one of them", "conflict")
     if data.caption_columns and "caption_column" in names:
-        findings.error("caption_columns", "they take the place of --caption_column; give one of them")
+        findings.error("caption_columns", "they take the place of --caption_column; give one of them", "conflict")
     is_table = data.dataset_file is not None and data.dataset_file.suffix.lower() in _TABLES
     if data.caption_lines and (is_table or data.hf_dataset is not None):
         findings.warnings.append(

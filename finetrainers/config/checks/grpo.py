@@ -64,13 +64,17 @@ def check_grpo(config: TrainConfig, facts: Facts, findings: Findings, *, world_s
             "scale_lr",
             "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: they "
             "are --prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
+            "unsupported",
         )
     if section.shift is not None and not facts.is_flow:
-        findings.error("shift", "this model is not a flow-matching model, so shift has no meaning; remove it")
+        findings.error(
+            "shift", "this model is not a flow-matching model, so shift has no meaning; remove it", "unsupported"
+        )
     if section.rollout_guidance is not None and facts.guidance is None:
         findings.error(
             "rollout_guidance",
             "this network takes no guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
+            "unsupported",
         )
     _check_length(config, findings)
     _check_evaluation(config, findings)
@@ -81,11 +85,15 @@ def check_grpo(config: TrainConfig, facts: Facts, findings: Findings, *, world_s
 
 def _check_inputs(section: GRPOSection, geometry: Geometry, findings: Findings) -> None:
     if section.prompts is None:
-        findings.error("prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE")
+        findings.error(
+            "prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE", "required"
+        )
     if not section.reward:
-        findings.error("reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]")
+        findings.error(
+            "reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]", "required"
+        )
     if section.rollout_size is None:
-        findings.error("rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH")
+        findings.error("rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH", "required")
         return
     for problem in geometry.problems(*section.rollout_size):
         findings.error("rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}")
@@ -97,7 +105,7 @@ def check_rewards(option: str, entries: Sequence[RewardEntry], findings: Finding
     for entry in entries:
         key = (entry.name, tuple(sorted(entry.options.items())))
         if key in seen:
-            findings.error(option, f"{entry.name} is given twice; give it once, with one weight")
+            findings.error(option, f"{entry.name} is given twice; give it once, with one weight", "duplicate")
         seen.add(key)
     if option != "reward" or not entries:
         return
@@ -118,7 +126,9 @@ def _check_groups(section: GRPOSection, findings: Findings) -> None:
     if best_of_n is None:
         return
     if best_of_n > size:
-        findings.error("best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}")
+        findings.error(
+            "best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}", "conflict"
+        )
 
 
 def _check_division(config: TrainConfig, world_size: int, findings: Findings) -> None:
@@ -133,6 +143,7 @@ def _check_division(config: TrainConfig, world_size: int, findings: Findings) ->
             "prompts_per_step",
             f"{clips} = {prompts * size} clips do not divide by {over} = {global_batch}; use "
             f"{_multiple(prompts, size, global_batch)}, or another --num_generations or --batch_size",
+            "conflict",
         )
     clips_per_prompt = min(section.best_of_n or size, size)
     total = prompts * clips_per_prompt
@@ -144,6 +155,7 @@ def _check_division(config: TrainConfig, world_size: int, findings: Findings) ->
             f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least "
             f"{global_batch * updates} clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
             f"{-(-global_batch * updates // clips_per_prompt)} or more",
+            "conflict",
         )
         return
     if total % (global_batch * updates):
@@ -170,9 +182,12 @@ def _check_nft(config: TrainConfig, findings: Findings) -> None:
         findings.error(
             "init_same_noise",
             "nft samples without further noise, so the clips of a prompt would be the same; use --no-init_same_noise",
+            "unsupported",
         )
     if section.sampler not in (None, "ode"):
-        findings.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
+        findings.error(
+            "sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out", "unsupported"
+        )
     if section.reward_combination == "separate":
         findings.warnings.append("--reward_combination separate is `sum` with --method nft, whose loss is not clipped")
     max_decay = section.nft_decay[2]
@@ -185,20 +200,25 @@ def _check_gradients(config: TrainConfig, findings: Findings) -> None:
     section, steps = config.refl, config.grpo.sampling_steps
     if config.grpo.updates_per_rollout > 1:
         findings.error(
-            "updates_per_rollout", "a reward's gradient is of the weights that sampled; use 1 with --method refl"
+            "updates_per_rollout",
+            "a reward's gradient is of the weights that sampled; use 1 with --method refl",
+            "unsupported",
         )
     if config.grpo.best_of_n is not None:
-        findings.error("best_of_n", "--method refl compares no clips and trains on all; remove it")
+        findings.error("best_of_n", "--method refl compares no clips and trains on all; remove it", "unsupported")
     if section.refl_kind == "draft" and section.draft_k > steps:
-        findings.error("draft_k", f"there are {steps} --sampling_steps; use at most {steps}")
+        findings.error("draft_k", f"there are {steps} --sampling_steps; use at most {steps}", "conflict")
     elif section.refl_kind == "refl" and not section.gradient_steps(steps):
         first, last = section.refl_range
-        findings.error("refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range")
+        findings.error(
+            "refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range", "conflict"
+        )
     if section.refl_kind == "draft" and section.draft_k > 1 and config.parallel.sp_size > 1:
         findings.error(
             "draft_k",
             f"{section.draft_k}: processes that share a clip have its latents' gradient in parts; use --draft_k 1, "
             "--refl_kind draft-lv or refl, or --sp_size 1",
+            "conflict",
         )
 
 
@@ -223,7 +243,7 @@ def _check_rollout_gradients(config: TrainConfig, findings: Findings) -> None:
     if mode in ("replay", "auto"):
         return
     for reason in why_no_rollout_gradients(section):
-        findings.error(name, f"{mode}: {reason}")
+        findings.error(name, f"{mode}: {reason}", "conflict")
     clips_per_prompt = section.best_of_n or size
     num_forward = 1 if config.memory.stored == "none" else 2  # per backward pass: two with checkpointing
     if mode == "retain":
@@ -252,6 +272,7 @@ def _check_noise(section: GRPOSection, *, is_flow: bool, findings: Findings) -> 
         findings.error(
             "sampler",
             "ode adds no noise, so no step has a probability to change; use flow, dance, cps or ddim, or --method nft",
+            "unsupported",
         )
         return
     if name in ("flow", "dance") and not is_flow:
@@ -283,10 +304,11 @@ def _check_window(config: TrainConfig, findings: Findings) -> None:
             "window_size",
             f"a window of {size} does not fit: of {steps} --sampling_steps, {span} holds {available}, and the last "
             f"step is never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
+            "conflict",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
         message = f"a window of {size} that moves by {section.window_stride} leaves steps between untrained"
-        findings.error("window_stride", f"{message}; use at most {size}")
+        findings.error("window_stride", f"{message}; use at most {size}", "conflict")
     stochastic = size or steps - 1
     if trained_steps(section) < 1:
         findings.error(
@@ -300,7 +322,9 @@ def _check_length(config: TrainConfig, findings: Findings) -> None:
     training, updates = config.training, config.grpo.updates_per_rollout
     if training.train_steps is None:
         findings.error(
-            "train_steps", "is not set, and prompts are used again and again; give the number of optimizer steps"
+            "train_steps",
+            "is not set, and prompts are used again and again; give the number of optimizer steps",
+            "required",
         )
     for name, steps in (("train_steps", training.train_steps), ("checkpointing_steps", training.checkpointing_steps)):
         if steps and steps % updates:
@@ -309,6 +333,7 @@ def _check_length(config: TrainConfig, findings: Findings) -> None:
                 name,
                 f"{steps} is not a multiple of --updates_per_rollout {updates}, and only whole rollouts can be "
                 f"resumed; use {f'{lower} or ' if lower else ''}{upper}",
+                "conflict",
             )
 
 
@@ -320,7 +345,9 @@ def _check_evaluation(config: TrainConfig, findings: Findings) -> None:
             ("eval_steps", bool(validation.eval_steps)),
         ):
             if is_set:
-                findings.error(name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE")
+                findings.error(
+                    name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE", "required"
+                )
         return
     if section.prompts is not None and validation.eval_prompts == section.prompts:
         findings.warnings.append("--eval_prompts are those of --prompts, so nothing is held out")
@@ -346,7 +373,9 @@ def _check_hacking(config: TrainConfig, findings: Findings) -> None:
         missing.append("a reward that is not trained (--eval_reward NAME)")
     kl = "--nft_kl" if config.training.method == "nft" else "--kl_coef"
     findings.error(
-        "hacking_guard", f"{guard} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}"
+        "hacking_guard",
+        f"{guard} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}",
+        "required",
     )
 
 
@@ -379,4 +408,4 @@ def _check_reward_device(config: TrainConfig, findings: Findings, *, local_proce
 def _check_of_clips(config: TrainConfig, findings: Findings) -> None:
     for name, hint in CLIP_OPTIONS.items():
         if config.changed(name):
-            findings.error(name, f"has no meaning with --method {config.training.method}: {hint}")
+            findings.error(name, f"has no meaning with --method {config.training.method}: {hint}", "unsupported")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.gpus import Capability
 
 from ..attention import AUTO, BACKENDS
@@ -52,9 +53,9 @@ def kernel_problems(
         )
     if config.memory.compile != "none":
         for problem in _compile_problems(config):
-            findings.error("compile", problem)
+            findings.error("compile", problem, "conflict")
         for problem in _missing_compilers(device_type):
-            findings.error("compile", problem, is_local=True)
+            findings.error("compile", problem, "not_installed", is_local=True)
         if config.training.use_dora:
             findings.warnings.append(
                 "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
@@ -69,30 +70,38 @@ def _check_attention(
     name = config.model.attn_backend
     backend = BACKENDS[name]
     if device_type != "cpu" and backend.missing is not None:
-        findings.error("attn_backend", f"{name} {backend.missing}", is_local=True)
-    for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
-        findings.error("attn_backend", f"{name} {problem}")
+        findings.error("attn_backend", f"{name} {backend.missing}", "not_installed", is_local=True)
+    for problem, kind in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
+        findings.error("attn_backend", f"{name} {problem}", kind)
     if capability is not None and capability < backend.capability:
         message = (
             f"{name} requires a GPU of compute capability {_dotted(backend.capability)}, got {_dotted(capability)}"
         )
-        findings.error("attn_backend", f"{message}; use native")
+        findings.error("attn_backend", f"{message}; use native", "unsupported")
 
 
-def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int) -> Iterator[str]:
+def _attention_problems(
+    config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int
+) -> Iterator[tuple[str, Kind]]:
     backend, compiles = BACKENDS[name], config.memory.compile != "none"
     if device_type == "cpu" and not backend.on_cpu:
-        yield "needs a CUDA GPU, and this run trains on the CPU; use native"
+        yield "needs a CUDA GPU, and this run trains on the CPU; use native", "unsupported"
         return
     if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
-        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
+        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native", "conflict"
     if backend.fuses_compiled and not compiles:
-        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional"
+        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional", "required"
     if compiles and not backend.one_graph:
         fixed = name.replace("_varlen", "")
-        yield f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or leave out --compile"
+        yield (
+            f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or leave out --compile",
+            "conflict",
+        )
     if name == "_native_math" and config.memory.stored == "keep_attention":
-        yield "is no single operator, whose result --activation_memory keep_attention could keep; use native"
+        yield (
+            "is no single operator, whose result --activation_memory keep_attention could keep; use native",
+            "conflict",
+        )
 
 
 def _dotted(capability: Capability) -> str:

@@ -65,7 +65,9 @@ def check_config(
     _check_needs(config, unread or {}, findings)
     if facts.media and config.training.method != "sft":
         takes = " and ".join(facts.media)
-        findings.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
+        findings.error(
+            "method", f"this checkpoint takes {takes} with each clip, which only --method sft reads", "unsupported"
+        )
     _check_image_text(config, facts, findings)
     if config.training.method in REWARD_METHODS:
         check_grpo(config, facts, findings, world_size=config.parallel.data_size(processes))
@@ -82,14 +84,24 @@ def _check_image_text(config: TrainConfig, facts: Facts, findings: Findings) -> 
         return
     reason = "the text encoder of this checkpoint sees the image"
     if config.data.first_frame_conditioning_p not in (None, 1.0):
-        findings.error("first_frame_conditioning_p", f"{reason}, so every clip is given its first frame; remove it")
+        findings.error(
+            "first_frame_conditioning_p", f"{reason}, so every clip is given its first frame; remove it", "unsupported"
+        )
     if config.data.frame_conditioning is not None:
-        findings.error("frame_conditioning", f"{reason}, so every clip is given its first frame; remove it")
+        findings.error(
+            "frame_conditioning", f"{reason}, so every clip is given its first frame; remove it", "unsupported"
+        )
     if config.sft.prior_preservation_weight > 0:
-        findings.error("prior_preservation_weight", f"{reason}, with which prior prompts are not encoded; set it to 0")
+        findings.error(
+            "prior_preservation_weight",
+            f"{reason}, with which prior prompts are not encoded; set it to 0",
+            "unsupported",
+        )
     if config.grpo.rollout_cfg != 1.0:
         findings.error(
-            "rollout_cfg", f"{reason}, and the empty prompt has none; use --rollout_guidance, or leave it out"
+            "rollout_cfg",
+            f"{reason}, and the empty prompt has none; use --rollout_guidance, or leave it out",
+            "unsupported",
         )
 
 
@@ -109,7 +121,7 @@ def _check_method(config: TrainConfig, findings: Findings) -> None:
         flags = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
         if section.methods and method not in section.methods and flags:
             way_out = f"add --method {section.methods[0]} or remove them"
-            findings.error("method", f"{method} has no use for {', '.join(flags)}; {way_out}")
+            findings.error("method", f"{method} has no use for {', '.join(flags)}; {way_out}", "unsupported")
 
 
 def _check_needs(config: TrainConfig, unread: Mapping[str, str], findings: Findings) -> None:
@@ -138,7 +150,7 @@ def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[Validati
         for problem in geometry.problems(1 if windows else bucket[0], *bucket[1:]):
             findings.error("video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
     for option, problem in window_problems(config.data, geometry):
-        findings.error(option, problem)
+        findings.error(option, problem, "invalid" if option == "sliding_window_size" else "conflict")
     for image in config.data.image_resolution_buckets:
         for problem in geometry.problems(1, *image):
             findings.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
@@ -154,30 +166,36 @@ def _check_prompt_sizes(geometry: Geometry, prompts: list[ValidationPrompt], fin
 def _check_model(config: TrainConfig, facts: Facts, findings: Findings) -> None:
     model = config.model
     if facts.boundary is None and model.expert is not None:
-        findings.error("expert", "this model has one network for all noise levels; remove it")
+        findings.error("expert", "this model has one network for all noise levels; remove it", "unsupported")
     if facts.boundary is not None and model.expert is None:
         findings.error(
             "expert",
             f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and "
             "`low` for those below; train one, and the other in a run of its own",
+            "required",
         )
     _check_parts(model, facts, findings)
     if model.text_encoder_3_dtype is not None:
-        findings.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
+        findings.error(
+            "text_encoder_3_dtype", "no supported model family has a third text encoder; remove it", "unsupported"
+        )
     if "text_encoder_2" not in facts.parts:
         for option in ("text_encoder_2_id", "tokenizer_2_id", "text_encoder_2_dtype"):
             if config.changed(option):
-                findings.error(option, f"{config.model.model_name} has one text encoder; remove it")
+                findings.error(option, f"{config.model.model_name} has one text encoder; remove it", "unsupported")
     _check_activation_memory(config.memory, findings)
     if config.memory.layerwise_upcasting_modules and config.training.training_type != "lora":
         findings.error(
-            "layerwise_upcasting_modules", "stores frozen weights in 8 bits, so it needs --training_type lora"
+            "layerwise_upcasting_modules",
+            "stores frozen weights in 8 bits, so it needs --training_type lora",
+            "conflict",
         )
     if model.transformer_dtype.startswith("float8"):
         findings.error(
             "transformer_dtype",
             f"{model.transformer_dtype} cannot compute; use bf16, and --quantize_frozen fp8 or "
             "--layerwise_upcasting_modules transformer, which store the frozen weights in 8 bits",
+            "unsupported",
         )
     _check_lora_autocast(config, findings)
     _check_quantization(config, findings)
@@ -189,19 +207,27 @@ def _check_lora_autocast(config: TrainConfig, findings: Findings) -> None:
     dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
     if config.training.training_type != "lora":
         findings.error(
-            "lora_autocast", "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast"
+            "lora_autocast",
+            "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast",
+            "conflict",
         )
     elif precision in ("bf16", "fp16"):
         findings.error(
-            "lora_autocast", f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
+            "lora_autocast",
+            f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast",
+            "conflict",
         )
     elif dtype == "fp16":
         findings.error(
-            "lora_autocast", "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
+            "lora_autocast",
+            "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16",
+            "conflict",
         )
     elif config.training.use_dora:
         findings.error(
-            "lora_autocast", "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
+            "lora_autocast",
+            "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast",
+            "conflict",
         )
     elif dtype != "bf16":
         findings.warnings.append(f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16")
@@ -211,18 +237,26 @@ def _check_quantization(config: TrainConfig, findings: Findings) -> None:
     if config.model.quantize_text_encoders != "none":
         for name in ("text_encoder_dtype", "text_encoder_2_dtype"):
             if str(config.get(name)).startswith("float8"):
-                findings.error(name, "the weights are quantized already by --quantize_text_encoders; drop one of them")
+                findings.error(
+                    name, "the weights are quantized already by --quantize_text_encoders; drop one of them", "conflict"
+                )
     if config.memory.quantize_frozen == "none":
         return
     if config.training.training_type != "lora":
-        findings.error("quantize_frozen", "quantized weights are not trained, so it needs --training_type lora")
+        findings.error(
+            "quantize_frozen", "quantized weights are not trained, so it needs --training_type lora", "conflict"
+        )
     if config.memory.layerwise_upcasting_modules:
         findings.error(
-            "layerwise_upcasting_modules", "the weights are quantized already by --quantize_frozen; drop one of them"
+            "layerwise_upcasting_modules",
+            "the weights are quantized already by --quantize_frozen; drop one of them",
+            "conflict",
         )
     if config.training.use_dora:
         findings.error(
-            "use_dora", "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them"
+            "use_dora",
+            "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them",
+            "conflict",
         )
 
 
@@ -239,23 +273,29 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
         where = f"--{name} nf4"
         if device_type != "cuda":
             yield Problem(
-                where, f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere"
+                where,
+                f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere",
+                "unsupported",
             )
         elif find_spec("bitsandbytes") is None:
             message = (
                 "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
             )
-            yield Problem(where, message, is_local=True)
+            yield Problem(where, message, "not_installed", is_local=True)
 
 
 def _check_activation_memory(memory: MemorySection, findings: Findings) -> None:
     if memory.activation_memory == "auto" and memory.selective_checkpointing is not None:
-        findings.error("selective_checkpointing", "--activation_memory auto chooses the share of the blocks; drop one")
+        findings.error(
+            "selective_checkpointing", "--activation_memory auto chooses the share of the blocks; drop one", "conflict"
+        )
     if memory.activation_memory != "none":
         return
     for other in ("gradient_checkpointing", "selective_checkpointing"):
         if getattr(memory, other):
-            findings.error("activation_memory", f"none stores all activations, and --{other} recomputes them; drop one")
+            findings.error(
+                "activation_memory", f"none stores all activations, and --{other} recomputes them; drop one", "conflict"
+            )
 
 
 def _check_parts(model: ModelSection, facts: Facts, findings: Findings) -> None:
@@ -264,13 +304,17 @@ def _check_parts(model: ModelSection, facts: Facts, findings: Findings) -> None:
     for name, (_, _, dtype) in zip(names, map(split_part, model.part), strict=True):
         prefix = "transformer" if name == facts.trained else name
         if name not in facts.parts:
-            findings.error("part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}")
+            findings.error("part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}", "unknown")
         elif f"{prefix}_id" in type(model).model_fields:
-            findings.error("part", f"{name} has options of its own; use --{prefix}_id and --{prefix}_dtype")
+            findings.error(
+                "part", f"{name} has options of its own; use --{prefix}_id and --{prefix}_dtype", "unsupported"
+            )
         elif dtype is not None and not is_network(name):
             findings.error("part", f"{name} has no weights, so no dtype; remove {dtype}")
         elif names.count(name) > 1:
-            findings.error("part", f"{name} is named more than once; give its place and its dtype together")
+            findings.error(
+                "part", f"{name} is named more than once; give its place and its dtype together", "duplicate"
+            )
 
 
 def _check_diffusion(config: TrainConfig, facts: Facts, findings: Findings) -> None:
@@ -281,34 +325,41 @@ def _check_diffusion(config: TrainConfig, facts: Facts, findings: Findings) -> N
                 findings.error(
                     option,
                     f"{config.model.model_name} is not a flow-matching model, so shift has no meaning; remove it",
+                    "unsupported",
                 )
         if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
             findings.error(
                 "flow_weighting_scheme",
                 f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {config.model.model_name} predicts "
                 "v, use none, logit_normal or mode",
+                "unsupported",
             )
         return
     if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
         findings.error(
-            "flow_shift", f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one"
+            "flow_shift",
+            f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one",
+            "conflict",
         )
     base, top = diffusion.flow_base_seq_len, diffusion.flow_max_seq_len
     if base is not None and top is not None and base >= top:
-        findings.error("flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}")
+        findings.error("flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}", "conflict")
 
 
 def _check_resume(config: TrainConfig, findings: Findings) -> None:
     training = config.training
     if training.reset and training.resume_from_checkpoint is None:
         findings.error(
-            "reset", f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint"
+            "reset",
+            f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint",
+            "required",
         )
     elif training.reset and training.resume_from_checkpoint == "auto":
         findings.error(
             "reset",
             "--resume_from_checkpoint auto is for commands that are repeated, and they would repeat the reset; resume "
             "once from `latest`, a step or a directory",
+            "conflict",
         )
     if training.async_checkpointing and training.checkpointing_steps == 0:
         findings.warnings.append(
@@ -321,7 +372,9 @@ def _check_resume(config: TrainConfig, findings: Findings) -> None:
     if training.on_nonfinite == "rollback":
         every, steps = training.checkpointing_steps, training.train_steps
         if every == 0 or (steps is not None and every >= steps):
-            findings.error("on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps")
+            findings.error(
+                "on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps", "conflict"
+            )
 
 
 def _check_training(config: TrainConfig, findings: Findings) -> None:
@@ -337,16 +390,22 @@ def _check_block_swap(config: TrainConfig, findings: Findings) -> None:
     if number == 0:
         return
     if config.training.training_type != "lora":
-        findings.error("blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora")
+        findings.error(
+            "blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora", "conflict"
+        )
     if number in (1, 2):
         findings.error(
             "blocks_to_swap", f"the GPU holds two of the swapped blocks, so {number} saves nothing; use 3 or more"
         )
     if config.parallel.deepspeed:
-        findings.error("blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full")
+        findings.error(
+            "blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full", "conflict"
+        )
     if config.parallel.fsdp_cpu_offload:
         findings.error(
-            "blocks_to_swap", "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them"
+            "blocks_to_swap",
+            "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them",
+            "conflict",
         )
 
 
@@ -354,9 +413,9 @@ def _check_parallel(config: TrainConfig, findings: Findings) -> None:
     """Check the rules that hold under every launcher. The launcher's settings are checked when the processes join."""
     parallel = config.parallel
     if parallel.fsdp and parallel.deepspeed:
-        findings.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
+        findings.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp", "conflict")
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
-        findings.error("fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out")
+        findings.error("fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out", "conflict")
     if (
         parallel.sync_each_batch
         and config.training.gradient_accumulation_steps == 1
@@ -373,11 +432,11 @@ def _check_sequence_parallel(config: TrainConfig, facts: Facts, findings: Findin
             findings.warnings.append("--sp_mode has no effect while --sp_size is 1")
         return
     if processes > 1 and processes % size:
-        findings.error("sp_size", groups_problem(processes, size))
+        findings.error("sp_size", groups_problem(processes, size), "conflict")
     if mode == "ulysses" and facts.heads is not None and facts.heads % size:
-        findings.error("sp_size", heads_problem(facts.heads, size))
+        findings.error("sp_size", heads_problem(facts.heads, size), "unsupported")
     if mode == "ring" and (problem := ring_problem(config.model.attn_backend)) is not None:
-        findings.error("sp_mode", problem)
+        findings.error("sp_mode", problem, "conflict")
 
 
 def check_shared_sizes(
@@ -406,6 +465,7 @@ def check_shared_sizes(
         "sp_size",
         f"{sp_size} processes cannot share a clip of {'x'.join(map(str, smallest))}, which has "
         f"{plural(tokens, 'latent token')}; use {' or '.join(fitting)}, or larger clips",
+        "too_large",
     )
 
 
@@ -413,7 +473,7 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
     validation = config.validation
     every = validation.validation_steps or validation.validation_epochs
     if every and not prompts:
-        findings.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
+        findings.error("validation_prompts", "validation is scheduled but there are no prompts; give some", "required")
     if prompts and validation.validation_inference_steps < facts.least_steps:
         findings.error(
             "validation_inference_steps",
@@ -423,15 +483,21 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
     conditioned = any(p.image or (p.video and not facts.media) for p in prompts)
     if facts.media and any(p.video is None for p in prompts):
         takes = " and ".join(facts.media)
-        findings.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
+        findings.error(
+            "validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt", "required"
+        )
     if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in prompts):
-        findings.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
+        findings.error(
+            "validation_images", "this checkpoint animates an image; give one for each validation prompt", "required"
+        )
     if facts.first_frame == "none" and conditioned:
         findings.error(
-            "validation_images", f"this {config.model.model_name} takes no first frame; remove the images and videos"
+            "validation_images",
+            f"this {config.model.model_name} takes no first frame; remove the images and videos",
+            "unsupported",
         )
-    for medium, problem in prompt_problems(prompts, facts, model=config.model.model_name):
-        findings.error(MEDIA_OPTIONS[medium], problem)
+    for medium, problem, kind in prompt_problems(prompts, facts, model=config.model.model_name):
+        findings.error(MEDIA_OPTIONS[medium], problem, kind)
 
 
 def _check_scored(
@@ -451,15 +517,23 @@ def _check_scored(
         findings.error("validation_inference_steps", message)
     if facts.media and any(p.video is None for p in scored):
         takes = " and ".join(facts.media)
-        findings.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
+        findings.error(
+            "eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt", "required"
+        )
     if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in scored):
         findings.error(
-            "eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt"
+            "eval_prompts",
+            "this checkpoint animates an image; use a .jsonl file with `image` for each prompt",
+            "required",
         )
     if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
-        findings.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")
-    for medium, problem in prompt_problems(scored, facts, model=config.model.model_name):
-        findings.error("eval_prompts", f"{medium}: {problem}")
+        findings.error(
+            "eval_prompts",
+            f"this {config.model.model_name} takes no first frame; remove images and videos",
+            "unsupported",
+        )
+    for medium, problem, kind in prompt_problems(scored, facts, model=config.model.model_name):
+        findings.error("eval_prompts", f"{medium}: {problem}", kind)
 
 
 def _check_eval_reward(config: TrainConfig, findings: Findings) -> None:
@@ -472,7 +546,9 @@ def _check_eval_reward(config: TrainConfig, findings: Findings) -> None:
         return
     if validation.eval_prompts is None and validation.validation_prompts is None:
         findings.error(
-            "eval_reward", "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts"
+            "eval_reward",
+            "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts",
+            "required",
         )
     if validation.eval_steps is None:
         findings.warnings.append("--eval_reward scores before and after training only; set --eval_steps")

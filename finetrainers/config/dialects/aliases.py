@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.launch import is_enabled, launched_processes, launched_to_split_weights
 from finetrainers.utils.text import nearest, plural
 
 from ..base import Section
-from ..errors import value_message
+from ..errors import value_kind, value_message
 from ..given import RawOptions
 from ..grpo import COMPARING_METHODS
 from ..presets import preset_options
@@ -123,11 +124,11 @@ def translate(options: RawOptions) -> None:
     for name in [name for name in options.values if name in FOREIGN]:
         target = FOREIGN[name]
         hint = f"; it is DanceGRPO's name of {target!r}, for --method grpo" if target else nearest(name, fields())
-        _refuse(options, name, f"unknown option {name!r}{hint}")
+        _refuse(options, name, f"unknown option {name!r}{hint}", "unknown")
 
 
-def _refuse(options: RawOptions, name: str, message: str) -> None:
-    options.refuse(name, message, *filter(None, [FOREIGN.get(name)]))
+def _refuse(options: RawOptions, name: str, message: str, kind: Kind) -> None:
+    options.refuse(name, message, *filter(None, [FOREIGN.get(name)]), kind=kind)
 
 
 @dataclass
@@ -149,7 +150,7 @@ class _Translation:
         self._preset()
         self._without_effect()
         for name in [name for name in REFUSED if name in options.values]:
-            _refuse(options, name, REFUSED[name])
+            _refuse(options, name, REFUSED[name], "unsupported")
         base = Path(str(options.values.get("pretrained_model_name_or_path")))
         for name in [name for name in RENAMED if name in options.values]:
             value, option = options.values.pop(name), fields()[RENAMED[name]]
@@ -161,13 +162,18 @@ class _Translation:
         self._machine(external)
         self._seed(external)
         if not external.use_group:
-            _refuse(options, "use_group", "clips are always compared within the group of their prompt; leave it out")
+            _refuse(
+                options,
+                "use_group",
+                "clips are always compared within the group of their prompt; leave it out",
+                "unsupported",
+            )
         if external.cfg:
             message = (
                 f"{external.cfg:g} is DanceGRPO's rate of dropped prompts; none is dropped here, leave it out. "
                 "Classifier-free guidance is --rollout_cfg"
             )
-            _refuse(options, "cfg", message)
+            _refuse(options, "cfg", message, "unsupported")
         self._clips(external)
         self._accumulation()
         self._length(external)
@@ -179,9 +185,9 @@ class _Translation:
         try:
             return _ExternalOptions.model_validate(external)
         except ValidationError as error:
-            wrong = {str(entry["loc"][0]): value_message(entry) for entry in error.errors()}
-        for name, message in wrong.items():
-            _refuse(self.options, name, message)
+            wrong = {str(entry["loc"][0]): entry for entry in error.errors()}
+        for name, entry in wrong.items():
+            _refuse(self.options, name, value_message(entry), value_kind(entry))
         return _ExternalOptions.model_validate({name: value for name, value in external.items() if name not in wrong})
 
     def _count(self, name: str) -> int | None:
@@ -227,7 +233,12 @@ class _Translation:
         names = [name for name in ("t", "h", "w") if name in external.model_fields_set]
         missing = [name for name in ("t", "h", "w") if name not in names]
         if names and missing:
-            _refuse(self.options, names[0], f"a clip's size needs h, w and t; {' and '.join(missing)} is not given")
+            _refuse(
+                self.options,
+                names[0],
+                f"a clip's size needs h, w and t; {' and '.join(missing)} is not given",
+                "required",
+            )
         elif names:
             self.options.put("rollout_size", f"{external.t}x{external.h}x{external.w}", *names)
 
@@ -242,7 +253,7 @@ class _Translation:
             weights = {"vq": external.vq_coef, "mq": external.mq_coef}
             rewards += [f"videoalign.{head}={weight!r}{path}" for head, weight in weights.items()]
         elif names[-1] not in scorers:
-            _refuse(self.options, names[-1], "needs use_videoalign; or use --reward videoalign.vq=WEIGHT")
+            _refuse(self.options, names[-1], "needs use_videoalign; or use --reward videoalign.vq=WEIGHT", "required")
             return
         self.options.put("reward", rewards, *names)
 
@@ -254,7 +265,7 @@ class _Translation:
                 "processes that share clips (--sp_size) train as many at once as others do; leave it out, and use "
                 "--batch_size"
             )
-            _refuse(options, "train_sp_batch_size", message)
+            _refuse(options, "train_sp_batch_size", message, "unsupported")
         if external.master_weight_type is not None:
             master_weights = {"fp32": "fp32", "bf16": "stochastic_rounding"}[external.master_weight_type]
             options.put("master_weights", master_weights, "master_weight_type")
@@ -311,7 +322,7 @@ class _Translation:
             self.options.put("prompts_per_step", batch * self._data_size(), "train_batch_size")
         if best_of_n is not None and best_of_n % (batch or 1):
             message = f"{best_of_n} kept clips of a process do not divide by its train_batch_size of {batch}"
-            _refuse(self.options, "bestofn", message)
+            _refuse(self.options, "bestofn", message, "conflict")
         elif best_of_n is not None:
             self.options.put("best_of_n", best_of_n // (batch or 1), "bestofn")
 
@@ -343,7 +354,7 @@ class _Translation:
                 f"a step every {clips} clips never comes: of a rollout, a process keeps {total} = {share}; use at most "
                 f"{share}, or --updates_per_rollout"
             )
-            options.refuse(name, message, "updates_per_rollout")
+            options.refuse(name, message, "updates_per_rollout", kind="conflict")
             return
         if rest := share % clips:
             options.notes.append(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.packaged import published_base
 from finetrainers.utils.text import nearest
 
@@ -133,7 +134,7 @@ def translate_document(document: Mapping[str, Any], options: RawOptions, locate:
             names = [key.removeprefix(f"{name}.") for key in _KNOWN if key.startswith(f"{name}.")]
             for key in unknown_keys:
                 message = f"{key}: unknown option {key!r}{nearest(key, names)}"
-                options.problems.append(Problem(locate(name, key), message))
+                options.problems.append(Problem(locate(name, key), message, "unknown"))
         elif name in _KNOWN:
             external[name] = value
         else:
@@ -165,7 +166,7 @@ class _Translation:
     def run(self) -> None:
         for key, message in REFUSED.items():
             if self.external.get(key):
-                self.refuse(key, message)
+                self.refuse(key, message, "unsupported")
         for key, message in WITHOUT_EFFECT.items():
             if self.external.get(key):
                 self.note(key, f"has no effect: {message}")
@@ -185,9 +186,9 @@ class _Translation:
         table, _, name = key.rpartition(".")
         return self.locate(table, name), name
 
-    def refuse(self, key: str, message: str) -> None:
+    def refuse(self, key: str, message: str, kind: Kind = "invalid") -> None:
         where, name = self.locate_key(key)
-        self.options.problems.append(Problem(where, f"{name}: {message}"))
+        self.options.problems.append(Problem(where, f"{name}: {message}", kind))
 
     def note(self, key: str, message: str) -> None:
         where, name = self.locate_key(key)
@@ -200,7 +201,7 @@ class _Translation:
         """Set options to our value for a key's; it is a problem if there is none."""
         value = self.external.get(key)
         if value is not None and str(value) not in choices:
-            self.refuse(key, f"{value!r} is none of: {', '.join(choices)}")
+            self.refuse(key, f"{value!r} is none of: {', '.join(choices)}", "unknown")
         elif value is not None:
             for option in options:
                 self.put(key, option, choices[str(value)])
@@ -208,19 +209,19 @@ class _Translation:
     def _batches(self) -> None:
         size = self.external.get("micro_batch_size_per_gpu")
         if isinstance(size, list):
-            self.refuse("micro_batch_size_per_gpu", _BATCHES)
+            self.refuse("micro_batch_size_per_gpu", _BATCHES, "unsupported")
         elif size is not None:
             self.put("micro_batch_size_per_gpu", "batch_size", size)
         stages = self.external.get("pipeline_stages", 1)
         if stages != 1:
-            self.refuse("pipeline_stages", f"{stages}: {_STAGES}")
+            self.refuse("pipeline_stages", f"{stages}: {_STAGES}", "unsupported")
         checkpointing = self.external.get("activation_checkpointing")
         if checkpointing is not None:
             self.put("activation_checkpointing", "gradient_checkpointing", bool(checkpointing))
         if checkpointing == "unsloth":
             self.note("activation_checkpointing", "activations are recomputed, not moved to the CPU")
         if self.external.get("video_clip_mode") == "multiple_overlapping":
-            self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride")
+            self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride", "unsupported")
         else:
             modes = {"single_beginning": "head", "single_middle": "middle"}
             self.choose("video_clip_mode", modes, "frame_selection")
@@ -254,7 +255,9 @@ class _Translation:
         self.choose("model.timestep_sample_method", schemes, "flow_weighting_scheme")
         guidance = self.external.get("model.guidance", 1)
         if guidance != 1:
-            self.refuse("model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it")
+            self.refuse(
+                "model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it", "unsupported"
+            )
 
     def _places(self) -> None:
         """Translate the parts of the model, files or folders.
@@ -294,7 +297,7 @@ class _Translation:
     def _windows(self) -> None:
         is_framepack, has_size = self.external.get("model.framepack"), "model.framepack_window_size" in self.external
         if is_framepack and not has_size:
-            self.refuse("model.framepack", "needs framepack_window_size, the frames of a window")
+            self.refuse("model.framepack", "needs framepack_window_size, the frames of a window", "required")
         elif is_framepack:
             message = (
                 "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
@@ -312,7 +315,7 @@ class _Translation:
             return
         kind = self.external.get("adapter.type")
         if kind != "lora":
-            self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)")
+            self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)", "unsupported")
             return
         self.put("adapter.type", "training_type", "lora")
         alpha = "adapter.alpha" if "adapter.alpha" in self.external else "adapter.rank"
@@ -332,7 +335,7 @@ class _Translation:
             self.put("optimizer.type", "optimizer", _OPTIMIZERS[kind])
         elif kind:
             message = f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer"
-            self.refuse("optimizer.type", message)
+            self.refuse("optimizer.type", message, "unknown")
         if kind in ("adamw_optimi", "adamw8bitkahan"):
             self.note("optimizer.type", _KAHAN)
         betas = self.external.get("optimizer.betas", [])

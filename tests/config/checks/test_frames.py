@@ -87,13 +87,16 @@ def test_buckets_are_long_enough() -> None:
     windows = [(17, 64, 64), (33, 64, 64)]
 
     def problems(**options: object) -> list[tuple[str, str]]:
-        return [*length_problems(configured(**options).data, facts, buckets, windows)]
+        return [
+            (problem.where, problem.kind)
+            for problem in length_problems(configured(**options).data, facts, buckets, windows)
+        ]
 
     assert problems(frame_conditioning="prefix:9=0.1,suffix:8=0.1,random=0.1") == []
     assert problems(frame_conditioning="prefix:17=0.1,suffix:20=0.1", sliding_window_size=17, window_context=3) == [
-        ("frame_conditioning", "prefix:17 would give all of 17 frames, and leave nothing to train; use longer clips"),
-        ("frame_conditioning", "suffix:20 must have a multiple of 8 frames, as latent frames stand for 8"),
-        ("window_context", "leaves nothing to train of windows of 3 latent frames; give at most 2"),
+        ("--frame_conditioning", "invalid"),
+        ("--frame_conditioning", "invalid"),
+        ("--window_context", "conflict"),
     ]
     assert problems(sliding_window_size=17, window_context=2) == []
     windows = []  # of another dataset, say; clips that are no windows have no context
