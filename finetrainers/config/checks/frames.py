@@ -13,27 +13,25 @@ from ..frame_conditioning import FrameConditioning, select_conditioning_modes
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig
 from ..sections import DataSection
-from .findings import Findings
+from .findings import Finding
 
 Bucket = tuple[int, int, int]
 
 
-def check_frames(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+def check_frames(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Check the options of frame conditioning against the model."""
     data, model = config.data, config.model.model_name
     if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
-        findings.warnings.append(
-            f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels"
-        )
+        yield f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels"
     if data.frame_conditioning is not None and data.first_frame_conditioning_p is not None:
-        findings.error(
+        yield (
             "frame_conditioning",
             "says how often the first frame is given, too; give one of the two options",
             "conflict",
         )
     if facts.first_frame == "none" and data.first_frame_conditioning_p:
-        findings.error("first_frame_conditioning_p", f"this {model} takes no first frame; remove it", "unsupported")
-    findings.errors += frame_problems(data, facts, model=model)
+        yield "first_frame_conditioning_p", f"this {model} takes no first frame; remove it", "unsupported"
+    yield from frame_problems(data, facts, model=model)
 
 
 def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[Problem]:
