@@ -16,6 +16,8 @@ from ..sections import DataSection
 from .findings import Finding
 
 Bucket = tuple[int, int, int]
+#: Problem with a medium of prompts: its name, the reason, and the kind.
+MediumProblem = tuple[str, str, Kind]
 
 
 def check_frames(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
@@ -74,10 +76,18 @@ def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
             yield Problem("--frame_conditioning", message, "conflict")
 
 
-def prompt_problems(
-    prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str
-) -> Iterator[tuple[str, str, Kind]]:
-    """Yield (medium, reason, kind), once, for each conditioning input of the prompts that a model does not support."""
+def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
+    """Yield media that the prompts lack, and those that the model does not take, without the remedy."""
+    if facts.media and any(prompt.video is None for prompt in prompts):
+        yield "video", f"this checkpoint takes {' and '.join(facts.media)}", "required"
+    if facts.needs_image and any(not (prompt.image or prompt.video or prompt.video_prefix) for prompt in prompts):
+        yield "image", "this checkpoint animates an image", "required"
+    if facts.first_frame == "none" and any(prompt.image or (prompt.video and not facts.media) for prompt in prompts):
+        yield "image", f"this {model} takes no first frame", "unsupported"
+
+
+def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
+    """Yield each conditioning input of the prompts that a model does not support, once."""
     media = [name for name in ("last_image", "video_prefix") if any(getattr(prompt, name) for prompt in prompts)]
     if not facts.any_frame:
         for name in media:

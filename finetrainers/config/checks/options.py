@@ -19,7 +19,7 @@ from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
 from .findings import Finding, Findings, check_needs
-from .frames import prompt_problems
+from .frames import media_problems, prompt_problems
 from .grpo import check_grpo, check_rewards
 from .windows import window_problems
 
@@ -55,7 +55,6 @@ def check_config(
         _check_model(config, facts),
         _check_training(config),
         _check_block_swap(config),
-        _check_resume(config),
         _check_parallel(config),
         _check_sequence_parallel(config, facts, processes=processes),
         _check_validation(config, facts, prompts),
@@ -106,7 +105,7 @@ def check_sampling(config: TrainConfig, *, facts: Facts, prompts: list[Validatio
     """Check the rules between the options that samples depend on; see `check_config`."""
     findings = Findings()
     findings.add(
-        _check_prompt_sizes(facts.geometry, prompts),
+        _check_prompt_sizes("validation_prompts", facts.geometry, prompts),
         _check_model(config, facts),
         _check_validation(config, facts, prompts),
     )
@@ -153,13 +152,13 @@ def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[Validati
     for image in config.data.image_resolution_buckets:
         for problem in geometry.problems(1, *image):
             yield "image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}"
-    yield from _check_prompt_sizes(geometry, prompts)
+    yield from _check_prompt_sizes("validation_prompts", geometry, prompts)
 
 
-def _check_prompt_sizes(geometry: Geometry, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
+def _check_prompt_sizes(option: str, geometry: Geometry, prompts: Sequence[ValidationPrompt]) -> Iterator[Finding]:
     for number, prompt in enumerate(prompts, start=1):
         for problem in geometry.problems(*prompt.size) if prompt.size else ():
-            yield "validation_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}"
+            yield option, f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}"
 
 
 def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
@@ -203,31 +202,18 @@ def _check_lora_autocast(config: TrainConfig) -> Iterator[Finding]:
         return
     dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
     if config.training.training_type != "lora":
-        yield (
-            "lora_autocast",
-            "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast",
-            "conflict",
-        )
+        message = "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast"
     elif precision in ("bf16", "fp16"):
-        yield (
-            "lora_autocast",
-            f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast",
-            "conflict",
-        )
+        message = f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
     elif dtype == "fp16":
-        yield (
-            "lora_autocast",
-            "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16",
-            "conflict",
-        )
+        message = "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
     elif config.training.use_dora:
-        yield (
-            "lora_autocast",
-            "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast",
-            "conflict",
-        )
-    elif dtype != "bf16":
-        yield f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16"
+        message = "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
+    else:
+        if dtype != "bf16":
+            yield f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16"
+        return
+    yield "lora_autocast", message, "conflict"
 
 
 def _check_quantization(config: TrainConfig) -> Iterator[Finding]:
@@ -343,8 +329,12 @@ def _check_diffusion(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
         yield "flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}", "conflict"
 
 
-def _check_resume(config: TrainConfig) -> Iterator[Finding]:
+def _check_training(config: TrainConfig) -> Iterator[Finding]:
     training = config.training
+    if training.lora_dropout and training.use_dora:
+        yield "--lora_dropout slows down --use_dora: PEFT then computes the base layer twice"
+    if config.changed("train_epochs") and training.train_steps is not None:
+        yield f"--train_epochs {training.train_epochs} is overridden by --train_steps"
     if training.reset and training.resume_from_checkpoint is None:
         yield (
             "reset",
@@ -366,14 +356,6 @@ def _check_resume(config: TrainConfig) -> Iterator[Finding]:
         every, steps = training.checkpointing_steps, training.train_steps
         if every == 0 or (steps is not None and every >= steps):
             yield "on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps", "conflict"
-
-
-def _check_training(config: TrainConfig) -> Iterator[Finding]:
-    training = config.training
-    if training.lora_dropout and training.use_dora:
-        yield "--lora_dropout slows down --use_dora: PEFT then computes the base layer twice"
-    if config.changed("train_epochs") and training.train_steps is not None:
-        yield f"--train_epochs {training.train_epochs} is overridden by --train_steps"
 
 
 def _check_block_swap(config: TrainConfig) -> Iterator[Finding]:
@@ -456,8 +438,7 @@ def check_shared_sizes(
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     validation = config.validation
-    every = validation.validation_steps or validation.validation_epochs
-    if every and not prompts:
+    if (validation.validation_steps or validation.validation_epochs) and not prompts:
         yield "validation_prompts", "validation is scheduled but there are no prompts; give some", "required"
     if prompts and validation.validation_inference_steps < facts.least_steps:
         yield (
@@ -465,18 +446,9 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
             f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
             f"{validation.validation_inference_steps}",
         )
-    conditioned = any(p.image or (p.video and not facts.media) for p in prompts)
-    if facts.media and any(p.video is None for p in prompts):
-        takes = " and ".join(facts.media)
-        yield "validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt", "required"
-    if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in prompts):
-        yield "validation_images", "this checkpoint animates an image; give one for each validation prompt", "required"
-    if facts.first_frame == "none" and conditioned:
-        yield (
-            "validation_images",
-            f"this {config.model.model_name} takes no first frame; remove the images and videos",
-            "unsupported",
-        )
+    for medium, problem, kind in media_problems(prompts, facts, model=config.model.model_name):
+        remedy = "give one for each validation prompt" if kind == "required" else "remove the images and videos"
+        yield MEDIA_OPTIONS[medium], f"{problem}; {remedy}", kind
     for medium, problem, kind in prompt_problems(prompts, facts, model=config.model.model_name):
         yield MEDIA_OPTIONS[medium], problem, kind
 
@@ -488,32 +460,16 @@ def _check_scored(
     scored: Sequence[ValidationPrompt],
 ) -> Iterator[Finding]:
     """Check the prompts of `eval_prompts`, and how they are sampled; where there are none, others are scored."""
-    for number, prompt in enumerate(scored, start=1):
-        for problem in facts.geometry.problems(*prompt.size) if prompt.size else ():
-            yield "eval_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}"
+    yield from _check_prompt_sizes("eval_prompts", facts.geometry, scored)
     steps = config.validation.validation_inference_steps
     if scored and not prompts and steps < facts.least_steps:
-        message = f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {steps}"
-        yield "validation_inference_steps", message
-    if facts.media and any(p.video is None for p in scored):
-        takes = " and ".join(facts.media)
         yield (
-            "eval_prompts",
-            f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt",
-            "required",
+            "validation_inference_steps",
+            f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {steps}",
         )
-    if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in scored):
-        yield (
-            "eval_prompts",
-            "this checkpoint animates an image; use a .jsonl file with `image` for each prompt",
-            "required",
-        )
-    if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
-        yield (
-            "eval_prompts",
-            f"this {config.model.model_name} takes no first frame; remove images and videos",
-            "unsupported",
-        )
+    for medium, problem, kind in media_problems(scored, facts, model=config.model.model_name):
+        remedy = f"use a .jsonl file with `{medium}` for each prompt"
+        yield "eval_prompts", f"{problem}; {remedy if kind == 'required' else 'remove images and videos'}", kind
     for medium, problem, kind in prompt_problems(scored, facts, model=config.model.model_name):
         yield "eval_prompts", f"{medium}: {problem}", kind
 
