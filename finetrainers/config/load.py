@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -184,26 +185,21 @@ def _validated(options: RawOptions) -> TrainConfig:
     Raises:
         ConfigError: there are problems already, or a value is invalid.
     """
-    problems, wrong = list(options.problems), list(options.lost)
+    problems, wrong, config = list(options.problems), list(options.lost), None
     try:
-        config: TrainConfig | None = TrainConfig.model_validate(_by_table(options.values))
+        config = TrainConfig.model_validate(_by_table(options.values))
     except ValidationError as error:
         value_problems = {
             name: problem for name, problem in _translate(error, options.where).items() if name not in wrong
         }
-        problems, wrong = [*problems, *value_problems.values()], [*wrong, *value_problems]
-        config = _without(options.values, value_problems)
+        problems += value_problems.values()
+        wrong += value_problems
+        valid_values = {name: value for name, value in options.values.items() if name not in value_problems}
+        with suppress(ValidationError):  # a required option is among the invalid ones
+            config = TrainConfig.model_validate(_by_table(valid_values))
     if problems or config is None:
         raise ConfigError(problems, rest=config, wrong=wrong)
     return config
-
-
-def _without(values: Mapping[str, Any], wrong: Collection[str]) -> TrainConfig | None:
-    """Return the configuration without its invalid options, or None if a required one is among them."""
-    try:
-        return TrainConfig.model_validate(_by_table({n: value for n, value in values.items() if n not in wrong}))
-    except ValidationError:
-        return None
 
 
 def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

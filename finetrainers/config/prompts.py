@@ -113,10 +113,7 @@ def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
     Raises:
         ConfigError: an unreadable file, or a malformed size.
     """
-    path = section.eval_prompts
-    if path is None:
-        return []
-    return _read_file(path, option="--eval_prompts")
+    return [] if section.eval_prompts is None else _read_file(section.eval_prompts, option="--eval_prompts")
 
 
 def _is_file_name(text: str) -> bool:

@@ -81,13 +81,12 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
             problem = Problem(str(path), "`stage` is not a list of tables; begin every stage by a line [[stage]]")
         raise ConfigError([problem])
     lines = _stage_lines(text)
-    shared = _locate(path, lines.get(None, ""), "")
+    shared = RawOptions()
+    take_options(shared, document, _locate(path, lines[None], ""))
     stages: list[Stage] = []
     for number, table in enumerate(tables):
-        stage = _read_stage(
-            document, table, flags, shared=shared, locate=_locate(path, lines.get(number, ""), "stage"), before=stages
-        )
-        stages.append(stage)
+        locate = _locate(path, lines.get(number, ""), "stage")
+        stages.append(_read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, before=stages))
     return _with_merged(stages)
 
 
@@ -122,32 +121,23 @@ def _locate(path: Path, text: str, above: str) -> Locate:
 
 
 def _read_stage(
-    shared_options: Mapping[str, Any],
-    table: Mapping[str, Any],
-    flags: RawOptions,
-    *,
-    shared: Locate,
-    locate: Locate,
-    before: Sequence[Stage],
+    table: Mapping[str, Any], shared: RawOptions, flags: RawOptions, locate: Locate, *, before: Sequence[Stage]
 ) -> Stage:
     """Return a stage, over the options that all share."""
-    own_options = {key: value for key, value in table.items() if key not in _KEYS}
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
-    everywhere, here, over = RawOptions(), RawOptions(), copy.deepcopy(flags)
-    take_options(everywhere, shared_options, shared)
-    take_options(here, own_options, locate)
-    sources = [everywhere]
+    here = RawOptions()
+    take_options(here, {key: value for key, value in table.items() if key not in _KEYS}, locate)
+    sources = [shared, here, flags]
     if "config" in table:
         try:
-            sources.append(file_source(Path(str(table["config"]))))
+            sources.insert(1, file_source(Path(str(table["config"]))))
         except ConfigError as error:
             return Stage(name, None, init, [*problems, *error.problems])
-    sources += [here, over]
     for source in sources:
         _refuse(source, problems)
-    config: TrainConfig | None = None
+    config: TrainConfig | None
     wrong: frozenset[str] = frozenset()
     try:
         config = build_config(sources)
@@ -157,9 +147,9 @@ def _read_stage(
     if config is None:
         return Stage(name, None, init, problems, wrong)
     if init is not None and config.training.init_from is not None:
-        place = here.where.get("init_from") or "init_from"
+        place = here.where.get("init_from", "init_from")
         problems.append(Problem(place, f"the stage begins from {init.stage} (init); give one of them", "conflict"))
-    if "output_dir" not in here.values or "output_dir" in over.values:
+    if "output_dir" not in here.values or "output_dir" in flags.values:
         run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
         config = config.model_copy(update={"run": run})
     place = os.path.realpath(config.run.output_dir)

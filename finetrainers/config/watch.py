@@ -16,7 +16,7 @@ from .base import Section
 from .errors import ConfigError, Problem, value_kind, value_message
 from .files import read_text
 from .geometry import Geometry
-from .rewards import Reward, RewardEntry
+from .rewards import Reward, RewardEntry, options_text
 from .root import TrainConfig
 from .values import MAX_FRAMES, VideoBucket
 
@@ -171,11 +171,10 @@ def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: l
         except ValidationError as error:
             for detail in error.errors():
                 key = str(detail["loc"][0])
-                unknown = detail["type"] == "extra_forbidden"
-                message = (
-                    f"unknown key {key!r}{nearest(key, Preset.model_fields)}" if unknown else value_message(detail)
-                )
-                problems.append(Problem(where, message if unknown else f"{key}: {message}", value_kind(detail)))
+                message = f"{key}: {value_message(detail)}"
+                if detail["type"] == "extra_forbidden":
+                    message = f"unknown key {key!r}{nearest(key, Preset.model_fields)}"
+                problems.append(Problem(where, message, value_kind(detail)))
 
 
 def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -> Size:
@@ -209,5 +208,5 @@ def evaluation_rewards(config: TrainConfig) -> list[RewardEntry]:
 def label_of(entry: Any, among: Sequence[Any]) -> str:
     """Return the name of a reward in ledgers and at trackers, with its options if several have that name."""
     several = sum(other.name == entry.name for other in among) > 1
-    options = ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
+    options = options_text(entry)
     return f"{entry.name},{options}" if several and options else entry.name

@@ -77,7 +77,9 @@ def check_grpo(config: TrainConfig, facts: Facts, *, world_size: int) -> Iterato
     yield from _check_evaluation(config)
     yield from _check_hacking(config)
     yield from _check_memory(config)
-    yield from _check_of_clips(config)
+    for name, hint in CLIP_OPTIONS.items():
+        if config.changed(name):
+            yield name, f"has no meaning with --method {config.training.method}: {hint}", "unsupported"
 
 
 def _check_inputs(section: GRPOSection, geometry: Geometry) -> Iterator[Finding]:
@@ -327,11 +329,8 @@ def _check_length(config: TrainConfig) -> Iterator[Finding]:
 def _check_evaluation(config: TrainConfig) -> Iterator[Finding]:
     section, validation = config.grpo, config.validation
     if validation.eval_prompts is None:
-        for name, is_set in (
-            ("eval_reward", bool(validation.eval_reward)),
-            ("eval_steps", bool(validation.eval_steps)),
-        ):
-            if is_set:
+        for name in ("eval_reward", "eval_steps"):
+            if config.get(name):
                 yield name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE", "required"
         return
     if section.prompts is not None and validation.eval_prompts == section.prompts:
@@ -384,9 +383,3 @@ def _check_reward_device(config: TrainConfig, *, local_processes: int) -> Iterat
             f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU on which one "
             f"of them trains; cuda:{local_processes} is the first that none uses. The default is each process's own"
         )
-
-
-def _check_of_clips(config: TrainConfig) -> Iterator[Finding]:
-    for name, hint in CLIP_OPTIONS.items():
-        if config.changed(name):
-            yield name, f"has no meaning with --method {config.training.method}: {hint}", "unsupported"
