@@ -120,8 +120,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _raise(self, problem: Problem) -> NoReturn:
         """Raise all earlier problems and this one."""
-        problems = [*self.problems([]), problem]
-        raise ConfigError(problems, of="this command", hint=f"{self.prog} --help lists the options")
+        raise ConfigError(
+            [*self.problems([]), problem], of="this command", hint=f"{self.prog} --help lists the options"
+        )
 
     def _parser_chain(self, namespace: argparse.Namespace) -> Iterator[ArgumentParser]:
         """Yield the parsers of the command, of its subcommand, and so on."""

@@ -88,8 +88,9 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
             for name, inner in value.items():
                 _take_option(options, entry, name, inner, locate)
         else:
-            message = f"unknown table [{entry}]{nearest(entry, sections())}"
-            options.problems.append(Problem(locate(entry, None), message, "unknown"))
+            options.problems.append(
+                Problem(locate(entry, None), f"unknown table [{entry}]{nearest(entry, sections())}", "unknown")
+            )
 
 
 def _take_option(options: RawOptions, table: str | None, name: str, value: Any, locate: Locate) -> None:
@@ -97,8 +98,7 @@ def _take_option(options: RawOptions, table: str | None, name: str, value: Any, 
     name = flat_name(name.replace("-", "_"), table)
     option = former_names().get(name, name)
     if option in fields() and not belongs(option, table):
-        message = f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"
-        options.problems.append(Problem(where, message))
+        options.problems.append(Problem(where, f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"))
     elif option not in fields() and name not in OTHER_NAMES:
         options.problems.append(unknown_option(name, where))
     elif name in options.values:

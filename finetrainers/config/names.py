@@ -322,8 +322,11 @@ def translate_dependent(options: RawOptions) -> None:
     if str(scratch).lower() == "true" and values.get("resume_from_checkpoint") is not None:
         options.put("reset", ["data"], "start_from_scratch")
     elif str(scratch).lower() == "true":
-        message = "resets the position in the data of a run that --load resumes; give --load, or remove it"
-        options.refuse("start_from_scratch", message, kind="required")
+        options.refuse(
+            "start_from_scratch",
+            "resets the position in the data of a run that --load resumes; give --load, or remove it",
+            kind="required",
+        )
     elif str(values.pop("start_from_scratch", False)).lower() != "false":
         options.refuse("start_from_scratch", f"wanted true or false, got {scratch!r}")
     if algorithm not in (None, "grpo", "nft"):
@@ -353,5 +356,8 @@ def _translate_sampled(options: RawOptions) -> None:
     if is_same:
         del values[name]
         return
-    message = f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out"
-    options.refuse(name, message, kind="unsupported")
+    options.refuse(
+        name,
+        f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out",
+        kind="unsupported",
+    )

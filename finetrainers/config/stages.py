@@ -180,8 +180,12 @@ def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage]
             Problem(locate(None, None), f'stage {number} has no name; give it one: name = "low"', "required")
         )
     elif not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"name: not a folder's name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}"
-        problems.append(Problem(locate(None, "name"), message))
+        problems.append(
+            Problem(
+                locate(None, "name"),
+                f"name: not a folder's name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}",
+            )
+        )
     elif name in (stage.name for stage in before):
         problems.append(
             Problem(locate(None, "name"), f"name: there is a stage {name!r} already; names are unique", "duplicate")
@@ -219,8 +223,13 @@ def _read_init(
         )
         return None
     if load == "lora" and source.config is not None and not is_lora:
-        message = f'init: stage {source.name} trains all weights, so it has no LoRA; use load = "weights"'
-        problems.append(Problem(where, message, "conflict"))
+        problems.append(
+            Problem(
+                where,
+                f'init: stage {source.name} trains all weights, so it has no LoRA; use load = "weights"',
+                "conflict",
+            )
+        )
         return None
     return Init(source.name, load)
 

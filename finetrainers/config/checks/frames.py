@@ -44,15 +44,19 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[P
     if facts.first_frame == "none" and kinds:
         yield Problem("--frame_conditioning", f"this {model} takes no given frames; {way_out}", "unsupported")
     elif others and not facts.any_frame:
-        message = f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}"
-        yield Problem("--frame_conditioning", message, "unsupported")
+        yield Problem(
+            "--frame_conditioning",
+            f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}",
+            "unsupported",
+        )
     else:
         for kind in kinds:
             if reason := kind.grid_problem(facts.geometry.temporal):
                 yield Problem("--frame_conditioning", reason)
     if data.window_context and not facts.any_frame:
-        message = f"this {model} cannot be given frames before a window; {way_out}"
-        yield Problem("--window_context", message, "unsupported")
+        yield Problem(
+            "--window_context", f"this {model} cannot be given frames before a window; {way_out}", "unsupported"
+        )
     yield from _slice_problems(data, facts)
 
 
@@ -64,16 +68,23 @@ def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
     kinds = data.frame_conditioning or ()
     at_start = [kind.label for kind in kinds if kind.name not in ("last", "suffix")]
     if facts.first_frame == "channels":
-        message = "this checkpoint is given each window's first frame, which must be encoded alone; use encode"
-        yield Problem("--sliding_window_latents", message, "unsupported")
+        yield Problem(
+            "--sliding_window_latents",
+            "this checkpoint is given each window's first frame, which must be encoded alone; use encode",
+            "unsupported",
+        )
     elif facts.first_frame == "tokens":
         reason = "a window's first latent stands for several frames, so it cannot be given as the first frame"
         if data.frame_conditioning is None and data.first_frame_conditioning_p != 0:
-            message = f"with --sliding_window_latents slice, {reason}; set it to 0"
-            yield Problem("--first_frame_conditioning_p", message, "conflict")
+            yield Problem(
+                "--first_frame_conditioning_p",
+                f"with --sliding_window_latents slice, {reason}; set it to 0",
+                "conflict",
+            )
         for label in at_start:
-            message = f"{label}: with --sliding_window_latents slice, {reason}; remove it"
-            yield Problem("--frame_conditioning", message, "conflict")
+            yield Problem(
+                "--frame_conditioning", f"{label}: with --sliding_window_latents slice, {reason}; remove it", "conflict"
+            )
 
 
 def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
@@ -120,5 +131,8 @@ def length_problems(
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     shortest = min((facts.geometry.latent_shape(*bucket)[0] for bucket in windows if has_windows), default=math.inf)
     if shortest <= data.window_context:
-        message = f"leaves nothing to train of windows of {shortest} latent frames; give at most {shortest - 1}"
-        yield Problem("--window_context", message, "conflict")
+        yield Problem(
+            "--window_context",
+            f"leaves nothing to train of windows of {shortest} latent frames; give at most {shortest - 1}",
+            "conflict",
+        )

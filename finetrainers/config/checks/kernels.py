@@ -132,10 +132,18 @@ def _check_compile(config: TrainConfig, device_type: str) -> Iterator[Finding]:
             "conflict",
         )
     if not any(map(shutil.which, _COMPILERS)) and not {"CC", "CXX"} & os.environ.keys():
-        message = "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)"
-        yield Problem("--compile", message, "not_installed", is_local=True)
+        yield Problem(
+            "--compile",
+            "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)",
+            "not_installed",
+            is_local=True,
+        )
     if device_type == "cuda" and find_spec("triton") is None:
-        message = "regional needs the package triton, which is not installed: pip install triton"
-        yield Problem("--compile", message, "not_installed", is_local=True)
+        yield Problem(
+            "--compile",
+            "regional needs the package triton, which is not installed: pip install triton",
+            "not_installed",
+            is_local=True,
+        )
     if config.training.use_dora:
         yield "--compile regional gains little with --use_dora, whose layers break each block into many graphs"

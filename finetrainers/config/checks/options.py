@@ -261,10 +261,12 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
                 "unsupported",
             )
         elif find_spec("bitsandbytes") is None:
-            message = (
-                "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
+            yield Problem(
+                where,
+                "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8",
+                "not_installed",
+                is_local=True,
             )
-            yield Problem(where, message, "not_installed", is_local=True)
 
 
 def _check_activation_memory(memory: MemorySection) -> Iterator[Finding]:

@@ -154,14 +154,20 @@ def _translate_all(options: RawOptions, dance_names: Sequence[str]) -> None:
     _translate_machine(options, external)
     _translate_seed(options, external)
     if not external.use_group:
-        message = "clips are always compared within the group of their prompt; leave it out"
-        _refuse(options, "use_group", message, "unsupported")
-    if external.cfg:
-        message = (
-            f"{external.cfg:g} is DanceGRPO's rate of dropped prompts; none is dropped here, leave it out. "
-            "Classifier-free guidance is --rollout_cfg"
+        _refuse(
+            options,
+            "use_group",
+            "clips are always compared within the group of their prompt; leave it out",
+            "unsupported",
         )
-        _refuse(options, "cfg", message, "unsupported")
+    if external.cfg:
+        _refuse(
+            options,
+            "cfg",
+            f"{external.cfg:g} is DanceGRPO's rate of dropped prompts; none is dropped here, leave it out. "
+            "Classifier-free guidance is --rollout_cfg",
+            "unsupported",
+        )
     _translate_clips(options, external)
     _translate_accumulation(options, is_dance=bool(dance_names))
     _translate_length(options, external.max_train_steps, is_dance=bool(dance_names))
@@ -225,8 +231,7 @@ def _translate_size(options: RawOptions, external: _ExternalOptions) -> None:
     names = [name for name in ("t", "h", "w") if name in external.model_fields_set]
     missing = [name for name in ("t", "h", "w") if name not in names]
     if names and missing:
-        message = f"a clip's size needs h, w and t; {' and '.join(missing)} is not given"
-        _refuse(options, names[0], message, "required")
+        _refuse(options, names[0], f"a clip's size needs h, w and t; {' and '.join(missing)} is not given", "required")
     elif names:
         options.put("rollout_size", f"{external.t}x{external.h}x{external.w}", *names)
 
@@ -249,11 +254,13 @@ def _translate_rewards(options: RawOptions, external: _ExternalOptions) -> None:
 def _translate_machine(options: RawOptions, external: _ExternalOptions) -> None:
     """Translate options of memory and parallelism."""
     if external.train_sp_batch_size > 1:
-        message = (
+        _refuse(
+            options,
+            "train_sp_batch_size",
             "processes that share clips (--sp_size) train as many at once as others do; leave it out, and use "
-            "--batch_size"
+            "--batch_size",
+            "unsupported",
         )
-        _refuse(options, "train_sp_batch_size", message, "unsupported")
     if external.master_weight_type is not None:
         master_weights = {"fp32": "fp32", "bf16": "stochastic_rounding"}[external.master_weight_type]
         options.put("master_weights", master_weights, "master_weight_type")
@@ -312,8 +319,12 @@ def _translate_clips(options: RawOptions, external: _ExternalOptions) -> None:
     if batch is not None:
         options.put("prompts_per_step", batch * _data_size(options.values), "train_batch_size")
     if best_of_n is not None and best_of_n % (batch or 1):
-        message = f"{best_of_n} kept clips of a process do not divide by its train_batch_size of {batch}"
-        _refuse(options, "bestofn", message, "conflict")
+        _refuse(
+            options,
+            "bestofn",
+            f"{best_of_n} kept clips of a process do not divide by its train_batch_size of {batch}",
+            "conflict",
+        )
     elif best_of_n is not None:
         options.put("best_of_n", best_of_n // (batch or 1), "bestofn")
 
@@ -339,11 +350,13 @@ def _translate_accumulation(options: RawOptions, *, is_dance: bool) -> None:
     if clips > share:
         total = f"{plural(prompts, 'prompt')} x {plural(clips_per_prompt, 'clip')}"
         total += f" / {processes} processes" if processes > 1 else ""
-        message = (
+        options.refuse(
+            name,
             f"a step every {clips} clips never comes: of a rollout, a process keeps {total} = {share}; use at most "
-            f"{share}, or --updates_per_rollout"
+            f"{share}, or --updates_per_rollout",
+            "updates_per_rollout",
+            kind="conflict",
         )
-        options.refuse(name, message, "updates_per_rollout", kind="conflict")
         return
     if rest := share % clips:
         options.notes.append(

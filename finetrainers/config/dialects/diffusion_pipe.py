@@ -133,8 +133,9 @@ def translate_document(document: Mapping[str, Any], options: RawOptions, locate:
                 continue
             names = [key.removeprefix(f"{name}.") for key in _KNOWN if key.startswith(f"{name}.")]
             for key in unknown_keys:
-                message = f"{key}: unknown option {key!r}{nearest(key, names)}"
-                options.problems.append(Problem(locate(name, key), message, "unknown"))
+                options.problems.append(
+                    Problem(locate(name, key), f"{key}: unknown option {key!r}{nearest(key, names)}", "unknown")
+                )
         elif name in _KNOWN:
             external[name] = value
         else:
@@ -299,12 +300,12 @@ class _Translation:
         if is_framepack and not has_size:
             self.refuse("model.framepack", "needs framepack_window_size, the frames of a window", "required")
         elif is_framepack:
-            message = (
+            self.note(
+                "model.framepack",
                 "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
                 "compression of what came before; --sliding_window_batching clip trains all windows of a clip in one "
-                "step"
+                "step",
             )
-            self.note("model.framepack", message)
         elif has_size:
             self.options.values.pop("sliding_window_size", None)
             self.note("model.framepack_window_size", "has no effect without framepack = true")
@@ -321,11 +322,11 @@ class _Translation:
         alpha = "adapter.alpha" if "adapter.alpha" in self.external else "adapter.rank"
         if alpha in self.external:
             self.put(alpha, "lora_alpha", self.external[alpha])
-        message = (
+        self.note(
+            "adapter.type",
             "adapts the attention's projections; diffusion-pipe adapts every linear layer of the blocks, see "
-            "--target_modules"
+            "--target_modules",
         )
-        self.note("adapter.type", message)
         if self.external.get("adapter.dtype", "float32") != "float32":
             self.note("adapter.dtype", "has no effect: LoRA weights are trained in fp32")
 
@@ -334,8 +335,11 @@ class _Translation:
         if kind in _OPTIMIZERS:
             self.put("optimizer.type", "optimizer", _OPTIMIZERS[kind])
         elif kind:
-            message = f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer"
-            self.refuse("optimizer.type", message, "unknown")
+            self.refuse(
+                "optimizer.type",
+                f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer",
+                "unknown",
+            )
         if kind in ("adamw_optimi", "adamw8bitkahan"):
             self.note("optimizer.type", _KAHAN)
         betas = self.external.get("optimizer.betas", [])
