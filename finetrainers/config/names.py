@@ -314,11 +314,8 @@ def translate_dependent(options: RawOptions) -> None:
     """Replace the names of `DEPENDENT`, when the options of all places are known."""
     _translate_sampled(options)
     values, where = options.values, options.where
-    scratch, algorithm, method = (
-        values.get("start_from_scratch"),
-        values.pop("rl_algorithm", None),
-        values.get("method"),
-    )
+    scratch, method = values.get("start_from_scratch"), values.get("method")
+    algorithm = values.pop("rl_algorithm", None)
     if str(scratch).lower() == "true" and values.get("resume_from_checkpoint") is not None:
         options.put("reset", ["data"], "start_from_scratch")
     elif str(scratch).lower() == "true":

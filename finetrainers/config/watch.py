@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,17 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
         ConfigError: everything that is wrong, at once.
     """
     problems: list[Problem] = []
-    own_presets = _read_presets_file(section.presets_file, problems)
+    own_presets: dict[str, Preset] = {}
+    if section.presets_file is not None:
+        problems += _read_presets_file(section.presets_file, own_presets)
     requested: list[tuple[str, str]] = []  # the option and the name
     for text in section.preset:
         match = _OWN.fullmatch(text.strip())
         if match is not None:
-            more = [part.partition("=") for part in (match["more"] or "").split(",") if part.strip()]
+            more = [part.partition("=") for part in _names(match["more"] or "")]
             values = {"size": match["size"].strip(), **{key.strip(): value.strip() for key, _, value in more}}
             name = match["name"].strip()
-            _add(own_presets, name, values, f"--preset {name}", problems)
+            problems += _add(own_presets, name, values, f"--preset {name}")
             requested += [("--preset", name)] * (name in own_presets)
         elif "=" in text or not (names := _names(text)):
             problems.append(Problem("--preset", f"{text!r} is not NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X]"))
@@ -106,11 +108,10 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
         requested = [*(("--presets", name) for name in _names(section.presets)), *requested]
     presets: dict[str, Preset | None] = {}
     for option, name in requested:
-        problem = None if name in own_presets else _name_problem(option, name, own_presets)
-        if problem is None:
-            presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
-        else:
+        if name not in own_presets and (problem := _name_problem(option, name, own_presets)) is not None:
             problems.append(problem)
+        else:
+            presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
     if not presets and not problems:
         problems.append(Problem("--presets", "names none", "required"))
     if problems:
@@ -132,39 +133,34 @@ def _name_problem(option: str, name: str, own: Iterable[str]) -> Problem | None:
     return Problem(option, f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}", "unknown")
 
 
-def _read_presets_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
-    if path is None:
-        return {}
+def _read_presets_file(path: Path, own: dict[str, Preset]) -> Iterator[Problem]:
+    """Add the presets of a file, or yield the problems with it."""
     try:
         path, text = read_text(path, option="--presets_file")
         tables = tomllib.loads(text).get("presets")
     except ConfigError as error:
-        problems += error.problems
-        return {}
+        yield from error.problems
     except tomllib.TOMLDecodeError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error}", "unreadable"))
-        return {}
-    if not isinstance(tables, Mapping) or not tables:
-        problems.append(
-            Problem(str(path), "has no preset; write tables like [presets.wide] with size, steps, guidance", "required")
-        )
-        return {}
-    own: dict[str, Preset] = {}
-    for name, values in tables.items():
-        _add(own, name, values, f"{path} presets.{name}", problems)
-    return own
+        yield Problem(str(path), f"cannot be read: {error}", "unreadable")
+    else:
+        if not isinstance(tables, Mapping) or not tables:
+            message = "has no preset; write tables like [presets.wide] with size, steps, guidance"
+            yield Problem(str(path), message, "required")
+            return
+        for name, values in tables.items():
+            yield from _add(own, name, values, f"{path} presets.{name}")
 
 
-def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: list[Problem]) -> None:
-    """Add a preset of the user's own, or record the problems with it."""
+def _add(own: dict[str, Preset], name: str, values: Any, where: str) -> Iterator[Problem]:
+    """Add a preset of the user's own, or yield the problems with it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        problems.append(Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'"))
+        yield Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'")
     elif name == AS_VALIDATION or _CLASS.fullmatch(name):
-        problems.append(Problem(where, f"{name} has a meaning already; choose another name", "conflict"))
+        yield Problem(where, f"{name} has a meaning already; choose another name", "conflict")
     elif name in own:
-        problems.append(Problem(where, "is given twice", "duplicate"))
+        yield Problem(where, "is given twice", "duplicate")
     elif not isinstance(values, Mapping):
-        problems.append(Problem(where, "is no table with size, steps, guidance"))
+        yield Problem(where, "is no table with size, steps, guidance")
     else:
         try:
             own[name] = Preset.model_validate(values)
@@ -174,7 +170,7 @@ def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: l
                 message = f"{key}: {value_message(detail)}"
                 if detail["type"] == "extra_forbidden":
                     message = f"unknown key {key!r}{nearest(key, Preset.model_fields)}"
-                problems.append(Problem(where, message, value_kind(detail)))
+                yield Problem(where, message, value_kind(detail))
 
 
 def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -> Size:

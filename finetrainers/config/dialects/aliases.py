@@ -152,7 +152,11 @@ def _translate_all(options: RawOptions, dance_names: Sequence[str]) -> None:
     _translate_size(options, external)
     _translate_rewards(options, external)
     _translate_machine(options, external)
-    _translate_seed(options, external)
+    if (seed := external.sampler_seed) is not None:  # of the prompts; there is one seed here
+        if options.values.get("seed") is None:
+            options.put("seed", seed, "sampler_seed")
+        else:
+            options.notes.append(f"sampler_seed {seed}: the order of prompts follows from --seed too, which is given")
     if not external.use_group:
         _refuse(
             options,
@@ -302,15 +306,6 @@ def _offload(options: RawOptions, *, splits: bool) -> None:
         options.where |= dict.fromkeys(engine, place)
         flags = " ".join([*(f"--{name} {value}" for name, value in engine.items()), flags])
     options.notes.append(f"{place} with {plural(processes, 'process', 'processes')}: {flags}")
-
-
-def _translate_seed(options: RawOptions, external: _ExternalOptions) -> None:
-    """Translate the seed of the prompts; there is one seed here, so it is used only if no other is given."""
-    seed = external.sampler_seed
-    if seed is not None and options.values.get("seed") is None:
-        options.put("seed", seed, "sampler_seed")
-    elif seed is not None:
-        options.notes.append(f"sampler_seed {seed}: the order of prompts follows from --seed too, which is given")
 
 
 def _translate_clips(options: RawOptions, external: _ExternalOptions) -> None:

@@ -167,7 +167,7 @@ class _Translation:
     def run(self) -> None:
         for key, message in REFUSED.items():
             if self.external.get(key):
-                self.refuse(key, message, "unsupported")
+                self.refuse(key, message)
         for key, message in WITHOUT_EFFECT.items():
             if self.external.get(key):
                 self.note(key, f"has no effect: {message}")
@@ -187,7 +187,7 @@ class _Translation:
         table, _, name = key.rpartition(".")
         return self.locate(table, name), name
 
-    def refuse(self, key: str, message: str, kind: Kind = "invalid") -> None:
+    def refuse(self, key: str, message: str, kind: Kind = "unsupported") -> None:
         where, name = self.locate_key(key)
         self.options.problems.append(Problem(where, f"{name}: {message}", kind))
 
@@ -210,22 +210,20 @@ class _Translation:
     def _batches(self) -> None:
         size = self.external.get("micro_batch_size_per_gpu")
         if isinstance(size, list):
-            self.refuse("micro_batch_size_per_gpu", _BATCHES, "unsupported")
+            self.refuse("micro_batch_size_per_gpu", _BATCHES)
         elif size is not None:
             self.put("micro_batch_size_per_gpu", "batch_size", size)
-        stages = self.external.get("pipeline_stages", 1)
-        if stages != 1:
-            self.refuse("pipeline_stages", f"{stages}: {_STAGES}", "unsupported")
+        if (stages := self.external.get("pipeline_stages", 1)) != 1:
+            self.refuse("pipeline_stages", f"{stages}: {_STAGES}")
         checkpointing = self.external.get("activation_checkpointing")
         if checkpointing is not None:
             self.put("activation_checkpointing", "gradient_checkpointing", bool(checkpointing))
         if checkpointing == "unsloth":
             self.note("activation_checkpointing", "activations are recomputed, not moved to the CPU")
         if self.external.get("video_clip_mode") == "multiple_overlapping":
-            self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride", "unsupported")
+            self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride")
         else:
-            modes = {"single_beginning": "head", "single_middle": "middle"}
-            self.choose("video_clip_mode", modes, "frame_selection")
+            self.choose("video_clip_mode", {"single_beginning": "head", "single_middle": "middle"}, "frame_selection")
 
     def _schedule(self) -> None:
         """Translate schedule and warmup; constant with warmup is a separate schedule here."""
@@ -240,8 +238,7 @@ class _Translation:
             self.put("warmup_steps" if warmup else "lr_scheduler", "lr_warmup_steps", warmup)
 
     def _model(self) -> None:
-        kind = self.external.get("model.type")
-        if kind is not None:
+        if (kind := self.external.get("model.type")) is not None:
             self.put("model.type", "model_name", str(kind).replace("-", "_"))
         self.choose("model.dtype", _DTYPES, "transformer_dtype", "vae_dtype", "text_encoder_dtype")
         if "model.clip_path" in self.external and "text_encoder_dtype" in self.options.values:
@@ -254,11 +251,8 @@ class _Translation:
             self.choose(key, {**_DTYPES, **_FLOAT8}, "transformer_dtype")
         schemes = {"logit_normal": "logit_normal", "uniform": "none"}
         self.choose("model.timestep_sample_method", schemes, "flow_weighting_scheme")
-        guidance = self.external.get("model.guidance", 1)
-        if guidance != 1:
-            self.refuse(
-                "model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it", "unsupported"
-            )
+        if (guidance := self.external.get("model.guidance", 1)) != 1:
+            self.refuse("model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it")
 
     def _places(self) -> None:
         """Translate the parts of the model, files or folders.
@@ -274,12 +268,12 @@ class _Translation:
         ):
             if key not in self.external:
                 continue
-            locate_key = Path(str(self.external[key]))
-            self.put(key, option, str(locate_key))
-            if tokenizer is not None and any((locate_key / file).is_file() for file in _TOKENIZER_FILES):
-                self.put(key, tokenizer, str(locate_key))
+            path = Path(str(self.external[key]))
+            self.put(key, option, str(path))
+            if tokenizer is not None and any((path / file).is_file() for file in _TOKENIZER_FILES):
+                self.put(key, tokenizer, str(path))
             if base is None:
-                base = next((f for f in (locate_key.parent, locate_key) if (f / "model_index.json").is_file()), None)
+                base = next((f for f in (path.parent, path) if (f / "model_index.json").is_file()), None)
         if "pretrained_model_name_or_path" in {*self.options.values, *self.own}:
             return
         published = published_base(str(self.options.values.get("model_name")))
@@ -316,7 +310,7 @@ class _Translation:
             return
         kind = self.external.get("adapter.type")
         if kind != "lora":
-            self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)", "unsupported")
+            self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)")
             return
         self.put("adapter.type", "training_type", "lora")
         alpha = "adapter.alpha" if "adapter.alpha" in self.external else "adapter.rank"
@@ -347,7 +341,7 @@ class _Translation:
             for number, beta in enumerate(betas[:3], start=1):
                 self.put("optimizer.betas", f"beta{number}", beta)
         else:
-            self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}")
+            self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}", "invalid")
         if self.external.get("monitoring.enable_wandb"):
             self.put("monitoring.enable_wandb", "report_to", "wandb")
         else:
