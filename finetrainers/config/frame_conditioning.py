@@ -92,7 +92,7 @@ class FrameKind:
         if self.name in ("frame", "span"):
             start = rng.randint(0, latent_frames - length)
             return everything[start : start + length]
-        head = everything[:length] if self.name != "last" and self.name != "suffix" else ()
+        head = everything[:length] if self.name not in ("last", "suffix") else ()
         tail = everything[-length:] if self.name != "prefix" else ()
         return (*head, *tail)
 

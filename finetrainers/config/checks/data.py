@@ -18,8 +18,7 @@ _TABLES = (".csv", ".json", ".jsonl", ".parquet")
 def check_data(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Check the options that only training on clips reads."""
     data = config.data
-    names = [name for name in type(data).model_fields if config.changed(name)]
-    yield from _check_dataset(data, names)
+    yield from _check_dataset(data, [name for name in type(data).model_fields if config.changed(name)])
     yield from window_warnings(config)
     others = [name for name, _ in data.extra_columns if name not in facts.media]
     if others and facts.first_frame != "unknown":

@@ -65,8 +65,6 @@ def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     if not has_windows or data.sliding_window_latents == "encode":
         return
-    kinds = data.frame_conditioning or ()
-    at_start = [kind.label for kind in kinds if kind.name not in ("last", "suffix")]
     if facts.first_frame == "channels":
         yield Problem(
             "--sliding_window_latents",
@@ -81,10 +79,10 @@ def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
                 f"with --sliding_window_latents slice, {reason}; set it to 0",
                 "conflict",
             )
-        for label in at_start:
-            yield Problem(
-                "--frame_conditioning", f"{label}: with --sliding_window_latents slice, {reason}; remove it", "conflict"
-            )
+        for kind in data.frame_conditioning or ():
+            if kind.name not in ("last", "suffix"):
+                message = f"{kind.label}: with --sliding_window_latents slice, {reason}; remove it"
+                yield Problem("--frame_conditioning", message, "conflict")
 
 
 def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:

@@ -116,9 +116,7 @@ def _check_groups(section: GRPOSection) -> Iterator[Finding]:
     size, best_of_n = section.num_generations, section.best_of_n
     if size == 1:
         yield "num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8"
-    if best_of_n is None:
-        return
-    if best_of_n > size:
+    if best_of_n is not None and best_of_n > size:
         yield "best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}", "conflict"
 
 
@@ -130,10 +128,11 @@ def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
     over = f"{plural(world_size, 'process', 'processes')} x batches of {batch}"
     clips = f"{plural(prompts, 'prompt')} x {plural(size, 'clip')}"
     if prompts * size % global_batch:
+        step = global_batch // math.gcd(global_batch, size)  # numbers of prompts whose clips divide
         yield (
             "prompts_per_step",
             f"{clips} = {prompts * size} clips do not divide by {over} = {global_batch}; use "
-            f"{_multiple(prompts, size, global_batch)}, or another --num_generations or --batch_size",
+            f"{-(-prompts // step) * step}, or another --num_generations or --batch_size",
             "conflict",
         )
     clips_per_prompt = min(section.best_of_n or size, size)
@@ -161,12 +160,6 @@ def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
         )
 
 
-def _multiple(prompts: int, size: int, global_batch: int) -> int:
-    """Return the next larger number of prompts whose clips divide by `global_batch`."""
-    step = global_batch // math.gcd(global_batch, size)
-    return -(-prompts // step) * step
-
-
 def _check_nft(config: TrainConfig) -> Iterator[Finding]:
     section = config.grpo
     if section.init_same_noise:
@@ -183,9 +176,8 @@ def _check_nft(config: TrainConfig) -> Iterator[Finding]:
         )
     if section.reward_combination == "separate":
         yield "--reward_combination separate is `sum` with --method nft, whose loss is not clipped"
-    max_decay = section.nft_decay[2]
-    if max_decay >= 1:
-        yield "nft_decay", f"uphold {max_decay:g}: the policy that samples would stand still; use less than 1"
+    if (uphold := section.nft_decay[2]) >= 1:
+        yield "nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1"
 
 
 def _check_gradients(config: TrainConfig) -> Iterator[Finding]:
@@ -284,15 +276,15 @@ def _check_window(config: TrainConfig) -> Iterator[Finding]:
     steps, size, fraction = section.sampling_steps, section.window_size, section.timestep_fraction
     first, last = section.window_range
     allowed = step_range(section)
-    span = f"--window_range {first:g} {last:g}"
     if first >= last:
         yield "window_range", f"{first:g} {last:g}: the second must be above the first"
     elif size > len(allowed):
         available = f"{plural(len(allowed), 'step')}{f' ({allowed[0]} to {allowed[-1]})' if allowed else ''}"
         yield (
             "window_size",
-            f"a window of {size} does not fit: of {steps} --sampling_steps, {span} holds {available}, and the last "
-            f"step is never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
+            f"a window of {size} does not fit: of {steps} --sampling_steps, --window_range {first:g} {last:g} holds "
+            f"{available}, and the last step is never trained; use "
+            f"{f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
             "conflict",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
