@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,9 +150,8 @@ def read_frame_conditioning(value: Any) -> Any:
             kinds.append(_kind(name, share))
         except ValueError as error:
             errors.append(error)
-    labels = [kind.label for kind in kinds if kind is not None]
-    repeated = sorted({label for label in labels if labels.count(label) > 1})
-    errors += [InputError(f"{label} is there twice", "duplicate") for label in repeated]
+    labels = Counter(kind.label for kind in kinds if kind is not None)
+    errors += [InputError(f"{label} is there twice", "duplicate") for label in sorted(labels) if labels[label] > 1]
     nonzero_kinds = tuple(kind for kind in kinds if kind is not None and kind.p > 0)
     if (total := sum(kind.p for kind in nonzero_kinds)) > 1 + 1e-9:
         errors.append(ValueError(f"the probabilities add up to {total:g}, which is more than 1"))

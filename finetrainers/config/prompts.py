@@ -138,15 +138,8 @@ def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[Vali
     suffix = path.suffix.lower()
     if suffix not in _FORMATS:
         missing = "" if path.is_file() else f", and there is no such file{nearest_file(path)}"
-        raise ConfigError(
-            [
-                Problem(
-                    option,
-                    f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{missing}",
-                    "not_found" if missing else "unsupported",
-                )
-            ]
-        )
+        message = f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{missing}"
+        raise ConfigError([Problem(option, message, "not_found" if missing else "unsupported")])
     path, text = read_text(path, option=option)
     if suffix == ".txt":
         lines = [line.strip() for line in text.splitlines()]

@@ -191,15 +191,8 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
     factor = 2 if match["resolution"] == "low" else 1
     height, width = geometry.fitted(native[1] // factor, native[2] // factor)
     if frames > MAX_FRAMES:
-        raise ConfigError(
-            [
-                Problem(
-                    "--presets",
-                    f"{name}: {frames} frames at {frame_rate:g} fps are more than {MAX_FRAMES}; use fewer seconds",
-                    "too_large",
-                )
-            ]
-        )
+        message = f"{name}: {frames} frames at {frame_rate:g} fps are more than {MAX_FRAMES}; use fewer seconds"
+        raise ConfigError([Problem("--presets", message, "too_large")])
     return frames, height, width
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial
 
@@ -54,9 +55,9 @@ def _check_batch_sizes(config: TrainConfig) -> Iterator[Finding]:
         ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
         ("bucket_keep_prob", config.data.bucket_keep_prob),
     ):
-        buckets = [bucket for bucket, _ in entries]
-        for bucket in sorted({bucket for bucket in buckets if buckets.count(bucket) > 1}):
-            yield option, f"{'x'.join(map(str, bucket))} is named twice", "duplicate"
+        for bucket, count in sorted(Counter(bucket for bucket, _ in entries).items()):
+            if count > 1:
+                yield option, f"{'x'.join(map(str, bucket))} is named twice", "duplicate"
 
 
 def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:

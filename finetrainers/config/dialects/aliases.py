@@ -22,6 +22,7 @@ from ..base import Section
 from ..errors import value_kind, value_message
 from ..given import RawOptions
 from ..grpo import COMPARING_METHODS
+from ..names import invert_groups
 from ..presets import preset_options
 from ..root import fields
 from .dancegrpo_command import TELLING
@@ -80,39 +81,50 @@ _SHARDING: dict[str, dict[str, Any]] = {
 
 
 class _ExternalOptions(Section):
-    """Options that become ours by a sum or a choice, with their defaults; descriptions name the option that each sets.
+    """Options that become ours by a sum or a choice, with their defaults.
 
-    Options without a description are refused unless they have the only value that is supported here.
+    Options that set none of ours (`_TARGETS`) are refused unless they have the only value that is supported here.
     """
 
-    h: Any = Field(None, description="rollout_size")
-    w: Any = Field(None, description="rollout_size")
-    t: Any = Field(None, description="rollout_size")
-    train_batch_size: Count | None = Field(None, description="prompts_per_step")
-    bestofn: Count | None = Field(None, description="best_of_n")
-    max_train_steps: Count | None = Field(None, description="train_steps")
-    use_videoalign: bool = Field(False, description="reward")
-    vq_coef: float = Field(1.0, description="reward")
-    mq_coef: float = Field(0.0, description="reward")
-    sampler_seed: Any = Field(None, description="seed")
-    use_hpsv2: bool = Field(False, description="reward")
-    use_pickscore: bool = Field(False, description="reward")
-    use_lora: bool = Field(False, description="training_type")
-    fsdp_sharding_startegy: Literal["full", "hybrid_full", "hybrid_zero2", "none"] | None = Field(
-        None, description="fsdp"
-    )
-    use_cpu_offload: bool = Field(False, description="fsdp_cpu_offload")
-    master_weight_type: Literal["fp32", "bf16"] | None = Field(None, description="master_weights")
+    h: Any = None
+    w: Any = None
+    t: Any = None
+    train_batch_size: Count | None = None
+    bestofn: Count | None = None
+    max_train_steps: Count | None = None
+    use_videoalign: bool = False
+    vq_coef: float = 1.0
+    mq_coef: float = 0.0
+    sampler_seed: Any = None
+    use_hpsv2: bool = False
+    use_pickscore: bool = False
+    use_lora: bool = False
+    fsdp_sharding_startegy: Literal["full", "hybrid_full", "hybrid_zero2", "none"] | None = None
+    use_cpu_offload: bool = False
+    master_weight_type: Literal["fp32", "bf16"] | None = None
     use_group: bool = True
     cfg: float = 0.0
     train_sp_batch_size: Count = 1
 
 
+#: Our option that each of these sets.
+_TARGETS = invert_groups({
+    "rollout_size": "h w t",
+    "prompts_per_step": "train_batch_size",
+    "best_of_n": "bestofn",
+    "train_steps": "max_train_steps",
+    "reward": "use_videoalign vq_coef mq_coef use_hpsv2 use_pickscore",
+    "seed": "sampler_seed",
+    "training_type": "use_lora",
+    "fsdp": "fsdp_sharding_startegy",
+    "fsdp_cpu_offload": "use_cpu_offload",
+    "master_weights": "master_weight_type",
+})  # fmt: skip
 #: All names of DanceGRPO's that are not ours, with our option that each sets, if it sets one.
 FOREIGN: dict[str, str | None] = {
+    **dict.fromkeys((*_ExternalOptions.model_fields, *WITHOUT_EFFECT, *REFUSED)),
     **RENAMED,
-    **{name: field.description for name, field in _ExternalOptions.model_fields.items()},
-    **dict.fromkeys((*WITHOUT_EFFECT, *REFUSED)),
+    **_TARGETS,
 }
 
 
