@@ -305,8 +305,7 @@ class MethodSpec:
         yield from rewards_without_images(self.rewards(config))
         if plan.encodes_clips:
             windows = {clip.bucket for clip in getattr(plan, "clips", ()) if is_window(clip)}
-            for option, reason in length_problems(config.data, facts, plan.buckets, windows):
-                yield Problem(f"--{option}", reason)
+            yield from length_problems(config.data, facts, plan.buckets, windows)
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
         """Return all rewards that a run loads."""

@@ -120,7 +120,7 @@ AFTER = {
         data/loading/batch_sampler.py: BatchSampler.__init__ 2, BatchSampler._find,
             BatchSampler.steps_for_epochs
         data/loading/order.py: _datasets 2
-        data/loading/training_data.py: _check_options 3
+        data/loading/training_data.py: _check_options 2
         training/sampling.py: prompt_request
         memory/casting.py: enable_layerwise_upcasting
         memory/checkpointing.py: set_activation_memory

@@ -62,9 +62,11 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
     place = next(source.where["model_type"] for source in sources if "model_type" in source.values)
     set_names = {*values, *(our_options.get(name) for name in values)} - {None}
     fixed = {name: value for name, value in _FIXED.items() if name not in set_names}
+    has_fsdp = values.get("fsdp") or values.get("fsdp_sharding_startegy", "none") != "none"
     if _splits(values):
-        fixed["fsdp"] = "full"
-    if _shards(values) and "sync_each_batch" not in set_names:
+        fixed["fsdp"], has_fsdp = "full", True
+    has_fsdp = has_fsdp or launched_to_split_weights() == "FSDP2"
+    if launched_processes() > 1 and has_fsdp and "sync_each_batch" not in set_names:
         fixed["sync_each_batch"] = True  # its trainer never defers the reduction of gradients (`no_sync`)
     left_out = {name: value for name, value in _DEFAULTS.items() if not {name, our_options.get(name)} & set_names}
     settings = RawOptions({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
@@ -88,12 +90,6 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
             )
     settings.is_translated = True
     return settings
-
-
-def _shards(values: dict[str, Any]) -> bool:
-    """Return whether FSDP2 shards the weights."""
-    has_fsdp = values.get("fsdp") or values.get("fsdp_sharding_startegy", "none") != "none"
-    return launched_processes() > 1 and (_splits(values) or bool(has_fsdp) or launched_to_split_weights() == "FSDP2")
 
 
 def _splits(values: dict[str, Any]) -> bool:
