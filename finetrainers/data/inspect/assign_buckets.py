@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from finetrainers.config.checks.windows import window_problems
+from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import plural
@@ -75,7 +76,7 @@ def assign_buckets(
         DataError: there are illegal buckets or windows.
     """
     data, target_fps = dataset.data, dataset.data.target_fps or geometry.fps
-    problems = [f"{option}: {problem}" for option, problem in window_problems(data, geometry)]
+    problems = [Problem(*problem) for problem in window_problems(data, geometry)]
     if problems:
         raise DataError("windows that cannot be cut", problems)
     probed = _probe(reading, data, options)

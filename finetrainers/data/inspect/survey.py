@@ -101,7 +101,7 @@ def _assign_part(dataset: Dataset, reading: Reading, number: int, geometry: Geom
     except DataError as error:
         if not dataset.name:
             raise
-        raise DataError(f"{dataset.prefix}{error}") from error
+        raise DataError(f"{dataset.prefix}{error}", kind=error.kind) from error
 
 
 def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
@@ -158,13 +158,14 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
         return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{remedy}", rejected)
     if 0 < data.eval_num_items >= usable:
         message = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
-        return DataError(f"`eval_num_items` {data.eval_num_items} {message}")
+        return DataError(f"`eval_num_items` {data.eval_num_items} {message}", kind="too_large")
     if not usable:
-        return DataError("no usable item")
+        return DataError("no usable item", kind="not_found")
     if not has_batches:
         return DataError(
             "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end "
-            "drop"
+            "drop",
+            kind="conflict",
         )
     return None
 

@@ -16,6 +16,7 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_text, num_batches
@@ -130,7 +131,8 @@ class BatchSampler:
         # Neighboring positions are in one epoch or in two.
         self._batches = lru_cache(maxsize=2)(self._make_batches)
         if self.order.same_counts and segment.epoch_end == "drop" and not self._num_batches(self._per_epoch):
-            raise ValueError("no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end")
+            message = "no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end"
+            raise InputError(message, "conflict")
 
     def batch_at(self, position: int, window: int = 0) -> MicroBatch:
         """Return the batch at a position, counted from 0; with `by_item`, window `window` of its items that have it."""
@@ -224,9 +226,8 @@ class BatchSampler:
         last = epochs - 1 - self._rest.epoch
         batches = self._batches_until(last) if last >= 0 else 0
         if batches == 0 and self._rest.epoch < 0:
-            raise ValueError(
-                f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
-            )
+            message = f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
+            raise InputError(message, "conflict")
         return self.segment.first_step + -(-batches // self.segment.per_step)
 
     def _position(self, step: int) -> int:
@@ -243,7 +244,8 @@ class BatchSampler:
             # By a formula, or one epoch after the other.
             bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._batch_totals))
             if self.segment.epoch_end != "wrap" and self._has_no_batches(bound - 1 - _EMPTY_EPOCHS, bound - 1):
-                raise ValueError(f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size")
+                message = f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size"
+                raise InputError(message, "conflict")
         self._last_epoch = bisect_right(range(bound), position, key=self._batches_until)
         return self._last_epoch, position - self._batches_until(self._last_epoch - 1)
 

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_probabilities
@@ -203,7 +204,7 @@ def _datasets(clips: Sequence[Clip]) -> list[_Dataset]:
     for index, clip in enumerate(clips):
         indices.setdefault(clip.dataset, []).append(index)
         if repeats.setdefault(clip.dataset, clip.repeats) != clip.repeats:
-            raise ValueError(f"clips of dataset {clip.dataset} differ in how often they are repeated")
+            raise InputError(f"clips of dataset {clip.dataset} differ in how often they are repeated", "conflict")
     datasets = []
     for number, dataset_indices in sorted(indices.items()):
         fraction = Fraction(repeats[number]).limit_denominator(_MAX_DENOMINATOR)

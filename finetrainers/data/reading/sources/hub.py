@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.failures import Kind
 
 from ..status import InvalidSampleError
 from .paths import Root
@@ -46,7 +47,8 @@ def read_hub(data: DataSection, root: Root, media: MediaFolder, findings: Findin
     try:
         import datasets
     except ImportError as error:
-        raise DataError("this dataset needs the library `datasets`; install it with: pip install datasets") from error
+        message = "this dataset needs the library `datasets`; install it with: pip install datasets"
+        raise DataError(message, kind="not_installed") from error
     columns = Columns(data)
     with _as_data_error(f"{_name(data)} cannot be read by `datasets`"):
         table = _open(datasets, data, columns)
@@ -79,7 +81,9 @@ def _as_data_error(message: str, hint: str = "") -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{message}: {type(error).__name__}: {error}{hint}") from error
+        kinds: dict[type[OSError], Kind] = {FileNotFoundError: "not_found", ConnectionError: "unavailable"}
+        kind = next((kind for error_type, kind in kinds.items() if isinstance(error, error_type)), "unreadable")
+        raise DataError(f"{message}: {type(error).__name__}: {error}{hint}", kind=kind) from error
 
 
 def _name(data: DataSection) -> str:
@@ -102,7 +106,7 @@ def _open(datasets: Any, data: DataSection, columns: Columns) -> Any:
         )
     names = list(table.column_names or table.features or ())
     if names and (missing := columns.missing(dict.fromkeys(names))) is not None:
-        raise DataError(f"{_name(data)}: {missing}")
+        raise DataError(f"{_name(data)}: {missing}", kind="not_found")
     for name, feature in (table.features or {}).items():
         if isinstance(feature, (datasets.Image, datasets.Video)):
             table = table.cast_column(name, type(feature)(decode=False))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import quoted
@@ -48,7 +49,8 @@ def masks_root(data: DataSection, root: Root) -> Root:
         raise DataError(
             f"mask_column {quoted(str(path))} {missing_path_problem(path, folder=True)}; it names the folder of masks "
             f"where clips "
-            "have text files of their own"
+            "have text files of their own",
+            kind="invalid" if path.exists() else "not_found",
         )
     return Root(path, allow_outside=data.allow_outside)
 
@@ -77,9 +79,8 @@ def match_masks(names: Sequence[str], masks: Iterable[str], findings: Findings, 
     stems = {name: os.path.splitext(name)[0] for name in names}
     for same_stem in masks_by_stem.values():
         if len(same_stem) > 1:
-            findings.problems.append(
-                f"{' and '.join(map(printable_name, same_stem))} are masks of one clip; keep one of them"
-            )
+            message = f"{' and '.join(map(printable_name, same_stem))} are masks of one clip; keep one of them"
+            findings.problems.append(Problem("", message, "duplicate"))
     clips = set(stems.values())
     for stem, (mask, *_) in masks_by_stem.items():
         if stem not in clips:
@@ -102,10 +103,9 @@ def find_unreadable_masks(names: Sequence[str], others: Iterable[str], findings:
         if suffix.lower() in _TEXT or (beside and not is_beside(other)):
             continue
         if (stem[: -len(f".{MASK}")] if beside else stem) in stems:
-            findings.problems.append(
-                f"{printable_name(other)} is named as the mask of a clip, and is not an image or video that can be "
-                "read; save it as PNG, or rename it"
-            )
+            message = "is named as the mask of a clip, and is not an image or video that can be read"
+            remedy = "save it as PNG, or rename it"
+            findings.problems.append(Problem("", f"{printable_name(other)} {message}; {remedy}", "unreadable"))
 
 
 def note_unread_masks(names: Iterable[str], folder: Path, findings: Findings) -> None:
@@ -138,6 +138,7 @@ def listed_masks(path: Path, count: int, lines: list[str]) -> list[str]:
     if len(lines) != count:
         raise DataError(
             f"{path} has {len(lines)} lines, and there are {count} clips; line n is the mask of clip n, and an empty "
-            "line a clip without a mask"
+            "line a clip without a mask",
+            kind="mismatch",
         )
     return lines
