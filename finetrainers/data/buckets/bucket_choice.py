@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import plural
@@ -67,7 +66,7 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
         else:
             by_kind = {kind: _clip_buckets(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
     except ValueError as error:
-        raise DataError("sizes that this model cannot train on", [Problem.from_error("", error)]) from None
+        raise DataError("sizes that this model cannot train on", [str(error)]) from None
     bucket_set = BucketSet(
         {"video": by_kind["video"], "image": _as_resolutions(listed) or by_kind["image"]}, tuple(notes)
     )
@@ -83,7 +82,7 @@ def _check_buckets(buckets: Sequence[Bucket], geometry: Geometry) -> None:
     """
     problems = [f"{bucket_text(bucket)}: {problem}" for bucket in buckets for problem in geometry.problems(*bucket)]
     if problems:
-        raise DataError("buckets that this model cannot train on", problems, "unsupported")
+        raise DataError("buckets that this model cannot train on", problems)
 
 
 def _resolution_buckets(

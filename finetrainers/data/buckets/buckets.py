@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import EpochEnd
-from finetrainers.utils.failures import InputError
 
 Bucket = tuple[int, int, int]
 
@@ -72,10 +71,9 @@ def legal_lengths(requested: Sequence[int], geometry: Geometry) -> tuple[list[in
     for length in requested:
         legal = legal_length(length, geometry)
         if legal == 1 < length:
-            raise InputError(
+            raise ValueError(
                 f"{length} frames: this model takes {geometry.temporal}*k+1, and below are only images; "
-                f"use {geometry.temporal + 1}, or 1 for images",
-                "unsupported",
+                f"use {geometry.temporal + 1}, or 1 for images"
             )
         if legal != length:
             notes.append(f"{length} frames is not {geometry.temporal}*k+1; cut to {legal}")
@@ -107,9 +105,8 @@ def area_sizes(
     if count == 0:
         rounded = height // multiple * multiple, width // multiple * multiple
         if 0 in rounded:
-            raise InputError(
-                f"{name}: sides are multiples of {multiple} in this model; use at least {multiple}x{multiple}",
-                "unsupported",
+            raise ValueError(
+                f"{name}: sides are multiples of {multiple} in this model; use at least {multiple}x{multiple}"
             )
         note = f"{name} is not of multiples of {multiple}; cut to {rounded[0]}x{rounded[1]}"
         return [rounded], [note] if rounded != resolution else []
@@ -121,10 +118,9 @@ def area_sizes(
         side = math.sqrt(height * width)
         size = round(side / scale / multiple) * multiple, round(side * scale / multiple) * multiple
         if 0 in size:
-            raise InputError(
+            raise ValueError(
                 f"{name}: at the aspect ratio {math.exp(log_ratio):.3g} a side is below {multiple} pixels, the least "
-                "that this model takes; use a larger resolution, or aspect ratios nearer to 1",
-                "unsupported",
+                "that this model takes; use a larger resolution, or aspect ratios nearer to 1"
             )
         sizes[size] = None
     return list(sizes), []

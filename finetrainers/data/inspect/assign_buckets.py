@@ -76,7 +76,10 @@ def assign_buckets(
         DataError: there are illegal buckets or windows.
     """
     data, target_fps = dataset.data, dataset.data.target_fps or geometry.fps
-    problems = [Problem(*problem) for problem in window_problems(data, geometry)]
+    problems = [
+        Problem(option, problem, "invalid" if option == "sliding_window_size" else "conflict")
+        for option, problem in window_problems(data, geometry)
+    ]
     if problems:
         raise DataError("windows that cannot be cut", problems)
     probed = _probe(reading, data, options)

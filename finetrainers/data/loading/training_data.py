@@ -289,7 +289,7 @@ def _check_options(config: TrainConfig, spec: ModelSpec, plan: DatasetPlan) -> N
         *frame_problems(config.data, spec.facts, model=spec.name),
         *length_problems(config.data, spec.facts, plan.buckets, windows),
     ]
-    problems = [Problem(f"--{problem[0]}", *problem[1:]) for problem in option_problems]
+    problems = [Problem(f"--{option}", reason) for option, reason in option_problems]
     if sorted(media_names := spec.facts.media) != sorted(dict(config.data.extra_columns)):
         message = f"this checkpoint takes {' and '.join(media_names) or 'nothing'} with each clip; name the columns"
         problems.append(Problem("--extra_columns", message, "mismatch"))
