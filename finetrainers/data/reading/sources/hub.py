@@ -81,8 +81,8 @@ def _as_data_error(message: str, hint: str = "") -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        kinds: dict[type[OSError], Kind] = {FileNotFoundError: "not_found", ConnectionError: "unavailable"}
-        kind = next((kind for error_type, kind in kinds.items() if isinstance(error, error_type)), "unreadable")
+        kind: Kind = "unavailable" if isinstance(error, ConnectionError) else "unreadable"
+        kind = "not_found" if isinstance(error, FileNotFoundError) else kind
         raise DataError(f"{message}: {type(error).__name__}: {error}{hint}", kind=kind) from error
 
 
