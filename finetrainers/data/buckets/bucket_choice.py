@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
@@ -14,6 +14,8 @@ from ..reading.items import DataError, Kind
 from .buckets import Bucket, area_sizes, bucket_text, default_buckets, default_lengths, legal_lengths, nearest_bucket
 
 Value = TypeVar("Value", int, float)
+#: Buckets by resolution, largest first.
+Resolutions: TypeAlias = tuple[tuple[Bucket, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class BucketSet:
         notes: messages about buckets that were chosen or rounded.
     """
 
-    by_kind: Mapping[Kind, tuple[tuple[Bucket, ...], ...]]
+    by_kind: Mapping[Kind, Resolutions]
     notes: tuple[str, ...] = ()
 
     @property
@@ -87,7 +89,7 @@ def _check_buckets(buckets: Sequence[Bucket], geometry: Geometry) -> None:
 
 def _resolution_buckets(
     data: DataSection, geometry: Geometry, lengths: list[int], notes: list[str], *, videos: Sequence[Bucket]
-) -> dict[Kind, tuple[tuple[Bucket, ...], ...]]:
+) -> dict[Kind, Resolutions]:
     sizes: dict[tuple[tuple[int, int], ...], None] = {}
     for resolution in sorted(data.resolutions, key=lambda resolution: -resolution[0] * resolution[1]):
         shapes, rounding_notes = area_sizes(
@@ -113,7 +115,7 @@ def _resolution_buckets(
 
 def _clip_buckets(
     kind: Kind, sizes: Sequence[Bucket], geometry: Geometry, lengths: list[int], notes: list[str]
-) -> tuple[tuple[Bucket, ...], ...]:
+) -> Resolutions:
     if not sizes:
         return ()
     buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
@@ -140,5 +142,5 @@ def named_buckets(
     return dict(entries)
 
 
-def _as_resolutions(buckets: tuple[Bucket, ...]) -> tuple[tuple[Bucket, ...], ...]:
+def _as_resolutions(buckets: tuple[Bucket, ...]) -> Resolutions:
     return (buckets,) if buckets else ()

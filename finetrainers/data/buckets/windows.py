@@ -20,7 +20,7 @@ from finetrainers.config.sections import DataSection
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import plural
 
-from .buckets import Bucket
+from .buckets import Bucket, legal_length
 from .clip import Clip
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geom
     first = (available - frames) // 2 if data.frame_selection == "middle" else 0
     segment = None
     if data.sliding_window_latents == "slice":
-        frames = (frames - 1) // geometry.temporal * geometry.temporal + 1
+        frames = legal_length(frames, geometry)
         segment = (first, frames)
     starts = window_starts(frames, size, stride=effective_stride(data, geometry))
     return _examples(replace(clip, frame_selection="head", latent_segment=segment), [first + start for start in starts])

@@ -205,9 +205,9 @@ def _make_clip(
     bucket, buckets = choose(item.kind, entry.available, header.height, header.width)
     if bucket is None:
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)
-    too_narrow = _too_narrow(header, bucket, data)
-    if too_narrow is not None:
+    if (too_narrow := _too_narrow(header, bucket, data)) is not None:
         return too_narrow
+    mask, grid = entry.mask, (geometry.temporal, geometry.spatial)
     return Clip(
         index=item.index,
         path=item.path,
@@ -227,15 +227,8 @@ def _make_clip(
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
         further=tuple(ControlInput(name, other.item.path, other.backend) for name, other in entry.further),
-        mask=_make_mask(entry, data, geometry),
+        mask=mask and Mask(mask.item.path, mask.item.kind, grid, data.unmasked_weight, mask.backend),
     )
-
-
-def _make_mask(entry: ProbedItem, data: DataSection, geometry: Geometry) -> Mask | None:
-    if (mask := entry.mask) is None:
-        return None
-    grid = geometry.temporal, geometry.spatial
-    return Mask(mask.item.path, mask.item.kind, grid, data.unmasked_weight, mask.backend)
 
 
 def _too_narrow(header: Probe, bucket: Bucket, data: DataSection) -> InvalidSample | None:

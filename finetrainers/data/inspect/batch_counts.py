@@ -43,11 +43,12 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
     varies: dict[Bucket, bool] = defaultdict(bool)
     total = dropped = 0.0
     for (buckets, repeats), num_clips in Counter((clip.buckets, clip.repeats) for clip in clips).items():
-        total += num_clips * repeats
+        num_samples = num_clips * repeats
+        total += num_samples
         shares = bucket_probabilities(buckets, keep)
-        dropped += num_clips * repeats * (1.0 - sum(shares))
+        dropped += num_samples * (1.0 - sum(shares))
         for bucket, share in zip(buckets, shares, strict=True):
-            counts[bucket] += num_clips * repeats * share
+            counts[bucket] += num_samples * share
             varies[bucket] |= share < 1.0 or repeats != int(repeats)
     batches_by_bucket, unfilled, dropped_buckets = {}, 0.0, []
     for bucket, count in counts.items():

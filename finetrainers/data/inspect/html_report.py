@@ -100,10 +100,10 @@ def shares_of(counts: dict[str, Any]) -> list[dict[str, Any]]:
         {"name": "eval", "text": "held out", "count": counts["eval"], "color": "held"},
         {"name": "skipped", "text": "skipped", "count": counts["skipped"], "color": "soft"},
     ]
-    rejected = [status for status in STATUSES if status not in ("used", "skipped") and status in counts["statuses"]]
     segments += [
-        {"name": status, "text": status.replace("_", " "), "count": counts["statuses"][status], "color": "bad"}
-        for status in rejected
+        {"name": status, "text": status.replace("_", " "), "count": counts["statuses"].get(status), "color": "bad"}
+        for status in STATUSES
+        if status not in ("used", "skipped")
     ]
     return [segment for segment in segments if segment["count"]]
 

@@ -40,6 +40,9 @@ def make_samples(items: Sequence[int] | Ints, cycles: Sequence[int] | Ints, slot
     return samples
 
 
+NO_SAMPLES = make_samples([], [], [])
+
+
 @dataclass(frozen=True)
 class _Dataset:
     number: int

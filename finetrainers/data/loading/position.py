@@ -7,7 +7,7 @@ of its epoch. Its data position is then a list of segments, each with one way of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
@@ -66,12 +66,9 @@ class Segment:
     def from_state(cls, state: Sequence[Any]) -> Segment:
         """Restore a segment from its `state`."""
         first_step, batch_size, per_step, *others = state
-        segment = cls(int(first_step), int(batch_size), int(per_step))
-        if not others:
-            return segment
-        sizes, epoch_end = others
+        sizes, epoch_end = others or ((), "keep")
         bucket_sizes = tuple(((b[0], b[1], b[2]), int(size)) for b, size in sizes)
-        return replace(segment, bucket_sizes=bucket_sizes, epoch_end=epoch_end)
+        return cls(int(first_step), int(batch_size), int(per_step), bucket_sizes, epoch_end)
 
 
 @dataclass(frozen=True)

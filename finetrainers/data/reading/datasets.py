@@ -22,13 +22,12 @@ from finetrainers.config.errors import Problem, value_kind, value_message
 from finetrainers.config.names import INSTEAD, suggest_option
 from finetrainers.config.root import TrainConfig, fields, former_names
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.failures import Kind
-from finetrainers.utils.files import missing_path_problem
-from finetrainers.utils.text import plural, quoted
+from finetrainers.utils.text import plural
 
 from .diffusion_pipe import Translated, translate
 from .items import DataError, Reading, read_dataset
 from .sources.folder import LISTS, lacks_lists
+from .sources.rows import path_error
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -158,8 +157,7 @@ def epoch_repeats(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[fl
 
 def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        kind: Kind = "invalid" if path.exists() else "not_found"
-        raise DataError(f"dataset {quoted(str(path))} {missing_path_problem(path)}", kind=kind)
+        raise path_error("dataset", path)
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
@@ -184,9 +182,10 @@ def _parse_table(
     def locate(key: str) -> str:
         return f"{'at the top' if key in top and key not in table else where}: {key}"
 
-    renamed = {key: former_names()[key] for key in translated.options if key in former_names()}
-    translated.options |= {name: translated.options.pop(key) for key, name in renamed.items()}
-    translated.warnings |= {key: f"is called {name} now" for key, name in renamed.items()}
+    for key in [key for key in translated.options if key in former_names()]:
+        name = former_names()[key]
+        translated.options[name] = translated.options.pop(key)
+        translated.warnings[key] = f"is called {name} now"
     table_problems = [Problem.from_error(locate(key), error) for key, error in translated.problems.items()]
     for key in [key for key in translated.options if key not in _KEYS]:
         message = _unknown_key_message(key, translated.options.pop(key))

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.map_paths import map_paths_threaded
 from finetrainers.utils.text import plural, quoted
 
@@ -31,6 +30,7 @@ from .sources.rows import (
     Findings,
     Row,
     is_absent,
+    path_error,
     printable_name,
 )
 from .sources.unpacked import MediaFolder
@@ -211,23 +211,19 @@ def _make_items(
 
 
 def _find_root(data: DataSection) -> Root:
-    if data.data_root is not None and not data.data_root.is_dir():
-        if data.data_root.suffix in TABLES and data.data_root.is_file() and data.dataset_file is None:
-            path = quoted(str(data.data_root))
+    folder = data.data_root
+    if folder is not None and not folder.is_dir():
+        if folder.suffix in TABLES and folder.is_file() and data.dataset_file is None:
+            path = quoted(str(folder))
             raise DataError(
                 f"data_root {path} is not a folder but a file; if it lists clips, give --dataset_file {path}"
             )
-        raise DataError(
-            f"data_root {quoted(str(data.data_root))} {missing_path_problem(data.data_root, folder=True)}",
-            kind="invalid" if data.data_root.exists() else "not_found",
-        )
-    if data.data_root is not None:
-        folder = data.data_root
-    elif data.dataset_file is not None:
+        raise path_error("data_root", folder, folder=True)
+    if folder is None and data.dataset_file is not None:
         folder = data.dataset_file.parent
-    elif data.hf_dataset is not None:
+    if folder is None and data.hf_dataset is not None:
         folder = Path(data.hf_dataset) if Path(data.hf_dataset).is_dir() else Path()
-    else:
+    if folder is None:
         raise DataError(
             "no dataset: give `data_root` (a folder), `dataset_file` (.csv, .json, .jsonl, .parquet, .tar), "
             "`hf_dataset` or `dataset`",

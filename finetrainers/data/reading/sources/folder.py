@@ -149,16 +149,15 @@ def _read_sidecars(root: Root, data: DataSection, findings: Findings) -> list[Ro
     for name in names:
         sidecar = os.path.splitext(name)[0] + ".txt"
         sharing.setdefault(sidecar, []).append(name)
+        row = Row("", name, mask=masks.get(name, ""))
         try:
             captions = split_captions(_read_caption(root, sidecar), each_line=data.caption_lines)
+            rows.append(row._replace(captions=captions))
         except FileNotFoundError:
-            rows.append(Row("", name, None, expected=printable_name(sidecar)))
+            rows.append(row._replace(expected=printable_name(sidecar)))
         except (DataError, InvalidSampleError) as error:
-            unusable = InvalidSample("caption_missing", f"the caption {printable_name(sidecar)} {error}")
-            rows.append(Row("", name, None, unusable=unusable))
-        else:
-            rows.append(Row("", name, captions))
-        rows[-1] = rows[-1]._replace(mask=masks.get(name, ""))
+            reason = f"the caption {printable_name(sidecar)} {error}"
+            rows.append(row._replace(unusable=InvalidSample("caption_missing", reason)))
     for name in sorted(name for name in others if name not in sharing and not name.endswith(os.sep)):
         findings.note("in the folder, neither media nor a caption of one", printable_name(name))
     for sidecar, names_sharing in sharing.items():

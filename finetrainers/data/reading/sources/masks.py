@@ -13,11 +13,10 @@ from pathlib import Path
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import quoted
 
 from .paths import Root
-from .rows import DataError, Findings, printable_name
+from .rows import DataError, Findings, path_error, printable_name
 
 #: The column of a table that has masks, and the end of the stem of masks beside clips.
 MASK = "mask"
@@ -46,12 +45,8 @@ def masks_root(data: DataSection, root: Root) -> Root:
     except OSError as error:  # a name that is too long
         raise DataError(f"mask_column {quoted(str(path))}: {error.strerror}") from error
     if not is_there:
-        raise DataError(
-            f"mask_column {quoted(str(path))} {missing_path_problem(path, folder=True)}; it names the folder of masks "
-            f"where clips "
-            "have text files of their own",
-            kind="invalid" if path.exists() else "not_found",
-        )
+        hint = "; it names the folder of masks where clips have text files of their own"
+        raise path_error("mask_column", path, folder=True, hint=hint)
     return Root(path, allow_outside=data.allow_outside)
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from finetrainers.config.errors import Problem
 from finetrainers.utils.failures import InputError, Kind
-from finetrainers.utils.text import plural
+from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.text import plural, quoted
 
 from ..status import InvalidSample
 
@@ -46,6 +47,12 @@ class DataError(InputError):
                 f"  ... and {len(self.problems) - _MAX_PROBLEMS} more ({plural(len(self.problems), 'problem')})"
             )
         super().__init__("\n".join(lines), kinds.pop() if len(kinds) == 1 else kind)
+
+
+def path_error(option: str, path: Path, *, folder: bool = False, hint: str = "") -> DataError:
+    """Return the error about an option whose path is not that of a file, or of a folder."""
+    kind: Kind = "invalid" if path.exists() else "not_found"
+    return DataError(f"{option} {quoted(str(path))} {missing_path_problem(path, folder=folder)}{hint}", kind=kind)
 
 
 class Row(NamedTuple):

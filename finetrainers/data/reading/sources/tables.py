@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.failures import InputError, Kind, error_kind
-from finetrainers.utils.files import missing_path_problem
-from finetrainers.utils.text import nearest, quoted
+from finetrainers.utils.text import nearest
 
 from .masks import MASK
-from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, read_text
+from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
 
 Records = Iterator[tuple[str, Any]]
 
@@ -28,8 +27,7 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
         DataError: the file cannot be read.
     """
     if not path.is_file():
-        kind: Kind = "invalid" if path.exists() else "not_found"
-        raise DataError(f"dataset_file {quoted(str(path))} {missing_path_problem(path)}", kind=kind)
+        raise path_error("dataset_file", path)
     readers = {".csv": _csv_records, ".json": _json_records, ".jsonl": _jsonl_records}
     suffix = path.suffix.lower()
     columns = Columns(data)

@@ -15,6 +15,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ def expand(pattern: str) -> list[Path]:
     else:
         names = []
         for name in _expand_braces(pattern):
-            wild = glob.has_magic(name)
-            names += sorted(glob.glob(name)) if wild else [name]
+            names += sorted(glob.glob(name)) if glob.has_magic(name) else [name]
     missing = [name for name in names if not Path(name).is_file()]
     if missing or not names:
         absent = [f"{name} is not there" for name in missing]
@@ -93,14 +93,14 @@ def _expand_braces(pattern: str) -> list[str]:
     return [name for part in parts for name in _expand_braces(pattern[: match.start()] + part + pattern[match.end() :])]
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Samples of one archive."""
 
-    def __init__(self, shard: Path, columns: Columns, media: MediaFolder, *, each_line: bool) -> None:
-        self.shard = shard
-        self.columns = columns
-        self.media = media
-        self.each_line = each_line
+    shard: Path
+    columns: Columns
+    media: MediaFolder
+    each_line: bool
 
     def samples(self, skip: int) -> Iterator[Row]:
         """Yield the samples after the first `skip`: consecutive members of one key, and refused members."""
