@@ -228,14 +228,15 @@ def library_versions() -> str:
 def describe_model(model: ModelSection, part: Part) -> str:
     """Return a short description of a component, without the machine's directories: `FAMILY VAE of org/model, bf16`."""
     options = encoder_options(model, part)
-    component_id = options.get("vae_id" if part == "vae" else "text_encoder_id")
+    is_vae = part == "vae"
+    component_id = options.get("vae_id" if is_vae else "text_encoder_id")
     source = str(component_id or model.pretrained_model_name_or_path)
     name = Path(source).name if Path(source).exists() else source
-    dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
-    tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
+    dtype = options["vae_dtype" if is_vae else "text_encoder_dtype"]
+    tiled = ", tiled" if is_vae and model.enable_tiling else ""
     quantization = options.get("quantize_text_encoders")
     quantized = f", quantized to {quantization}" if quantization else ""
-    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}{quantized}"
+    return f"{model.model_name} {'VAE' if is_vae else 'text'} of {name}, {dtype}{tiled}{quantized}"
 
 
 def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:

@@ -61,7 +61,8 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
         if rounded < size:
             dropped_buckets.append(f"{bucket_text(bucket)} ({plural(round(rounded), 'clip')} for batches of {size})")
     warnings, notes = [], []
-    about = "about " if any(varies.values()) else ""
+    is_estimate = any(varies.values())
+    about = "about " if is_estimate else ""
     quantity = f"{about}{unfilled:.0f} of {about}{total:.0f} clips"
     if epoch_end == "drop" and unfilled:
         warnings.append(f"--epoch_end drop leaves out {quantity} an epoch, others each time, that do not fill a batch")
@@ -79,5 +80,5 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
             "events.jsonl counts them (left_out)"
         )
     # If epochs differ, one of them may have a batch.
-    has_batches = epoch_end != "drop" or len(dropped_buckets) < len(counts) or any(varies.values())
+    has_batches = epoch_end != "drop" or len(dropped_buckets) < len(counts) or is_estimate
     return BatchCounts(batches_by_bucket, tuple(warnings), tuple(notes), has_batches)

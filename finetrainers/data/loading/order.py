@@ -49,11 +49,6 @@ class _Dataset:
     clips: Ints  # indices among all clips
     repeats: Fraction
 
-    def segment(self, epoch: int) -> tuple[int, int]:
-        """Return the first and last + 1 position of an epoch in the endless row."""
-        per_epoch = len(self.clips) * self.repeats
-        return int(epoch * per_epoch), int((epoch + 1) * per_epoch)
-
 
 class Order:
     """The samples of every epoch.
@@ -146,7 +141,8 @@ class Order:
         Without `shuffled`, their order does not matter, and complete cycles are not shuffled.
         """
         size = len(dataset.clips)
-        start, stop = dataset.segment(epoch)
+        per_epoch = size * dataset.repeats
+        start, stop = int(epoch * per_epoch), int((epoch + 1) * per_epoch)  # positions in the endless row
         items, cycles = [_ints([])], [_ints([])]
         for cycle in range(start // size, -(-stop // size)):
             first, last = max(start - cycle * size, 0), min(stop - cycle * size, size)

@@ -66,7 +66,7 @@ class Segment:
     def from_state(cls, state: Sequence[Any]) -> Segment:
         """Restore a segment from its `state`."""
         first_step, batch_size, per_step, *others = state
-        sizes, epoch_end = others or ((), "keep")
+        sizes, epoch_end = others or [(), "keep"]
         bucket_sizes = tuple(((b[0], b[1], b[2]), int(size)) for b, size in sizes)
         return cls(int(first_step), int(batch_size), int(per_step), bucket_sizes, epoch_end)
 

@@ -178,8 +178,7 @@ def precompute_video(
     rank_clips = largest_first[parallel.rank :: parallel.world_size]
     with _progress("clips", parallel) as progress, freed_memory_is_reused():
         keys.digests.learn(path for clip in rank_clips for path in clip.files)
-        clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.video)
-        todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
+        todo, num_cached, bad_samples = _find_missing(rank_clips, keys, optional, make_key=keys.video)
         done = encoded = size = 0
         remaining_pixels = sum(
             math.prod(clip.bucket) for _, clip in todo
@@ -197,7 +196,7 @@ def precompute_video(
             encoded += len(decodable)
             done += len(batch)
             progress(done, len(todo))
-        counts = Encoded(encoded, len(clips_by_key) - len(todo), tuple(bad_samples), size)
+        counts = Encoded(encoded, num_cached, tuple(bad_samples), size)
     total = sum(parallel.gather_objects([counts]), Encoded())
     # Keys of other ranks' entries need the digests that those ranks have computed; worker processes inherit them.
     keys.digests.refresh()
@@ -229,8 +228,7 @@ def precompute_masks(
         keys.digests.learn(
             path for clip in rank_clips for path in (clip.path, clip.mask.path if clip.mask else clip.path)
         )
-        clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.mask)
-        todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
+        todo, num_cached, bad_samples = _find_missing(rank_clips, keys, optional, make_key=keys.mask)
         size = 0
         order = [MicroBatch(0, (clip,)) for _, clip in todo]
         pooled = prefetch(order, PixelFetch(keys, optional, keys.pooled), threads=threads, ahead=AHEAD)
@@ -240,16 +238,16 @@ def precompute_masks(
             else:
                 size += keys.cache.put(key, {_MASK: mask}, keys.about_mask(clip))
             progress(position, len(todo))
-        counts = Encoded(len(todo), len(clips_by_key) - len(todo), tuple(bad_samples), size)
+        counts = Encoded(len(todo), num_cached, tuple(bad_samples), size)
     total = sum(parallel.gather_objects([counts]), Encoded())
     keys.digests.refresh()
     return total
 
 
-def _clips_by_key(
+def _find_missing(
     clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int], *, make_key: Callable[[Clip], str]
-) -> tuple[dict[str, Clip], list[BadSample]]:
-    """Return clips by the key of their entry, and those whose file cannot be read."""
+) -> tuple[list[tuple[str, Clip]], int, list[BadSample]]:
+    """Return keys and clips without an entry, the number of entries, and the clips whose file cannot be read."""
     clips_by_key: dict[str, Clip] = {}
     bad_samples: list[BadSample] = []
     for clip in clips:
@@ -259,7 +257,8 @@ def _clips_by_key(
             if clip.index not in optional:
                 raise
             bad_samples.append(BadSample(clip, str(error)))
-    return clips_by_key, bad_samples
+    missing = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
+    return missing, len(clips_by_key) - len(missing), bad_samples
 
 
 def _decode(

@@ -15,7 +15,7 @@ from finetrainers.utils.text import nearest, plural, quoted
 
 from ..status import InvalidSample, InvalidSampleError
 from .captions import split_captions
-from .masks import find_unreadable_masks, is_beside, listed_masks, masks_inside, masks_root, match_masks
+from .masks import is_beside, listed_masks, masks_inside, masks_root, match_masks
 from .paths import Root
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, printable_name, read_lines
 
@@ -202,8 +202,7 @@ def _match_masks(
 ) -> dict[str, str]:
     """Return the mask of each clip that has one: from beside the clips, or from the directory of `mask_column`."""
     if data.mask_column is None:
-        find_unreadable_masks(names, (name.rstrip(os.sep) for name in others), findings, beside=True)
-        return match_masks(names, beside, findings, beside=True)
+        return match_masks(names, beside, others, findings, beside=True)
     unused = "not read because of --mask_column" if data.mask_column else "and no masks are read"
     for name in beside:
         findings.note(f"beside a clip and named as its mask, {unused}", printable_name(name))
@@ -211,8 +210,7 @@ def _match_masks(
         return {}
     unreadable: list[str] = []
     masks = [*_media_files(masks_root(data, root), unreadable, findings)]
-    find_unreadable_masks(names, (name.rstrip(os.sep) for name in unreadable), findings, beside=False)
-    return match_masks(names, masks, findings, beside=False)
+    return match_masks(names, masks, unreadable, findings, beside=False)
 
 
 def _read_caption(root: Root, name: str) -> str:

@@ -58,49 +58,40 @@ def masks_inside(data: DataSection, root: Root) -> str | None:
     return None if below == os.curdir or below.split(os.sep)[0] == os.pardir else below
 
 
-def match_masks(names: Sequence[str], masks: Iterable[str], findings: Findings, *, beside: bool) -> dict[str, str]:
+def match_masks(
+    names: Sequence[str], masks: Iterable[str], others: Iterable[str], findings: Findings, *, beside: bool
+) -> dict[str, str]:
     """Return the mask of each clip that has one, by the clip's name.
 
     Args:
         names: of the clips, relative to their folder.
         masks: names of media files that are masks, relative to their folder.
-        findings: gets several masks of one clip as problems, and masks of no clip as warnings.
+        others: names of directories and of files without a suffix of media, relative to the folder of the masks. Those
+            that are named as the mask of a clip cannot be read, so that it would train unmasked.
+        findings: gets these and several masks of one clip as problems, and masks of no clip as warnings.
         beside: whether masks are `NAME.mask.png` and not `NAME.png`.
     """
+    stems = {name: os.path.splitext(name)[0] for name in names}
+    clips = set(stems.values())
+    for other in sorted(name.rstrip(os.sep) for name in others):
+        stem, suffix = os.path.splitext(other)
+        if suffix.lower() in _TEXT or (beside and not is_beside(other)):
+            continue
+        if (stem[: -len(f".{MASK}")] if beside else stem) in clips:
+            message = "is named as the mask of a clip, and is not an image or video that can be read"
+            remedy = "save it as PNG, or rename it"
+            findings.problems.append(Problem("", f"{printable_name(other)} {message}; {remedy}", "unreadable"))
     masks_by_stem: dict[str, list[str]] = {}
     for mask in sorted(masks):
         stem = os.path.splitext(mask)[0]
         masks_by_stem.setdefault(stem[: -len(f".{MASK}")] if beside else stem, []).append(mask)
-    stems = {name: os.path.splitext(name)[0] for name in names}
-    for same_stem in masks_by_stem.values():
+    for stem, same_stem in masks_by_stem.items():
         if len(same_stem) > 1:
             message = f"{' and '.join(map(printable_name, same_stem))} are masks of one clip; keep one of them"
             findings.problems.append(Problem("", message, "duplicate"))
-    clips = set(stems.values())
-    for stem, (mask, *_) in masks_by_stem.items():
         if stem not in clips:
-            findings.note("named as a mask, but there is no clip of its name", printable_name(mask))
+            findings.note("named as a mask, but there is no clip of its name", printable_name(same_stem[0]))
     return {name: masks_by_stem[stem][0] for name, stem in stems.items() if stem in masks_by_stem}
-
-
-def find_unreadable_masks(names: Sequence[str], others: Iterable[str], findings: Findings, *, beside: bool) -> None:
-    """Find files and directories that are named as masks and cannot be read, whose clips would train unmasked.
-
-    Args:
-        names: of the clips, relative to their folder.
-        others: names of directories and of files without a suffix of media, relative to the folder of the masks.
-        findings: gets them as problems.
-        beside: whether masks are `NAME.mask.png` and not `NAME.png`.
-    """
-    stems = {os.path.splitext(name)[0] for name in names}
-    for other in sorted(others):
-        stem, suffix = os.path.splitext(other)
-        if suffix.lower() in _TEXT or (beside and not is_beside(other)):
-            continue
-        if (stem[: -len(f".{MASK}")] if beside else stem) in stems:
-            message = "is named as the mask of a clip, and is not an image or video that can be read"
-            remedy = "save it as PNG, or rename it"
-            findings.problems.append(Problem("", f"{printable_name(other)} {message}; {remedy}", "unreadable"))
 
 
 def note_unread_masks(names: Iterable[str], folder: Path, findings: Findings) -> None:

@@ -50,11 +50,11 @@ class Root:
             if name.startswith("~/"):  # as a shell does it; a folder of that name is ./~
                 name = os.path.expanduser(name)
             return self._look_up(name)
+        except InvalidSampleError:
+            raise
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
             raise InvalidSampleError(f"cannot be looked up: {error.strerror or error}", "missing") from error
         except ValueError as error:
-            if isinstance(error, InvalidSampleError):
-                raise
             raise InvalidSampleError(f"is not a file name: {error}", "missing") from error
 
     def relative(self, path: str) -> str:
