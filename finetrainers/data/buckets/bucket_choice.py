@@ -66,7 +66,12 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
         if data.resolutions:
             by_kind = _resolution_buckets(data, geometry, lengths, notes, videos=clips["video"])
         else:
-            by_kind = {kind: _clip_buckets(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
+            by_kind = dict.fromkeys(clips, ())
+            for kind, sizes in ((kind, sizes) for kind, sizes in clips.items() if sizes):
+                buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
+                listing = ", ".join(map(bucket_text, buckets))
+                notes.append(f"no buckets were given; chose {listing} from the sizes of {plural(len(sizes), kind)}")
+                by_kind[kind] = (buckets,)
     except ValueError as error:
         raise DataError("sizes that this model cannot train on", [str(error)]) from None
     bucket_set = BucketSet(
@@ -111,17 +116,6 @@ def _resolution_buckets(
         "video": videos_by_area if lengths else (),
         "image": tuple(tuple((1, *size) for size in same_area) for same_area in sizes),
     }
-
-
-def _clip_buckets(
-    kind: Kind, sizes: Sequence[Bucket], geometry: Geometry, lengths: list[int], notes: list[str]
-) -> Resolutions:
-    if not sizes:
-        return ()
-    buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
-    listing = ", ".join(map(bucket_text, buckets))
-    notes.append(f"no buckets were given; chose {listing} from the sizes of {plural(len(sizes), kind)}")
-    return _as_resolutions(buckets)
 
 
 def named_buckets(

@@ -207,7 +207,10 @@ def _make_clip(
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)
     if (too_narrow := _too_narrow(header, bucket, data)) is not None:
         return too_narrow
-    mask, grid = entry.mask, (geometry.temporal, geometry.spatial)
+    mask = None
+    if (medium := entry.mask) is not None:
+        grid = geometry.temporal, geometry.spatial
+        mask = Mask(medium.item.path, medium.item.kind, grid, data.unmasked_weight, medium.backend)
     return Clip(
         index=item.index,
         path=item.path,
@@ -227,7 +230,7 @@ def _make_clip(
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
         further=tuple(ControlInput(name, other.item.path, other.backend) for name, other in entry.further),
-        mask=mask and Mask(mask.item.path, mask.item.kind, grid, data.unmasked_weight, mask.backend),
+        mask=mask,
     )
 
 

@@ -7,7 +7,7 @@ of its epoch. Its data position is then a list of segments, each with one way of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetrainers.config.root import TrainConfig
@@ -49,11 +49,6 @@ class Segment:
     def clips_per_batch(self, bucket: Bucket) -> int:
         """Return the number of clips in a batch of this bucket."""
         return dict(self.bucket_sizes).get(bucket, self.batch_size)
-
-    @property
-    def batching(self) -> tuple[object, ...]:
-        """The values that decide how batches are made."""
-        return self.batch_size, self.per_step, self.bucket_sizes, self.epoch_end
 
     def state(self) -> list[Any]:
         """Return the segment as plain values: three numbers where nothing else is set."""
@@ -100,7 +95,7 @@ class DataPosition:
         )
         current = Segment.of(config, data_size=data_size, step=step)
         last = segments[-1]
-        if current.batching == last.batching:
+        if replace(current, first_step=last.first_step) == last:  # batches are made in the same way
             return DataPosition(self.seed, segments)
         earlier = segments if last.first_step < step else segments[:-1]
         return DataPosition(self.seed, (*earlier, current))
