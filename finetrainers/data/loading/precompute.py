@@ -118,7 +118,7 @@ def _encode_texts(
     batch_size: int,
     optional: bool = False,
 ) -> Encoded:
-    """Encode a share of the inputs, texts with the sources of their images if any; return the counts of all ranks."""
+    """Encode a share of the captions, each with the source of its image or None; return the counts of all ranks."""
     rank_inputs = inputs[parallel.rank :: parallel.world_size]
     with _progress(noun, parallel) as progress:
         keys.digests.learn({source.path for _, source in rank_inputs if source is not None})
