@@ -185,7 +185,7 @@ def bucket_probabilities(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]
 
 def num_batches(count: float, size: int, epoch_end: EpochEnd) -> int:
     """Return the number of batches of a bucket in an epoch; for `wrap`, without clips of the epoch before."""
-    return math.ceil(count / size) if epoch_end in ("keep", "pad") else math.floor(count / size)
+    return (math.ceil if epoch_end in ("keep", "pad") else math.floor)(count / size)
 
 
 def nearest_bucket(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
