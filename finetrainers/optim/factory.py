@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from finetrainers.config.sections import OptimizerSection
 from finetrainers.utils.deepspeed_operators import note_compiling
+from finetrainers.utils.failures import InputError
 
 from .in_backward import StepInBackward
 from .table import OPTIMIZERS, OptimizerSpec, missing_library, resolve_name
@@ -90,9 +91,10 @@ def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> 
         raise ValueError("no trainable parameters: check target_modules and training_type")
     others = sum(p.ndim != 2 for p in weights)
     if OPTIMIZERS[name].matrices_only and others:
-        raise ValueError(
+        raise InputError(
             f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
-            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
+            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer",
+            "unsupported",
         )
 
 

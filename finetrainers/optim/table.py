@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from finetrainers.config.sections import OptimizerSection
+from finetrainers.utils.failures import InputError
 
 Arguments = dict[str, Any]
 
@@ -153,8 +154,9 @@ def resolve_name(config: OptimizerSection) -> str:
     if not config.use_8bit_bnb:
         return config.optimizer
     if config.optimizer not in BNB_8BIT:
-        raise ValueError(
+        raise InputError(
             f"use_8bit_bnb works with optimizer {' or '.join(BNB_8BIT)}, got {config.optimizer!r}; "
-            "drop use_8bit_bnb or choose one of those"
+            "drop use_8bit_bnb or choose one of those",
+            "unsupported",
         )
     return BNB_8BIT[config.optimizer]

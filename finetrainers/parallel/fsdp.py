@@ -31,6 +31,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import fix_input_dtype
+from finetrainers.utils.failures import InputError
 
 from .sharding import USE_FSDP
 from .slices import Slices, build_slices, read_into, rename_weights, trained_names
@@ -69,7 +70,7 @@ class FSDP(Strategy):
                     "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave "
                     "it out"
                 )
-                raise ConfigError([Problem("FSDP2", message)])
+                raise ConfigError([Problem("FSDP2", message, "required")])
             # One process has nothing to split, and may still keep its weights in host memory.
             dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
             self._made_group = True
@@ -340,9 +341,10 @@ def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
             return
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter.dtype != usual:
-                raise ValueError(
+                raise InputError(
                     f"FSDP2 cannot split {name}{own}, which is {parameter.dtype} next to {usual} weights of the same "
-                    "module; use --master_weights fp32"
+                    "module; use --master_weights fp32",
+                    "unsupported",
                 )
         for child_name, child in module.named_children():
             yield from odd(child, f"{name}{child_name}.")

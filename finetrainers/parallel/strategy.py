@@ -26,6 +26,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection, groups_problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import is_enabled, launched_processes
 from finetrainers.utils.process_state import process_groups
 from finetrainers.utils.text import plural
@@ -391,8 +392,9 @@ class Strategy(DistributedContext):
             ValueError: the checkpoint was saved by a strategy that keeps the optimizer's state in another way.
         """
         if (directory / DEEPSPEED_FOLDER).is_dir():
-            raise ValueError(
-                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it"
+            raise InputError(
+                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it",
+                "mismatch",
             )
 
 

@@ -28,6 +28,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.deepspeed_operators import note_compiling
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import is_enabled
 
 from .sharding import USE_DEEPSPEED
@@ -135,7 +136,7 @@ def _check_environment() -> None:
         message = (
             "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
         )
-        raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
+        raise ConfigError([Problem("ACCELERATE_USE_CPU", message, "conflict")])
 
 
 class ZeRO(Strategy):
@@ -161,7 +162,7 @@ class ZeRO(Strategy):
         """
         if "LOCAL_RANK" not in os.environ:
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
-            raise ConfigError([Problem("--deepspeed", message)])
+            raise ConfigError([Problem("--deepspeed", message, "required")])
         _check_environment()
         shared_memory = [] if torch.cuda.is_available() else ["deepspeed_shm_comm"]
         note_compiling([*shared_memory, *(["cpu_adam"] if options.zero_offload else [])])
@@ -299,9 +300,10 @@ class ZeRO(Strategy):
 
     def load_own_files(self, directory: Path) -> None:
         if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
-            raise ValueError(
+            raise InputError(
                 f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
-                "continue with DDP or FSDP2"
+                "continue with DDP or FSDP2",
+                "mismatch",
             )
         saved = directory / DEEPSPEED_FOLDER
         if len(list((saved / _TAG).glob("*optim_states.pt"))) == self.world_size:

@@ -65,7 +65,7 @@ AFTER = {
         plan/room.py: check_room
         models/split/attention.py: check_backend 4
         models/family.py: _fetch 2
-        models/files/hub_help.py: fetch_config 3
+        models/files/hub_help.py: fetch_config 2
         parallel/fsdp.py: FSDP.__init__ 2
         parallel/pulse.py: Pulse.waiting
         parallel/ranks.py: DistributedContext.raise_if_any_failed, _host_group
