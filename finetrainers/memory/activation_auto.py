@@ -10,6 +10,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 
 from .activation_plan import SETTINGS, ActivationPolicy, Machine, StepWork, choose, recomputed, step_seconds
+from .advice import with_values
 from .estimate import GIB, MemoryPlan, Workload, build_workload, estimate
 from .network_weights import NetworkWeights
 from .phases import RunSizes
@@ -128,7 +129,7 @@ def with_choice(config: TrainConfig, choice: ActivationPolicy | None) -> TrainCo
     """Return a copy of `config` with the choice, or with nothing recomputed if it is None."""
     stored, share = ("none", None) if choice is None else (choice.stored, choice.share)
     memory = {"activation_memory": stored, "selective_checkpointing": share, "gradient_checkpointing": False}
-    return config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
+    return with_values(config, memory)
 
 
 def _settings(config: TrainConfig, *, recomputes: bool) -> tuple[ActivationMemory, ...]:

@@ -182,6 +182,10 @@ def vae_working_bytes(spec: ModelSpec, size: Size, **options: Any) -> float:
     return working_bytes(spec, size, **options)
 
 
+def _largest(*moments: Mapping[str, float]) -> Mapping[str, float]:
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
 class _Phases:
     """The parts of each phase."""
 
@@ -190,7 +194,7 @@ class _Phases:
         step: MemoryPlan,
     ) -> None:  # fmt: skip
         self.config, self.geometry, self.spec, self.around = config, geometry, spec, around
-        method = method_spec(config)
+        self.method = method = method_spec(config)
         parts, facts = around.parts, spec.facts
         self.samples = method.samples
         self.cached = method.caches_texts(config)
@@ -236,7 +240,7 @@ class _Phases:
             phases[ENCODING_CLIPS] = self._encoding_clips()
         if self.samples:
             phases[ROLLOUT] = self._rollout()
-        if method_spec(self.config).rewards(self.config):
+        if self.method.rewards(self.config):
             phases[REWARD] = self._reward()
         if self.around.sampled:
             phases[VALIDATION] = self._validation()
@@ -250,7 +254,7 @@ class _Phases:
         texts = {**self.texts}
         clips = {**({} if self.cached else self.texts), **self.clip_parts}
         network = {**self.stays, **self.weights}
-        return max((texts, clips, network), key=lambda parts: sum(parts.values()))
+        return _largest(texts, clips, network)
 
     def _encoding_text(self) -> Mapping[str, float]:
         before = self.texts if self.cached else self.persistent_bytes
@@ -298,17 +302,10 @@ class _Phases:
         scale = self.config.validation.validation_guidance_scale
         branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
         size = max(self.around.sampled, key=lambda clip_size: self.geometry.num_tokens(*clip_size))
-        denoising = {
-            **self.persistent_bytes, **self.vae, **self.companions, **self._sampling(size, branches), **self._rewards(),
-        }  # fmt: skip
+        loaded = {**self.persistent_bytes, **self.vae, **self.companions}
+        denoising = {**loaded, **self._sampling(size, branches), **self._rewards()}
         working = max(vae_working_bytes(self.spec, clip_size) for clip_size in self.around.sampled)
-        decoding = {
-            **self.persistent_bytes,
-            **self.vae,
-            **self.companions,
-            "the VAE at work": working,
-            **self._rewards(),
-        }
+        decoding = {**loaded, "the VAE at work": working, **self._rewards()}
         if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
             for name in (*self.vae, *self.companions):
                 denoising.pop(name, None)
@@ -316,25 +313,25 @@ class _Phases:
             decoding |= self.vae
             for name in self.weights:
                 decoding.pop(name, None)
-        return max((denoising, decoding), key=lambda parts: sum(parts.values()))
+        return _largest(denoising, decoding)
 
     def _rollout(self) -> Mapping[str, float]:
         trajectories = {**{name: self.step[name] for name in _OF_ROLLOUT}, **self._rewards(), **self.companions}
-        if method_spec(self.config).scores_while_sampling(self.config):
+        if self.method.scores_while_sampling(self.config):
             trajectories["activations of rewards"] = self.around.scoring or 0.0
         batch = self.config.dataloader.batch_size
-        branches = method_spec(self.config).branches(self.config)
+        branches = self.method.branches(self.config)
         denoising = {**self.persistent_bytes, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
         working = vae_working_bytes(self.spec, self.around.bucket, batch=batch)
         decoding = {**self.persistent_bytes, **trajectories, "the VAE at work": working}
         moments = [denoising, decoding]
         if self.computes_grads_in_rollout:
             moments.append({**self.learning(), **self.companions})
-        return max(moments, key=lambda parts: sum(parts.values()))
+        return _largest(*moments)
 
     def _reward(self) -> Mapping[str, float]:
         scoring = {"activations of rewards": self.around.scoring or 0.0}
-        decoding = method_spec(self.config).decode_gradient(self.config, self.around.bucket, self.geometry)
+        decoding = self.method.decode_gradient(self.config, self.around.bucket, self.geometry)
         if decoding is not None:
             size, stored = decoding
             working = vae_working_bytes(

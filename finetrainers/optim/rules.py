@@ -37,8 +37,12 @@ def optimizer_problems(
         *_stochastic_rounding_errors(config, name, recipe),
         *_offload_errors(config, device_type, num_processes),
         *_in_backward_errors(config, name, recipe, num_processes),
-        *(_parts_errors(name) if updates_parts else ()),
     ]
+    if updates_parts and name not in SHARDABLE:
+        message = (
+            f"{name} needs whole weights, or cannot put its state together from parts, and FSDP2 splits them; use "
+        )
+        errors.append(Problem("--optimizer", f"{message}{' or '.join(SHARDABLE)}, or DDP", "unsupported"))
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
     return errors, warnings
 
@@ -147,16 +151,19 @@ def _in_backward_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, n
     if training.training_type != "full-finetune":
         yield Problem(option, "is for full-finetune; the gradients of a LoRA are small. Leave it out", "conflict")
     if options.max_grad_norm > 0:
-        message = (
+        yield Problem(
+            option,
             f"updates weights before the norm of all gradients is known, so --max_grad_norm {options.max_grad_norm:g} "
+            "cannot clip them; use --max_grad_norm 0",
+            "conflict",
         )
-        yield Problem(option, f"{message}cannot clip them; use --max_grad_norm 0", "conflict")
     if num_processes > 1 or config.parallel.fsdp is not None or config.parallel.deepspeed:
-        message = (
+        yield Problem(
+            option,
             "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or "
-            "DeepSpeed"
+            "DeepSpeed; leave it out: --fsdp full and ZeRO-2 shard gradients instead",
+            "conflict",
         )
-        yield Problem(option, f"{message}; leave it out: --fsdp full and ZeRO-2 shard gradients instead", "conflict")
     if recipe.finds_step:
         yield Problem(
             option,
@@ -172,20 +179,14 @@ def _in_backward_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, n
             option, "updates weights before fp16 loss scaling is undone; use --mixed_precision bf16", "conflict"
         )
     if training.on_nonfinite == "skip":
-        message = "a step with NaN has changed weights before it is found, so it cannot be skipped"
-        yield Problem(option, f"{message}; use --on_nonfinite rollback or raise", "conflict")
+        yield Problem(
+            option,
+            "a step with NaN has changed weights before it is found, so it cannot be skipped; use --on_nonfinite "
+            "rollback or raise",
+            "conflict",
+        )
     if config.memory.oom_retry == "on":
         yield Problem(option, "a step that ran out of memory has changed weights; leave out --oom_retry on", "conflict")
-
-
-def _parts_errors(name: str) -> Iterator[Problem]:
-    if name not in SHARDABLE:
-        yield Problem(
-            "--optimizer",
-            f"{name} needs whole weights, or cannot put its state together from parts, and FSDP2 splits them; use "
-            f"{' or '.join(SHARDABLE)}, or DDP",
-            "unsupported",
-        )
 
 
 def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, device_type: str) -> Iterator[str]:
@@ -203,23 +204,22 @@ def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, devi
 
 def _schedule_warnings(config: TrainConfig) -> Iterator[str]:
     options = config.optimizer
-    schedule, train_steps = options.lr_scheduler, config.training.train_steps
+    schedule, warmup, train_steps = options.lr_scheduler, options.lr_warmup_steps, config.training.train_steps
     if schedule == "constant":
-        if config.changed("lr_warmup_steps") and options.lr_warmup_steps:
+        if config.changed("lr_warmup_steps") and warmup:
             yield (
-                f"--lr_warmup_steps {options.lr_warmup_steps} has no effect with --lr_scheduler constant; "
-                "constant_with_warmup warms up"
+                f"--lr_warmup_steps {warmup} has no effect with --lr_scheduler constant; constant_with_warmup warms up"
             )
-    elif train_steps is not None and options.lr_warmup_steps >= train_steps:
+    elif train_steps is not None and warmup >= train_steps:
         reached = "its peak" if schedule == "bump" else "--lr"
         yield (
-            f"--lr_warmup_steps {options.lr_warmup_steps} is not below --train_steps {train_steps}: "
+            f"--lr_warmup_steps {warmup} is not below --train_steps {train_steps}: "
             f"the learning rate never reaches {reached}"
         )
     elif train_steps is not None and schedule == "bump":
-        cooldown = options.lr_warmup_steps if options.lr_cooldown_steps is None else options.lr_cooldown_steps
-        if options.lr_warmup_steps + cooldown >= train_steps:
+        cooldown = warmup if options.lr_cooldown_steps is None else options.lr_cooldown_steps
+        if warmup + cooldown >= train_steps:
             yield (
-                f"--lr_warmup_steps {options.lr_warmup_steps} and {cooldown} steps of cooldown (--lr_cooldown_steps) "
+                f"--lr_warmup_steps {warmup} and {cooldown} steps of cooldown (--lr_cooldown_steps) "
                 f"are not below --train_steps {train_steps}: the learning rate never comes down to --lr"
             )

@@ -116,10 +116,9 @@ class FSDP(Strategy):
         self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
         mapped: bool = False, widened: torch.dtype | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        def split() -> nn.Module:
-            return self._split_trained(load(), blocks, swap, widened)
-
-        model = self.one_at_a_time("loading the network", split, together=mapped)
+        model = self.one_at_a_time(
+            "loading the network", lambda: self._split_trained(load(), blocks, swap, widened), together=mapped
+        )
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
@@ -228,14 +227,7 @@ class FSDP(Strategy):
                 weights[name] = _without_padding(gathered.cpu())
         return weights
 
-    def shapes(self, model: nn.Module) -> dict[str, Tensor]:
-        return {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in self._weights(model).items()
-        }
-
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return trainable weights and buffers by name, as this process has them."""
         options = StateDictOptions(ignore_frozen_params=True)
         return dict(get_model_state_dict(model, options=options))  # type: ignore[arg-type]
 

@@ -85,7 +85,10 @@ def expected_split(options: ParallelSection) -> ShardingSpec:
         optimizer=processes,
         gathers=stage == 3,
         zero_stage=stage,
-        weights_on_host=stage == 3 and offload and _offloads_weights(),
+        # ZeRO-3 with offloading also has the weights on the host, unless a launcher's file disables it.
+        weights_on_host=stage == 3
+        and offload
+        and (not is_enabled(USE_DEEPSPEED) or _is_set("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")),
         optimizer_on_host=offload,
         live_weights=_ZERO_LIVE if stage == 3 else 0,
         buffer_numbers=_ZERO_BUCKET,
@@ -93,10 +96,8 @@ def expected_split(options: ParallelSection) -> ShardingSpec:
     )
 
 
-def _offloads_weights() -> bool:
-    """Return whether ZeRO-3 with offloading also has the weights on the host, unless a launcher's file disables it."""
-    launched = is_enabled(USE_DEEPSPEED)
-    return not launched or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none"
+def _is_set(device_variable: str) -> bool:
+    return os.environ.get(device_variable, "none") != "none"
 
 
 def with_launcher(options: ParallelSection) -> ParallelSection:
@@ -149,7 +150,7 @@ def _with_deepspeed(options: ParallelSection) -> ParallelSection:
     updates = {
         "deepspeed": True,
         "zero_stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
-        "zero_offload": os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+        "zero_offload": _is_set("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
     }
     return options.model_copy(update=updates)
 

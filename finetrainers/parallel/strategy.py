@@ -348,7 +348,15 @@ class Strategy(DistributedContext):
 
     def shapes(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole tensors of `full_state`, in its order, on the meta device."""
-        raise NotImplementedError("only strategies whose processes share the saving say it")
+        return {
+            # DeepSpeed keeps the shape of a weight that it has sharded.
+            name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+            for name, tensor in self._weights(model).items()
+        }
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return weights and buffers by name, as this process has them; frozen weights may be left out."""
+        return self.unwrap(model).state_dict(keep_vars=True)
 
     @abstractmethod
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:

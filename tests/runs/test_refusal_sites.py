@@ -153,7 +153,6 @@ AFTER = {
         models/registry.py: build_tiny 2
         models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
-        parallel/strategy.py: Strategy.shapes
         parallel/zero.py: ZeRO.load_optimizer
         rewards/base.py: Reward.differentiate
         rewards/registry.py: register_reward.add 2
