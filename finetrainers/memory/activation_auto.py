@@ -57,13 +57,9 @@ class ActivationModel:
 
     def slower(self, config: TrainConfig, machine: Machine) -> float:
         """Return the additional time of a step relative to one that recomputes and copies nothing, as a share."""
-        stored, share, total = (
-            config.memory.stored,
-            config.memory.selective_checkpointing,
-            sum(self.workload.num_blocks),
-        )
+        stored, share = config.memory.stored, config.memory.selective_checkpointing
         share = 0.0 if stored == "none" else 1.0 if share is None else share
-        host = self.sizes(stored, round(share * total))[1]
+        _, host = self.sizes(stored, round(share * sum(self.workload.num_blocks)))
         fastest = step_seconds(replace(self.work, copied=0.0), machine, "none", 0.0, 0.0)
         return step_seconds(self.work, machine, stored, share, host) / fastest - 1
 

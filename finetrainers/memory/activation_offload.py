@@ -212,6 +212,8 @@ class ActivationOffload:
 
     Attributes:
         arena: in host memory.
+        copies: to the arena and back.
+        least_bytes: size of a tensor that is copied, at least.
     """
 
     def __init__(
@@ -224,9 +226,9 @@ class ActivationOffload:
         least_bytes: size of a tensor that is copied, at least; default: 1 MiB on a GPU.
         """
         on_gpu = device.type == "cuda"
-        self._copies = _OnStreams(device) if on_gpu else _Copies()
+        self.copies = _OnStreams(device) if on_gpu else _Copies()
         self._offloaded = {id(block) for block in blocks[1:-LAST]}
-        self._least_bytes = (2**20 if on_gpu else 1) if least_bytes is None else least_bytes
+        self.least_bytes = (2**20 if on_gpu else 1) if least_bytes is None else least_bytes
         self.arena = Arena(
             device=host, pinned=on_gpu, poison=not on_gpu and host == "cpu", slots=max(1, len(self._offloaded))
         )
@@ -253,19 +255,8 @@ class ActivationOffload:
         while len(self._in_flight) > remaining:
             copying = self._in_flight.popleft()
             for _, written in copying:
-                self._copies.settle(written)
+                self.copies.settle(written)
             copying.clear()
-
-    def stored(self, tensor: Tensor, store: BlockStore) -> Stored | OnDevice:
-        """Store a tensor in the arena, or on the device if offloading it is not worthwhile."""
-        if (
-            not store.offloads
-            or tensor.nbytes < self._least_bytes
-            or not tensor.is_floating_point()
-            or not _is_dense(tensor)
-        ):
-            return OnDevice(tensor)
-        return Stored(tensor, store, self.arena, self._copies)
 
 
 class BlockStore:
@@ -291,10 +282,12 @@ class BlockStore:
         )
 
     def put(self, tensor: Tensor) -> Stored | OnDevice:
-        """Store a tensor, and return the handle that `take` gets it by."""
-        handle = self._offload.stored(tensor, self)
-        if isinstance(handle, Stored):
-            self._stored.append(weakref.ref(handle))
+        """Store a tensor, in the arena if that is worthwhile, and return the handle that `take` gets it by."""
+        is_large = tensor.nbytes >= self._offload.least_bytes
+        if not (self.offloads and is_large and tensor.is_floating_point() and _is_dense(tensor)):
+            return OnDevice(tensor)
+        handle = Stored(tensor, self, self._offload.arena, self._offload.copies)
+        self._stored.append(weakref.ref(handle))
         return handle
 
     def take(self, handle: Stored | OnDevice) -> Tensor:

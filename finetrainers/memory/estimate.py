@@ -229,9 +229,8 @@ def build_workload(
             compute in.
     """
     width = computed_bytes(config)
-    trainable_bytes = (
-        2 if config.training.master_weights == "stochastic_rounding" else 4
-    )  # before a strategy changes it
+    # Bytes per trainable parameter, before a strategy changes it.
+    trainable_bytes = 2 if config.training.master_weights == "stochastic_rounding" else 4
     accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
     method = method_spec(config).memory(
         config,

@@ -167,10 +167,11 @@ def plan_run(
         unknown.append("networks of rewards")
     if around.scoring is None:
         unknown.append("activations of rewards")
-    together = around.split.zero_stage > 0  # DeepSpeed takes the network from host memory on all processes together
+    # DeepSpeed takes the network from host memory on all processes together.
+    at_once = around.local_processes if maker.zero else 1
     return RunPlan(
         on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
-        one_by_one=maker.loaded * (around.local_processes if together else 1), written_alone=maker.saving()[1],
+        one_by_one=maker.loaded * at_once, written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
 
@@ -211,6 +212,7 @@ class _Phases:
         elif not self.precomputed:
             self.stays |= self.clip_parts
         self.step = {name: GIB * size for name, size in step.parts.items()}
+        self.rollout_parts = {name: self.step[name] for name in _OF_ROLLOUT}
         self.total = GIB * step.total
         #: Swapped blocks, offloaded activations, and gradients that wait for advantages.
         self.swapped = step.swap.host + GIB * (step.offloaded + step.waiting_on_host)
@@ -279,9 +281,13 @@ class _Phases:
     def learning(self) -> Mapping[str, float]:
         """Return the bytes of each use in forward and backward passes."""
         fixed = sum(size for name, size in self.persistent_bytes.items() if name not in self.stays)
-        sampled = {name: self.step[name] for name in _OF_ROLLOUT}
-        moving = self.total - fixed - sum(sampled.values())
-        return {**self.persistent_bytes, **sampled, "activations, gradients and copies": moving, **self._rewards()}
+        moving = self.total - fixed - sum(self.rollout_parts.values())
+        return {
+            **self.persistent_bytes,
+            **self.rollout_parts,
+            "activations, gradients and copies": moving,
+            **self._rewards(),
+        }
 
     def _rewards(self) -> dict[str, float]:
         """Return the bytes of rewards that stay on the device from the start; 0 without rewards."""
@@ -316,7 +322,7 @@ class _Phases:
         return _largest(denoising, decoding)
 
     def _rollout(self) -> Mapping[str, float]:
-        trajectories = {**{name: self.step[name] for name in _OF_ROLLOUT}, **self._rewards(), **self.companions}
+        trajectories = {**self.rollout_parts, **self._rewards(), **self.companions}
         if self.method.scores_while_sampling(self.config):
             trajectories["activations of rewards"] = self.around.scoring or 0.0
         batch = self.config.dataloader.batch_size
@@ -340,8 +346,7 @@ class _Phases:
             parts = {**scoring, "the VAE's decoder and its backward": working}
             # If the decoder is recomputed, that is after the rewards' backward: only one of the two is alive.
             scoring = parts if stored else dict([max(parts.items(), key=lambda part: part[1])])
-        trajectories = {name: self.step[name] for name in _OF_ROLLOUT}
-        return {**self.persistent_bytes, **trajectories, **self._rewards(), **scoring}
+        return {**self.persistent_bytes, **self.rollout_parts, **self._rewards(), **scoring}
 
     def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
         """Return the bytes while saving, which gathers sharded weights one at a time and copies them to the host."""
@@ -360,12 +365,10 @@ class _Phases:
         num_bytes = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
         if phase == CHECKPOINT:
             num_bytes += sum(self.saving())
-        sampling = phase in (VALIDATION, ROLLOUT)
-        if (self.around.sampled or self.samples) and not (
-            sampling and not self.config.validation.enable_model_cpu_offload
-        ):
+        offloads = self.config.validation.enable_model_cpu_offload
+        if (self.around.sampled or self.samples) and (offloads or phase not in (VALIDATION, ROLLOUT)):
             num_bytes += sum(self.companions.values())
-        if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
+        if phase == VALIDATION and offloads:
             num_bytes += sum(self.weights.values()) + sum(self.vae.values())
         return num_bytes
 
@@ -398,16 +401,17 @@ class _Phases:
         """Return the bytes that are on the host instead of on the GPU."""
         split, config = self.around.split, self.config
         num_bytes = self.swapped
-        if split.zero_stage:
+        if self.zero:
             num_bytes += zero_host_bytes(
                 split, total=self.around.total, trained=self.trained, largest=self.largest,
                 width=computed_bytes(config), state_bytes=optimizer_state_bytes(config),
-                accumulates=method_spec(config).accumulates(config),
+                accumulates=self.method.accumulates(config),
             )  # fmt: skip
-        if split.weights_on_host and not split.zero_stage:
-            num_bytes += self.loaded / split.weights + 4.0 * self.trained / split.gradients
-        if split.optimizer_on_host and not split.zero_stage:
-            num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer
+        else:
+            if split.weights_on_host:
+                num_bytes += self.loaded / split.weights + 4.0 * self.trained / split.gradients
+            if split.optimizer_on_host:
+                num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer
         if config.optimizer.use_cpu_offload_optimizer:
             num_bytes += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
         return num_bytes

@@ -429,12 +429,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def predict(
-        self,
-        transformer: nn.Module,
-        x_BCTHW: Tensor,
-        t: Tensor,
-        conditions: PromptEmbeds,
-        meta: VideoMeta,
+        self, transformer: nn.Module, x_BCTHW: Tensor, t: Tensor, conditions: PromptEmbeds, meta: VideoMeta
     ) -> Tensor:
         """Return the network's output for noisy latents, same shape. Inputs are not changed; may be called repeatedly.
 

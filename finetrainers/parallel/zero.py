@@ -291,13 +291,13 @@ class ZeRO(Strategy):
         return layout == self.optimizer_layout or (self._reshards and layout.startswith(f"{own} ("))
 
     def load_own_files(self, directory: Path) -> None:
-        if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
+        saved = directory / DEEPSPEED_FOLDER
+        if not saved.is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
             raise InputError(
                 f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
                 "continue with DDP or FSDP2",
                 "mismatch",
             )
-        saved = directory / DEEPSPEED_FOLDER
         if len(list((saved / _TAG).glob("*optim_states.pt"))) == self.world_size:
             self._engine.load_checkpoint(str(saved), tag=_TAG, load_module_strict=False)
             return
