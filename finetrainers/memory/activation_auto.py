@@ -117,7 +117,10 @@ def activation_model(
     )  # fmt: skip
     # Autograd stores the casts of blocks that are not recomputed, which the estimate leaves out.
     casts = "transformer" in config.memory.layerwise_upcasting_modules
-    settings = _settings(config, recomputes=casts)
+    # The operators of a compiled block cannot be seen, and this attention is not a single operator.
+    hides_attention = config.memory.compile != "none" or config.model.attn_backend == "_native_math"
+    excluded = ({"keep_attention", "offload"} if hides_attention else set()) | ({"none"} if casts else set())
+    settings = tuple(setting for setting in SETTINGS if setting not in excluded)
     return ActivationModel(workload, _work(workload, weights, spec), settings, all_blocks=casts, others=others)
 
 
@@ -126,14 +129,6 @@ def with_choice(config: TrainConfig, choice: ActivationPolicy | None) -> TrainCo
     stored, share = ("none", None) if choice is None else (choice.stored, choice.share)
     memory = {"activation_memory": stored, "selective_checkpointing": share, "gradient_checkpointing": False}
     return with_values(config, memory)
-
-
-def _settings(config: TrainConfig, *, recomputes: bool) -> tuple[ActivationMemory, ...]:
-    """Return the settings that the other options allow, the simplest first."""
-    # The operators of a compiled block cannot be seen, and this attention is not a single operator.
-    hides_attention = config.memory.compile != "none" or config.model.attn_backend == "_native_math"
-    excluded = ({"keep_attention", "offload"} if hides_attention else set()) | ({"none"} if recomputes else set())
-    return tuple(setting for setting in SETTINGS if setting not in excluded)
 
 
 def _work(workload: Workload, weights: NetworkWeights, spec: ModelSpec) -> StepWork:

@@ -44,17 +44,13 @@ def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int,
     """Count with two layers, and with three if the states of all layers are kept: each further layer adds as much."""
     config = json.loads(settings)
     depth = next((config[name] for name in _DEPTHS if name in config), 2)
-    two = count_encoder(
-        cls, {**config, **_depth(config, 2)}, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype
-    )
-    if not keeps_layers or depth <= 2:
-        return two
-    three = count_encoder(cls, {**config, **_depth(config, 3)}, tokens, keeps_layers=True, batch=batch, dtype=dtype)
-    return two + (depth - 2) * (three - two)
 
+    def count(layers: int) -> float:
+        shallow = config | {name: min(layers, config[name]) for name in _DEPTHS if name in config}
+        return count_encoder(cls, shallow, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype)
 
-def _depth(config: dict[str, Any], limit: int) -> dict[str, int]:
-    return {name: min(limit, config[name]) for name in _DEPTHS if name in config}
+    two = count(2)
+    return two if not keeps_layers or depth <= 2 else two + (depth - 2) * (count(3) - two)
 
 
 def count_encoder(

@@ -33,8 +33,8 @@ class NetworkWeights:
         named = network.named_parameters()
         self.frozen_adapters = {id(p) for name, p in named if ".lora_" in name and not p.requires_grad}
         self.total = sum(p.numel() for p in self.all)
-        self.trained = sum(p.numel() for p in self.all if p.requires_grad)
-        self.largest = max((p.numel() for p in self.all if p.requires_grad), default=0)
+        trainable = [p.numel() for p in self.all if p.requires_grad]
+        self.trained, self.largest = sum(trainable), max(trainable, default=0)
         within = sum(p.numel() for block in self.blocks for p in block if p.requires_grad)
         self.trained_outside = 1 - within / self.trained if self.trained else 0.0
         self._cache: dict[Hashable, Any] = {}

@@ -229,7 +229,6 @@ class _Phases:
         self.loaded = float(around.total * (width if is_full else DTYPE_BYTES[config.model.transformer_dtype]))
         self.width = spec.width(transformer)
         self.zero = around.split.zero_stage > 0
-        self.halved = around.split.gathers or self.zero
 
     # ---- on the GPU ------------------------------------------------------------------------------------------------
 
@@ -237,7 +236,8 @@ class _Phases:
         """Return the bytes of each use in each phase that the run has."""
         phases = {LOADING: self._loading(), TRAINING_STEP: self._training()}
         if self.around.encodes_text:
-            phases[ENCODING_TEXT] = self._encoding_text()
+            before = self.texts if self.cached else self.persistent_bytes
+            phases[ENCODING_TEXT] = {**before, "activations of the text encoders": self.around.text_bytes}
         if self.around.encoded:
             phases[ENCODING_CLIPS] = self._encoding_clips()
         if self.samples:
@@ -246,21 +246,16 @@ class _Phases:
             phases[REWARD] = self._reward()
         if self.around.sampled:
             phases[VALIDATION] = self._validation()
-        phases[CHECKPOINT] = self._gathering(self.persistent_bytes)
+        phases[CHECKPOINT] = self._gathering()
         return {
             phase: {name: size for name, size in phases[phase].items() if size} for phase in PHASES if phase in phases
         }
 
     def _loading(self) -> Mapping[str, float]:
         """Return the largest of: text encoders, VAE, network; each is freed before the next unless it stays."""
-        texts = {**self.texts}
         clips = {**({} if self.cached else self.texts), **self.clip_parts}
         network = {**self.stays, **self.weights}
-        return _largest(texts, clips, network)
-
-    def _encoding_text(self) -> Mapping[str, float]:
-        before = self.texts if self.cached else self.persistent_bytes
-        return {**before, "activations of the text encoders": self.around.text_bytes}
+        return _largest(self.texts, clips, network)
 
     def _encoding_clips(self) -> Mapping[str, float]:
         batch = self.config.data.precompute_batch_size if self.precomputed else self.around.clips
@@ -296,12 +291,10 @@ class _Phases:
     def _sampling(self, size: Size, batch: int) -> dict[str, float]:
         """Return the bytes of a forward pass without backward, which stores nothing for it."""
         unit = batch * self.geometry.num_tokens(*size) / self.config.parallel.sp_size * self.width * 2
-        activations = counted_activations(self.config, self.spec, self.around.split, halved=self.halved)
-        gathered = self.step["gathered weights"]
-        return {
-            "activations": activations.forward * unit, "autocast copies": self.step["autocast copies"],
-            "gathered weights": gathered,
-        }  # fmt: skip
+        split = self.around.split
+        activations = counted_activations(self.config, self.spec, split, halved=split.gathers or self.zero)
+        parts = {name: self.step[name] for name in ("autocast copies", "gathered weights")}
+        return {"activations": activations.forward * unit, **parts}
 
     def _validation(self) -> Mapping[str, float]:
         """Return the larger of denoising and decoding the largest sample."""
@@ -348,11 +341,12 @@ class _Phases:
             scoring = parts if stored else dict([max(parts.items(), key=lambda part: part[1])])
         return {**self.persistent_bytes, **self.rollout_parts, **self._rewards(), **scoring}
 
-    def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
+    def _gathering(self) -> Mapping[str, float]:
         """Return the bytes while saving, which gathers sharded weights one at a time and copies them to the host."""
         if not self.around.split.gathers:
-            return before
-        return {**before, "a gathered weight": float(self.largest * (computed_bytes(self.config) if self.zero else 4))}
+            return self.persistent_bytes
+        width = computed_bytes(self.config) if self.zero else 4
+        return {**self.persistent_bytes, "a gathered weight": float(self.largest * width)}
 
     # ---- on the host -----------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def _deepspeed_cpu(config: OptimizerSection) -> Arguments:
 
 
 _BETAS = frozenset({"beta1", "beta2"})
-_ADAM = frozenset({"beta1", "beta2", "epsilon"})
+_ADAM = _BETAS | {"epsilon"}
 
 # State bytes: 4 per fp32 moment, 1 per 8-bit moment, 0.5 per 4-bit moment; block-wise formats add one fp32 scale per
 # block of 256 (8-bit, fp8) or 128 (4-bit) weights. Factored second moments of an n x m matrix are n + m numbers: 0.

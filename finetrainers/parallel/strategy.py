@@ -110,11 +110,10 @@ class Strategy(DistributedContext):
         if host_groups and launched_processes() > 1 and config.changed("nccl_timeout"):
             logger.warning("--nccl_timeout does not apply to the process group that this program initialized itself")
         accelerator = self._join(precision, on_cpu=trains_on_cpu(), timeout=timeout)
-        idle_timeout = timedelta(seconds=config.run.idle_timeout)
         super().__init__(
             accelerator,
             timeout=timeout,
-            idle_timeout=idle_timeout,
+            idle_timeout=timedelta(seconds=config.run.idle_timeout),
             sharing=options.sp_size,
             host_groups=host_groups,
         )
