@@ -64,8 +64,8 @@ AFTER = {
         plan/ready.py: check_rewards 2
         plan/room.py: check_room
         models/split/attention.py: check_backend 4
-        models/family.py: _fetch 2
-        models/files/hub_help.py: fetch_config 3
+        models/family.py: _fetch
+        models/files/hub_help.py: fetch_config 2
         parallel/fsdp.py: FSDP.__init__ 2
         parallel/pulse.py: Pulse.waiting
         parallel/ranks.py: DistributedContext.raise_if_any_failed, _host_group
@@ -104,7 +104,7 @@ AFTER = {
         models/lora_files.py: _compare 2, cast, check_outputs, check_written
         models/files/original.py: original_layout
         models/files/single_file.py: check_buffers, save_single_file 2
-        models/files/weights.py: _single_file_problems 2, check_loaded 2
+        models/files/weights.py: _single_file_problems, check_loaded 2
         optim/ema.py: EMA.load_state_dict 2
         parallel/fsdp.py: modules_of_another_dtype.odd
         parallel/strategy.py: Strategy.load_own_files
@@ -153,7 +153,6 @@ AFTER = {
         models/registry.py: build_tiny 2
         models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
-        parallel/strategy.py: Strategy.shapes
         parallel/zero.py: ZeRO.load_optimizer
         rewards/base.py: Reward.differentiate
         rewards/registry.py: register_reward.add 2
