@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import launched_rank
 
 from .manifest import damage, lacks_optimizer, read_manifest, total_size
@@ -129,20 +130,22 @@ def find_checkpoint(
     if requested.isdigit():
         matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
         if not matches:
-            raise ValueError(f"no checkpoint of step {requested} in {root}; there are: {names}")
+            raise InputError(f"no checkpoint of step {requested} in {root}; there are: {names}", "not_found")
         path = matches[0]
     else:
         path = Path(requested)
         if not (path / "state.json").is_file():
-            raise ValueError(
+            raise InputError(
                 f"{requested} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a "
-                "directory"
+                "directory",
+                "not_found",
             )
     problem = (known_damage or {}).get(path) or damage(path, contents=True, weights_only=weights_only, largest=largest)
     if problem is not None:
         if lacks_optimizer(path):
-            raise ValueError(f"{path} {WITHOUT_OPTIMIZER}")
-        raise ValueError(f"{path} is damaged: {problem}; `latest` takes the newest whole one (whole by size: {names})")
+            raise InputError(f"{path} {WITHOUT_OPTIMIZER}", "not_found")
+        message = f"{path} is damaged: {problem}; `latest` takes the newest whole one (whole by size: {names})"
+        raise InputError(message, "unreadable")
     return path
 
 
@@ -151,7 +154,7 @@ def _find_newest_verified(
 ) -> Path:
     """Return the newest checkpoint whose files match its manifest; see `damage`."""
     if not checkpoints:
-        raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
+        raise InputError(f"no checkpoint in {root}; leave the option out to start a new run", "not_found")
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints):
         problem = checkpoint.damage or damage(
@@ -163,8 +166,8 @@ def _find_newest_verified(
             return checkpoint.path
         damaged.append(f"{checkpoint.path.name}: {problem}")
     if not weights_only and all(lacks_optimizer(checkpoint.path) for checkpoint in checkpoints):
-        raise ValueError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}")
-    raise ValueError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})")
+        raise InputError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}", "not_found")
+    raise InputError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})", "unreadable")
 
 
 def _warn(message: str, *values: object) -> None:
@@ -181,7 +184,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if state["format"] not in (FORMAT, SLICED_FORMAT):
-        raise ValueError(
-            f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT} and {SLICED_FORMAT}"
+        raise InputError(
+            f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT} and {SLICED_FORMAT}",
+            "unsupported",
         )
     return state

@@ -67,13 +67,14 @@ def exclusive(
                 locks.enter_context(_holder_file(output_dir))
             except (Timeout, BlockingIOError):
                 conflict = f"{output_dir} is in use by another {holder}{_describe_holder(output_dir)}"
-                problem = f"{conflict}; wait for it, stop it, or {otherwise}"
+                problem = Problem(where, f"{conflict}; wait for it, stop it, or {otherwise}", "occupied")
             except OSError as error:
                 file = "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
-                problem = f"cannot write to {output_dir}: {error.strerror or error}{file}"
+                message = f"cannot write to {output_dir}: {error.strerror or error}{file}"
+                problem = Problem(where, message, "unavailable")
         problem = parallel.broadcast_object(problem)
         if problem is not None:
-            raise ConfigError([Problem(where, problem)])
+            raise ConfigError([problem])
         yield
 
 

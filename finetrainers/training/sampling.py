@@ -30,6 +30,7 @@ from finetrainers.models.spec import (
     to_unit_range,
 )
 from finetrainers.utils.alive import send_heartbeat
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -187,7 +188,8 @@ def prompt_request(
         if prompt.video is not None  # checked at the start
     }
     if (prompt.last_image or prompt.prefix) and not spec.facts.any_frame:
-        raise ValueError(f"{spec.name} takes no frames but the first; remove last_image and video_prefix")
+        message = f"{spec.name} takes no frames but the first; remove last_image and video_prefix"
+        raise InputError(message, "unsupported")
     frames, height, width = size
     request = SampleRequest(
         num_frames=frames, height=height, width=width, frame_rate=settings.frame_rate,

@@ -37,6 +37,7 @@ from finetrainers.plan.trainable import (
     num_quantizable,
     trainable_dtype,
 )
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_dir, fsync_file
 from finetrainers.utils.hashed_files import Written
@@ -244,7 +245,7 @@ def store_initial_lora(checked: ResolvedRun, spec: ModelSpec) -> str | None:
             shutil.copyfile(source, path)
         sha256 = file_sha256(path)
         if expected not in (None, sha256):
-            raise ValueError(f"{source} has changed since the run was checked")
+            raise InputError(f"{source} has changed since the run was checked", "mismatch")
         fsync_file(path)
         folder.mkdir(exist_ok=True)
         path.replace(folder / LORA_FILE)
@@ -312,8 +313,9 @@ def load_ema_weights(path: Path, transformer: nn.Module) -> None:
     parameters, averages = dict(transformer.named_parameters()), load_file(path)
     unknown = sorted(averages.keys() - parameters.keys())
     if unknown:
-        raise ValueError(
-            f"{path} holds averages of other weights: {len(unknown)} names are not in the network, e.g. {unknown[0]}"
+        raise InputError(
+            f"{path} holds averages of other weights: {len(unknown)} names are not in the network, e.g. {unknown[0]}",
+            "mismatch",
         )
     for name, average in averages.items():
         parameters[name].data.copy_(average)
@@ -323,11 +325,13 @@ def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path, *
     expected = get_peft_model_state_dict(transformer, adapter_name=adapter)
     if state.keys() != expected.keys():
         differing = sorted(state.keys() ^ expected.keys())
-        raise ValueError(f"{path} does not fit this adapter: {len(differing)} names differ, e.g. {differing[0]}")
+        message = f"{path} does not fit this adapter: {len(differing)} names differ, e.g. {differing[0]}"
+        raise InputError(message, "mismatch")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
-            raise ValueError(
+            raise InputError(
                 f"{path} does not fit this adapter: {name} is {list(tensor.shape)} in the file, "
-                f"{list(expected[name].shape)} here; is it a LoRA of this model?"
+                f"{list(expected[name].shape)} here; is it a LoRA of this model?",
+                "mismatch",
             )
     set_peft_model_state_dict(transformer, state, adapter_name=adapter)

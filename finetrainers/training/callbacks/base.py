@@ -58,9 +58,9 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
         raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_kind(callbacks)}")])
     problems = [
-        Problem(f"{_WHERE}[{index}]", message)
+        problem
         for index, callback in enumerate(callbacks)
-        for message in _callback_problems(callback)
+        for problem in _callback_problems(callback, f"{_WHERE}[{index}]")
     ]
     if problems:
         raise ConfigError(problems)
@@ -69,22 +69,28 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 _WHERE = "callbacks"
 
 
-def _callback_problems(callback: Any) -> Iterator[str]:
+def _callback_problems(callback: Any, where: str) -> Iterator[Problem]:
     if isinstance(callback, type):
-        yield f"expected an instance, got the class {callback.__name__}; write {callback.__name__}(...)"
+        message = f"expected an instance, got the class {callback.__name__}; write {callback.__name__}(...)"
+        yield Problem(where, message)
         return
     if not isinstance(callback, Callback):
-        yield f"expected an instance of finetrainers.Callback, got {_kind(callback)}; derive its class from Callback"
+        actual = _kind(callback)
+        yield Problem(
+            where, f"expected an instance of finetrainers.Callback, got {actual}; derive its class from Callback"
+        )
         return
     for name in [name for name in dir(type(callback)) if name.startswith("on_")]:
         if name not in _HOOKS:
-            yield f"{_kind(callback)} has no hook {name}{nearest(name, _HOOKS)}; rename methods that are not hooks"
+            hint = nearest(name, _HOOKS)
+            message = f"{_kind(callback)} has no hook {name}{hint}; rename methods that are not hooks"
+            yield Problem(where, message, "unknown")
             continue
         parameters = list(inspect.signature(_HOOKS[name]).parameters)[1:]
         try:
             inspect.signature(getattr(callback, name)).bind(*parameters)
         except TypeError as error:
-            yield f"{_kind(callback)}.{name} must take ({', '.join(parameters)}): {error}"
+            yield Problem(where, f"{_kind(callback)}.{name} must take ({', '.join(parameters)}): {error}")
 
 
 def _kind(value: Any) -> str:

@@ -20,6 +20,7 @@ from finetrainers.plan.init_distributed import layout_problem
 from finetrainers.plan.resume_plan import Start
 from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import MANIFEST, damage
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
 
 from ..state import TrainState
@@ -122,9 +123,10 @@ def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapp
     if scaler is None:
         return
     if scaler_state is None:
-        raise ValueError(
+        raise InputError(
             f"{directory} was saved without an fp16 gradient scaler, and this run uses one; use the same "
-            "--mixed_precision and kind of device, or start the optimizer from scratch with --reset optimizer"
+            "--mixed_precision and kind of device, or start the optimizer from scratch with --reset optimizer",
+            "mismatch",
         )
     scaler.load_state_dict(scaler_state)
 
