@@ -20,6 +20,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.files import write_json_atomic
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def exclusive(
         ConfigError: another run uses it, or it cannot be written to; on every rank.
     """
     with contextlib.ExitStack() as locks:
-        problem = None
+        problem: tuple[str, Kind] | None = None
         if parallel.is_main:
             try:
                 output_dir.mkdir(parents=True, exist_ok=True)
@@ -67,14 +68,13 @@ def exclusive(
                 locks.enter_context(_holder_file(output_dir))
             except (Timeout, BlockingIOError):
                 conflict = f"{output_dir} is in use by another {holder}{_describe_holder(output_dir)}"
-                problem = Problem(where, f"{conflict}; wait for it, stop it, or {otherwise}", "occupied")
+                problem = f"{conflict}; wait for it, stop it, or {otherwise}", "occupied"
             except OSError as error:
                 file = "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
-                message = f"cannot write to {output_dir}: {error.strerror or error}{file}"
-                problem = Problem(where, message, "unavailable")
+                problem = f"cannot write to {output_dir}: {error.strerror or error}{file}", "unavailable"
         problem = parallel.broadcast_object(problem)
         if problem is not None:
-            raise ConfigError([problem])
+            raise ConfigError([Problem(where, *problem)])
         yield
 
 
