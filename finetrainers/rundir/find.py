@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +119,13 @@ def find_checkpoint(
     root, checkpoints = checkpoints_dir(output_dir), scan_checkpoints(output_dir, weights_only=weights_only)
     if requested is None or (requested == "auto" and not checkpoints):
         return None
+
+    def find_damage(path: Path) -> str | None:
+        known = (known_damage or {}).get(path)
+        return known or damage(path, contents=True, weights_only=weights_only, largest=largest)
+
     if requested in ("auto", "latest"):
-        known_damage = known_damage or {}
-        checkpoints = [
-            replace(checkpoint, damage=checkpoint.damage or known_damage.get(checkpoint.path))
-            for checkpoint in checkpoints
-        ]
-        return _find_newest_verified(root, checkpoints, weights_only=weights_only, largest=largest)
+        return _find_newest_verified(root, checkpoints, find_damage, weights_only=weights_only)
     names = ", ".join(str(checkpoint.step) for checkpoint in checkpoints if checkpoint.damage is None) or "none"
     if requested.isdigit():
         matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
@@ -140,7 +140,7 @@ def find_checkpoint(
                 "directory",
                 "not_found",
             )
-    problem = (known_damage or {}).get(path) or damage(path, contents=True, weights_only=weights_only, largest=largest)
+    problem = find_damage(path)
     if problem is not None:
         if lacks_optimizer(path):
             raise InputError(f"{path} {WITHOUT_OPTIMIZER}", "not_found")
@@ -150,30 +150,25 @@ def find_checkpoint(
 
 
 def _find_newest_verified(
-    root: Path, checkpoints: list[CheckpointInfo], *, weights_only: bool, largest: int | None
+    root: Path, checkpoints: list[CheckpointInfo], find_damage: Callable[[Path], str | None], *, weights_only: bool
 ) -> Path:
     """Return the newest checkpoint whose files match its manifest; see `damage`."""
     if not checkpoints:
         raise InputError(f"no checkpoint in {root}; leave the option out to start a new run", "not_found")
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints):
-        problem = checkpoint.damage or damage(
-            checkpoint.path, contents=True, weights_only=weights_only, largest=largest
-        )
+        problem = checkpoint.damage or find_damage(checkpoint.path)
         if problem is None:
             for reason in damaged:
-                _warn("continuing from %s, because a newer checkpoint is damaged: %s", checkpoint.path, reason)
+                if launched_rank() == 0:  # all processes read the same directory
+                    logger.warning(
+                        "continuing from %s, because a newer checkpoint is damaged: %s", checkpoint.path, reason
+                    )
             return checkpoint.path
         damaged.append(f"{checkpoint.path.name}: {problem}")
     if not weights_only and all(lacks_optimizer(checkpoint.path) for checkpoint in checkpoints):
         raise InputError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}", "not_found")
     raise InputError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})", "unreadable")
-
-
-def _warn(message: str, *values: object) -> None:
-    """Warn once for all processes: they read the same directory."""
-    if launched_rank() == 0:
-        logger.warning(message, *values)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -140,9 +140,10 @@ def encode_prompts(
             image = None if spec.facts.media else _first_frame(prompt)
             last = None if prompt.last_image is None else load_image(open_image(prompt.last_image))
             if spec.facts.text_sees_image:
-                encoded = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
+                encoded = spec.encode_with_images(encoders, [prompt.prompt], [image])
             else:
-                encoded = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
+                encoded = spec.encode_text(encoders, [prompt.prompt])
+            encoded = encoded.to("cpu", dtype)
         except Exception as error:
             if failed is None:
                 raise

@@ -96,7 +96,6 @@ def load_trainable_transformer(
     """
     fault_point("load")
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
-    starts_from_lora = checkpoint is None and initial is not None and initial.kind == "lora"
     if checkpoint is not None and config.training.training_type == "full-finetune":
         transformer = spec.load_transformer(dtype, folder=checkpoint / spec.facts.trained)
     else:
@@ -107,7 +106,7 @@ def load_trainable_transformer(
     make_trainable(transformer, config.training)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
-    elif starts_from_lora and initial is not None:
+    elif checkpoint is None and initial is not None and initial.kind == "lora":
         with attribute_to_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
     if has_reference_adapter(checked):
@@ -218,8 +217,9 @@ def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str =
     Raises:
         ValueError: the file does not fit the adapter.
     """
-    state = load_file(directory / LORA_FILE)
-    _set_adapter({strip_component(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
+    path = directory / LORA_FILE
+    state = {strip_component(name): tensor for name, tensor in load_file(path).items()}
+    _set_adapter(state, transformer, path, adapter=adapter)
 
 
 def store_initial_lora(checked: ResolvedRun, spec: ModelSpec) -> str | None:

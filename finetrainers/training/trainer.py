@@ -6,7 +6,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -43,34 +44,31 @@ _SAVE_MEMORY_ADVICE = (
 )
 
 
+@dataclass(eq=False)
 class Trainer:
-    """Training loop over the optimizer steps of a state's network."""
+    """Training loop over the optimizer steps of a state's network.
 
-    def __init__(
-        self,
-        state: TrainState,
-        *,
-        lr_at: Callable[[int], float],
-        callbacks: Sequence[Callback] = (),
-        activations: ActivationPlanner | None = None,
-    ) -> None:
-        """Args:
+    Attributes:
         state: the run, new or restored from a checkpoint.
         lr_at: learning rate of optimizer step n, from 0.
         callbacks: watchers, in order.
         activations: chooses what blocks store, or None if the options decide it.
-        """
-        self.state = state
-        self.lr_at = lr_at
-        self.callbacks = list(callbacks)
-        self.activations = activations
+    """
+
+    state: TrainState
+    lr_at: Callable[[int], float]
+    callbacks: list[Callback] = field(default_factory=list)
+    activations: ActivationPlanner | None = None
+    _may_reserve_memory = True  # until the first step or save
+    _is_updating = False  # weights and step do not belong together
+    _blocked_s = 0.0  # how long training has waited for checkpoints since the last record
+
+    def __post_init__(self) -> None:
+        state = self.state
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
         self._peak_flops = peak_flops(state.parallel.device)
         self._hardware = hardware_monitor(state.parallel)
-        self._may_reserve_memory = True  # until the first step or save
         self._saved_step = state.step  # of the checkpoint that the run resumed from, or wrote last
-        self._is_updating = False  # weights and step do not belong together
-        self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
         """Train from the current step to the last, then save; a stop request ends the run earlier with a checkpoint."""
@@ -197,7 +195,7 @@ class Trainer:
             if state.stopped_by is not None:
                 return
             self._sample_if_due()
-            if _is_save_requested(self.state):  # by the hooks that have just run
+            if _is_save_requested(state):  # by the hooks that have just run
                 self._save(replace=True)
             if state.stopped_by is not None:
                 return
@@ -325,7 +323,7 @@ class Trainer:
         state = self.state
         every = state.config.training.checkpointing_steps
         is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
-        if is_due or _is_save_requested(self.state):
+        if is_due or _is_save_requested(state):
             self._save()
         else:
             self._reserve_save_memory()
@@ -339,7 +337,7 @@ class Trainer:
                 a guard.
         """
         state, requests = self.state, self.state.requests
-        stops = _is_save_requested(self.state) and requests.stop is not None
+        stops = _is_save_requested(state) and requests.stop is not None
         if replace or self._saved_step != state.step:
             state.watchdog.enter("checkpoint", "save")
             started = time.perf_counter()
