@@ -65,7 +65,10 @@ def exclusive(
                 output_dir.mkdir(parents=True, exist_ok=True)
                 locks.enter_context(FileLock(output_dir / _LOCK).acquire(timeout=0))
                 locks.enter_context(_lock_directory(output_dir))
-                locks.enter_context(_holder_file(output_dir))
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                record = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+                write_json_atomic(output_dir / HOLDER, record)
+                locks.callback((output_dir / HOLDER).unlink, missing_ok=True)
             except (Timeout, BlockingIOError):
                 conflict = f"{output_dir} is in use by another {holder}{_describe_holder(output_dir)}"
                 problem = f"{conflict}; wait for it, stop it, or {otherwise}", "occupied"
@@ -134,18 +137,6 @@ def _lock_directory(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _holder_file(output_dir: Path) -> Iterator[None]:
-    """Keep a file that names the lock's holder within the block."""
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-    write_json_atomic(output_dir / HOLDER, holder)
-    try:
-        yield
-    finally:
-        (output_dir / HOLDER).unlink(missing_ok=True)
 
 
 def _describe_holder(output_dir: Path) -> str:

@@ -206,7 +206,9 @@ def _make_validations(
         yield validation(encoded=encoded.select(0, count), section=section, due=both, scores=scores)
 
 
-def _schedule(state: TrainState, source: BatchSource, steps: int, epochs: int = 0) -> Callable[[int], bool]:
+def _schedule(
+    state: TrainState, source: BatchSource, steps: int | None, epochs: int | None = None
+) -> Callable[[int], bool]:
     """Return a test of whether to sample after a step: every N steps, after every N epochs, and after the last step."""
     total = state.total_steps
     due = range(steps, total, steps) if steps else ()

@@ -289,13 +289,11 @@ def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool
     state, settings = spec.read_lora(path)
     expected = get_peft_model_state_dict(transformer)
     attached = transformer.peft_config["default"]  # type: ignore[union-attr, index]
-    expected_settings = {
-        "lora_alpha": max(t.shape[0] for n, t in state.items() if "lora_A" in n),
-        "use_rslora": False,
-        "use_dora": False,
-    }
-    expected_settings |= {name: settings[name] for name in expected_settings if name in settings}
-    is_equal = all(float(getattr(attached, name)) == float(value) for name, value in expected_settings.items())
+    rank = max(tensor.shape[0] for name, tensor in state.items() if "lora_A" in name)
+    defaults = {"lora_alpha": rank, "use_rslora": False, "use_dora": False}
+    is_equal = all(
+        float(getattr(attached, name)) == float(settings.get(name, default)) for name, default in defaults.items()
+    )
     has_patterns = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern"))
     shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, expected)]
     if not is_equal or has_patterns or shapes[0] != shapes[1]:

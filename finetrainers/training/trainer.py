@@ -361,33 +361,31 @@ class Trainer:
     @advise_on_oom("sampling or evaluating")
     def _sample_if_due(self) -> None:
         """Let the callbacks sample and evaluate."""
-        requests = self.state.requests
+        state, requests = self.state, self.state.requests
         requested = requests.sample
         if requested and not any(callback.samples for callback in self.callbacks):
             logger.warning("samples requested: there are no validation prompts and no held-out items")
-        self.state.watchdog.enter("sampling")
+        state.watchdog.enter("sampling")
         for callback in self.callbacks:
             begin_work(None)
-            self._log(callback.on_step(self.state))
+            self._log(callback.on_step(state))
         # A request by these hooks is fulfilled after the next step: some of the callbacks have had their turn.
         # After the last step everything is sampled anyway.
-        requests.sample = requests.sample and not requested and self.state.step < self.state.total_steps
-        self._log(self.state.memory.take_validation_record(is_last=self.state.step == self.state.total_steps))
+        requests.sample = requests.sample and not requested and state.step < state.total_steps
+        self._log(state.memory.take_validation_record(is_last=state.step == state.total_steps))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds of saving and those of waiting for a slow rank."""
-        every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
-        record = summarize_records(records, seconds=seconds, every=every, summaries=summaries)
-        record = with_rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
-        record["lr"] = self.lr_at(self.state.step - 1)
+        state, every = self.state, self.state.config.run.logging_steps
+        record = summarize_records(records, seconds=seconds, every=every, summaries=state.method.summaries)
+        record = with_rates(record, num_ranks=state.parallel.data_size, peak=self._peak_flops)
+        record["lr"] = self.lr_at(state.step - 1)
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
-        waiting = self.state.guards.straggler.check_interval(
-            self.state.step, steps=len(records), step_s=record["step_s"]
-        )
+        waiting = state.guards.straggler.check_interval(state.step, steps=len(records), step_s=record["step_s"])
         hardware = {} if self._hardware is None else self._hardware.take_record()
-        self._log({**record, **waiting, **hardware, **self.state.memory.take_record()})
+        self._log({**record, **waiting, **hardware, **state.memory.take_record()})
 
     def _log(self, record: Record | None) -> None:
         """Pass numbers of the current step, if any, to all callbacks; the names are the same on every rank."""

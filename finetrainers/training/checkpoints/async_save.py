@@ -100,11 +100,8 @@ class BackgroundSave:
         """Begin a save; none may be in flight."""
         assert self._job is None, f"{self._job.description} has not ended"
         self._job = job
-        self._future = None if job.write is None else self._executor.submit(self._run, job.write)
-
-    def _run(self, write: Callable[[], Any]) -> Any:
-        with self._watchdog.in_thread("checkpoint"):
-            return write()
+        limited = self._watchdog.in_thread("checkpoint")
+        self._future = None if job.write is None else self._executor.submit(limited(job.write))
 
     @property
     def is_writing(self) -> bool:
