@@ -25,6 +25,7 @@ from finetrainers.plan.ownership import EXPORTED, export_problem
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
 from finetrainers.utils.text import plural
 
@@ -93,7 +94,7 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError([Problem("SOURCE", str(error))]) from None
+        raise ConfigError([Problem.from_error("SOURCE", error)]) from None
     if target.weights.kind == "base" or target.weights.path is None:
         message = f"{given} is a model without training; give a run, a checkpoint or a LoRA in safetensors"
         raise ConfigError([Problem("SOURCE", message)])
@@ -102,13 +103,13 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
         message = (
             f"is needed: nothing next to {given} tells which model it is of; give a folder, a hub id or demo://NAME"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "required")])
     config = build_config([target.source, overrides])
     try:
         config = config.model_copy(update={"model": with_family(config.model)})
         family = get_family(config.model.model_name)
     except KeyError as error:
-        raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+        raise ConfigError([Problem("--model_name", str(error.args[0]), "unknown")]) from None
     path, model = target.weights.path, target.weights.on(config.model)
     if (options or path.is_file()) and (problems := family.problems(model, weights=model != config.model)):
         raise ConfigError(under("SOURCE", problems, target.weights))
@@ -144,11 +145,12 @@ def source_problems(source: Source, formats: Sequence[str], folder: Path, *, ove
             source.family.name, weights_format, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
         )
         if problem is not None:
-            problems.append(Problem("--format", problem))
+            problems.append(Problem("--format", problem, "unsupported"))
         elif (folder / weights_format).exists() and not overwrite:
-            problems.append(Problem("--format", f"{folder / weights_format} exists; --overwrite replaces it"))
+            message = f"{folder / weights_format} exists; --overwrite replaces it"
+            problems.append(Problem("--format", message, "occupied"))
         elif (other := _other_files(source, folder / weights_format)) is not None:
-            problems.append(Problem("--overwrite", other))
+            problems.append(Problem("--overwrite", other, "occupied"))
     return problems
 
 
@@ -253,7 +255,7 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
         check_lora_modules(source.weights.path, lora.state(), network)
         check_outputs(lora, network)
     except ValueError as error:
-        raise ConfigError([Problem("SOURCE", str(error))]) from None
+        raise ConfigError([Problem.from_error("SOURCE", error)]) from None
     averages = source.weights.averages
     return lora if averages is None else with_averages(lora, load_file(averages))
 
@@ -359,9 +361,10 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 seen.add(name)
                 if name not in expected or not file.get_tensor(name).equal(expected[name].cpu()):
-                    raise ValueError(f"{path} was read back with another {name}")
+                    raise InputError(f"{path} was read back with another {name}", "mismatch")
     if lost := sorted(expected.keys() - seen):
-        raise ValueError(f"{folder} was read back without {plural(len(lost), 'tensor')}, e.g. {lost[0]}")
+        message = f"{folder} was read back without {plural(len(lost), 'tensor')}, e.g. {lost[0]}"
+        raise InputError(message, "not_found")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,10 @@ def plan_targets(
     _check(config, facts, prompts, options, targets, findings)
     variants = _variants(targets, options, findings)
     output_dir = options.output_dir or _default_place(targets[0])
-    if (problem := folder_problem(output_dir)) is not None or (problem := samples_problem(output_dir)) is not None:
+    if (problem := folder_problem(output_dir)) is not None:
         findings.error("output_dir", problem)
+    elif (problem := samples_problem(output_dir)) is not None:
+        findings.error("output_dir", problem, "occupied")
     if findings.errors:
         raise ConfigError(_use_command_names(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
@@ -230,7 +232,8 @@ def _launcher_problems() -> Iterator[Problem]:
         kind = "DeepSpeed" if options.deepspeed else "FSDP2"
         yield Problem(
             "launcher", f"{kind} splits the network, and each process samples with all of it; launch with "
-            "accelerate_configs/ddp.yaml, or start one process, with --enable_model_cpu_offload where memory is short"
+            "accelerate_configs/ddp.yaml, or start one process, with --enable_model_cpu_offload where memory is short",
+            "unsupported",
         )  # fmt: skip
 
 
@@ -242,7 +245,7 @@ def _targets(names: Sequence[str], options: SampleSection, findings: Findings) -
         except ConfigError as error:
             findings.errors += error.problems
         except ValueError as error:
-            findings.errors.append(Problem("TARGET", str(error)))
+            findings.errors.append(Problem.from_error("TARGET", error))
     return targets
 
 
@@ -258,8 +261,8 @@ def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findi
             unknown = not with_source and "pretrained_model_name_or_path" not in flags.values
             hint = f"the base model of {target.given} is not known; name it"
             findings.errors += [
-                Problem("--pretrained_model_name_or_path", hint)
-                if unknown and "is required" in problem.message
+                Problem("--pretrained_model_name_or_path", hint, "required")
+                if unknown and problem.kind == "required"
                 else problem
                 for problem in error.problems
             ]
@@ -276,6 +279,7 @@ def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findi
                     "TARGET",
                     f"{target.given} has {name} {other.get(name)}, and {with_source[0].given} {configs[0].get(name)}; "
                     f"sample them one after the other, or give --{name} for both",
+                    "conflict",
                 )
             )
     return configs[0].model_copy(update={"parallel": ParallelSection()})
@@ -293,7 +297,7 @@ def _fetch(family: Family, config: TrainConfig) -> None:
             f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}; "
             f"{fetched.way_out}, or give a directory"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
 
 
 def _prompts(
@@ -312,9 +316,8 @@ def _prompts(
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     section = section.model_copy(update=values)
     if section.validation_prompts is None:
-        findings.error(
-            "prompts", "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
-        )
+        message = "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
+        findings.error("prompts", message, "required")
         return _replace_validation(config, section), []
     try:
         count = len(parse_validation_prompts(section))
@@ -331,7 +334,7 @@ def _prompts(
     prompts = read_prompts(config, findings)
     size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:
-        findings.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768")
+        findings.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768", "required")
     override = (use_run_prompts or fixed_size) and options.size is not None
     return config, [prompt.model_copy(update={"size": size if override else prompt.size or size}) for prompt in prompts]
 
@@ -379,13 +382,15 @@ def _check(
             else f"the guidance scale is {scale:g}"
         )
         findings.error(
-            "negative_prompt", f"has no effect: {reason}, so that nothing is sampled for a second prompt; remove it"
+            "negative_prompt",
+            f"has no effect: {reason}, so that nothing is sampled for a second prompt; remove it",
+            "conflict" if facts.guidance is None else "unsupported",
         )
     kinds = {target.weights.kind for target in targets}
     if options.lora_scale and "lora" not in kinds:
-        findings.error("lora_scale", "has no effect: there is no LoRA; remove it")
+        findings.error("lora_scale", "has no effect: there is no LoRA; remove it", "conflict")
     if options.compare and "base" in kinds:
-        findings.error("compare", "is what is sampled already; remove it")
+        findings.error("compare", "is what is sampled already; remove it", "duplicate")
 
 
 def _variants(targets: Sequence[Target], options: SampleSection, findings: Findings) -> list[Variant]:
@@ -450,5 +455,6 @@ def _use_command_names(problems: Sequence[Problem]) -> list[Problem]:
         for name, sample_name in VALIDATION_NAMES.items():
             where = f"--{sample_name}" if where == f"--{name}" else where
             message = message.replace(f"--{name}", f"--{sample_name}").replace(name, f"--{sample_name}")
-        renamed.append(Problem(where, message.replace("each validation prompt", "each prompt")))
+        message = message.replace("each validation prompt", "each prompt")
+        renamed.append(replace(problem, where=where, message=message))
     return renamed

@@ -111,7 +111,7 @@ def check_weights(plan: SamplePlan) -> None:
             try:
                 check_lora_modules(path, spec.read_lora(path)[0], network)
             except ValueError as error:
-                problems.append(Problem("TARGET", str(error)))
+                problems.append(Problem.from_error("TARGET", error))
     expected = spec.parts[spec.facts.trained].__name__
     for candidate in weights:
         if candidate.kind == "full" and candidate.path is not None and candidate.path.is_file():
@@ -121,9 +121,8 @@ def check_weights(plan: SamplePlan) -> None:
                 "_class_name", expected
             )
             if class_name != expected:
-                problems.append(
-                    Problem("TARGET", f"{candidate.path} holds a {class_name}, and {plan.family.name} is a {expected}")
-                )
+                message = f"{candidate.path} holds a {class_name}, and {plan.family.name} is a {expected}"
+                problems.append(Problem("TARGET", message, "mismatch"))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), of="these samples")
 

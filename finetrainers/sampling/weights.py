@@ -17,6 +17,7 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256, missing_path_problem
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
@@ -127,14 +128,14 @@ def run_source(home: Path) -> RawOptions:
                 f"the run is of finetrainers {made_by}, and this is {__version__}; "
                 f"install that version, or correct {_CONFIG}"
             )
-            source.problems.append(Problem(str(home), message))
+            source.problems.append(Problem(str(home), message, "mismatch"))
     return source
 
 
 def under(where: str, problems: Iterable[Problem], weights: Weights) -> list[Problem]:
     """Return problems of a network's single file under the argument that named it, `TARGET` or `SOURCE`."""
     path = str(weights.path)
-    return [Problem(where, p.message) if p.where == "--transformer_id" and path in p.message else p for p in problems]
+    return [replace(p, where=where) if p.where == "--transformer_id" and path in p.message else p for p in problems]
 
 
 def in_order(targets: list[Target]) -> list[Target]:
@@ -173,9 +174,10 @@ def _model(name_or_path: str, path: Path) -> Target:
         or path.parent.is_dir()
         or path.suffix == ".safetensors"
     ):
-        raise ValueError(
+        raise InputError(
             f"{missing_path_problem(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
-            "(a folder, a hub id or demo://NAME)"
+            "(a folder, a hub id or demo://NAME)",
+            "not_found",
         )
     return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))
 

@@ -84,14 +84,13 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
     """
     findings = Findings()
     if launched_processes() > 1:
-        findings.error(
-            "launcher", "a watch is one process; start it without a launcher, on a device of its own (--device)"
-        )
+        message = "a watch is one process; start it without a launcher, on a device of its own (--device)"
+        findings.error("launcher", message, "unsupported")
     if not (run / "config.toml").is_file():
         reason = (
             "has no config.toml; give a run's --output_dir" if run.is_dir() else missing_path_problem(run, folder=True)
         )
-        raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}")])
+        raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}", "not_found")])
     requested: dict[str, Preset | None] = {}
     try:
         requested = read_presets(options)
@@ -108,7 +107,8 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
     identity = read_identity(run)
     for name in requested:
         if are_different(read_identity_file(output_dir / name / WATCHED), identity):
-            findings.error("output_dir", f"{output_dir / name} holds the clips of another run; give another directory")
+            message = f"{output_dir / name} holds the clips of another run; give another directory"
+            findings.error("output_dir", message, "occupied")
     presets: dict[str, SamplePlan] = {}
     for name, preset in requested.items():
         try:
@@ -155,7 +155,7 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
     size = size or max(sizes, key=lambda size: size[0] * size[1] * size[2], default=None)
     if size is None:
         message = "the size that the run trains on is not known; give presets of your own: --preset NAME=49x512x768"
-        raise ConfigError([Problem("--presets", message)])
+        raise ConfigError([Problem("--presets", message, "required")])
     return size
 
 
@@ -182,7 +182,7 @@ def _rewards(
         repositories = dict.fromkeys(repo for entry in entries for repo in missing_repositories(entry))
         away = ask(list(repositories))
         findings.errors += [
-            Problem("--reward", unavailable_weights_problem(repo, away)) for repo in repositories if away
+            Problem("--reward", unavailable_weights_problem(repo, away), "unavailable") for repo in repositories if away
         ]
     return entries, label
 
@@ -197,7 +197,7 @@ def _with_best(
         return entries, label
     if label == "weighted_sum":
         message = f"{requested} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
-        findings.error("best_by", message)
+        findings.error("best_by", message, "unsupported")
         return entries, label
     try:
         entry = RewardEntry.model_validate(parse_reward(label))
@@ -207,7 +207,7 @@ def _with_best(
     if problems:
         hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
         messages = [f"no reward is called {requested!r}{hint}"] if hint else problems
-        findings.errors += [Problem("--best_by", message) for message in messages]
+        findings.errors += [Problem("--best_by", message, "unknown") for message in messages]
         return entries, label
     entries = [*entries, entry]  # clips with its score are not scored again
     return entries, label_of(entry, entries)
@@ -231,8 +231,8 @@ def use_device(device: str | None) -> None:
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if visible and int(index) >= len(visible):
         message = f"{device}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)}, counted from cuda:0"
-        raise ConfigError([Problem("--device", message)])
+        raise ConfigError([Problem("--device", message, "conflict")])
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index
     if likely_device_type() != "cuda":
         message = f"{device}: torch can use no GPU here, and would use the CPU; give --device cpu if that is meant"
-        raise ConfigError([Problem("--device", message)])
+        raise ConfigError([Problem("--device", message, "unavailable")])
