@@ -92,7 +92,7 @@ def _points(run: RunRecords, name: str, panel: Panel) -> Points:
     xs, ys = run.points(name, panel.x)
     if panel.x == "step" or not xs:
         return xs, ys
-    order = sorted(range(len(xs)), key=lambda index: xs[index])
+    order = sorted(range(len(xs)), key=xs.__getitem__)
     return [xs[index] for index in order], [ys[index] for index in order]
 
 
