@@ -158,16 +158,18 @@ def _memory_fact(state: TrainState, *, is_cuda: bool) -> Iterator[tuple[str, str
     parts = []
     if "allocated" in peak:
         reserved = f", {peak['reserved']:.2f} GiB reserved" if "reserved" in peak else ""
-        total = ""
-        if is_cuda:
-            gib = torch.cuda.get_device_properties(state.parallel.device).total_memory / 2**30
-            total = f" of {gib:.1f} GiB"
-        parts.append(f"{peak['allocated']:.2f} GiB allocated{reserved}{total} on the GPU")
+        total = torch.cuda.get_device_properties(state.parallel.device).total_memory / 2**30 if is_cuda else None
+        parts.append(
+            f"{peak['allocated']:.2f} GiB allocated{reserved}"
+            f"{'' if total is None else f' of {total:.1f} GiB'} on the GPU"
+        )
     if "host" in peak:
         parts.append(f"{peak['host']:.2f} GiB of host memory")
     if parts:
-        per_process = ", per process" if state.parallel.world_size > 1 else ""
-        yield "peak memory of a training step", f"{'; '.join(parts)}{per_process}"
+        yield (
+            "peak memory of a training step",
+            f"{'; '.join(parts)}{', per process' if state.parallel.world_size > 1 else ''}",
+        )
 
 
 def memory_by_phase(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:

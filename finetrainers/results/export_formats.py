@@ -140,15 +140,15 @@ def source_problems(source: Source, formats: Sequence[str], folder: Path, *, ove
     """Return the reasons why an export is impossible, as far as file headers show."""
     problems, is_lora = [], source.weights.kind == "lora"
     for weights_format in formats:
+        final = folder / weights_format
         problem = format_problem(
             source.family.name, weights_format, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
         )
         if problem is not None:
             problems.append(Problem("--format", problem, "unsupported"))
-        elif (folder / weights_format).exists() and not overwrite:
-            message = f"{folder / weights_format} exists; --overwrite replaces it"
-            problems.append(Problem("--format", message, "occupied"))
-        elif (other := _other_files(source, folder / weights_format)) is not None:
+        elif final.exists() and not overwrite:
+            problems.append(Problem("--format", f"{final} exists; --overwrite replaces it", "occupied"))
+        elif (other := _other_files(source, final)) is not None:
             problems.append(Problem("--overwrite", other, "occupied"))
     return problems
 
@@ -223,19 +223,20 @@ def export_formats(
     lora = _read(source, spec, network)
     architecture = ARCHITECTURES.get(source.family.name, (source.family.name, ""))
     for weights_format in formats:
+        final = folder / weights_format
         if weights_format == "merged":
-            with _publish(folder / weights_format, source) as temporary:
+            with _publish(final, source) as temporary:
                 _merge(spec, lora, temporary, torch_dtype or DTYPES["bf16"], lora_scale, one_file=one_file)
-            yield Exported(weights_format, folder / weights_format / spec.facts.trained, None)
+            yield Exported(weights_format, final / spec.facts.trained, None)
             continue
         cast_lora = cast(lora, torch_dtype)
         metadata = lora_metadata(lora, architecture=architecture, facts=_facts(source))
-        with _publish(folder / weights_format, source) as temporary:
+        with _publish(final, source) as temporary:
             file = write_lora(
                 temporary, source.name, cast_lora, weights_format, spec=spec, network=network, metadata=metadata
             )
             checked = check_written(file, cast_lora, spec=spec, network=network, kind=weights_format)
-        yield Exported(weights_format, folder / weights_format / file.name, checked)
+        yield Exported(weights_format, final / file.name, checked)
 
 
 def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -18,6 +18,7 @@ from finetrainers.utils.video import evenly_spaced, read_comment
 
 from .watched import Watched
 
+_Place = tuple[str, str, int]  # prompt, size and seed
 _MOST_PROMPTS, _MOST_STEPS = 8, 6
 _MISSING = "not on this page"
 #: Initial widths in pixels of a row of clips and of one clip, so that curves stay in sight.
@@ -129,7 +130,7 @@ def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
 
     They have a column for each LoRA and scale, newest settings first.
     """
-    by_place: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}  # by prompt, size and seed, then by column
+    by_place: dict[_Place, dict[str, dict[str, Any]]] = {}  # and by column
     for ledger in sorted((run.root / "samples").glob("*/ledger*.jsonl")):
         for record in sorted(read_jsonl(ledger)[0], key=lambda record: str(record.get("time"))):
             video = ledger.parent / str(record.get("file"))
@@ -141,23 +142,27 @@ def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
     if not columns or limits.count < 1:
         return Videos(None, count)
     selected = columns[: max(1, min(_MOST_STEPS, limits.count))]
-    rows: dict[tuple[str, str], list[Row]] = {}
-    for prompt, size, seed in _in_turns(by_place)[: max(1, limits.count // len(selected))]:
-        cells = [_sample_cell(by_place[prompt, size, seed].get(name), limits) for name in selected]
-        rows.setdefault((prompt, size), []).append(Row(f"seed {seed}", cells))
-    groups = [Group(prompt, seed_rows) for (prompt, _), seed_rows in rows.items()]
+    groups = _by_prompt(by_place, selected, limits, lambda place, name: _sample_cell(by_place[place].get(name), limits))
     # Such as `result, scale 0.5`.
     titles = [name.replace("_scale-", ", scale ").replace("base", "base model", name == "base") for name in selected]
     return _videos(Grid(titles, groups), count)
 
 
-def _in_turns(places: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """Return the first seed of each prompt, then the second one of each, and so on."""
-    seeds: dict[tuple[str, str], list[int]] = {}
-    for prompt, size, seed in places:
-        seeds.setdefault((prompt, size), []).append(seed)
-    turns = zip_longest(*([(*key, seed) for seed in sorted(prompt_seeds)] for key, prompt_seeds in seeds.items()))
-    return [place for turn in turns for place in turn if place is not None]
+def _by_prompt(
+    places: Iterable[_Place], columns: Sequence[Any], limits: VideoLimits, cell: Callable[[_Place, Any], Cell]
+) -> list[Group]:
+    """Return a group for each prompt and size, with a row for each seed.
+
+    With many places, those of the first seed of each prompt come first, then those of the second one, and so on.
+    """
+    by_prompt: dict[tuple[str, str], list[_Place]] = {}
+    for place in places:
+        by_prompt.setdefault(place[:2], []).append(place)
+    turns = [place for turn in zip_longest(*map(sorted, by_prompt.values())) for place in turn if place is not None]
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for place in turns[: max(1, limits.count // len(columns))]:
+        rows.setdefault(place[:2], []).append(Row(f"seed {place[2]}", [cell(place, column) for column in columns]))
+    return [Group(prompt, seed_rows) for (prompt, _), seed_rows in rows.items()]
 
 
 def _column_order(name: str) -> tuple[bool, str, float]:
@@ -196,18 +201,16 @@ def watched_videos(watched: Watched, limits: VideoLimits) -> Videos:
     selected = _select_steps(steps, min(_MOST_STEPS, limits.count))
     if watched.best in steps and watched.best not in selected:
         selected = sorted([*selected[1:], watched.best])
-    rows: dict[str, list[Row]] = {}
-    pairs = dict.fromkeys((prompt, "", seed) for _, prompt, seed in clips)
-    for prompt, _, seed in _in_turns(pairs)[: max(1, limits.count // len(selected))]:
-        cells = []
-        for step in selected:
-            record = watched.records.get((step, prompt, seed), {})
-            scores = [f"{k} {'failed' if v is None else f'{v:.4g}'}" for k, v in (record.get("scores") or {}).items()]
-            cells.append(_cell(clips.get((step, prompt, seed)), limits, caption="\n".join(scores)))
-        rows.setdefault(prompt, []).append(Row(f"seed {seed}", cells))
+
+    def cell(place: _Place, step: int) -> Cell:
+        prompt, _, seed = place
+        scores = watched.records.get((step, prompt, seed), {}).get("scores") or {}
+        lines = [f"{label} {'failed' if score is None else f'{score:.4g}'}" for label, score in scores.items()]
+        return _cell(clips.get((step, prompt, seed)), limits, caption="\n".join(lines))
+
+    places = dict.fromkeys((prompt, "", seed) for _, prompt, seed in clips)
     columns = [f"step {step}{', best' if step == watched.best else ''}" for step in selected]
-    groups = [Group(prompt, seed_rows) for prompt, seed_rows in rows.items()]
-    return _videos(Grid(columns, groups), len(clips))
+    return _videos(Grid(columns, _by_prompt(places, selected, limits, cell)), len(clips))
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         commands=_read_each(runs, sections.list_commands),
         groups=groups,
         scores=scores,
-        watched=watched,
         marked={mark.kind for chart in charts for mark in chart.marks},
         chart_data=[chart_data(chart) for chart in charts],
         shown=video_sections,

@@ -242,9 +242,7 @@ def _training_problems(run: RunRecords) -> Iterator[str]:
         yield f"{file}: {reason}"
     if len(bad) > _NAMED:
         yield f"and {len(bad) - _NAMED} more files that could not be read; events.jsonl has all (bad_sample)"
-    left_out = run.of_kind("left_out")
-    if left_out:
-        counts = [event.get("clips", 0) for event in left_out]
+    if counts := [event.get("clips", 0) for event in run.of_kind("left_out")]:
         yield f"{min(counts)} to {max(counts)} clips an epoch fell through all buckets (bucket_keep_prob)"
 
 
