@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,6 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
             "has no config.toml; give a run's --output_dir" if run.is_dir() else missing_path_problem(run, folder=True)
         )
         raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}", "not_found")])
-    requested: dict[str, Preset | None] = {}
     try:
         requested = read_presets(options)
     except ConfigError as error:
@@ -123,17 +123,11 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
 
 
 def _plan(target: Target, options: WatchSection, flags: RawOptions, preset: Preset, folder: Path) -> SamplePlan:
-    values = {name: getattr(options, name) for name in _TAKEN}
-    size = None if preset.size is None else "x".join(map(str, preset.size))
-    section = SampleSection.model_validate(
-        {
-            **values,
-            "size": size,
-            "num_inference_steps": preset.steps,
-            "guidance_scale": preset.guidance,
-            "output_dir": folder,
-        }
-    )
+    section = SampleSection.model_validate({
+        **{name: getattr(options, name) for name in _TAKEN},
+        "size": None if preset.size is None else "x".join(map(str, preset.size)),
+        "num_inference_steps": preset.steps, "guidance_scale": preset.guidance, "output_dir": folder,
+    })  # fmt: skip
     plan = plan_targets([target.given], [target], section, flags, Findings(), fixed_size=True)
     return replace(plan, variants=[])
 
@@ -144,19 +138,17 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
     Raises:
         ConfigError: neither is known.
     """
-    size = size_of_run(config, target)
+    if (size := size_of_run(config, target)) is not None:
+        return size
     section = config.validation
     if options.prompts is not None:
         update = {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
         section = section.model_copy(update=update)
-    sizes = (
-        [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None] if size is None else []
-    )
-    size = size or max(sizes, key=lambda size: size[0] * size[1] * size[2], default=None)
-    if size is None:
+    sizes = [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None]
+    if not sizes:
         message = "the size that the run trains on is not known; give presets of your own: --preset NAME=49x512x768"
         raise ConfigError([Problem("--presets", message, "required")])
-    return size
+    return max(sizes, key=math.prod)
 
 
 def _class_size(name: str, config: TrainConfig, options: WatchSection, target: Target) -> Size:
