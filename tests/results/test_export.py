@@ -11,6 +11,7 @@ import torch
 import yaml
 from diffusers import LTXPipeline
 from PIL import Image
+from safetensors.torch import load_file
 
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
@@ -19,6 +20,7 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.plan.preflight import preflight
 from finetrainers.results import export as module
 from finetrainers.results.card_facts import write_grid
+from finetrainers.results.export_formats import export_formats, find_source
 from finetrainers.training.callbacks.samples import write_sample
 from finetrainers.utils.phases import label
 from finetrainers.utils.video import write_mp4
@@ -229,6 +231,20 @@ def test_comfyui_is_named_only_where_it_reads_the_result(tmp_path, options):
     card = module.model_card(*finished(tmp_path, **options))
     assert "ComfyUI" not in card
     assert "DoRA of rank 8" in card or "LoRA of rank 8" in card
+
+
+def test_a_checkpoint_of_full_finetuning_is_exported_as_its_average(options, run, tmp_path):
+    root = run(
+        **options(training_type="full-finetune", use_ema=True, ema_decay=0.5, train_steps=2, checkpointing_steps=2)
+    ).root
+    checkpoint = root / "checkpoints" / "step-2"
+    averages = load_file(checkpoint / "ema.safetensors")
+    for use_ema in (True, False):
+        source = find_source(str(checkpoint), options={}, use_ema=use_ema)
+        [exported] = export_formats(source, ["diffusers"], tmp_path / str(use_ema), dtype="fp32")
+        [file] = exported.path.glob("*.safetensors")
+        written = load_file(file)
+        assert all(torch.equal(written[name], average) for name, average in averages.items()) == use_ema
 
 
 def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):
