@@ -263,7 +263,7 @@ def _cannot_start(*, joining: bool = True) -> bool:
     """
     outdated = version_problem()
     problems = [Problem("", outdated, "not_installed")] if outdated is not None else []
-    problems += [Problem(name, message) for name, message in launch_problems()] if joining else []
+    problems += [Problem(*problem) for problem in launch_problems()] if joining else []
     if problems:
         print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
     return bool(problems)

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import read_jsonl
 
 Record = Mapping[str, Any]
@@ -98,7 +99,7 @@ def plot_run(directory: Path) -> Path:
     """
     metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     if not metrics.is_file():
-        raise ValueError(f"{directory} is no run directory: it holds no metrics.jsonl")
+        raise InputError(f"{directory} is no run directory: it holds no metrics.jsonl", "not_found")
     figure = draw(read_metrics(metrics), marks_of(read_jsonl(events)[0] if events.is_file() else []))
     if figure is None:
         raise ValueError(f"{metrics} has no records to draw yet")
