@@ -84,7 +84,7 @@ def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
             f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
             f"does:{remedies}"
         )
-        raise ConfigError([Problem("--memory_budget", message)])
+        raise ConfigError([Problem("--memory_budget", message, "too_large")])
     for line in advice_lines(advice, f"memory budget: {needed_gib:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
     return advice.config

@@ -25,9 +25,8 @@ def check_number_of_blocks(config: TrainConfig, spec: ModelSpec) -> None:
         return
     total = len(spec.block_modules(spec.transformer_on_meta()))
     if number > total:
-        raise ConfigError(
-            [Problem("--blocks_to_swap", f"{number} of {total} blocks: the network has no more; lower it")]
-        )
+        message = f"{number} of {total} blocks: the network has no more; lower it"
+        raise ConfigError([Problem("--blocks_to_swap", message, "too_large")])
 
 
 def block_swap(number: int, spec: ModelSpec, parallel: Strategy) -> Swap | None:

@@ -67,7 +67,7 @@ def check_device() -> None:
     """
     unusable = device_problem()
     if unusable is not None:
-        raise ConfigError([Problem("GPU", unusable)])
+        raise ConfigError([Problem("GPU", unusable, "unavailable")])
 
 
 def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
@@ -109,7 +109,7 @@ def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
         f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same "
         "way, or start the optimizer from scratch with --reset optimizer"
     )
-    return Problem("--resume_from_checkpoint", message)
+    return Problem("--resume_from_checkpoint", message, "mismatch")
 
 
 def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
@@ -135,7 +135,7 @@ def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
             message = (
                 "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
             )
-            yield Problem("--fit_gpu", message)
+            yield Problem("--fit_gpu", message, "mismatch")
 
 
 def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:
@@ -152,25 +152,26 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
     device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
     yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability).errors
     if config.memory.compile != "none" and not parallel.compiles_blocks:
-        yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
+        message = "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2"
+        yield Problem("--compile", message, "unsupported")
     training = config.training
     if training.on_nonfinite == "rollback" and not parallel.weights_are_movable:
         message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"
-        yield Problem("--on_nonfinite rollback", message)
+        yield Problem("--on_nonfinite rollback", message, "unsupported")
     if training.async_checkpointing and parallel.saves_optimizer_itself:
         message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
-        yield Problem("--async_checkpointing", message)
+        yield Problem("--async_checkpointing", message, "unsupported")
     if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
         message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
-        yield Problem("--dry_batches on", message)
+        yield Problem("--dry_batches on", message, "unsupported")
     refusal = retry_refusal(config.memory.oom_retry, parallel=parallel)
     if config.memory.oom_retry == "on" and refusal is not None:
-        yield Problem("--oom_retry on", refusal)
+        yield Problem("--oom_retry on", refusal, "unsupported")
     if training.use_ema and not parallel.weights_are_whole:
         message = (
             "averages need whole weights, and this strategy splits them; use DDP or DeepSpeed ZeRO-2, or leave it out"
         )
-        yield Problem("--use_ema", message)
+        yield Problem("--use_ema", message, "unsupported")
     yield from method_spec(config).strategy_problems(config, parallel)
     samples = config.validation
     if samples.enable_model_cpu_offload and samples.validation_prompts and not parallel.weights_are_movable:
@@ -178,7 +179,7 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
             "it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its "
             "own; use DDP, or leave it out: --enable_tiling lets decoding take less"
         )
-        yield Problem("--enable_model_cpu_offload", message)
+        yield Problem("--enable_model_cpu_offload", message, "unsupported")
     yield from _swap_problems(config, parallel)
     yield from _precision_problems(config, parallel)
 
@@ -186,15 +187,15 @@ def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability
 def _precision_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
     if config.memory.layerwise_upcasting_modules and not parallel.weights_are_whole:
         message = "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2"
-        yield Problem("--layerwise_upcasting_modules", message)
+        yield Problem("--layerwise_upcasting_modules", message, "unsupported")
     if config.memory.quantize_frozen != "none" and not parallel.takes_integer_weights:
         message = (
             "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2"
         )
-        yield Problem("--quantize_frozen", message)
+        yield Problem("--quantize_frozen", message, "unsupported")
     if not config.memory.lora_autocast and not parallel.uses_autocast:
         message = "DeepSpeed computes in 16 bits without autocast anyway; leave it out"
-        yield Problem("--no-lora_autocast", message)
+        yield Problem("--no-lora_autocast", message, "unsupported")
 
 
 def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
@@ -202,12 +203,13 @@ def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]
         return
     option = "--blocks_to_swap"
     if parallel.why_no_swap is not None:
-        yield Problem(option, parallel.why_no_swap)
+        yield Problem(option, parallel.why_no_swap, "unsupported")
     if parallel.device.type not in ("cuda", "cpu"):
-        yield Problem(option, f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out")
+        message = f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out"
+        yield Problem(option, message, "unsupported")
     if parallel.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         message = (
             "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it "
             "out"
         )
-        yield Problem(option, message)
+        yield Problem(option, message, "conflict")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,7 @@ def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
         if (problem := spec_problem(name)) is not None:
             raise ConfigError([Problem("--method", problem)])
         return method_spec(config)
-    findings.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
+    findings.error("method", f"unknown method {name!r}{nearest(name, method_names())}", "unknown")
     return None
 
 
@@ -211,12 +211,12 @@ def _find_work(
     """Return the work of the run, or None and errors among the findings if it cannot be determined."""
     backend = backend_problem(config.data.video_backend)
     if backend is not None:  # it would fail for every clip
-        findings.error("video_backend", backend)
+        findings.error("video_backend", backend, "not_installed")
         return None
     try:
         return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
     except DataError as error:
-        findings.errors.append(Problem("data", str(error)))
+        findings.errors.append(Problem.from_error("data", error))
     except ConfigError as error:
         findings.errors += error.problems
     return None
@@ -229,7 +229,7 @@ def _check_environment() -> None:
         ConfigError: with the reasons.
     """
     version_error = version_problem()
-    problems = [] if version_error is None else [Problem("", version_error)]
+    problems = [] if version_error is None else [Problem("", version_error, "not_installed")]
     problems += [Problem(name, message) for name, message in launch_problems(joining=False)]
     if problems:
         raise ConfigError(problems)
@@ -245,10 +245,12 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         config = config.model_copy(update={"model": with_family(config.model)})
         return config, get_family(config.model.model_name)
     except KeyError as error:
-        path_findings = Findings()
-        if config.model.model_name == AUTO:
-            check_paths(config, path_findings)
-        raise ConfigError(path_findings.errors or [Problem("--model_name", str(error.args[0]))]) from None
+        findings, is_named = Findings(), config.model.model_name != AUTO
+        if not is_named:
+            check_paths(config, findings)
+        if not findings.errors:
+            findings.error("model_name", str(error.args[0]), "unknown" if is_named else "required")
+        raise ConfigError(findings.errors) from None
 
 
 def _find_weights(
@@ -271,11 +273,12 @@ def _find_weights(
 def _check_output_dir(config: TrainConfig, family: Family, findings: Findings) -> None:
     """Refuse to overwrite files that are not the run's."""
     try:
-        problems = list(output_dir_problems(config, trained=family.facts.trained))
+        messages = list(output_dir_problems(config, trained=family.facts.trained))
     except OSError as error:
-        problems = [f"{config.run.output_dir} cannot be read: {error.strerror}"]
-    for problem in problems:
-        findings.error("output_dir", problem)
+        findings.error("output_dir", f"{config.run.output_dir} cannot be read: {error.strerror}", "unreadable")
+        return
+    for message in messages:
+        findings.error("output_dir", message, "occupied")
 
 
 def _check_earlier(config: TrainConfig, findings: Findings) -> None:
@@ -285,6 +288,7 @@ def _check_earlier(config: TrainConfig, findings: Findings) -> None:
             "output_dir",
             f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
             "--resume_from_checkpoint latest, or give another directory",
+            "occupied",
         )
 
 
@@ -308,8 +312,8 @@ def _read_scored(config: TrainConfig, method: MethodSpec | None, findings: Findi
         findings.errors += error.problems
         return []
     start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
-    for problem in [problem for prompt in prompts for problem in _media_problems(prompt).values()]:
-        findings.error("eval_prompts", problem)
+    problems = [problem for prompt in prompts for problem in _media_problems(prompt)]
+    findings.errors += [replace(problem, where="--eval_prompts") for problem in problems]
     return prompts
 
 
@@ -322,35 +326,35 @@ def read_prompts(config: TrainConfig, findings: Findings) -> list[ValidationProm
         return []
     start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
     for prompt in prompts:
-        for option, problem in _media_problems(prompt).items():
-            findings.error(option, problem)
+        findings.errors += _media_problems(prompt)
     return prompts
 
 
-def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
-    """Return the problems of reading a prompt's images and videos, by option. Images may be URLs, which are fetched."""
+def _media_problems(prompt: ValidationPrompt) -> list[Problem]:
+    """Return the problems of reading a prompt's images and videos. Images may be URLs, which are fetched."""
     prefix = str(prompt.prefix[0]) if prompt.prefix else None
     images = {"image": prompt.image, "last_image": prompt.last_image}
     videos = {"video": prompt.video, "video_prefix": prefix}
-    problems = {}
+    findings = Findings()
     for medium, image in images.items():
-        if image:
+        if image and not is_url(image) and not Path(image).is_file():
+            findings.error(MEDIA_OPTIONS[medium], f"no such file: {image}", "not_found")
+        elif image:
             try:
-                if not is_url(image) and not Path(image).is_file():
-                    raise InvalidSampleError(f"no such file: {image}")
                 with decoding(image), open_image(image) as loaded_image:
                     loaded_image.load()  # all of it: a truncated image has a complete header
             except InvalidSampleError as error:
-                problems[MEDIA_OPTIONS[medium]] = str(error)
+                is_lost = is_url(image) and not error.lasting
+                findings.error(MEDIA_OPTIONS[medium], str(error), "unavailable" if is_lost else "unreadable")
     for medium, video in videos.items():
         if video and not Path(video).is_file():
-            problems[MEDIA_OPTIONS[medium]] = f"no such file: {video}; give a local video"
+            findings.error(MEDIA_OPTIONS[medium], f"no such file: {video}; give a local video", "not_found")
         elif video:
             try:
                 probe(Path(video))
             except InvalidSampleError as error:
-                problems[MEDIA_OPTIONS[medium]] = f"{video}: {error}"
-    return problems
+                findings.error(MEDIA_OPTIONS[medium], f"{video}: {error}", "unreadable")
+    return findings.errors
 
 
 def option_findings(
@@ -388,7 +392,7 @@ def option_findings(
             "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add "
             "up; use --gradient_accumulation_steps 1, or leave it out"
         )
-        findings.errors.append(Problem("--optimizer_in_backward", message))
+        findings.error("optimizer_in_backward", message, "conflict")
     findings.warnings += [*warnings, *kernels.warnings]
     if device.is_elsewhere:
         findings.allow_local()
@@ -411,7 +415,8 @@ def _check_options(
         problem = format_problem(
             config.model.model_name, export_format, is_lora=is_lora, is_dora=is_dora, misread=facts.misread
         )
-        findings.errors += [] if problem is None else [Problem("--export_formats", problem)]
+        if problem is not None:
+            findings.error("export_formats", problem, "unsupported")
     findings.warnings += filter(None, [restart_warning()])
     requested = os.environ.get(faults.ENVIRONMENT, "")
     with _recording_errors(findings, faults.ENVIRONMENT):
@@ -427,7 +432,7 @@ def _recording_errors(findings: Findings, where: str, kind: type[Exception] = Va
     try:
         yield
     except kind as error:
-        findings.errors.append(Problem(where, str(error)))
+        findings.errors.append(Problem.from_error(where, error))
 
 
 def _has_problem(findings: Findings, options: Collection[str]) -> bool:
@@ -475,7 +480,7 @@ def attribute_to_option(problems: list[Problem], initial: InitialWeights | None)
     """Return a model's problems under the user's option: a transformer may have come from `--init_from`."""
     if initial is None or initial.kind != "full":
         return problems
-    return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
+    return [replace(p, where="--init_from") if p.where == "--transformer_id" else p for p in problems]
 
 
 def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainConfig:
@@ -513,18 +518,20 @@ def check_prompt_videos(
             and video_frames[0] < needed
         ):
             has = f"{prompt.video} gives {video_frames[1]}"
-            findings.error(option or "validation_videos", f"{has}, and {needed} are sampled; give a longer one")
+            message = f"{has}, and {needed} are sampled; give a longer one"
+            findings.error(option or "validation_videos", message, "mismatch")
         if facts.any_frame and prompt.prefix and (video_frames := _count_frames(prompt.prefix[0], rate)):
             path, frames = prompt.prefix
             if problem := facts.geometry.prefix_problem(
                 frames, video_frames[0], needed, ending=prompt.last_image is not None
             ):
-                findings.error(option or "validation_video_prefixes", f"{path} gives {video_frames[1]}{problem}")
+                message = f"{path} gives {video_frames[1]}{problem}"
+                findings.error(option or "validation_video_prefixes", message, "mismatch")
         num_given = sum(1 for image in (prompt.image or prompt.video, prompt.last_image) if image)
         if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= num_given:
             given_frames = "the first and the last frame are" if num_given > 1 else "the last frame is"
             message = f"{given_frames} all that a sample of {needed} frames has; sample more"
-            findings.error(option or "validation_last_images", message)
+            findings.error(option or "validation_last_images", message, "conflict")
 
 
 def _count_frames(path: Path, rate: float) -> tuple[int, str] | None:
@@ -555,7 +562,8 @@ def check_tracker(config: TrainConfig, findings: Findings) -> None:
             missing.append(tracker)
     if missing:
         is_are = "is" if len(missing) == 1 else "are"
-        findings.error("report_to", f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}")
+        message = f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}"
+        findings.error("report_to", message, "not_installed")
 
 
 def check_paths(config: TrainConfig, findings: Findings) -> None:
@@ -566,7 +574,8 @@ def check_paths(config: TrainConfig, findings: Findings) -> None:
             with _recording_errors(findings, f"--{option}"):
                 model_path(value)
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
-            findings.error(option, f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}")
+            message = f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}"
+            findings.error(option, message, "not_found")
     for option in _FOLDERS:
         folder = config.get(option)
         if folder is not None and (problem := folder_problem(folder)) is not None:

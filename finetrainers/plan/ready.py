@@ -79,7 +79,7 @@ def preflight_by_model(
             f"{names} is not on this disk, and {fetched.away}, so the name cannot be checked either; "
             f"{fetched.way_out}, or give a directory"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
     elif fetched.missing:
         checked = replace(checked, unseen=f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}")
     elif fetched.away is not None and not fetched.is_offline_by_choice:
@@ -108,7 +108,10 @@ def check_rewards(checked: ResolvedRun) -> ResolvedRun:
     outage = ask(list(options))
     if outage is None:
         return checked
-    problems = [Problem(f"--{option}", unavailable_weights_problem(repo, outage)) for repo, option in options.items()]
+    problems = [
+        Problem(f"--{option}", unavailable_weights_problem(repo, outage), "unavailable")
+        for repo, option in options.items()
+    ]
     if not target_device(checked.config).is_elsewhere:
         raise ConfigError(problems)
     warnings = [f"{problem} (on the machine that trains)" for problem in problems]
@@ -150,14 +153,14 @@ def check_classes(checked: ResolvedRun) -> None:
     problem = method_class_problem(config)
     problems = [] if problem is None else [Problem("--method", problem)]
     if (problem := optimizer_class_problem(config.optimizer)) is not None:
-        problems.append(Problem("--optimizer", problem))
+        problems.append(Problem("--optimizer", problem, "not_installed"))
     for option in ("reward", "eval_reward"):
         entries = [entry for entry in config.get(option) if entry.reward.startswith(("http://", "https://"))]
         if entries:
             from finetrainers.rewards.registry import server_problem
 
-            server_problems = [server_problem(entry) for entry in entries]
-            problems += [Problem(f"--{option}", message) for message in server_problems if message is not None]
+            messages = filter(None, map(server_problem, entries))
+            problems += [Problem(f"--{option}", message, "unavailable") for message in messages]
     if problems:
         raise ConfigError(problems)
 
@@ -186,12 +189,12 @@ def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError([Problem("--pretrained_model_name_or_path", str(error))]) from error
+            raise ConfigError([Problem.from_error("--pretrained_model_name_or_path", error)]) from error
         if config.diffusion.flow_resolution_shifting and "flow_resolution_shifting" not in method_spec(config).unread:
             try:
                 resolution_shift(config.diffusion, scheduler.config)
             except ValueError as error:
-                raise ConfigError([Problem("--flow_resolution_shifting", str(error))]) from error
+                raise ConfigError([Problem.from_error("--flow_resolution_shifting", error)]) from error
 
     checks = [
         spec.check_attention_choice,

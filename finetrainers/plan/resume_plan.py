@@ -19,6 +19,7 @@ from finetrainers.models.registry import noise_process_name, text_encoders_diges
 from finetrainers.rundir.find import read_state, scan_checkpoints
 from finetrainers.rundir.manifest import is_sealed, read_manifest
 from finetrainers.rundir.run_dir import package_versions
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
@@ -111,10 +112,11 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
         origin = None if record is None else record["given"]
         conflicts = source is not None and _resolve_source(source) != origin and not _is_origin(source, checkpoint)
         if conflicts and config.training.resume_from_checkpoint != "auto":
-            raise ValueError(
+            raise InputError(
                 f"{source} and {checkpoint} both give weights, and the checkpoint's run began with "
                 f"{origin or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which "
-                "takes a checkpoint where there is one"
+                "takes a checkpoint where there is one",
+                "conflict",
             )
         if record is None or record["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
             return None
@@ -138,11 +140,13 @@ def _is_origin(source: str, checkpoint: Path) -> bool:
 def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:
     """Refuse weights that do not fit the run, judged by the headers of their files."""
     if initial.model_name not in (None, config.model.model_name):
-        raise ValueError(f"{initial.source} is a {initial.model_name}, and this run trains a {config.model.model_name}")
+        message = f"{initial.source} is a {initial.model_name}, and this run trains a {config.model.model_name}"
+        raise InputError(message, "mismatch")
     if initial.kind == "full":
         transformer = config.model.transformer_id
         if transformer is not None and Path(transformer).resolve() != initial.path.resolve():
-            raise ValueError(f"{initial.path} would take the place of --transformer_id {transformer}; give one of them")
+            message = f"{initial.path} would take the place of --transformer_id {transformer}; give one of them"
+            raise InputError(message, "conflict")
     elif config.training.training_type == "lora":
         check_lora(initial.path, *read_lora_header(initial.path), config.training)
 
@@ -242,12 +246,13 @@ def resume_run(
     problems = lora_problems + _refusals(checkpoint, differences, resets)
     problems += _useless_resets(requested, config, differences, saved)
     if "step" in requested and scan_checkpoints(config.run.output_dir):
-        problems.append(
+        message = (
             f"--reset step counts from 0 again, and {config.run.output_dir} holds checkpoints of the earlier count; "
             "name the checkpoint by its directory and give a new --output_dir"
         )
+        problems.append(InputError(message, "occupied"))
     if problems:
-        raise ValueError("; also: ".join(problems))
+        raise InputError("; also: ".join(map(str, problems)), problems[0].kind)
     start = Start(
         checkpoint=checkpoint,
         initial=initial,
@@ -265,13 +270,13 @@ def resume_run(
 
 def _find_initial_lora(
     config: TrainConfig, checkpoint: Path, origin: Mapping[str, str] | None
-) -> tuple[Path | None, list[str]]:
+) -> tuple[Path | None, list[InputError]]:
     """Return the LoRA that the checkpoint's run stored, or None if it stored none, and the problems with it."""
     sha256 = None if origin is None else origin.get("sha256")
     try:
         return None if sha256 is None else stored_lora(checkpoint, config.run.output_dir, sha256), []
-    except ValueError as error:
-        return None, [str(error)]
+    except InputError as error:
+        return None, [error]
 
 
 @dataclass(frozen=True)
@@ -327,7 +332,7 @@ def _describe_rows(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence
     return f" ({rows(saved, now)} then; {rows(now, saved)} now)"
 
 
-def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset[str]) -> list[str]:
+def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset[str]) -> list[InputError]:
     blocking = [change for change in differences if change.reset not in resets]
     if not blocking:
         return []
@@ -344,21 +349,24 @@ def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset
             f"nothing allows another {', '.join(unresettable)}; a new run can take the weights alone, where they fit, "
             "with --init_from"
         )
-    return [f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"]
+    message = f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"
+    return [InputError(message, "mismatch")]
 
 
 def _useless_resets(
     requested: frozenset[str], config: TrainConfig, differences: Sequence[Change], saved: Mapping[str, Any]
-) -> list[str]:
+) -> list[InputError]:
     """Return problems of resets that would do nothing."""
     problems = []
     if "rng" in requested and not any(change.reset == "rng" for change in differences):
-        problems.append(
+        message = (
             f"--reset rng has no effect: the seed is still {config.training.seed}, and noise levels are drawn as "
             "before; give another --seed, or leave it out"
         )
+        problems.append(InputError(message, "conflict"))
     if "ema" in requested and not config.training.use_ema and not saved.get("use_ema"):
-        problems.append("--reset ema has no effect: neither the checkpoint nor this run has a moving average")
+        message = "--reset ema has no effect: neither the checkpoint nor this run has a moving average"
+        problems.append(InputError(message, "conflict"))
     return problems
 
 

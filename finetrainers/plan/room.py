@@ -103,7 +103,7 @@ def room_warnings(checked: ResolvedRun, needs: Needs) -> list[str]:
             f"{folder} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({details}); "
             "make room, or give another --output_dir"
         )
-        raise ConfigError([Problem("--output_dir", message)])
+        raise ConfigError([Problem("--output_dir", message, "too_large")])
     if free < needs.most:
         return [
             f"{folder} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
@@ -122,7 +122,7 @@ def check_trainable(config: TrainConfig, network: nn.Module, spec: ModelSpec) ->
     try:
         check_weights(network.parameters(), config.optimizer)
     except ValueError as error:
-        raise ConfigError([Problem("--optimizer", str(error))]) from error
+        raise ConfigError([Problem.from_error("--optimizer", error)]) from error
     skip = memory.layerwise_upcasting_skip_modules_pattern
     if memory.layerwise_upcasting_modules and not castable_layers(network, skip_modules_pattern=skip):
         message = f"leaves no layer to store in 8 bits: {' '.join(skip)}; name fewer modules"

@@ -86,7 +86,7 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     if not buckets:
         option = method.size_options[0]
         message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
-        raise ConfigError([Problem(f"--{option}", message)])
+        raise ConfigError([Problem(f"--{option}", message, "required")])
     return SizesPlan(
         tuple(buckets), encodes_clips=not method.samples,
         needs_empty_text=method.needs_text(config),

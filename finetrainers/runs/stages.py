@@ -166,7 +166,7 @@ def changed_stages(statuses: Sequence[StageStatus]) -> list[Problem]:
         if reason is not None:
             reasons[status.name] = reason
     return [
-        Problem(f"stage {name}", f"{reason}{_followers(name, statuses)}. {_REMEDIES % name}")
+        Problem(f"stage {name}", f"{reason}{_followers(name, statuses)}. {_REMEDIES % name}", "mismatch")
         for name, reason in reasons.items()
     ]
 
@@ -246,7 +246,9 @@ def missing_before(statuses: Sequence[StageStatus], first: str) -> list[Problem]
     needed = {status.source.name for status in statuses if status.name not in before and status.source is not None}
     return [
         Problem(
-            "--from", f"stage {status.name}, from which a later one begins, is not finished; give --from {status.name}"
+            "--from",
+            f"stage {status.name}, from which a later one begins, is not finished; give --from {status.name}",
+            "required",
         )
         for status in statuses
         if status.name in before and status.name in needed and not status.is_done
@@ -257,7 +259,7 @@ def used_elsewhere(statuses: Sequence[StageStatus]) -> list[Problem]:
     """Return problems of stages that another process trains."""
     busy = [status for status in statuses if not status.is_done and in_use(status.root)]
     return [
-        Problem(f"stage {status.name}", f"{status.root} is in use by another run; wait for it, or stop it")
+        Problem(f"stage {status.name}", f"{status.root} is in use by another run; wait for it, or stop it", "occupied")
         for status in busy
     ]
 

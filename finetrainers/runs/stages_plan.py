@@ -131,7 +131,7 @@ def _inside_problems(status: StageStatus, statuses: Sequence[StageStatus]) -> li
     except ConfigError:  # its error is reported with the stage
         return []
     messages = [inside_problem(config, other.root, trained=trained) for other in statuses]
-    return [Problem("--output_dir", message) for message in messages if message is not None][:1]
+    return [Problem("--output_dir", message, "occupied") for message in messages if message is not None][:1]
 
 
 def _init_problems(status: StageStatus, checked: Mapping[str, _Checked]) -> list[Problem]:
@@ -140,11 +140,8 @@ def _init_problems(status: StageStatus, checked: Mapping[str, _Checked]) -> list
     if source is None or load is None or status.is_done or not {source.name, status.name} <= checked.keys():
         return []
     reasons = incompatibilities(checked[source.name].config, checked[status.name].config, load)
-    return (
-        [Problem("init", f"the {_LOADS[load]} stage {source.name} does not fit: {'; '.join(reasons)}")]
-        if reasons
-        else []
-    )
+    message = f"the {_LOADS[load]} stage {source.name} does not fit: {'; '.join(reasons)}"
+    return [Problem("init", message, "mismatch")] if reasons else []
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
