@@ -81,7 +81,7 @@ def test_what_cannot_be_preserved_is_refused(options: Callable[..., dict], tmp_p
     for given, pattern in (
         ({}, "--class_prompt TEXT, --prior_prompts FILE"),
         ({"class_prompt": "a dog", "prior_prompts": "p.txt"}, "--class_prompt: .*--prior_prompts "),
-        ({"prior_prompts": str(tmp_path / "gone.txt")}, "--prior_prompts: .*gone.txt"),
+        ({"prior_prompts": str(tmp_path / "gone.txt")}, "data: .*gone.txt"),
         ({"class_prompt": "a dog", "method": "dpo"}, "--method: dpo .*--prior_preservation_weight"),
         (
             {"class_prompt": "", "training_type": "full-finetune", "optimizer_in_backward": True},
