@@ -74,7 +74,8 @@ def resume_with_changes(*differences: tuple[str, str | None]) -> str:
     from finetrainers.plan.resume_plan import Change, _refusals
 
     changes = [Change(name, f"{name}: 1 then, 2 now", reset) for name, reset in differences]
-    return str(_refusals(Path("run/checkpoints/step-2"), changes, frozenset())[0])
+    [error] = _refusals(Path("run/checkpoints/step-2"), changes, frozenset())
+    return str(error)
 
 
 def load_trained_pipeline(**options: Any) -> Any:

@@ -33,14 +33,14 @@ def block_swap(number: int, spec: ModelSpec, parallel: Strategy) -> Swap | None:
     """Return a function that swaps `number` blocks of a network to be trained, or None if all stay on the device."""
     if not number:
         return None
+    remark = ", which a CPU gains nothing by" if parallel.device.type == "cpu" else ""
 
     def swap(network: nn.Module) -> dict[str, nn.Parameter]:
         blocks = spec.block_modules(network)
         swapped = swap_blocks(network, blocks, number, parallel.device)
         print_line(
             f"block swap: {number} of {len(blocks)} blocks wait in host memory ({swapped.host_bytes / GIB:.2f} GiB for "
-            f"each process), and take {swapped.slot_bytes / GIB:.2f} GiB on the device"
-            + (", which a CPU gains nothing by" if parallel.device.type == "cpu" else "")
+            f"each process), and take {swapped.slot_bytes / GIB:.2f} GiB on the device{remark}"
         )
         return swapped.weights(network)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,7 +113,7 @@ def _find_in_checkpoint(source: str, path: Path) -> InitialWeights:
     if weights is None:
         raise InputError(f"the checkpoint {path} holds no weights", "not_found")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return InitialWeights(source, weights.kind, weights.path, state.get("critical", {}).get("model_name"))
+    return replace(weights, model_name=state.get("critical", {}).get("model_name"))
 
 
 def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
@@ -183,39 +183,41 @@ def check_lora(
     if ranks != [training.rank]:
         differences.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
     # A missing `lora_alpha` means the rank, as in diffusers.
-    lora_alpha = settings.get("lora_alpha")
-    alpha, note = (
-        (ranks[-1], ", which says none, so that it is the rank") if lora_alpha is None else (float(lora_alpha), "")
-    )
+    is_stated = settings.get("lora_alpha") is not None
+    alpha = float(settings["lora_alpha"]) if is_stated else ranks[-1]
+    note = "" if is_stated else ", which says none, so that it is the rank"
     if not math.isclose(alpha, training.lora_alpha):
         differences.append(f"lora_alpha: {alpha:g} in the file{note}, {training.lora_alpha:g} in this run")
     has_dora = any("lora_magnitude_vector" in name for name in modules)
-    for option, setting in (("use_rslora", bool(settings.get("use_rslora"))), ("use_dora", has_dora)):
-        if setting != getattr(training, option):
-            differences.append(f"{option}: {setting} in the file, {getattr(training, option)} in this run")
-    patterns = [f"{key}: {settings[key]}" for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
-    differences += [f"{pattern} in the file; here all modules have the same" for pattern in patterns]
+    differences += [
+        f"{option}: {value} in the file, {getattr(training, option)} in this run"
+        for option, value in {"use_rslora": bool(settings.get("use_rslora")), "use_dora": has_dora}.items()
+        if value != getattr(training, option)
+    ]
+    differences += [
+        f"{pattern}: {settings[pattern]} in the file; here all modules have the same"
+        for pattern in ("rank_pattern", "alpha_pattern")
+        if settings.get(pattern)
+    ]
     differences += _target_differences(sorted(set(modules.values())), training.target_modules)
     if differences:
         message = f"{path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"
         raise InputError(message, "mismatch")
 
 
-def _target_differences(modules: list[str], targets: list[str]) -> list[str]:
+def _target_differences(modules: list[str], targets: list[str]) -> Iterator[str]:
     def matches(target: str, module: str) -> bool:
         return re.fullmatch(target, module) is not None if is_expression(targets) else is_target(module, target)
 
-    differences = []
     unmatched = [module for module in modules if not any(matches(target, module) for target in targets)]
     if unmatched:
-        differences.append(
+        yield (
             f"target_modules: the file adapts {plural(len(unmatched), 'module')} that {' '.join(targets)} does not "
             f"name, e.g. {unmatched[0]}"
         )
     unused = [target for target in targets if not any(matches(target, module) for module in modules)]
     if unused:
-        differences.append(f"target_modules: {' '.join(unused)} in this run, which the file does not adapt")
-    return differences
+        yield f"target_modules: {' '.join(unused)} in this run, which the file does not adapt"
 
 
 def is_expression(targets: Sequence[str]) -> bool:

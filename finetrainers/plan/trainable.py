@@ -70,12 +70,11 @@ def network_without_weights(checked: ResolvedRun, *, stand_in: bool = False) -> 
         ConfigError: a LoRA target matches nothing.
     """
     config, family = checked.config, checked.family
-    trained = None if stand_in else family.load(config.model).configs.get(family.facts.trained)
+    trained = None if stand_in else checked.spec.configs.get(family.facts.trained)
     inputs = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
     if _last_network[:-1] != inputs:
         _last_network[:] = [*inputs, _build_without_weights(checked, stand_in=stand_in)]
-    network: nn.Module = _last_network[-1]
-    return network
+    return _last_network[-1]
 
 
 def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module:
@@ -87,7 +86,7 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
             local = config.model_copy(update={"pretrained_model_name_or_path": str(tiny), "transformer_id": None})
             transformer = checked.family.load(local).transformer_on_meta()
     else:
-        transformer = checked.family.load(config).transformer_on_meta()
+        transformer = checked.spec.transformer_on_meta()
     make_trainable(transformer, checked.config.training)
     if has_reference_adapter(checked):
         attach_reference_adapter(transformer)

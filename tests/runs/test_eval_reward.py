@@ -130,6 +130,7 @@ def _broken(video: Any, prompts: Any, *, fps: float, first_clip: int) -> Any:
 def test_what_cannot_be_scored_is_refused_before_loading(options: Callable[..., dict], tmp_path: Path) -> None:
     prompts = tmp_path / "eval.txt"
     prompts.write_text("a red ball@@@10x64x64\n")
+    (tmp_path / "rows.jsonl").write_text('{"size": "9x64x64"}\n')
     for given, pattern in (
         ({"eval_reward": ["brightness"]}, "--eval_reward: .*--eval_prompts FILE "),
         ({"eval_reward": ["brightnes"], "validation_prompts": "a"}, "--eval_reward: .*'brightness'"),
@@ -137,6 +138,7 @@ def test_what_cannot_be_scored_is_refused_before_loading(options: Callable[..., 
         ({"eval_reward": ["brightness"], "eval_prompts": str(prompts)}, "--eval_prompts: prompt 1, 10x64x64"),
         ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "gone.txt")}, "--eval_prompts: .*gone.txt"),
         ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "a.csv")}, ".txt, .jsonl, .toml"),
+        ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "rows.jsonl")}, r" - \S*/rows\.jsonl\S*: "),
     ):
         with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**options(**given)))
