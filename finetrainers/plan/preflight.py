@@ -247,7 +247,7 @@ def _check_environment() -> None:
     """
     version_error = version_problem()
     problems = [] if version_error is None else [Problem("", version_error, "not_installed")]
-    problems += [Problem(name, message) for name, message in launch_problems(joining=False)]
+    problems += [Problem(*problem) for problem in launch_problems(joining=False)]
     if problems:
         raise ConfigError(problems)
 

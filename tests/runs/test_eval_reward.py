@@ -138,7 +138,7 @@ def test_what_cannot_be_scored_is_refused_before_loading(options: Callable[..., 
         ({"eval_reward": ["brightness"], "eval_prompts": str(prompts)}, "--eval_prompts: prompt 1, 10x64x64"),
         ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "gone.txt")}, "--eval_prompts: .*gone.txt"),
         ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "a.csv")}, ".txt, .jsonl, .toml"),
-        ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "rows.jsonl")}, r" - \S*/rows\.jsonl\S*: "),
+        ({"eval_reward": ["brightness"], "eval_prompts": str(tmp_path / "rows.jsonl")}, r" - \S*/rows\.jsonl "),
     ):
         with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**options(**given)))
