@@ -332,7 +332,7 @@ def test_an_option_that_needs_another_one_is_named_where_it_stands(place: Path) 
         ("[[dataset]] 2", "--sliding_window_stride", "--sliding_window_size"),
     ]
     config = load_config(pretrained_model_name_or_path="x", dataset=place / "datasets.toml", min_ar=0.6)
-    check_data(config, Facts(GEOMETRY), found := Findings())
+    (found := Findings()).add(check_data(config, Facts(GEOMETRY)))
     assert (found.errors, found.warnings) == ([], [])
 
 
