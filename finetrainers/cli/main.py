@@ -284,6 +284,11 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
     return error
 
 
+def _list_command(commands: Any, name: str, about: str, options: ArgumentParser) -> None:
+    """List a command that parses its flags itself."""
+    commands.add_parser(name, help=about, parents=[options], add_help=False)
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
@@ -293,15 +298,12 @@ def _parser() -> CommandParser:
     commands.add_parser("train", help="train a model", add_help=False)
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
-    def add_own(name: str, about: str, options: ArgumentParser) -> None:
-        """List a command that parses its flags itself."""
-        commands.add_parser(name, help=about, parents=[options], add_help=False)
-
-    add_own("run", "train the stages of a file, each from the weights of an earlier one", run_options())
-    add_own("check", "check every item of a dataset, without model weights", check_options())
-    add_own("estimate", "memory that a run needs, and what makes it fit a GPU", estimate_options())
+    about = "train the stages of a file, each from the weights of an earlier one"
+    _list_command(commands, "run", about, run_options())
+    _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())
+    _list_command(commands, "estimate", "memory that a run needs, and what makes it fit a GPU", estimate_options())
     about = "find the batch size of each bucket: the fastest that fits the GPU"
-    add_own("search-batch", about, search_batch_options())
+    _list_command(commands, "search-batch", about, search_batch_options())
     add_doctor(commands)
 
     about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
@@ -309,24 +311,12 @@ def _parser() -> CommandParser:
     place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "where everything goes [quickstart]"}
     add_demonstration(quickstart, "quickstart:quickstart", steps=150, **place)
 
-    about = "list the model families: names for --model_name, valid sizes and frame rates"
-    models = commands.add_parser("models", **described(about, "models"))
-    models.set_defaults(run=_models)
-
-    about = "write a tiny random model of a family, for trials without downloads"
-    training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
-    tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
-    tiny.add_argument("family", help="a name from `finetrainers models`")
-    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
-    tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
-    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
-    tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
-
+    _add_models(commands)
     add_export(commands)
-    add_own("sample", "sample clips of a run, a checkpoint, a LoRA or a model", sample_options())
+    _list_command(commands, "sample", "sample clips of a run, a checkpoint, a LoRA or a model", sample_options())
     add_report(commands)
     about = "sample and score a run's checkpoints as they are published, on another device"
-    add_own("watch", about, watch_options())
+    _list_command(commands, "watch", about, watch_options())
     add_plot(commands)
     add_cache(commands)
     add_ckpt(commands)
@@ -340,6 +330,22 @@ def _parser() -> CommandParser:
     docs = commands.add_parser("docs", help="print docs/reference/configuration.md, generated from the options")
     docs.set_defaults(run=_docs)
     return parser
+
+
+def _add_models(commands: Any) -> None:
+    """Add the subcommands on model families to the parser."""
+    about = "list the model families: names for --model_name, valid sizes and frame rates"
+    models = commands.add_parser("models", **described(about, "models"))
+    models.set_defaults(run=_models)
+
+    about = "write a tiny random model of a family, for trials without downloads"
+    training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
+    tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
+    tiny.add_argument("family", help="a name from `finetrainers models`")
+    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
+    tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
+    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
+    tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
 
 
 def _models(_: argparse.Namespace | None) -> int:
