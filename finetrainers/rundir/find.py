@@ -121,8 +121,8 @@ def find_checkpoint(
         return None
 
     def find_damage(path: Path) -> str | None:
-        known = (known_damage or {}).get(path)
-        return known or damage(path, contents=True, weights_only=weights_only, largest=largest)
+        reason = (known_damage or {}).get(path)
+        return reason or damage(path, contents=True, weights_only=weights_only, largest=largest)
 
     if requested in ("auto", "latest"):
         return _find_newest_verified(root, checkpoints, find_damage, weights_only=weights_only)
