@@ -212,7 +212,7 @@ def _find_facts(
     problems = [] if has_path_problem else family.problems(config.model, weights=weights, device_type=device)
     findings.errors += attribute_to_option(problems, initial)
     readable = not has_path_problem and not problems
-    return family.facts_of(config.model) if readable else family.facts, not problems
+    return family.facts_of(config.model) if readable else family.facts, readable
 
 
 def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:

@@ -64,8 +64,8 @@ AFTER = {
         plan/ready.py: check_rewards 2
         plan/room.py: check_room
         models/split/attention.py: check_backend 4
-        models/family.py: _fetch
-        models/files/hub_help.py: fetch_config 2
+        models/family.py: _fetch 2
+        models/files/hub_help.py: fetch_config 3
         parallel/fsdp.py: FSDP.__init__ 2
         parallel/pulse.py: Pulse.waiting
         parallel/ranks.py: DistributedContext.raise_if_any_failed, _host_group
@@ -104,7 +104,7 @@ AFTER = {
         models/lora_files.py: _compare 2, cast, check_outputs, check_written
         models/files/original.py: original_layout
         models/files/single_file.py: check_buffers, save_single_file 2
-        models/files/weights.py: _single_file_problems, check_loaded 2
+        models/files/weights.py: _single_file_problems 2, check_loaded 2
         optim/ema.py: EMA.load_state_dict 2
         parallel/fsdp.py: modules_of_another_dtype.odd
         parallel/strategy.py: Strategy.load_own_files
@@ -189,8 +189,8 @@ def _collect(node: ast.AST, module: str, function: str, line: int, path: str, fo
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             within = f"{function}.{child.name}".lstrip(".")
             begins = min([child.lineno, *(one.lineno for one in child.decorator_list)])
-        is_raise = isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call)
-        is_problem = isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "Problem"
+        is_raise = isinstance(child, ast.Raise) and any(isinstance(part, ast.Call) for part in ast.walk(child))
+        is_problem = isinstance(child, ast.Call) and ast.unparse(child.func) in ("Problem", "Problem.from_error")
         if is_raise or is_problem:
             name = f"{module}:{function}"
             count = found.get(name, (0, path, line))[0]

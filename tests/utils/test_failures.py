@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from finetrainers.utils.failures import user_message
+from finetrainers.data.reading.items import DataError
+from finetrainers.utils.failures import InputError, error_kind, user_message
 
 _GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
 _NCCL = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:328, remote process exited \
@@ -48,3 +51,10 @@ def test_lost_connections_say_what_to_do(message: str, is_silent: bool, reason: 
 def test_other_errors_keep_their_traceback() -> None:
     assert user_message(RuntimeError("mat1 and mat2")) is None
     assert user_message(ValueError(f"{_GLOO}Connection closed")) is None
+
+
+def test_kinds_pass_between_processes() -> None:
+    for error in (InputError("no such file", "not_found"), DataError("no clips", ["a", "b"], "required")):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (error_kind(copy), str(copy), copy.__dict__) == (error_kind(error), str(error), error.__dict__)
+    assert error_kind(ValueError()) == "invalid"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -37,7 +38,7 @@ def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> Inp
         away: why the Hub was not asked, or None if not known.
     """
     causes = list(_causes(error))
-    page = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
+    page = f"{constants.ENDPOINT}/{repo}"
     if any(isinstance(cause, GatedRepoError) for cause in causes):
         return InputError(
             f"The model is gated: log in at {page} and accept its conditions, then give this machine a token of that "

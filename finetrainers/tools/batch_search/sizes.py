@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, inf, isfinite
 
 #: Throughputs that differ by less count as equal: a measurement of few steps is not more exact.
 SAME_RATE = 0.02
@@ -123,7 +123,8 @@ def _extrapolate(points: Sequence[tuple[int, float]], limit: float) -> int | Non
         return None
     (less, lower), (more, higher) = points
     slope = (higher - lower) / (more - less)
-    return floor(less + (limit - lower) / slope + 1e-9) if slope > 0 else None
+    reached = less + (limit - lower) / slope + 1e-9 if slope > 0 else inf
+    return floor(reached) if isfinite(reached) else None
 
 
 def best(trials: Iterable[Trial]) -> Trial | None:
