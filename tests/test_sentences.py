@@ -39,9 +39,12 @@ def check_rules(**options: Any) -> str:
     from finetrainers.config.checks.options import check_config
     from finetrainers.config.facts import Facts
     from finetrainers.config.geometry import Geometry
+    from finetrainers.methods.registry import method_spec
 
     facts = Facts(Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25), first_frame="tokens", heads=32)
-    findings = check_config(load(**options), facts=facts, prompts=[], world_size=1)
+    config = load(**options)
+    findings = check_config(config, facts=facts, prompts=[], world_size=1)
+    findings.add(method_spec(config).option_rules(config, facts, world_size=1))
     return str([*findings.errors, *findings.warnings][0])
 
 

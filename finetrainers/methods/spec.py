@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from finetrainers.config.checks.findings import Finding
 from finetrainers.config.checks.frames import length_problems
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
@@ -299,6 +300,10 @@ class MethodSpec:
             for entry in config.get(option)
             for error in registry().reward_problems(entry)
         ]
+
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        """Yield errors and warnings about the options of this method, on processes that train on separate clips."""
+        yield from ()
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         """Yield requirements of the plan that a checkpoint cannot meet; the configs of the checkpoint must be known."""

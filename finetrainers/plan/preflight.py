@@ -371,6 +371,9 @@ def option_findings(
     method = method_spec(config) if config.training.method in method_names() else None
     unread = {} if method is None else method.unread
     findings = check_config(config, facts=facts, prompts=prompts, scored=scored, unread=unread)
+    if method is not None:
+        world_size = config.parallel.data_size(launched_processes())
+        findings.add(method.option_rules(config, facts, world_size=world_size))
     rules = device_findings(config, device, num_processes=launched_processes(), updates_parts=updates_parts)
     findings.errors += [*([] if method is None else method.problems(config)), *rules.errors]
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):

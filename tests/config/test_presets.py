@@ -14,6 +14,7 @@ from finetrainers.config.grpo import PresetName, step_range, trained_steps
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.presets import PRESETS, preset_options, preset_tables
 from finetrainers.config.root import fields
+from finetrainers.methods.registry import method_spec
 
 BASE = {"model_name": "m", "pretrained_model_name_or_path": "repo", "method": "grpo"}
 RUN = {
@@ -53,6 +54,7 @@ def test_a_preset_by_itself_runs_and_gives_nothing_in_vain(name, training_type, 
     config = load(grpo_preset=name, training_type=training_type, **RUN)
     family = Facts(GEOMETRY, is_flow=is_flow, first_frame="none")
     found = check_config(config, facts=family, prompts=[], world_size=8)
+    found.add(method_spec(config).option_rules(config, family, world_size=8))
     assert found.errors == []
     assert [text for text in found.warnings if "in memory" not in text and "is published for" not in text] == []
 

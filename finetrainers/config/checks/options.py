@@ -14,13 +14,13 @@ from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
 from ..parallel import groups_problem, heads_problem, ring_problem
 from ..prompts import MEDIA_OPTIONS, ValidationPrompt
+from ..rewards import RewardEntry
 from ..root import TrainConfig, fields, sections
 from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
 from .findings import Finding, Findings, check_needs
 from .frames import media_problems, prompt_problems
-from .grpo import check_grpo, check_rewards
 from .windows import window_problems
 
 _FLOW_OPTIONS = (
@@ -64,9 +64,7 @@ def check_config(
         _check_needs(config, unread or {}),
         _check_media(config, facts),
     )
-    if config.training.method in REWARD_METHODS:
-        findings.add(check_grpo(config, facts, world_size=config.parallel.data_size(processes)))
-    else:
+    if config.training.method not in REWARD_METHODS:  # these have their own rules
         findings.add(_check_eval_reward(config), _check_diffusion(config, facts), check_data(config, facts))
     return findings
 
@@ -474,6 +472,23 @@ def _check_scored(
         yield "eval_prompts", f"{problem}; {remedy if kind == 'required' else 'remove images and videos'}", kind
     for medium, problem, kind in prompt_problems(scored, facts, model=config.model.model_name):
         yield "eval_prompts", f"{medium}: {problem}", kind
+
+
+def check_rewards(option: str, entries: Sequence[RewardEntry]) -> Iterator[Finding]:
+    """Check that no reward is given twice, and that rewards for training have an effect."""
+    seen = set()
+    for entry in entries:
+        key = (entry.name, tuple(sorted(entry.options.items())))
+        if key in seen:
+            yield option, f"{entry.name} is given twice; give it once, with one weight", "duplicate"
+        seen.add(key)
+    if option != "reward" or not entries:
+        return
+    counted = [entry for entry in entries if entry.weight]
+    if not counted:
+        yield option, "every weight is 0, so nothing is learned; give one another weight"
+    elif all(entry.every > 1 for entry in counted):
+        yield option, "no reward with a weight scores every rollout; leave `every` out of one"
 
 
 def _check_eval_reward(config: TrainConfig) -> Iterator[Finding]:

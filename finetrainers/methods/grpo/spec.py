@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetrainers.config.checks.grpo import CLIP_OPTIONS
+from finetrainers.config.checks.findings import Finding
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -23,6 +23,7 @@ from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.utils.text import plural
 
 from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
+from .option_rules import CLIP_OPTIONS, check_grpo
 from .prompts.plan import PromptPlan, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
@@ -62,6 +63,9 @@ class RewardFinetuning(MethodSpec):
 
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         return plan_prompts(config, geometry)
+
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        yield from check_grpo(config, facts, world_size=world_size)
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         if not isinstance(plan, PromptPlan):  # sizes alone are planned

@@ -36,7 +36,7 @@ def test_what_holds_for_all_settings(
 ) -> None:
     section = GRPOSection(sampling_steps=steps, window_size=size, window_range=list(span), timestep_fraction=fraction)
     if size > len(step_range(section)) or not trained_steps(section):
-        return  # refused: see `config.checks.grpo`
+        return  # refused: see `methods.grpo.option_rules`
     plan, again = (
         windows(steps, size=size, range=span, strategy=strategy, fraction=fraction, per_prompt=per_prompt)
         for _ in range(2)

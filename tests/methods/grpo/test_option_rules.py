@@ -13,6 +13,7 @@ from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import fields
 from finetrainers.methods.registry import method_names, method_spec
+from finetrainers.utils.launch import launched_processes
 
 MODEL = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
 BASE = {
@@ -29,8 +30,16 @@ VP = Facts(GEOMETRY, is_flow=False, first_frame="none")
 def findings(family=FLOW, world_size=1, base=BASE, **options):
     config = load_config(**{**base, **options})
     prompts = parse_validation_prompts(config.validation)
-    unread = method_spec(config).unread if config.training.method in method_names() else {}
-    return check_config(config, facts=family, prompts=prompts, world_size=world_size, unread=unread)
+    method = method_spec(config) if config.training.method in method_names() else None
+    unread = {} if method is None else method.unread
+    found = check_config(config, facts=family, prompts=prompts, world_size=world_size, unread=unread)
+    if method is not None:
+        found.add(
+            method.option_rules(
+                config, family, world_size=config.parallel.data_size(world_size or launched_processes())
+            )
+        )
+    return found
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from finetrainers.config.checks.findings import Finding
+from finetrainers.config.checks.options import check_rewards
+from finetrainers.config.facts import Facts
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.grpo import (
+    COMPARING_METHODS,
+    GRPOSection,
+    kernel,
+    step_range,
+    trained_steps,
+    why_no_rollout_gradients,
+)
+from finetrainers.config.hacking import hacking_rule, held_out_rewards
+from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import plural
-
-from ..facts import Facts
-from ..geometry import Geometry
-from ..grpo import COMPARING_METHODS, GRPOSection, kernel, step_range, trained_steps, why_no_rollout_gradients
-from ..hacking import hacking_rule, held_out_rewards
-from ..rewards import RewardEntry
-from ..root import TrainConfig
-from .findings import Finding
 
 #: Fewer clips per optimizer step learn little or nothing (reports of users of DanceGRPO: 8 failed, 16 to 32 worked).
 FEW_CLIPS = 16
@@ -92,23 +98,6 @@ def _check_inputs(section: GRPOSection, geometry: Geometry) -> Iterator[Finding]
         return
     for problem in geometry.problems(*section.rollout_size):
         yield "rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}"
-
-
-def check_rewards(option: str, entries: Sequence[RewardEntry]) -> Iterator[Finding]:
-    """Check that no reward is given twice, and that rewards for training have an effect."""
-    seen = set()
-    for entry in entries:
-        key = (entry.name, tuple(sorted(entry.options.items())))
-        if key in seen:
-            yield option, f"{entry.name} is given twice; give it once, with one weight", "duplicate"
-        seen.add(key)
-    if option != "reward" or not entries:
-        return
-    counted = [entry for entry in entries if entry.weight]
-    if not counted:
-        yield option, "every weight is 0, so nothing is learned; give one another weight"
-    elif all(entry.every > 1 for entry in counted):
-        yield option, "no reward with a weight scores every rollout; leave `every` out of one"
 
 
 def _check_groups(section: GRPOSection) -> Iterator[Finding]:
