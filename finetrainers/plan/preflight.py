@@ -157,16 +157,7 @@ def preflight(
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, findings)
     if plan is not None:
-        rate = sampling_fps(plan.rates, facts.geometry.fps)
-        if config.validation.validation_frame_rate is None and rate != facts.geometry.fps:
-            # So `config.toml` has it, and later samples from the run or from a checkpoint have the same rate.
-            config = with_options(config, "validation", validation_frame_rate=rate)
-        check_prompt_videos(config, facts, prompts, plan.size, findings)
-        check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
-        sizes = _list_sizes(plan, [*prompts, *scored])
-        check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
-        plan_problems = method.plan_problems(plan, config, facts) if method and facts.first_frame != "unknown" else []
-        findings.errors += [problem for problem in plan_problems if problem not in findings.errors]
+        config = _check_work(config, facts, plan, prompts, scored, findings)
     if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
         begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
         with collecting_problems(findings.errors, "--resume_from_checkpoint"):
@@ -237,6 +228,29 @@ def _find_work(
     with collecting_problems(findings.errors, "data", DataError):
         return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
     return None
+
+
+def _check_work(
+    config: TrainConfig,
+    facts: Facts,
+    plan: TrainingSet,
+    prompts: list[ValidationPrompt],
+    scored: list[ValidationPrompt],
+    findings: Findings,
+) -> TrainConfig:
+    """Check the options against the planned work; return them with the frame rate of samples."""
+    rate = sampling_fps(plan.rates, facts.geometry.fps)
+    if config.validation.validation_frame_rate is None and rate != facts.geometry.fps:
+        # So `config.toml` has it, and later samples from the run or from a checkpoint have the same rate.
+        config = with_options(config, "validation", validation_frame_rate=rate)
+    check_prompt_videos(config, facts, prompts, plan.size, findings)
+    check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
+    sizes = _list_sizes(plan, [*prompts, *scored])
+    check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
+    if facts.first_frame != "unknown":
+        plan_problems = method_spec(config).plan_problems(plan, config, facts)
+        findings.errors += [problem for problem in plan_problems if problem not in findings.errors]
+    return config
 
 
 def _check_environment() -> None:
