@@ -38,7 +38,7 @@ def test_prints_both_ways(benchmark: ModuleType, tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     times = {way: float(re.search(rf"\| {way} \| ([0-9.]+) ", out)[1]) for way in ("at once", "background")}  # type: ignore[index]
     assert min(times.values()) > 0
-    assert re.search(r"holds training up for \d+\.\d% of what one at once takes", out)
+    assert re.search(r"training .* \d+\.\d% of ", out)
     assert "| alone | 4 |" in out
     assert "| while the state is copied | 2 |" in out
 
@@ -53,5 +53,5 @@ def test_saves_that_differ_are_not_compared(
         return json.loads(json.dumps(said).replace('"sha256": "', f'"sha256": "{directory.parents[1].name} '))
 
     monkeypatch.setattr(benchmark, "read_manifest", damaged)
-    with pytest.raises(RuntimeError, match="the two checkpoints differ"):
+    with pytest.raises(RuntimeError, match="checkpoints differ"):
         benchmark.main([*SMALL, "--directory", str(tmp_path)])

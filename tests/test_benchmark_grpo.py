@@ -47,7 +47,7 @@ def test_settings_train_in_turns(
         "window, reweight": 8 * (2 + 2 * 3),
     }
     assert all(row[1] == "0 of 1" and 0 < float(row[7].strip("%")) < 100 for row in rows.values())
-    assert "none of ours reached the score with every seed" in out
+    assert "none of ours" in out
 
     # What is finished is read, not measured again.
     found = results.read_text()
@@ -72,13 +72,13 @@ def test_the_crossing_is_between_two_evaluations(benchmark: ModuleType, capsys: 
     assert ratios["window"] == pytest.approx({"passes": 2.5, "cpu_s": 2.5, "wall_s": 2.5})
     out = capsys.readouterr().out
     assert "| window | 3 of 3 | 100 (100 to 200) | 10 (10 to 20) | 20 (20 to 40) |" in out
-    assert "did not reach" not in out
+    assert "with seed" not in out
     points[3] = point(benchmark, benchmark.BASELINE, 0, 900, 0.65, "limit")
     ratios = benchmark.report(points, ["window", benchmark.BASELINE], score=0.7, baseline=benchmark.BASELINE)
     assert ratios.keys() == {"window"}
     assert ratios["window"] == pytest.approx({"passes": 2.5, "cpu_s": 2.5, "wall_s": 2.5})  # the median of 9, 2.5 and 1
     out = capsys.readouterr().out
-    assert "did not reach the score with seed 0: there they are at least so many times as fast" in out
+    assert "with seed 0: " in out
     assert f"| {benchmark.BASELINE} | 2 of 3 | 500 (100 to 900) |" in out
     assert not benchmark._judged(ratios)
     assert benchmark._judged({"window": {"passes": 3.1, "cpu_s": 3.0, "wall_s": 4.0}, "NFT": {"passes": 1.0}})

@@ -39,7 +39,7 @@ def test_prints_a_row_for_each_run(overhead: ModuleType, case: str, capsys: pyte
         toolkit, bare, ratio, least, most, cpu_ratio = map(float, row[4:10])
         assert min(toolkit, bare, ratio, cpu_ratio) > 0
         assert least == ratio == most  # of one pair of blocks
-    assert re.search(r"worst ratio with batches from memory: \d", out)
+    assert re.search(r"worst .* memory: \d", out)
     assert "torch" in out.splitlines()[0]
 
 
@@ -59,7 +59,7 @@ def test_loops_that_do_different_work_are_not_compared(overhead: ModuleType, mon
         return replace(prepared, eps=prepared.eps.flip(0))
 
     monkeypatch.setattr(overhead, "draw", other_noise)
-    with pytest.raises(RuntimeError, match="the loops do not do the same work"):
+    with pytest.raises(RuntimeError, match="same work"):
         overhead.main(["--cases", "cogvideo", "--training", "lora", "--blocks", "1", "--steps", "1"])
 
 
@@ -72,8 +72,8 @@ def test_imports_are_summed_by_package(startup: ModuleType) -> None:
 
 @pytest.mark.rotating
 def test_a_command_that_fails_is_an_error(startup: ModuleType) -> None:
-    with pytest.raises(RuntimeError, match="no such luck"):
-        startup.command_seconds("-c", "raise SystemExit('no such luck')")
+    with pytest.raises(RuntimeError, match="unlucky"):
+        startup.command_seconds("-c", "raise SystemExit('unlucky')")
 
 
 @pytest.mark.rotating

@@ -6,12 +6,14 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import load_config
+from finetrainers.utils.progress import Meter
 from finetrainers.utils.text import duration, file_size
 
 if TYPE_CHECKING:
@@ -66,18 +68,17 @@ def add_cache(commands: Any) -> None:
         action.add_argument("directory", type=Path, metavar="DIR", help="--precompute_dir, or a run's --output_dir")
 
 
-def _check(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems with the command's arguments."""
-    problems = []
+def _check(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield the problems with the command's arguments."""
     if arguments.action == "prune":
         if arguments.keep is None and arguments.older_than is None:
-            problems.append(Problem("prune", "say what may go: --keep CONFIG ..., --older_than DAYS, or both"))
+            message = "say what may go: --keep CONFIG ..., --older_than DAYS, or both"
+            yield Problem("prune", message, "required")
         if arguments.older_than is not None and not 0 <= arguments.older_than < math.inf:
-            problems.append(Problem("--older_than", f"{arguments.older_than:g} is no number of days"))
+            yield Problem("--older_than", f"{arguments.older_than:g} is no number of days")
     if not any((arguments.directory / place).is_dir() for place in ("tensors", "precomputed/tensors")):
-        where = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
-        problems.append(Problem("DIR", where))
-    return problems
+        message = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
+        yield Problem("DIR", message, "not_found")
 
 
 def _open(arguments: argparse.Namespace) -> CacheMaintenance:
@@ -114,7 +115,6 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from finetrainers.data.cache.store import CacheInUse
-    from finetrainers.utils.progress import Meter
 
     cache = _open(arguments)
     with Meter("read", "entries") as meter:
@@ -126,7 +126,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         try:
             cache.repair(damaged)
         except CacheInUse as error:
-            raise ConfigError([Problem("--repair", str(error))]) from None
+            raise ConfigError([Problem("--repair", str(error), "occupied")]) from None
         if damaged:
             print(f"removed {len(damaged)}; the next run that needs them computes them again")
     return 1 if damaged else 0
@@ -140,7 +140,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     try:
         going = cache.prune(keep=keep, older_than_days=arguments.older_than, dry_run=arguments.dry_run)
     except CacheInUse as error:
-        raise ConfigError([Problem("prune", str(error))]) from None
+        raise ConfigError([Problem("prune", str(error), "occupied")]) from None
     if arguments.dry_run:
         for entry in going:
             print(entry.path)
@@ -161,7 +161,6 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
     Raises:
         ConfigError: a configuration cannot run, or the cache has never been used with its model.
     """
-    from finetrainers.config.load import load_config
     from finetrainers.data.buckets.clip import ConditioningImage
     from finetrainers.data.cache.encoder_index import recall_models
     from finetrainers.data.cache.keys import CacheKeys, text_key
@@ -178,35 +177,25 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         prompts = plan.shown_texts()
         images = {image for _, image in prompts if isinstance(image, ConditioningImage)}
         vaes = recall_models(directory, config.model, "vae") if clips or images else []
-        complete = bool(text_encoders and (vaes or not clips))
         masked = [clip for clip in clips if clip.mask is not None]
         mask_paths = {clip.mask.path for clip in masked if clip.mask is not None}
         digests.learn({path for clip in clips for path in clip.files} | mask_paths | {image.path for image in images})
-        keys.update(replace(CacheKeys.of(directory, config), digests=digests).mask(clip) for clip in masked)
+        names = replace(CacheKeys.of(directory, config), digests=digests)
+        keys.update(names.mask(clip) for clip in masked)
         for vae in vaes:
-            tiled = resolved_run.family.load(config.model).tiles_by_size
-            names = replace(CacheKeys.of(directory, config), digests=digests, vae=vae, tiled=tiled)
-            keys.update(names.video(clip) for clip in clips)
-            keys.update(names.image(image) for image in images)
-        if not complete:
+            encoded = replace(names, vae=vae, tiled=resolved_run.family.load(config.model).tiles_by_size)
+            keys.update(encoded.video(clip) for clip in clips)
+            keys.update(encoded.image(image) for image in images)
+        if not (text_encoders and (vaes or not clips)):
             message = (
                 f"{directory} has never been used with the model of {path}, so what it needs cannot be said; "
                 f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
             )
-            raise ConfigError([Problem("--keep", message)])
-        keys.update(
-            text_key(text_encoder.identity, caption)
-            for text_encoder in text_encoders
-            for caption in {"", *plan.all_captions()}
-        )
+            raise ConfigError([Problem("--keep", message, "not_found")])
+        texts: set[tuple[str, str | None]] = {(caption, None) for caption in {"", *plan.all_captions()}}
         if resolved_run.facts.text_sees_image:
-            names = replace(CacheKeys.of(directory, config), digests=digests)
-            prompts_with_images = {
-                (caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")
-            }
-            keys.update(
-                text_key(text_encoder.identity, *pair) for text_encoder in text_encoders for pair in prompts_with_images
-            )
+            texts |= {(caption, names.shown(image)) for prompt, image in prompts for caption in (prompt, "")}
+        keys.update(text_key(text_encoder.identity, *text) for text_encoder in text_encoders for text in texts)
     return keys
 
 

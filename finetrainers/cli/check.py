@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
-from .demo import positive_integer
+from .options import positive_integer, read_run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
@@ -33,17 +33,8 @@ exit codes:
 """
 
 
-def add_check(commands: Any) -> None:
-    """Add the parser of `finetrainers check` to the list of commands; `check_command` runs the command."""
-    commands.add_parser(
-        "check",
-        help="check every item of a dataset, without model weights",
-        parents=[own_options()],
-        add_help=False,
-    )
-
-
 def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers check",
         description="Report the status of every item of a dataset: its bucket, or why it cannot be used.",
@@ -65,16 +56,11 @@ def own_options() -> ArgumentParser:
 
 def check_command(argv: Sequence[str]) -> int:
     """Check as the flags say; return an exit code (`utils.exit_codes`)."""
-    from finetrainers.config.flags import parse_flags
-
     parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
         problems = [*parser.problems([]), *_path_problems(arguments)]
-        config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
-        if config is None:
-            raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-        return _check(config, arguments)
+        return _check(read_run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
@@ -111,25 +97,23 @@ def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
     return exit_codes.DONE if report["usable"] else exit_codes.UNUSABLE_DATA
 
 
-def _path_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return why reports cannot be written, found before hours of decoding rather than after."""
+def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield why reports cannot be written, found before hours of decoding rather than after."""
     from finetrainers.plan.ownership import json_problem, page_problem
 
-    problems = []
     for option, file in (("--json", arguments.json), ("--html", arguments.html)):
         if file is None:
             continue
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_dir():
-                problems.append(Problem(option, f"{file} is a folder; give a file in it"))
+                yield Problem(option, f"{file} is a folder; give a file in it")
             elif not os.access(file.parent, os.W_OK):
-                problems.append(Problem(option, f"nothing can be written to {file.parent}"))
+                yield Problem(option, f"nothing can be written to {file.parent}", "unavailable")
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
-                problems.append(Problem(option, other))
+                yield Problem(option, other, "occupied")
         except OSError as error:
-            problems.append(Problem(option, f"{file}: {error.strerror or error}"))
-    return problems
+            yield Problem(option, f"{file}: {error.strerror or error}")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.rundir.best import best_checkpoint
+from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
+from finetrainers.rundir.manifest import MANIFEST, damage, is_optimizer_state, is_sealed, lacks_optimizer, read_manifest
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import duration, file_size
 
@@ -45,46 +48,41 @@ def add_ckpt(commands: Any) -> None:
     diff.set_defaults(run=_diff, check=_check_diff)
 
 
-def _path_problems(where: str, paths: Sequence[Path]) -> list[Problem]:
-    """Return the problems of paths without a directory."""
-    return [Problem(where, f"{path} {missing_path_problem(path, folder=True)}") for path in paths if not path.is_dir()]
+def _path_problems(where: str, paths: Sequence[Path]) -> Iterator[Problem]:
+    """Yield the problems of paths without a directory."""
+    for path in paths:
+        if not path.is_dir():
+            message = f"{path} {missing_path_problem(path, folder=True)}"
+            yield Problem(where, message, "invalid" if path.exists() else "not_found")
 
 
-def _check_verify(arguments: argparse.Namespace) -> list[Problem]:
-    problems = _path_problems("PATH", arguments.path)
+def _check_verify(arguments: argparse.Namespace) -> Iterator[Problem]:
+    yield from _path_problems("PATH", arguments.path)
     for path in arguments.path:
         if path.is_dir() and not _checkpoints(path):
-            problems.append(Problem("PATH", f"{path} is neither a checkpoint nor a run that has one"))
-    return problems
+            yield Problem("PATH", f"{path} is neither a checkpoint nor a run that has one", "not_found")
 
 
-def _check_diff(arguments: argparse.Namespace) -> list[Problem]:
-    from finetrainers.rundir.manifest import damage
-
-    problems = []
+def _check_diff(arguments: argparse.Namespace) -> Iterator[Problem]:
     for where, path in (("A", arguments.a), ("B", arguments.b)):
         inside = _checkpoints(path)
         if not path.is_dir():
-            problems += _path_problems(where, [path])
+            yield from _path_problems(where, [path])
         elif inside and inside != [path]:
-            problems.append(Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}"))
+            yield Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}")
         elif (reason := damage(path, contents=False)) is not None:
-            problems.append(Problem(where, f"{path}: {reason}"))
-    return problems
+            yield Problem(where, f"{path}: {reason}", "unreadable")
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from finetrainers.rundir.best import best_checkpoint
-    from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
-    from finetrainers.rundir.manifest import lacks_optimizer
-
     checkpoints = scan_checkpoints(arguments.run_directory)
     copies = {
         checkpoint.step: checkpoint for checkpoint in scan_checkpoints(arguments.run_directory, weights_only=True)
     }
     best = best_checkpoint(arguments.run_directory)
     if not checkpoints:
-        raise ConfigError([Problem("RUN", f"no checkpoint in {checkpoints_dir(arguments.run_directory)}")])
+        message = f"no checkpoint in {checkpoints_dir(arguments.run_directory)}"
+        raise ConfigError([Problem("RUN", message, "not_found")])
     print(f"{'step':>8}  {'size':>9}  {'age':>9}  state")
     for checkpoint in checkpoints:
         copied = checkpoint.damage is not None and lacks_optimizer(checkpoint.path)
@@ -99,8 +97,6 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from finetrainers.rundir.manifest import damage, lacks_optimizer
-
     damaged = False
     for path in (checkpoint for directory in arguments.path for checkpoint in _checkpoints(directory)):
         copied = lacks_optimizer(path)
@@ -128,8 +124,6 @@ def _lora_damage(path: Path) -> str | None:
 
 
 def _ok(path: Path) -> str:
-    from finetrainers.rundir.manifest import MANIFEST, is_sealed, read_manifest
-
     if is_sealed(read_manifest(path)):
         return "ok"
     return (
@@ -139,9 +133,6 @@ def _ok(path: Path) -> str:
 
 def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint itself, or all of a run; none if the path is neither."""
-    from finetrainers.rundir.find import scan_checkpoints
-    from finetrainers.rundir.manifest import MANIFEST
-
     if (path / MANIFEST).is_file() or (path / "state.json").is_file():
         return [path]
     return [checkpoint.path for checkpoint in scan_checkpoints(path)]
@@ -166,8 +157,6 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return a checkpoint's recorded facts, by title."""
-    from finetrainers.rundir.manifest import read_manifest
-
     manifest = read_manifest(path)
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     return {
@@ -203,8 +192,6 @@ def _weight_changes(a: Path, b: Path) -> Iterator[str]:
 def _tensor_places(path: Path) -> dict[str, Path]:
     """Return the file of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
     from safetensors import safe_open
-
-    from finetrainers.rundir.manifest import is_optimizer_state
 
     places = {}
     for file in sorted(path.rglob("*.safetensors")):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import Problem
 from finetrainers.utils.addresses import resolve
 from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.packaged import model_path
 from finetrainers.utils.text import nearest
 
+from .options import positive_integer
 from .overview import described
 
 _WORLD = (
@@ -30,7 +33,7 @@ def add_demo(commands: Any) -> None:
     data.add_argument("directory", type=Path, help="a new or empty one")
     data.add_argument("--items", type=positive_integer, default=20, help="how many clips [20]")
     data.add_argument("--look", default="plain", help="plain, or striped, which the embedded model has never seen")
-    data.add_argument("--motion", default=None, help="one motion only, such as zigzag, which it has never seen either")
+    data.add_argument("--motion", help="one motion only, such as zigzag, which it has never seen either")
     data.add_argument("--seed", type=int, default=0, help="the same seed draws the same clips [0]")
     data.add_argument("--held_out", action="store_true", help="only combinations the model was not trained on")
     data.set_defaults(run=_data, check=_check_data)
@@ -43,14 +46,14 @@ def add_demo(commands: Any) -> None:
         "build", help="train the embedded model from random weights (two hours); resumes if stopped"
     )
     build.add_argument("directory", type=Path, help="where everything goes; what is there is kept")
-    build.add_argument("--steps", type=positive_integer, default=None, help="optimizer steps [as the shipped model]")
-    build.add_argument("--clips", type=positive_integer, default=None, help="training clips [as the shipped model]")
+    build.add_argument("--steps", type=positive_integer, help="optimizer steps [as the shipped model]")
+    build.add_argument("--clips", type=positive_integer, help="training clips [as the shipped model]")
     build.set_defaults(run=_build)
 
     measure = parts.add_parser("measure", help="sample captions and read back what the samples show")
     measure.add_argument("directory", type=Path, help="gets the figures and a contact sheet")
-    measure.add_argument("--model", default=None, help="a model in diffusers layout [the packaged one]")
-    measure.add_argument("--lora", type=Path, default=None, help="a LoRA, or a run directory that holds one")
+    measure.add_argument("--model", help="a model in diffusers layout [the packaged one]")
+    measure.add_argument("--lora", type=Path, help="a LoRA, or a run directory that holds one")
     measure.add_argument("--items", type=positive_integer, default=200, help="how many captions [200]")
     measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
     measure.set_defaults(run=_measure, check=_check_measure)
@@ -69,17 +72,6 @@ def add_demonstration(parser: argparse.ArgumentParser, function: str, *, steps: 
     parser.add_argument("directory", type=Path, **directory)
     parser.add_argument("--steps", type=positive_integer, help=f"optimizer steps [{steps}]")
     parser.set_defaults(run=_run_demonstration, demonstration=function)
-
-
-def positive_integer(text: str) -> int:
-    """Return the whole number of an argument that counts something.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not a positive whole number.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _run_demonstration(arguments: argparse.Namespace) -> int:
@@ -128,24 +120,21 @@ def _build(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_measure(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems with the command's arguments, and set the path of the model."""
+def _check_measure(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield the problems with the command's arguments, and set the path of the model."""
     from finetrainers.demo.measure import MODEL
     from finetrainers.demo.world import LOOKS
-    from finetrainers.utils.packaged import model_path
 
-    problems = _unknown("--look", arguments.look, LOOKS)
+    yield from _unknown("--look", arguments.look, LOOKS)
     try:
         arguments.model = Path(model_path(arguments.model or MODEL))
         if not (arguments.model / "model_index.json").is_file():
-            problems.append(
-                Problem("--model", f"{arguments.model} is no directory in diffusers layout (no model_index.json)")
-            )
+            message = f"{arguments.model} is no directory in diffusers layout (no model_index.json)"
+            yield Problem("--model", message, "not_found")
     except ValueError as error:
-        problems.append(Problem("--model", str(error)))
+        yield Problem.from_error("--model", error)
     if arguments.lora is not None and not arguments.lora.exists():
-        problems.append(Problem("--lora", f"no such file or directory: {arguments.lora}"))
-    return problems
+        yield Problem("--lora", f"no such file or directory: {arguments.lora}", "not_found")
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -159,11 +148,11 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _unknown(option: str, value: str, valid: tuple[str, ...]) -> list[Problem]:
-    return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}")]
+    return [] if value in valid else [Problem(option, f"unknown value {value!r}{nearest(value, valid)}", "unknown")]
 
 
 def directory_problems(directory: Path) -> list[Problem]:
     """Return the problem that a directory is not a new or empty one."""
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
         return []
-    return [Problem("directory", f"{directory} is not an empty directory; give a new one")]
+    return [Problem("directory", f"{directory} is not an empty directory; give a new one", "occupied")]

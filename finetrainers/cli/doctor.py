@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import parse_flags
 from finetrainers.utils import exit_codes
+from finetrainers.utils.files import append_jsonl
 from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
+from .estimate import checked_sizes
+from .options import make_number_type
 from .overview import described
 from .sync import seconds
 
@@ -62,7 +66,7 @@ def add_doctor(commands: Any) -> None:
     )
     doctor.add_argument(
         "--disk_mib",
-        type=_mib,
+        type=make_number_type("not a whole number of MiB", 0),
         metavar="N",
         help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]",
     )
@@ -79,32 +83,21 @@ def add_doctor(commands: Any) -> None:
     doctor.set_defaults(run=_doctor, check=_problems)
 
 
-def _mib(text: str) -> int:
-    """Return the whole number of MiB of an argument.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not one.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"not a whole number of MiB, got {text!r}")
-    return int(text)
-
-
 def _problems(arguments: argparse.Namespace) -> list[Problem]:
     from finetrainers.tools.doctor.hosts import read_hosts
 
     problems = []
     if arguments.hosts is None:
-        option_values = {"--python": arguments.python, "--rsh": arguments.rsh}
-        problems += [
-            Problem(name, "is for --hosts, which is not given") for name, value in option_values.items() if value
-        ]
+        for name in ("python", "rsh"):
+            if getattr(arguments, name):
+                problems.append(Problem(f"--{name}", "is for --hosts, which is not given", "conflict"))
     else:
         if shutil.which("ssh") is None and not arguments.rsh:
-            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
+            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed"))
         read_hosts(arguments.hosts)
     if arguments.every is not None and arguments.disk_mib is not None:
-        problems.append(Problem("--disk_mib", "is not read with --every, which measures no disk; remove it"))
+        message = "is not read with --every, which measures no disk; remove it"
+        problems.append(Problem("--disk_mib", message, "conflict"))
     return problems
 
 
@@ -141,14 +134,15 @@ def _answer(arguments: argparse.Namespace) -> int:
     from finetrainers.tools.doctor.facts import host_facts
     from finetrainers.tools.doctor.hosts import ANSWER, CLOCK, FACTS, HEALTH
 
-    for line in sys.stdin:
-        if line.strip() == CLOCK:
-            print(f"{ANSWER}{time.time()!r}", flush=True)
-        elif line.strip() == FACTS:
-            print(ANSWER + json.dumps(host_facts(arguments.output_dir, disk_mib=arguments.disk_mib)), flush=True)
-            break
-        elif line.strip() == HEALTH:
-            print(ANSWER + json.dumps(health_facts()), flush=True)
+    answers = {
+        CLOCK: time.time,
+        FACTS: lambda: host_facts(arguments.output_dir, disk_mib=arguments.disk_mib),
+        HEALTH: health_facts,
+    }
+    for question in map(str.strip, sys.stdin):
+        if question in answers:
+            print(f"{ANSWER}{json.dumps(answers[question]())}", flush=True)
+        if question in (FACTS, HEALTH):
             break
     return exit_codes.DONE
 
@@ -199,10 +193,9 @@ def _watch(arguments: argparse.Namespace) -> int:
         records = [reading(node.host, node.facts, now, error=node.error) for node in answers]
         if run is not None:
             _append(run / FILE, records)
-        lines = list(round_lines(records, [rises.of(record) for record in records]))
-        for line in (
-            map(json.dumps, records) if arguments.json else [f"{time.strftime('%H:%M:%S')}  {lines[0]}", *lines[1:]]
-        ):
+        first, *others = round_lines(records, [rises.of(record) for record in records])
+        lines = [f"{time.strftime('%H:%M:%S')}  {first}", *others]
+        for line in map(json.dumps, records) if arguments.json else lines:
             print(line, flush=True)
         due = max(due + arguments.every, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
@@ -219,8 +212,6 @@ def _run_directory(arguments: argparse.Namespace) -> Path | None:
 
 def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Append readings to the run. Nothing is written before a run has begun there: it begins in an empty directory."""
-    from finetrainers.utils.files import append_jsonl
-
     if not (path.parent / "events.jsonl").is_file():
         return
     try:
@@ -253,8 +244,6 @@ def _config(path: Path) -> Any:
     Raises:
         ConfigError: it cannot be run, or the path is not a config file.
     """
-    from finetrainers.config.flags import parse_flags
-
     config, _ = parse_flags([str(path)], prog="finetrainers doctor")
     if config is None:
         raise ConfigError([Problem("CONFIG", f"{path} is not a config file")])
@@ -263,8 +252,6 @@ def _config(path: Path) -> Any:
 
 def _disk_sizes(config: Any) -> Needs:
     from finetrainers.tools.doctor.findings import Needs
-
-    from .estimate import checked_sizes
 
     checked, _ = checked_sizes(config)
     from finetrainers.plan.room import disk_needs
@@ -276,9 +263,12 @@ def _disk_sizes(config: Any) -> Needs:
 
 def _as_json(nodes: Sequence[Node], findings: Sequence[Finding], needs: Needs | None) -> dict[str, Any]:
     """Return the report for programs."""
+    texts: dict[bool, list[dict[str, str]]] = {True: [], False: []}
+    for finding in findings:
+        texts[finding.is_problem].append({"host": finding.host, "text": finding.text})
     return {
         "machines": [asdict(node) for node in nodes],
-        "problems": [{"host": finding.host, "text": finding.text} for finding in findings if finding.is_problem],
-        "notes": [{"host": finding.host, "text": finding.text} for finding in findings if not finding.is_problem],
+        "problems": texts[True],
+        "notes": texts[False],
         "needs": None if needs is None else asdict(needs),
     }

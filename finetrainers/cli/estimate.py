@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
@@ -22,7 +22,7 @@ from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.launch import launcher_environment
 from finetrainers.utils.process_state import planning
 
-from .demo import positive_integer
+from .options import make_argument_type, positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -42,17 +42,8 @@ exit codes:
 """
 
 
-def add_estimate(commands: Any) -> None:
-    """Add the parser of `finetrainers estimate` to the list of commands; `estimate_command` runs the command."""
-    commands.add_parser(
-        "estimate",
-        help="memory that a run needs, and what makes it fit a GPU",
-        parents=[_own_options()],
-        add_help=False,
-    )
-
-
-def _own_options() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers estimate",
         description="Estimate the memory of a run in each phase, on the GPU and on the host, and the disk it needs.",
@@ -61,27 +52,31 @@ def _own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=parse_gpu,
+        type=make_argument_type(check_gpu),
         metavar="24GB",
         help="GPU to plan for, such as 24GB, h100 or 39.4GiB; prints what makes it fit",
     )
     parser.add_argument(
-        "--host", type=parse_gib, metavar="64GB", help="host memory of the machine to plan for [this one]"
+        "--host",
+        type=make_argument_type(read_gib),
+        metavar="64GB",
+        help="host memory of the machine to plan for [this one]",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
-    parser.add_argument(
-        "--num_processes", type=positive_integer, help="processes on all machines [1, or as the file says]"
-    )
+    add_launcher_options(parser, "processes on all machines [1, or as the file says]")
+    return parser
+
+
+def add_launcher_options(parser: ArgumentParser, processes: str) -> None:
+    """Add the options that `planned_environment` reads; `processes` is the help on their number."""
+    parser.add_argument("--num_processes", type=positive_integer, help=processes)
     parser.add_argument("--num_machines", type=positive_integer, help="machines [1, or as the file says]")
     parser.add_argument("--accelerate_config", type=Path, metavar="FILE", help="the file of `accelerate launch`")
-    return parser
 
 
 def estimate_command(argv: Sequence[str]) -> int:
     """Estimate as the flags say; return an exit code (`utils.exit_codes`)."""
-    from finetrainers.config.flags import parse_flags
-
-    parser = _own_options()
+    parser = own_options()
     try:
         with planning():  # which restores the environment: it launches nothing
             arguments, run_flags = parser.parse_known_args(argv)
@@ -90,10 +85,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 os.environ.update(planned_environment(arguments))
             except ConfigError as error:
                 problems += error.problems
-            config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
-            if config is None:
-                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-            return _estimate(config, arguments)
+            return _estimate(read_run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
@@ -108,39 +100,15 @@ def planned_environment(arguments: argparse.Namespace) -> Mapping[str, str]:
     try:
         environment = {} if arguments.accelerate_config is None else launcher_environment(arguments.accelerate_config)
     except ValueError as error:
-        raise ConfigError([Problem("--accelerate_config", str(error))]) from None
+        raise ConfigError([Problem.from_error("--accelerate_config", error)]) from None
     processes = arguments.num_processes or int(environment.get("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     machines = arguments.num_machines or int(environment.pop("NUM_MACHINES", "1"))
     if processes % machines:
         message = f"{processes} processes do not divide among {machines} machines; use a multiple"
-        raise ConfigError([Problem("--num_processes", message)])
+        raise ConfigError([Problem("--num_processes", message, "conflict")])
     if processes > 1 or environment:
         environment |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines), "RANK": "0"}
     return environment
-
-
-def parse_gpu(text: str) -> str:
-    """Return the text if it names a GPU.
-
-    Raises:
-        argparse.ArgumentTypeError: it does not.
-    """
-    try:
-        return check_gpu(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def parse_gib(text: str) -> float:
-    """Return the GiB of a size of host memory.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a size.
-    """
-    try:
-        return read_gib(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def planned_for(config: TrainConfig, gpu: str | None) -> TrainConfig:
@@ -165,7 +133,7 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
             f"{missing[0][1]} is not on this disk; fetch the config files with: hf download "
             f"{resolved_run.config.model.pretrained_model_name_or_path} --include '*.json'"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "not_found")])
     return resolved_run, without_data is not None
 
 

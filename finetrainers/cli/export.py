@@ -72,14 +72,14 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
         problems.append(Problem("--lora_scale", f"not a finite number, got {arguments.lora_scale}"))
     if arguments.lora_scale is not None and arguments.format and "merged" not in arguments.format:
         message = "is the strength in merged weights; other formats leave the strength to the program that loads them"
-        problems.append(Problem("--lora_scale", message))
+        problems.append(Problem("--lora_scale", message, "unsupported"))
     if arguments.one_file and arguments.format and not {"diffusers", "merged"} & {*arguments.format}:
         message = "is for networks in diffusers layout (--format diffusers or merged); the other formats are one file"
-        problems.append(Problem("--one_file", message))
+        problems.append(Problem("--one_file", message, "unsupported"))
     if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
         problems.append(Problem("--output_dir", problem))
-    options = {name: getattr(arguments, name) for name in ("pretrained_model_name_or_path", "model_name")}
-    model_options = {name: value for name, value in options.items() if value is not None}
+    names = ("pretrained_model_name_or_path", "model_name")
+    model_options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     try:
         source = find_source(arguments.source, options=model_options, use_ema=arguments.use_ema)
     except ConfigError as error:

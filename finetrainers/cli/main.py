@@ -17,6 +17,8 @@ from typing import Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import CONFIGURATION, ConfigError, Problem
+from finetrainers.config.flags import parse_flags
+from finetrainers.config.help import PREPARE, TRAIN
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
@@ -28,21 +30,27 @@ from finetrainers.utils.process_state import gc_paused, planning
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
-from .check import add_check, check_command
+from .check import check_command
+from .check import own_options as check_options
 from .ckpt import add_ckpt
 from .demo import add_demo, add_demonstration, directory_problems
 from .doctor import add_doctor
-from .estimate import add_estimate, estimate_command
+from .estimate import estimate_command
+from .estimate import own_options as estimate_options
 from .export import add_export
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
-from .run import add_run, run_command
-from .sample import add_sample, sample_command
-from .search_batch import add_search_batch, search_batch_command
+from .run import own_options as run_options
+from .run import run_command
+from .sample import own_options as sample_options
+from .sample import sample_command
+from .search_batch import own_options as search_batch_options
+from .search_batch import search_batch_command
 from .serve_reward import add_serve_reward
 from .sync import add_sync
-from .watch import add_watch, watch_command
+from .watch import own_options as watch_options
+from .watch import watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
@@ -124,12 +132,12 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
     return command.code
 
 
-#: Commands that parse their arguments themselves, and whether they join the processes of a launcher.
-_UNPARSED: dict[str, tuple[Callable[[Sequence[str]], int], bool]] = {
-    "sample": (sample_command, True),
-    "watch": (watch_command, True),
-    "search-batch": (search_batch_command, True),
-    "run": (lambda argv: run_command(argv, train_command), False),
+#: Commands that parse their arguments themselves; all but `run` join the processes of a launcher.
+_UNPARSED: dict[str, Callable[[Sequence[str]], int]] = {
+    "sample": sample_command,
+    "watch": watch_command,
+    "search-batch": search_batch_command,
+    "run": lambda argv: run_command(argv, train_command),
 }
 #: Commands of `_UNPARSED` that allocate on the GPU at once; a watch chooses its device first.
 _ON_A_GPU = ("sample", "search-batch")
@@ -137,13 +145,12 @@ _ON_A_GPU = ("sample", "search-batch")
 
 def _run_unparsed(command: str, argv: Sequence[str]) -> int:
     """Run a command of `_UNPARSED`; return an exit code."""
-    work, joins = _UNPARSED[command]
     if command in _ON_A_GPU:
         use_expandable_segments()
-    if _cannot_start(joining=joins):
+    if _cannot_start(joining=command != "run"):
         return exit_codes.CONFIGURATION
     try:
-        return work(argv)
+        return _UNPARSED[command](argv)
     except Exception as error:
         if not _say_failure(error):
             raise
@@ -192,9 +199,6 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
 
     def parse(self) -> TrainConfig | None:
         """Return the configuration, or None if there is nothing to run and `code` says why."""
-        from finetrainers.config.flags import parse_flags
-        from finetrainers.config.help import PREPARE, TRAIN
-
         configure_logging()
         yield_idle_threads()
         use_expandable_segments()
@@ -258,8 +262,8 @@ def _cannot_start(*, joining: bool = True) -> bool:
         joining: whether the command joins the processes that a launcher has started.
     """
     outdated = version_problem()
-    problems = [Problem("", outdated)] if outdated is not None else []
-    problems += [Problem(name, message) for name, message in launch_problems()] if joining else []
+    problems = [Problem("", outdated, "not_installed")] if outdated is not None else []
+    problems += [Problem(*problem) for problem in launch_problems()] if joining else []
     if problems:
         print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
     return bool(problems)
@@ -280,6 +284,11 @@ def _with_the_rest(error: ConfigError, *, preparing: bool = False) -> ConfigErro
     return error
 
 
+def _list_command(commands: Any, name: str, about: str, options: ArgumentParser) -> None:
+    """List a command that parses its flags itself."""
+    commands.add_parser(name, help=about, parents=[options], add_help=False)
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
@@ -289,10 +298,12 @@ def _parser() -> CommandParser:
     commands.add_parser("train", help="train a model", add_help=False)
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
-    add_run(commands)
-    add_check(commands)
-    add_estimate(commands)
-    add_search_batch(commands)
+    about = "train the stages of a file, each from the weights of an earlier one"
+    _list_command(commands, "run", about, run_options())
+    _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())
+    _list_command(commands, "estimate", "memory that a run needs, and what makes it fit a GPU", estimate_options())
+    about = "find the batch size of each bucket: the fastest that fits the GPU"
+    _list_command(commands, "search-batch", about, search_batch_options())
     add_doctor(commands)
 
     about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
@@ -300,23 +311,12 @@ def _parser() -> CommandParser:
     place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "where everything goes [quickstart]"}
     add_demonstration(quickstart, "quickstart:quickstart", steps=150, **place)
 
-    about = "list the model families: names for --model_name, valid sizes and frame rates"
-    models = commands.add_parser("models", **described(about, "models"))
-    models.set_defaults(run=_models)
-
-    about = "write a tiny random model of a family, for trials without downloads"
-    training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
-    tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
-    tiny.add_argument("family", help="a name from `finetrainers models`")
-    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
-    tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
-    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
-    tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
-
+    _add_models(commands)
     add_export(commands)
-    add_sample(commands)
+    _list_command(commands, "sample", "sample clips of a run, a checkpoint, a LoRA or a model", sample_options())
     add_report(commands)
-    add_watch(commands)
+    about = "sample and score a run's checkpoints as they are published, on another device"
+    _list_command(commands, "watch", about, watch_options())
     add_plot(commands)
     add_cache(commands)
     add_ckpt(commands)
@@ -330,6 +330,22 @@ def _parser() -> CommandParser:
     docs = commands.add_parser("docs", help="print docs/reference/configuration.md, generated from the options")
     docs.set_defaults(run=_docs)
     return parser
+
+
+def _add_models(commands: Any) -> None:
+    """Add the subcommands on model families to the parser."""
+    about = "list the model families: names for --model_name, valid sizes and frame rates"
+    models = commands.add_parser("models", **described(about, "models"))
+    models.set_defaults(run=_models)
+
+    about = "write a tiny random model of a family, for trials without downloads"
+    training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
+    tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
+    tiny.add_argument("family", help="a name from `finetrainers models`")
+    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
+    tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
+    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
+    tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
 
 
 def _models(_: argparse.Namespace | None) -> int:
@@ -353,7 +369,7 @@ def _tiny(arguments: argparse.Namespace) -> int:
     try:
         build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:
-        raise ConfigError([Problem("family", str(error.args[0]))]) from None
+        raise ConfigError([Problem("family", str(error.args[0]), "unknown")]) from None
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")
     return 0
 

@@ -1,20 +1,72 @@
-"""Flags of the commands that sample: a separate section, and the options of a run that samples depend on."""
+"""Flags of commands: numbers, options of a run beside their own, and the sections of the commands that sample."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
-from finetrainers.config.errors import Problem
-from finetrainers.config.flags import flat_flag
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import flat_flag, parse_flags
 from finetrainers.config.given import RawOptions
 from finetrainers.config.names import unknown_option
-from finetrainers.config.root import fields
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sample import VALIDATION_NAMES, S, options_of_runs, read_options
 from finetrainers.config.shape import choices, is_list, is_switch, kind
+
+T = TypeVar("T")
+
+
+def make_number_type(message: str, lowest: int, highest: float = math.inf) -> Callable[[str], int]:
+    """Return a function that reads a whole number of an argument.
+
+    Args:
+        message: the problem with another value.
+        lowest, highest: bounds.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not lowest <= int(text) <= highest:
+            raise argparse.ArgumentTypeError(f"{message}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+#: Type of arguments that count something.
+positive_integer = make_number_type("must be a whole number of at least 1", 1)
+
+
+def make_argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a function that reads an argument with `read`, whose ValueError is the problem with it."""
+
+    def read_argument(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_argument
+
+
+def read_run_config(parser: ArgumentParser, flags: Sequence[str], problems: list[Problem]) -> TrainConfig:
+    """Return the configuration of a run in the flags that are not the command's own.
+
+    Args:
+        parser: of the command's own options.
+        flags: the other ones.
+        problems: those with the command's own options.
+
+    Raises:
+        ConfigError: all problems.
+    """
+    config, _ = parse_flags(flags, prog=parser.prog, own=parser.flags, own_problems=problems)
+    if config is None:
+        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
+    return config
 
 
 @dataclass(frozen=True)
@@ -89,9 +141,10 @@ def unknown_flag(section: type[S], flag: str) -> Problem:
     name = flag.lstrip("-").removeprefix("no-")
     option_name = VALIDATION_NAMES.get(name)
     if option_name in section.model_fields:
-        return Problem(flag, f"unknown flag; here it is --{option_name}")
+        return Problem(flag, f"unknown flag; here it is --{option_name}", "unknown")
     if name in fields():
-        return Problem(flag, "unknown flag; it is an option of training that no sample depends on, remove it")
+        message = "unknown flag; it is an option of training that no sample depends on, remove it"
+        return Problem(flag, message, "unknown")
     names = (*section.model_fields, *options_of_runs())
     close = near_flag(flag, [f"--{known_name}" for known_name in names])
-    return Problem(flag, f"unknown flag; did you mean {close}?") if close else unknown_option(name, flag)
+    return Problem(flag, f"unknown flag; did you mean {close}?", "unknown") if close else unknown_option(name, flag)

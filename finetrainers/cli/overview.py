@@ -88,9 +88,8 @@ def described(about: str, *examples: str, more: str = "") -> dict[str, Any]:
 
 def unknown_command(name: str, commands: list[str]) -> str:
     """Return the error for a command that does not exist, with advice."""
-    if (advice := invert_groups(_INSTEAD).get(name)) is not None:
-        return f"there is no command {name!r}; {advice}"
-    close = get_close_matches(name, commands, n=1, cutoff=0.7)
-    if close:
-        return f"there is no command {name!r}; did you mean {close[0]!r}?"
-    return f"there is no command {name!r}; there are: {', '.join(commands)}"
+    advice = invert_groups(_INSTEAD).get(name)
+    if advice is None:
+        close = get_close_matches(name, commands, n=1, cutoff=0.7)
+        advice = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(commands)}"
+    return f"there is no command {name!r}; {advice}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ def add_plot(commands: Any) -> None:
     plot.set_defaults(run=_plot, check=_check)
 
 
-def _check(_: argparse.Namespace) -> list[Problem]:
-    missing = find_spec("matplotlib") is None
-    return [Problem("matplotlib", "is not installed; pip install matplotlib")] if missing else []
+def _check(_: argparse.Namespace) -> Iterator[Problem]:
+    if find_spec("matplotlib") is None:
+        yield Problem("matplotlib", "is not installed; pip install matplotlib", "not_installed")
 
 
 def _plot_rollouts(directory: Path) -> Path | None:
@@ -55,7 +56,7 @@ def _plot(arguments: argparse.Namespace) -> int:
             if (sheet := _plot_rollouts(directory)) is not None:
                 print(sheet)
         except ValueError as error:
-            problems.append(Problem("RUN", str(error)))
+            problems.append(Problem.from_error("RUN", error))
     if problems:
         raise ConfigError(problems)
     return 0

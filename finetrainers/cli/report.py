@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import Problem
+from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import file_size
 
 from .overview import described
@@ -46,7 +47,11 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     from finetrainers.rundir.run_records import run_problem
 
     arguments.directory = roots = list(dict.fromkeys(arguments.directory))
-    problems = [Problem("RUN", f"{root} {problem}") for root in roots if (problem := run_problem(root)) is not None]
+    problems = [
+        Problem("RUN", f"{root} {problem}", "invalid" if root.exists() else "not_found")
+        for root in roots
+        if (problem := run_problem(root)) is not None
+    ]
     if arguments.output is None and problems:
         return problems
     return [*problems, *_output_problems(_output_path(arguments.output, roots), is_given=arguments.output is not None)]
@@ -62,7 +67,6 @@ def _report(arguments: argparse.Namespace) -> int:
     from finetrainers.results.reports.media import VideoLimits
     from finetrainers.results.reports.page import MOST_VIDEOS, make_report
     from finetrainers.rundir.run_records import read_run
-    from finetrainers.utils.files import write_text_atomic
 
     roots: list[Path] = arguments.directory
     output = _output_path(arguments.output, roots)
@@ -103,6 +107,6 @@ def _output_problems(output: Path, *, is_given: bool) -> list[Problem]:
     folder = next((parent for parent in output.absolute().parents if parent.exists()), output.absolute().parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         remedy = "" if is_given else "; give another file with --output"
-        return [Problem("--output", f"nothing can be written to {folder}{remedy}")]
+        return [Problem("--output", f"nothing can be written to {folder}{remedy}", "unavailable")]
     other = page_problem(output)
-    return [] if other is None else [Problem("--output", other)]
+    return [] if other is None else [Problem("--output", other, "occupied")]

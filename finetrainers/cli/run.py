@@ -14,13 +14,17 @@ from typing import Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.flags import read_flags
 from finetrainers.config.stages import Stage, read_stages
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.text import nearest, plural
 
 from .estimate import planned_environment
 
+#: Takes arguments, and returns an exit code.
+_Command = Callable[[Sequence[str]], int]
 _EPILOG = """The file has one [[stage]] table for each stage: its name, its options, and what it
 begins from. Options above the first [[stage]] hold for all stages. Options of
 `finetrainers train` may follow as flags; they override those of every stage.
@@ -56,15 +60,8 @@ exit codes:
 """
 
 
-def add_run(commands: Any) -> None:
-    """Add the parser of `finetrainers run` to the list of commands; `run_command` runs the command."""
-    commands.add_parser(
-        "run", help="train the stages of a file, each from the weights of an earlier one", parents=[_own_options()],
-        add_help=False,
-    )  # fmt: skip
-
-
-def _own_options() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers run",
         usage="finetrainers run FILE [--plan] [--from STAGE] [--keep_finished] [--launcher COMMAND] [options of train]",
@@ -84,14 +81,14 @@ def _own_options() -> ArgumentParser:
     return parser
 
 
-def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> int:
+def run_command(argv: Sequence[str], train: _Command) -> int:
     """Train the stages of a file; return an exit code (`utils.exit_codes`).
 
     Args:
         argv: of the command.
         train: the command that trains one stage.
     """
-    parser = _own_options()
+    parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
         stages = _load_stages(parser, arguments, run_flags)
@@ -101,10 +98,7 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
                 "each of several machines would set directories aside; rename those of the stages yourself, and "
                 "leave it out"
             )
-            raise ConfigError([Problem("--from", message)])
-        if arguments.plan:
-            os.environ.update(environment)
-            return _plan(stages, arguments)
+            raise ConfigError([Problem("--from", message, "conflict")])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIGURATION
@@ -113,6 +107,8 @@ def run_command(argv: Sequence[str], train: Callable[[Sequence[str]], int]) -> i
         os.environ.update(environment)
         return _plan(stages, arguments)
 
+    if arguments.plan:
+        return check()
     # In a separate process: it imports torch and may query the GPU, whose memory is for the stages.
     code = _in_child(check)
     return code if code != exit_codes.DONE else _train_all(stages, arguments, train)
@@ -124,30 +120,28 @@ def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flag
     Raises:
         ConfigError: it cannot be read, or the arguments are not valid.
     """
-    from finetrainers.config.flags import read_flags
-
     path, flags = read_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=parser.problems([]))
     if flags is None:
-        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
+        raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`", "unknown")])
     problems, flags.problems = flags.problems, []
     if launched_processes() > 1:
         message = (
             "this process was started by a launcher; start `finetrainers run` by itself, and give it the launcher: "
             '--launcher "accelerate launch ... train.py"'
         )
-        problems.append(Problem("WORLD_SIZE", message))
+        problems.append(Problem("WORLD_SIZE", message, "conflict"))
     if path is None:
         hint = f"{parser.prog} --help shows one"
-        raise ConfigError(
-            [*problems, Problem("FILE", "is required: a TOML file of stages")], of="this command", hint=hint
-        )
+        problems.append(Problem("FILE", "is required: a TOML file of stages", "required"))
+        raise ConfigError(problems, of="this command", hint=hint)
     try:
         stages = read_stages(path, flags)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     names = [stage.name for stage in stages]
     if arguments.again_from is not None and arguments.again_from not in names:
-        problems.append(Problem("--from", f"no stage {arguments.again_from!r}{nearest(arguments.again_from, names)}"))
+        message = f"no stage {arguments.again_from!r}{nearest(arguments.again_from, names)}"
+        problems.append(Problem("--from", message, "unknown"))
     if problems:
         raise ConfigError(problems, of="this command", hint=f"{parser.prog} --help lists the options")
     return stages
@@ -163,8 +157,8 @@ def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config_file", dest="accelerate_config", type=Path)
-    for name, others in {"num_processes": ["--num-processes"], "num_machines": ["--nnodes"]}.items():
-        parser.add_argument(f"--{name}", *others, type=_number)
+    parser.add_argument("--num_processes", "--num-processes", type=_number)
+    parser.add_argument("--num_machines", "--nnodes", type=_number)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", "--num_gpus", type=_number)
     try:
         sizes, _ = parser.parse_known_args(launcher)
@@ -183,7 +177,6 @@ def _number(text: str) -> int | None:
 def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     """Check all stages, and print their plan; return an exit code."""
     from finetrainers.runs.stages_plan import plan_stages
-    from finetrainers.utils.logs import quiet_progress_bars
 
     quiet_progress_bars()
     try:
@@ -196,7 +189,7 @@ def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
-def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Callable[[Sequence[str]], int]) -> int:
+def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _Command) -> int:
     """Train the unfinished stages; return an exit code."""
     from finetrainers.runs.stages import look_at, set_aside, start_flags
 
@@ -210,13 +203,9 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Ca
             print(f"{head}: done already, in {status.root}")
             continue
         print(f"{head}: {f'from step {status.step}, ' if status.step else ''}in {status.root}", flush=True)
-        code = _start(
-            start_flags(status),
-            arguments.launcher,
-            status.config.run.hub_token,
-            train,
-            verbose=status.config.run.verbose,
-        )
+        run = status.config.run
+        flags = [*start_flags(status), *(["--verbose"] if run.verbose else [])]
+        code = _start(flags, arguments.launcher, run.hub_token, train)
         if code != exit_codes.DONE:
             advice = (
                 "the same command resumes it"
@@ -229,11 +218,8 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: Ca
     return exit_codes.DONE
 
 
-def _start(
-    flags: list[str], launcher: Sequence[str], token: Any, train: Callable[[Sequence[str]], int], *, verbose: bool
-) -> int:
+def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Command) -> int:
     """Train one stage in a separate process, or in those of the launcher; return the exit code."""
-    flags = [*flags, *(["--verbose"] if verbose else [])]
 
     def work() -> int:
         if token is not None:  # no file has it
@@ -254,11 +240,8 @@ def _in_child(work: Callable[[], int]) -> int:
 
     Signals wait while it is started, so that none is lost. The child has its own copy of those that a terminal sends.
     """
-    numbers = [
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        *([] if sys.stdin is not None and sys.stdin.isatty() else [signal.SIGINT]),
-    ]
+    from_terminal = sys.stdin is not None and sys.stdin.isatty()
+    numbers = [signal.SIGTERM, signal.SIGUSR1, *([] if from_terminal else [signal.SIGINT])]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*numbers, signal.SIGINT])

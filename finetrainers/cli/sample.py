@@ -6,14 +6,16 @@ import gc
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sample import SampleSection
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_rank, print_refusal
-from finetrainers.utils.text import plural
+from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.process_state import gc_paused
+from finetrainers.utils.text import file_size, plural
 
 from .options import options_parser, read_arguments
 
@@ -47,14 +49,8 @@ exit codes:
 """
 
 
-def add_sample(commands: Any) -> None:
-    """Add the parser of `finetrainers sample` to the list of commands; `sample_command` runs the command."""
-    commands.add_parser(
-        "sample", help="sample clips of a run, a checkpoint, a LoRA or a model", parents=[_parser()], add_help=False
-    )
-
-
-def _parser() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     return options_parser(
         SampleSection, prog="finetrainers sample",
         usage="finetrainers sample TARGET ... [--prompts FILE|TEXT] [options]", about=_ABOUT, epilog=_EPILOG,
@@ -83,26 +79,24 @@ def _read_plan(argv: Sequence[str]) -> tuple[SamplePlan, bool]:
     """
     from finetrainers.sampling.plan import plan_samples
 
-    arguments = read_arguments(_parser(), SampleSection, argv)
-    problems = [*arguments.problems]
-    if not arguments.targets and not arguments.unclear:
+    arguments = read_arguments(own_options(), SampleSection, argv)
+    problems = arguments.problems
+    if arguments.targets and not arguments.unclear:
+        try:
+            plan = plan_samples(arguments.targets, arguments.options, arguments.flags)
+        except ConfigError as error:
+            problems += error.problems
+    elif not arguments.unclear:
         example = "a run directory, a checkpoint, a LoRA in safetensors or a model: finetrainers sample runs/mystyle"
-        problems.append(Problem("TARGET", f"is required: {example}"))
-    try:
-        if arguments.unclear or not arguments.targets:
-            raise ConfigError(problems)
-        plan = plan_samples(arguments.targets, arguments.options, arguments.flags)
-    except ConfigError as error:
-        raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="these samples") from None
+        problems.append(Problem("TARGET", f"is required: {example}", "required"))
     if problems:
-        raise ConfigError(problems, of="these samples")
+        raise ConfigError(list(dict.fromkeys(problems)), of="these samples")
     return plan, arguments.options.dry_run
 
 
 def _dry_run(plan: SamplePlan) -> int:
     from finetrainers.sampling.memory import sampling_bytes
     from finetrainers.sampling.run import check_weights
-    from finetrainers.utils.text import file_size
 
     check_weights(plan)
     for line in _plan_lines(plan):
@@ -133,9 +127,6 @@ def _plan_lines(plan: SamplePlan) -> list[str]:
 
 
 def _sample(plan: SamplePlan) -> int:
-    from finetrainers.utils.logs import quiet_progress_bars
-    from finetrainers.utils.process_state import gc_paused
-
     is_main = launched_rank() == 0
     if is_main:
         print("\n".join(_plan_lines(plan)), flush=True)

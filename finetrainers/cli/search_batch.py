@@ -9,20 +9,22 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.values import check_gpu
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import write_json_atomic
 from finetrainers.utils.gpus import read_gpu
 from finetrainers.utils.launch import launched_rank, print_refusal
+from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, planning
 
-from .demo import positive_integer
-from .estimate import checked_sizes, parse_gpu, planned_environment, planned_for
+from .estimate import add_launcher_options, checked_sizes, planned_environment, planned_for
+from .options import make_argument_type, positive_integer, read_run_config
 
 if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
@@ -48,17 +50,8 @@ exit codes:
 """
 
 
-def add_search_batch(commands: Any) -> None:
-    """Add the parser of `finetrainers search-batch` to the list of commands; `search_batch_command` runs it."""
-    commands.add_parser(
-        "search-batch",
-        help="find the batch size of each bucket: the fastest that fits the GPU",
-        parents=[_own_options()],
-        add_help=False,
-    )
-
-
-def _own_options() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers search-batch",
         description="Find the batch size of each bucket: the fastest of those that fit the GPU.",
@@ -67,7 +60,7 @@ def _own_options() -> ArgumentParser:
     )
     parser.add_argument(
         "--gpu",
-        type=parse_gpu,
+        type=make_argument_type(check_gpu),
         metavar="24GB",
         help="memory to fit [that of this machine's GPU; on a CPU, host memory]",
     )
@@ -83,11 +76,7 @@ def _own_options() -> ArgumentParser:
         "--timed_steps", type=positive_integer, default=3, metavar="N", help="steps to time for each size [3]"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write everything that was found as JSON, too")
-    parser.add_argument(
-        "--num_processes", type=positive_integer, help="processes to estimate for [1, or as the file says]"
-    )
-    parser.add_argument("--num_machines", type=positive_integer, help="machines [1, or as the file says]")
-    parser.add_argument("--accelerate_config", type=Path, metavar="FILE", help="the file of `accelerate launch`")
+    add_launcher_options(parser, "processes to estimate for [1, or as the file says]")
     return parser
 
 
@@ -105,9 +94,7 @@ def _parse_percent(text: str) -> float:
 
 def search_batch_command(argv: Sequence[str]) -> int:
     """Search as the flags say; return an exit code (`utils.exit_codes`)."""
-    from finetrainers.config.flags import parse_flags
-
-    parser = _own_options()
+    parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
         problems = parser.problems([])
@@ -119,10 +106,7 @@ def search_batch_command(argv: Sequence[str]) -> int:
                 problems += error.problems
             refused = {problem.where for problem in problems}
             problems += [problem for problem in _option_problems(arguments) if problem.where not in refused]
-            config, _ = parse_flags(run_flags, prog=parser.prog, own=parser.flags, own_problems=problems)
-            if config is None:
-                raise ConfigError([Problem("--list_models", "is an option of `finetrainers train`")])
-            return _search(config, arguments)
+            return _search(read_run_config(parser, run_flags, problems), arguments)
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print("stopped", file=sys.stderr)
@@ -186,23 +170,23 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
     on_gpu = likely_device_type() == "cuda"
     if arguments.measure_on_cpu and arguments.estimate_only:
-        yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them")
+        yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them", "conflict")
     elif arguments.measure_on_cpu and on_gpu:
-        yield Problem("--measure_on_cpu", "this machine has a GPU, which is measured; leave it out")
+        yield Problem("--measure_on_cpu", "this machine has a GPU, which is measured; leave it out", "unsupported")
     if not on_gpu and arguments.gpu is None and not arguments.measure_on_cpu:
         message = (
             "there is no GPU on this machine; say the memory to fit, such as 24GB, or measure with --measure_on_cpu"
         )
-        yield Problem("--gpu", message)
-    if arguments.output is not None and arguments.output.is_dir():
-        yield Problem("--output", f"{arguments.output} is a directory; give a file")
-    elif arguments.output is not None and not arguments.output.absolute().parent.is_dir():
-        yield Problem("--output", f"no such directory: {arguments.output.absolute().parent}")
-    elif (
-        arguments.output is not None
-        and (other := json_problem(arguments.output, "bucket_batch_sizes", "buckets")) is not None
-    ):
-        yield Problem("--output", other)
+        yield Problem("--gpu", message, "required")
+    output: Path | None = arguments.output
+    if output is None:
+        return
+    if output.is_dir():
+        yield Problem("--output", f"{output} is a directory; give a file")
+    elif not output.absolute().parent.is_dir():
+        yield Problem("--output", f"no such directory: {output.absolute().parent}", "not_found")
+    elif (other := json_problem(output, "bucket_batch_sizes", "buckets")) is not None:
+        yield Problem("--output", other, "occupied")
 
 
 def _skip_reason(arguments: argparse.Namespace) -> str | None:
@@ -223,7 +207,6 @@ def _run_search(resolved_run: ResolvedRun, arguments: argparse.Namespace, reason
     from finetrainers.tools.batch_search.report import SearchResult, estimate_line
     from finetrainers.tools.batch_search.request import buckets_of, tokens_of, without_clips
     from finetrainers.utils.host_memory import read_host_memory
-    from finetrainers.utils.logs import quiet_progress_bars
 
     quiet_progress_bars()
     with contextlib.redirect_stdout(sys.stderr):

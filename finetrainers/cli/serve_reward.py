@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from finetrainers.config.errors import ConfigError, Problem, value_message
+from finetrainers.config.errors import ConfigError, Problem, value_kind, value_message
 from finetrainers.config.rewards import Reward, RewardEntry
 from finetrainers.utils.logs import quiet_progress_bars
 
-from .demo import positive_integer
+from .options import make_number_type, positive_integer
 
 # As in rewards/server.py, which imports torch.
 _TOKEN_VARIABLE = "FINETRAINERS_REWARD_TOKEN"
@@ -28,7 +28,8 @@ def add_serve_reward(commands: Any) -> None:
     )
     parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
-    parser.add_argument("--port", type=_port, default=8000, help="0 for any free one [%(default)s]")
+    port = make_number_type("must be a whole number from 0 to 65535", 0, 65535)
+    parser.add_argument("--port", type=port, default=8000, help="0 for any free one [%(default)s]")
     parser.add_argument(
         "--device",
         help="the reward's option of that name: cuda:7, say, where training on this machine has the GPUs before it "
@@ -57,7 +58,8 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
         return [*problems, *error.problems]
     reward_device = arguments.reward.options.get("device")
     if None not in (arguments.device, reward_device) and reward_device != arguments.device:
-        problems.append(Problem("--device", f"{arguments.device}, but the reward says device={reward_device}"))
+        message = f"{arguments.device}, but the reward says device={reward_device}"
+        problems.append(Problem("--device", message, "conflict"))
     return problems
 
 
@@ -73,7 +75,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
     try:
         reward = make_reward(entry.reward, options)
     except ValueError as error:
-        raise ConfigError([Problem("reward", str(error))]) from error
+        raise ConfigError([Problem.from_error("reward", error)]) from error
     try:
         server = RewardServer(
             reward,
@@ -86,9 +88,8 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
             batch_size=entry.batch_size,
         )
     except OSError as error:
-        raise ConfigError(
-            [Problem("--host, --port", f"cannot listen on {arguments.host}:{arguments.port}: {error}")]
-        ) from error
+        message = f"cannot listen on {arguments.host}:{arguments.port}: {error}"
+        raise ConfigError([Problem("--host, --port", message, "unavailable")]) from error
     server.run()
     return 0
 
@@ -98,14 +99,17 @@ def _entry(text: str) -> RewardEntry:
     try:
         entry: RewardEntry = TypeAdapter(Reward).validate_python(text)
     except ValidationError as error:
-        messages = [": ".join([*map(str, detail["loc"]), value_message(detail)]) for detail in error.errors()]
-        raise ConfigError([Problem("reward", message) for message in messages]) from None
+        problems = [
+            Problem("reward", ": ".join([*map(str, detail["loc"]), value_message(detail)]), value_kind(detail))
+            for detail in error.errors()
+        ]
+        raise ConfigError(problems) from None
     elsewhere = sorted(entry.model_fields_set & {"weight", "mean", "std", "every"})
     messages = [f"{name} is said where the reward is used, not where it is served" for name in elsewhere]
     if entry.head is not None:
         messages.append(f"a server gives all heads of {entry.reward}; training names one: http://...#{entry.head}")
     if messages:
-        raise ConfigError([Problem("reward", message) for message in messages])
+        raise ConfigError([Problem("reward", message, "unsupported") for message in messages])
     return entry
 
 
@@ -122,9 +126,3 @@ def _token(token_option: str | None) -> str | None:
         place = "--token" if token_option is not None else _TOKEN_VARIABLE
         raise ConfigError([Problem(place, "must be ASCII letters, digits and signs, without blanks")])
     return token
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 65535, got {text!r}")
-    return int(text)

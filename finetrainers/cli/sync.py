@@ -101,13 +101,9 @@ def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
             for checkpoint in arrived:
                 print(told(checkpoint, sync.target), flush=True)
             if once:
-                if not arrived:
-                    print(_nothing_new(sync))
+                if not arrived and sync.has_checkpoints:
+                    print(f"{sync.target} has every published checkpoint")
+                elif not arrived:
+                    print(f"{sync.run} has no checkpoint yet; its settings and records are at {sync.target}")
                 return exit_codes.DONE
         time.sleep(pause)
-
-
-def _nothing_new(sync: Any) -> str:
-    if sync.has_checkpoints:
-        return f"{sync.target} has every published checkpoint"
-    return f"{sync.run} has no checkpoint yet; its settings and records are at {sync.target}"

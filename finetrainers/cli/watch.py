@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.watch import WatchSection
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
-from finetrainers.utils.process_state import environment_restored
+from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.process_state import environment_restored, gc_paused
 from finetrainers.utils.text import plural
 
 from .options import options_parser, read_arguments
@@ -47,13 +48,8 @@ exit codes:
 """
 
 
-def add_watch(commands: Any) -> None:
-    """Add the parser of `finetrainers watch` to the list of commands; `watch_command` runs the command."""
-    about = "sample and score a run's checkpoints as they are published, on another device"
-    commands.add_parser("watch", help=about, parents=[_parser()], add_help=False)
-
-
-def _parser() -> ArgumentParser:
+def own_options() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     return options_parser(
         WatchSection, prog="finetrainers watch", usage="finetrainers watch RUN [--presets NAMES] [options]",
         about=_ABOUT, epilog=_EPILOG,
@@ -82,40 +78,40 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
     Raises:
         ConfigError: all problems, at once.
     """
-    arguments = read_arguments(_parser(), WatchSection, argv)
-    problems = [*arguments.problems]
-    if len(arguments.targets) != 1 and not arguments.unclear:
-        problems.append(Problem("RUN", "give one run directory: finetrainers watch runs/mystyle"))
-    if arguments.unclear or len(arguments.targets) != 1:
-        raise ConfigError(problems, of="this watch")
-    from finetrainers.sampling.watch.plan import plan_watch, use_device
+    arguments = read_arguments(own_options(), WatchSection, argv)
+    problems = arguments.problems
+    if len(arguments.targets) == 1 and not arguments.unclear:
+        from finetrainers.sampling.watch.plan import plan_watch, use_device
 
-    try:
-        use_device(arguments.options.device)
-        use_expandable_segments()
-        plan = plan_watch(Path(arguments.targets[0]), arguments.options, arguments.flags)
-    except ConfigError as error:
-        raise ConfigError(list(dict.fromkeys([*problems, *error.problems])), of="this watch") from None
+        try:
+            use_device(arguments.options.device)
+            use_expandable_segments()
+            plan = plan_watch(Path(arguments.targets[0]), arguments.options, arguments.flags)
+        except ConfigError as error:
+            problems += error.problems
+    elif not arguments.unclear:
+        message = "give one run directory: finetrainers watch runs/mystyle"
+        problems.append(Problem("RUN", message, "invalid" if arguments.targets else "required"))
     if problems:
-        raise ConfigError(problems, of="this watch")
+        raise ConfigError(list(dict.fromkeys(problems)), of="this watch")
     return plan
 
 
-def _plan_lines(plan: WatchPlan) -> list[str]:
-    """Return the lines on the samples of each checkpoint, and the warnings."""
-    lines = []
+def _plan_lines(plan: WatchPlan) -> Iterator[str]:
+    """Yield the lines on the samples of each checkpoint, and the warnings."""
     for name, preset_plan in plan.presets.items():
         sizes = ", ".join("x".join(map(str, size)) for size in preset_plan.sizes)
         steps = plural(preset_plan.config.validation.validation_inference_steps, "denoising step")
         count = plural(len(preset_plan.prompts) * len(preset_plan.seeds), "clip")
-        lines.append(f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {preset_plan.output_dir}")
-    lines += [f"rewards: {', '.join(plan.labels)}"] if plan.labels else []
+        yield f"{name}: {count} of each checkpoint, {sizes}, {steps}, in {preset_plan.output_dir}"
+    if plan.labels:
+        yield f"rewards: {', '.join(plan.labels)}"
     for tracker in [] if plan.options.no_track else plan.config.run.report_to:
         from finetrainers.sampling.watch.tracked import whose_run
 
-        lines.append(f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}")
+        yield f"tracker: {tracker}, {whose_run(plan.run, plan.config, tracker)}"
     warnings = dict.fromkeys(warning for preset_plan in plan.presets.values() for warning in preset_plan.warnings)
-    return [*lines, *(f"warning: {warning}" for warning in warnings)]
+    yield from (f"warning: {warning}" for warning in warnings)
 
 
 def _stop(number: int, _: Any) -> None:
@@ -128,9 +124,6 @@ def _stop(number: int, _: Any) -> None:
 
 
 def _watch(plan: WatchPlan) -> int:
-    from finetrainers.utils.logs import quiet_progress_bars
-    from finetrainers.utils.process_state import gc_paused
-
     with gc_paused():
         from finetrainers.sampling.watch.server import watch
     quiet_progress_bars()
@@ -140,8 +133,7 @@ def _watch(plan: WatchPlan) -> int:
         failed = watch(plan, lambda line: print(line, flush=True))
     finally:
         signal.signal(signal.SIGTERM, before)
-    pages = [preset_plan.output_dir / "index.html" for preset_plan in plan.presets.values()]
-    for page in pages:
-        if page.is_file():
+    for preset_plan in plan.presets.values():
+        if (page := preset_plan.output_dir / "index.html").is_file():
             print(f"page: {page}")
     return exit_codes.FAILED if failed else exit_codes.DONE

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.logs import NOTES
 from finetrainers.utils.text import nearest, quoted, shortened
 
@@ -24,7 +25,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """
 
     # argparse sets its attributes in `__init__`; these are of one command line.
-    _messages: dict[argparse.Action, list[str]]
+    _messages: dict[argparse.Action, list[tuple[str, Kind]]]
     _seen_actions: set[argparse.Action]
     _required: list[argparse.Action]
 
@@ -84,7 +85,7 @@ class ArgumentParser(argparse.ArgumentParser):
         flags, stray = split_unknown(unknown)
         suggestions = {flag: near_flag(flag, self.flags) for flag in flags}
         problems = [
-            Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}")
+            Problem(flag, f"unknown flag{f'; did you mean {near}?' if near else ''}", "unknown")
             for flag, near in suggestions.items()
         ]
         if stray:
@@ -92,11 +93,12 @@ class ArgumentParser(argparse.ArgumentParser):
         for action, messages in self._messages.items():
             if action.option_strings or not flags:  # it may be the value of an unknown flag
                 problems += [
-                    Problem(display_name(action), message, about=(action.dest,)) for message in dict.fromkeys(messages)
+                    Problem(display_name(action), message, kind, about=(action.dest,))
+                    for message, kind in dict.fromkeys(messages)
                 ]
         for action in self._required:
             if action not in self._seen_actions and not {*action.option_strings} & {*suggestions.values()}:
-                problems.append(Problem(display_name(action), f"is required: {_describe_values(action)}"))
+                problems.append(Problem(display_name(action), f"is required: {_describe_values(action)}", "required"))
         return problems
 
     def _is_clear(self) -> bool:
@@ -111,11 +113,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the mistake that argparse cannot continue after, with all earlier problems."""
-        where, _, reason = (
-            message.removeprefix("argument ").rpartition(": ") if message.startswith("argument ") else ("", "", message)
+        where, reason = "", message
+        if message.startswith("argument "):
+            where, _, reason = message.removeprefix("argument ").partition(": ")
+        self._raise(Problem(where, reason))
+
+    def _raise(self, problem: Problem) -> NoReturn:
+        """Raise all earlier problems and this one."""
+        raise ConfigError(
+            [*self.problems([]), problem], of="this command", hint=f"{self.prog} --help lists the options"
         )
-        problems = [*self.problems([]), Problem(where, reason)]
-        raise ConfigError(problems, of="this command", hint=f"{self.prog} --help lists the options")
 
     def _parser_chain(self, namespace: argparse.Namespace) -> Iterator[ArgumentParser]:
         """Yield the parsers of the command, of its subcommand, and so on."""
@@ -140,15 +147,15 @@ class ArgumentParser(argparse.ArgumentParser):
             else:
                 yield f"{spelled}{equals}{value}"
 
-    def _refuse(self, action: argparse.Action, message: str) -> None:
+    def _refuse(self, action: argparse.Action, message: str, kind: Kind = "invalid") -> None:
         self._seen_actions.add(action)
-        self._messages.setdefault(action, []).append(message)
+        self._messages.setdefault(action, []).append((message, kind))
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
             return super()._match_argument(action, arg_strings_pattern)  # type: ignore[misc,no-any-return]
         except argparse.ArgumentError:
-            self._refuse(action, f"needs a value: {_describe_values(action)}".removesuffix(": "))
+            self._refuse(action, f"needs a value: {_describe_values(action)}".removesuffix(": "), "required")
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
@@ -179,8 +186,8 @@ class ArgumentParser(argparse.ArgumentParser):
         listing = f"{'' if hint else ';'} {'Valid' if hint else 'valid'}: {', '.join(valid)}"
         message = f"unknown value {shortened(quoted(str(value)))}{hint}{listing}"
         if isinstance(action, argparse._SubParsersAction):  # the arguments of the subcommand are not known
-            raise argparse.ArgumentError(action, message)
-        self._refuse(action, message)
+            self._raise(Problem(display_name(action), message, "unknown"))
+        self._refuse(action, message, "unknown")
 
 
 def split_unknown(unknown: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
 from packaging.version import Version
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.gpus import Capability
 
 AttnBackendName = Literal[
@@ -70,19 +72,21 @@ class Backend:
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
-def _torch(**more: object) -> Backend:
-    return Backend(casts=True, **more)  # type: ignore[arg-type]
-
-
-def _flash_2(**more: object) -> Backend:
-    install = "pip install flash-attn --no-build-isolation"
-    return Backend("flash_attn", ("flash-attn", "2.6.3"), install, capability=_AMPERE, **more)  # type: ignore[arg-type]
-
-
-def _flash_3(**more: object) -> Backend:
-    install = "build it from the folder hopper of Dao-AILab/flash-attention, or use _flash_3_hub"
-    distribution = ("flash_attn_3", "3.0.0b1")
-    return Backend("flash_attn_interface", distribution, install, capability=_AMPERE, **more)  # type: ignore[arg-type]
+_torch = partial(Backend, casts=True)
+_flash_2 = partial(
+    Backend,
+    "flash_attn",
+    ("flash-attn", "2.6.3"),
+    "pip install flash-attn --no-build-isolation",
+    capability=_AMPERE,
+)
+_flash_3 = partial(
+    Backend,
+    "flash_attn_interface",
+    ("flash_attn_3", "3.0.0b1"),
+    "build it from the folder hopper of Dao-AILab/flash-attention, or use _flash_3_hub",
+    capability=_AMPERE,
+)
 
 
 def _hub(oldest: str = "0.12", capability: Capability = _AMPERE, **more: object) -> Backend:
@@ -126,10 +130,12 @@ def backend_name(backend: object) -> object:
         return backend
     part, colon, name = backend.rpartition(":")
     if colon and part != "transformer":
-        raise ValueError(f"{backend!r}: only the attention of the transformer is chosen; give the backend alone")
+        message = f"{backend!r}: only the attention of the transformer is chosen; give the backend alone"
+        raise InputError(message, "unsupported")
     name = name.lower()
     if name.lstrip("_").startswith(("sage", "aiter")):
-        raise ValueError(f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub")
+        message = f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub"
+        raise InputError(message, "unsupported")
     if name in ("_native_npu", "_native_xla"):
-        raise ValueError(f"{name} is for a device that is not supported here; use native")
+        raise InputError(f"{name} is for a device that is not supported here; use native", "unsupported")
     return name

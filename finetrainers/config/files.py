@@ -37,14 +37,16 @@ def read_text(path: str | Path, *, option: str) -> tuple[Path, str]:
         path = Path(check_place(str(path)))
         content = path.read_bytes()
     except ValueError as error:
-        raise ConfigError([Problem(option, str(error))]) from None
+        raise ConfigError([Problem.from_error(option, error)]) from None
     except FileNotFoundError:
-        raise ConfigError([Problem(option, f"no such file: {path}{nearest_file(Path(path))}")]) from None
+        raise ConfigError([Problem(option, f"no such file: {path}{nearest_file(Path(path))}", "not_found")]) from None
     except OSError as error:
-        raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}")]) from None
+        raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}", "unreadable")]) from None
     try:
         return path, content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         kind = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "not UTF-8"
         line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError([Problem(f"{path}:{line}", f"the file is {kind}; save it as UTF-8 text")]) from None
+        raise ConfigError(
+            [Problem(f"{path}:{line}", f"the file is {kind}; save it as UTF-8 text", "unreadable")]
+        ) from None

@@ -154,8 +154,9 @@ def read_flags(
         near = near_flag(flag, own)
         name = flag.lstrip("-").removeprefix("no-")
         other = unknown_option(name, f"--{name}")
-        message = f"unknown flag; did you mean {near}?" if near else other.message
-        problems.append(Problem(flag, message, "unknown", other.about))
+        problems.append(
+            Problem(flag, f"unknown flag; did you mean {near}?" if near else other.message, "unknown", other.about)
+        )
     if stray:
         problems.append(Problem("command line", f"unexpected {format_arguments(stray)}; values follow their flag"))
     problems += parser.problems([])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import random
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from finetrainers.utils.failures import InputError, error_kind
 from finetrainers.utils.text import nearest, quoted, shortened
 
 from .facts import Facts
@@ -91,7 +93,7 @@ class FrameKind:
         if self.name in ("frame", "span"):
             start = rng.randint(0, latent_frames - length)
             return everything[start : start + length]
-        head = everything[:length] if self.name != "last" and self.name != "suffix" else ()
+        head = everything[:length] if self.name not in ("last", "suffix") else ()
         tail = everything[-length:] if self.name != "prefix" else ()
         return (*head, *tail)
 
@@ -142,19 +144,19 @@ def read_frame_conditioning(value: Any) -> Any:
         pairs = [(name.strip(), share.strip()) for name, _, share in (part.partition("=") for part in parts)]
     else:
         return value
-    kinds, problems = [], []
+    kinds, errors = [], []
     for name, share in pairs:
         try:
             kinds.append(_kind(name, share))
         except ValueError as error:
-            problems.append(str(error))
-    labels = [kind.label for kind in kinds if kind is not None]
-    problems += [f"{label} is there twice" for label in sorted({label for label in labels if labels.count(label) > 1})]
+            errors.append(error)
+    labels = Counter(kind.label for kind in kinds if kind is not None)
+    errors += [InputError(f"{label} is there twice", "duplicate") for label in sorted(labels) if labels[label] > 1]
     nonzero_kinds = tuple(kind for kind in kinds if kind is not None and kind.p > 0)
     if (total := sum(kind.p for kind in nonzero_kinds)) > 1 + 1e-9:
-        problems.append(f"the probabilities add up to {total:g}, which is more than 1")
-    if problems:
-        raise ValueError("; ".join(problems))
+        errors.append(ValueError(f"the probabilities add up to {total:g}, which is more than 1"))
+    if errors:
+        raise InputError("; ".join(map(str, errors)), error_kind(errors[0]))
     return nonzero_kinds
 
 
@@ -172,9 +174,10 @@ def _kind(text: str, share: Any) -> FrameKind | None:
     if name == "none":
         return None
     if name not in KINDS:
-        raise ValueError(
+        raise InputError(
             f"{shortened(quoted(name))} is no kind of given frames{nearest(name, [*KINDS, *ALIASES])}; kinds: "
-            f"{', '.join(KINDS)}"
+            f"{', '.join(KINDS)}",
+            "unknown",
         )
     if not colon:
         return FrameKind(name, p)

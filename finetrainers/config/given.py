@@ -59,8 +59,12 @@ class RawOptions:
         for name in names:
             self.values.pop(name, None)
         if self.values.get(option) is not None:
-            message = f"{', '.join(names)} and {option} ({self.where[option]}) set the same; give one of them"
-            self.refuse(names[0], message, option, kind="conflict")
+            self.refuse(
+                names[0],
+                f"{', '.join(names)} and {option} ({self.where[option]}) set the same; give one of them",
+                option,
+                kind="conflict",
+            )
             return False
         self.values[option] = value
         self.where[option] = ", ".join(self.where[name] for name in names)

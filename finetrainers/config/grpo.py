@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from .base import Section
 from .option import option
 from .rewards import Reward
-from .values import VideoBucket, parse_numbers
+from .values import ROUNDING, Fractions, VideoBucket, parse_numbers, range_between
 
 PresetName = Literal["dancegrpo", "flow-grpo", "flow-grpo-fast", "mixgrpo", "nft", "flash"]
 #: The methods that sample clips and score them.
@@ -21,9 +20,7 @@ REWARD_METHODS = ("grpo", "nft", "refl")
 COMPARING_METHODS = ("grpo", "nft")
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
 
-_Fraction = Annotated[float, Field(ge=0, le=1)]
 _NotNegative = Annotated[float, Field(ge=0)]
-_ROUNDING = 1e-9  # of a share of a number of steps: 0.29 * 100 is 28.999999999999996
 
 
 # fmt: off
@@ -80,7 +77,7 @@ class GRPOSection(Section):
 
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", method="grpo", ge=0)
-    window_range: Annotated[list[_Fraction], BeforeValidator(parse_numbers)] = option([0.0, 0.5],
+    window_range: Fractions = option([0.0, 0.5],
         "Fractions of the schedule between which the window is. The default is the noisier half, which decides most "
         "of a clip.", resume="same", needs="window_size", method="grpo", min_length=2, max_length=2)
     window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of its "
@@ -177,8 +174,7 @@ def step_range(section: GRPOSection) -> range:
     last = section.sampling_steps - 1
     if section.window_size == 0:
         return range(last)
-    first, stop = (math.floor(share * section.sampling_steps + 0.5 + _ROUNDING) for share in section.window_range)
-    return range(first, min(stop, last))
+    return range_between(section.window_range, section.sampling_steps, last)
 
 
 def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
@@ -186,7 +182,7 @@ def trained_steps(section: GRPOSection, stochastic: int | None = None) -> int:
     down.
     """
     stochastic = stochastic or section.window_size or section.sampling_steps - 1
-    return int(stochastic * section.timestep_fraction + _ROUNDING)
+    return int(stochastic * section.timestep_fraction + ROUNDING)
 
 
 def kernel(section: GRPOSection, *, is_flow: bool) -> Kernel:

@@ -115,7 +115,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         groups = {name: sections[name]} if name in sections else _by_section(_matching_options(name))
         if not groups and not parser.description:
             nothing = f"no option is called {name!r}, nor a part of one; sections: {' '.join(sections)}"
-            raise ConfigError([Problem("--help", nothing)], of="this command")
+            raise ConfigError([Problem("--help", nothing, "unknown")], of="this command")
     for title, names in groups.items():
         description = TrainConfig.model_fields[title].description if word is not None else None
         group = parser.add_argument_group(title, _wrapped(description) if description else None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -94,8 +95,9 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
                     _take_option(options, *split_name(name), inner, locate)
                     options.chosen[name] = source
         else:
-            message = f"unknown table [{entry}]{nearest(entry, sections())}"
-            options.problems.append(Problem(locate(entry, None), message))
+            options.problems.append(
+                Problem(locate(entry, None), f"unknown table [{entry}]{nearest(entry, sections())}", "unknown")
+            )
 
 
 def _take_option(options: RawOptions, table: str | None, name: str, value: Any, locate: Locate) -> None:
@@ -103,12 +105,11 @@ def _take_option(options: RawOptions, table: str | None, name: str, value: Any, 
     name = flat_name(name.replace("-", "_"), table)
     option = former_names().get(name, name)
     if option in fields() and not belongs(option, table):
-        message = f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"
-        options.problems.append(Problem(where, message))
+        options.problems.append(Problem(where, f"{name!r} belongs in [{fields()[option].section}], not in [{table}]"))
     elif option not in fields() and name not in OTHER_NAMES:
         options.problems.append(unknown_option(name, where))
     elif name in options.values:
-        options.problems.append(Problem(where, f"{name!r} is given twice"))
+        options.problems.append(Problem(where, f"{name!r} is given twice", "duplicate"))
     else:
         options.values[name], options.where[name] = value, where
 
@@ -128,7 +129,7 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
             message = "is JSON, and config files are TOML: `rank = 64` and so on, see docs/reference/configuration.md"
         elif path.suffix.lower() in (".yaml", ".yml") or re.match(r"(\s*#.*\n|---\s*\n)*\s*\w+:\s", text):
             message = "is YAML, and config files are TOML: `rank = 64`, no colon; see docs/reference/configuration.md"
-        raise ConfigError([Problem(str(path), message)]) from None
+        raise ConfigError([Problem(str(path), message, "unreadable")]) from None
 
 
 def find_line(text: str, name: str | None, table: str | None) -> int:
@@ -191,28 +192,21 @@ def _validated(options: RawOptions) -> TrainConfig:
     Raises:
         ConfigError: there are problems already, or a value is invalid.
     """
-    problems, wrong = list(options.problems), list(options.lost)
+    problems, wrong, config = list(options.problems), list(options.lost), None
     try:
-        config: TrainConfig | None = TrainConfig.model_validate(_by_table(options.values)).with_chosen(
-            {}, options.chosen
-        )
+        config = TrainConfig.model_validate(_by_table(options.values)).with_chosen({}, options.chosen)
     except ValidationError as error:
         value_problems = {
             name: problem for name, problem in _translate(error, options.where).items() if name not in wrong
         }
-        problems, wrong = [*problems, *value_problems.values()], [*wrong, *value_problems]
-        config = _without(options.values, value_problems)
+        problems += value_problems.values()
+        wrong += value_problems
+        valid_values = {name: value for name, value in options.values.items() if name not in value_problems}
+        with suppress(ValidationError):  # a required option is among the invalid ones
+            config = TrainConfig.model_validate(_by_table(valid_values))
     if problems or config is None:
         raise ConfigError(problems, rest=config, wrong=wrong)
     return config
-
-
-def _without(values: Mapping[str, Any], wrong: Collection[str]) -> TrainConfig | None:
-    """Return the configuration without its invalid options, or None if a required one is among them."""
-    try:
-        return TrainConfig.model_validate(_by_table({n: value for n, value in values.items() if n not in wrong}))
-    except ValidationError:
-        return None
 
 
 def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -261,7 +261,7 @@ def unknown_option(name: str, where: str) -> Problem:
     as_flag = where.startswith("--")
     kind = "unknown flag" if as_flag else f"unknown option {shortened(quoted(name))}"
     if name in INSTEAD:
-        return Problem(where, f"{kind}; {INSTEAD[name]}", about=tuple(re.findall(r"--(\w+)", INSTEAD[name])))
+        return Problem(where, f"{kind}; {INSTEAD[name]}", "unknown", about=tuple(re.findall(r"--(\w+)", INSTEAD[name])))
     table, key = split_name(name)
     option = (
         key
@@ -269,8 +269,10 @@ def unknown_option(name: str, where: str) -> Problem:
         else suggest_option(name, fields()) or suggest_option(key, fields())
     )
     if option is None:
-        return Problem(where, f"{kind}; `finetrainers train --help all` lists all of them")
-    return Problem(where, f"{kind}; did you mean {f'--{option}' if as_flag else repr(option)}?", about=(option,))
+        return Problem(where, f"{kind}; `finetrainers train --help all` lists all of them", "unknown")
+    return Problem(
+        where, f"{kind}; did you mean {f'--{option}' if as_flag else repr(option)}?", "unknown", about=(option,)
+    )
 
 
 def suggest_option(name: str, options: Iterable[str]) -> str | None:
@@ -293,7 +295,7 @@ def translate_names(source: RawOptions, *, others: Container[str]) -> None:
         place = source.where[name]
         if name in INSTEAD:
             problem = unknown_option(name, place)
-            source.refuse(name, problem.message, *problem.about)
+            source.refuse(name, problem.message, *problem.about, kind=problem.kind)
         elif source.put(option := SAME[name], source.values[name], name):
             label = name if place == name else f"{name} ({place})"
             phrase = f"{place} as --{option}" if place.startswith("--") else f"{label} as {option}"
@@ -312,20 +314,20 @@ def translate_dependent(options: RawOptions) -> None:
     """Replace the names of `DEPENDENT`, when the options of all places are known."""
     _translate_sampled(options)
     values, where = options.values, options.where
-    scratch, algorithm, method = (
-        values.get("start_from_scratch"),
-        values.pop("rl_algorithm", None),
-        values.get("method"),
-    )
+    scratch, method = values.get("start_from_scratch"), values.get("method")
+    algorithm = values.pop("rl_algorithm", None)
     if str(scratch).lower() == "true" and values.get("resume_from_checkpoint") is not None:
         options.put("reset", ["data"], "start_from_scratch")
     elif str(scratch).lower() == "true":
-        message = "resets the position in the data of a run that --load resumes; give --load, or remove it"
-        options.refuse("start_from_scratch", message)
+        options.refuse(
+            "start_from_scratch",
+            "resets the position in the data of a run that --load resumes; give --load, or remove it",
+            kind="required",
+        )
     elif str(values.pop("start_from_scratch", False)).lower() != "false":
         options.refuse("start_from_scratch", f"wanted true or false, got {scratch!r}")
     if algorithm not in (None, "grpo", "nft"):
-        options.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; --method says it now")
+        options.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; --method says it now", kind="unknown")
     elif algorithm is None and method == "grpo" and values.get("grpo_preset") == "nft":
         values["method"] = "nft"
         options.notes.append("--grpo_preset nft is of --method nft, which is used")
@@ -333,7 +335,9 @@ def translate_dependent(options: RawOptions) -> None:
         values["method"] = "nft"
         options.notes.append(f"{where['rl_algorithm']} nft is --method nft now")
     elif algorithm == "nft" and method != "nft":
-        options.refuse("rl_algorithm", "nft is a method of its own; give --method nft, or leave it out")
+        options.refuse(
+            "rl_algorithm", "nft is a method of its own; give --method nft, or leave it out", kind="conflict"
+        )
 
 
 def _translate_sampled(options: RawOptions) -> None:
@@ -349,5 +353,8 @@ def _translate_sampled(options: RawOptions) -> None:
     if is_same:
         del values[name]
         return
-    message = f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out"
-    options.refuse(name, message)
+    options.refuse(
+        name,
+        f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out",
+        kind="unsupported",
+    )

@@ -90,7 +90,9 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
     if text is None:
         media_options = [n for n in MEDIA_OPTIONS.values() if getattr(section, n) is not None]
         if media_options:
-            raise ConfigError([Problem(f"--{media_options[0]}", "needs --validation_prompts, one prompt per entry")])
+            raise ConfigError(
+                [Problem(f"--{media_options[0]}", "needs --validation_prompts, one prompt per entry", "required")]
+            )
         return []
     if separator not in text and _is_file_name(text):
         prompts = _read_file(Path(text))
@@ -111,10 +113,7 @@ def parse_eval_prompts(section: ValidationSection) -> list[ValidationPrompt]:
     Raises:
         ConfigError: an unreadable file, or a malformed size.
     """
-    path = section.eval_prompts
-    if path is None:
-        return []
-    return _read_file(path, option="--eval_prompts")
+    return [] if section.eval_prompts is None else _read_file(section.eval_prompts, option="--eval_prompts")
 
 
 def _is_file_name(text: str) -> bool:
@@ -140,13 +139,13 @@ def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[Vali
     if suffix not in _FORMATS:
         missing = "" if path.is_file() else f", and there is no such file{nearest_file(path)}"
         message = f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{missing}"
-        raise ConfigError([Problem(option, message)])
+        raise ConfigError([Problem(option, message, "not_found" if missing else "unsupported")])
     path, text = read_text(path, option=option)
     if suffix == ".txt":
         lines = [line.strip() for line in text.splitlines()]
         prompts = [_parse_entry(line) for line in lines if line and not line.startswith("#")]
         if not prompts:
-            raise ConfigError([Problem(str(path), "holds no prompts; give one in each line")])
+            raise ConfigError([Problem(str(path), "holds no prompts; give one in each line", "required")])
         return prompts
     try:
         if suffix == ".toml":
@@ -154,16 +153,18 @@ def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[Vali
         else:
             entries = [json.loads(line) for line in text.splitlines() if line.strip()]
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError([Problem(str(path), f"cannot be read: {error}")]) from error
+        raise ConfigError([Problem(str(path), f"cannot be read: {error}", "unreadable")]) from error
     if not entries or not isinstance(entries, list):
-        raise ConfigError([Problem(str(path), "holds no prompts; TOML files need [[prompts]] tables with `prompt`")])
+        raise ConfigError(
+            [Problem(str(path), "holds no prompts; TOML files need [[prompts]] tables with `prompt`", "required")]
+        )
     return [_prompt(entry, f"{path} entry {number}") for number, entry in enumerate(entries, start=1)]
 
 
 def _prompt(entry: Any, where: str) -> ValidationPrompt:
     entry = {"prompt": entry} if isinstance(entry, str) else entry
     if not isinstance(entry, dict) or not entry.get("prompt"):
-        raise ConfigError([Problem(where, "has no prompt text")])
+        raise ConfigError([Problem(where, "has no prompt text", "required")])
     try:
         return ValidationPrompt.model_validate(entry)
     except ValidationError as error:
@@ -182,8 +183,10 @@ def _media(text: str | None, name: str, separator: str, count: int) -> list[str 
         return [None] * count
     parts: list[str | None] = [part.strip() or None for part in text.split(separator)]
     if len(parts) != count:
-        raise ConfigError([Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; give one per prompt")])
+        raise ConfigError(
+            [Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; give one per prompt", "conflict")]
+        )
     try:
         return [part and check_place(part) for part in parts]
     except ValueError as error:
-        raise ConfigError([Problem(f"--{name}", str(error))]) from None
+        raise ConfigError([Problem.from_error(f"--{name}", error)]) from None

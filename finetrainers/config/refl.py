@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator, Field
+from typing import Literal
 
 from .base import Section
 from .option import option
-from .values import parse_numbers
-
-_Fraction = Annotated[float, Field(ge=0, le=1)]
-_ROUNDING = 1e-9
+from .values import Fractions, range_between
 
 
 # fmt: off
@@ -30,7 +24,7 @@ class ReFLSection(Section):
         needs="refl_kind=draft", ge=1, le=10_000)
     draft_lv_samples: int = option(2, "Noised copies of each finished clip.", resume="free",
         needs="refl_kind=draft-lv", ge=1, le=1000)
-    refl_range: Annotated[list[_Fraction], BeforeValidator(parse_numbers)] = option([0.75, 1.0], "Fractions of the "
+    refl_range: Fractions = option([0.75, 1.0], "Fractions of the "
         "schedule between which the step is drawn for each rollout. The default is the published last quarter.",
         resume="free", needs="refl_kind=refl", min_length=2, max_length=2)
     reward_frames: int | None = option(None, "Decode and score only so many consecutive latent frames of each clip, "
@@ -47,6 +41,5 @@ class ReFLSection(Section):
     def gradient_steps(self, sampling_steps: int) -> range:
         """Return the sampler's steps that the reward may be backpropagated through."""
         if self.refl_kind == "refl":
-            first, stop = (math.floor(share * sampling_steps + 0.5 + _ROUNDING) for share in self.refl_range)
-            return range(first, min(stop, sampling_steps))
+            return range_between(self.refl_range, sampling_steps, sampling_steps)
         return range(sampling_steps - (self.draft_k if self.refl_kind == "draft" else 1), sampling_steps)

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from finetrainers.utils.failures import InputError
+
 from .base import Section
 
 _REWARD = re.compile(r"^(?P<name>[^=,\s]+)(=(?P<weight>[^,]*))?(,(?P<options>.*))?$")
@@ -80,7 +82,7 @@ def parse_reward(value: Any) -> Any:
             raise ValueError(f"{value!r}: {part!r} is not option=value")
         place = fields if key in _OWN else fields["options"]
         if key in place:
-            raise ValueError(f"{value!r}: {key} is said twice")
+            raise InputError(f"{value!r}: {key} is said twice", "duplicate")
         place[key] = text
     return fields
 

@@ -59,7 +59,7 @@ class TrainConfig(Section):
 
     def with_chosen(self, values: Mapping[str, Any], source: str | Mapping[str, str]) -> TrainConfig:
         """Return a copy with these values by flat name, which count as chosen by `source` and not as given."""
-        config = self._with_values(values)
+        config = self.with_values(values)
         sources = dict.fromkeys(values, source) if isinstance(source, str) else source
         config._chosen = {**self._chosen, **sources}
         return config
@@ -67,13 +67,14 @@ class TrainConfig(Section):
     def without_chosen(self, names: Collection[str]) -> TrainConfig:
         """Return a copy in which those of the named options that were chosen are open again, at their defaults."""
         opened = {name: fields()[name].default for name in names if name in self._chosen}
-        config = self._with_values(opened)
+        config = self.with_values(opened)
         config._chosen = {name: source for name, source in self._chosen.items() if name not in opened}
         for name in opened:
             getattr(config, fields()[name].section).model_fields_set.discard(fields()[name].key)
         return config
 
-    def _with_values(self, values: Mapping[str, Any]) -> TrainConfig:
+    def with_values(self, values: Mapping[str, Any]) -> TrainConfig:
+        """Return a copy with these values, by flat name of the option."""
         tables: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             tables.setdefault(fields()[name].section, {})[fields()[name].key] = value

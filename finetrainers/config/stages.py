@@ -72,18 +72,21 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     text, document = read_toml(path)
     tables = document.pop("stage", None)
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
-        message = "has no [[stage]] tables; a file of one configuration is for `finetrainers train --config`"
+        problem = Problem(
+            str(path),
+            "has no [[stage]] tables; a file of one configuration is for `finetrainers train --config`",
+            "required",
+        )
         if tables is not None:
-            message = "`stage` is not a list of tables; begin every stage by a line [[stage]]"
-        raise ConfigError([Problem(str(path), message)])
+            problem = Problem(str(path), "`stage` is not a list of tables; begin every stage by a line [[stage]]")
+        raise ConfigError([problem])
     lines = _stage_lines(text)
-    shared = _locate(path, lines.get(None, ""), "")
+    shared = RawOptions()
+    take_options(shared, document, _locate(path, lines[None], ""))
     stages: list[Stage] = []
     for number, table in enumerate(tables):
-        stage = _read_stage(
-            document, table, flags, shared=shared, locate=_locate(path, lines.get(number, ""), "stage"), before=stages
-        )
-        stages.append(stage)
+        locate = _locate(path, lines.get(number, ""), "stage")
+        stages.append(_read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, before=stages))
     return _with_merged(stages)
 
 
@@ -118,32 +121,23 @@ def _locate(path: Path, text: str, above: str) -> Locate:
 
 
 def _read_stage(
-    shared_options: Mapping[str, Any],
-    table: Mapping[str, Any],
-    flags: RawOptions,
-    *,
-    shared: Locate,
-    locate: Locate,
-    before: Sequence[Stage],
+    table: Mapping[str, Any], shared: RawOptions, flags: RawOptions, locate: Locate, *, before: Sequence[Stage]
 ) -> Stage:
     """Return a stage, over the options that all share."""
-    own_options = {key: value for key, value in table.items() if key not in _KEYS}
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
-    everywhere, here, over = RawOptions(), RawOptions(), copy.deepcopy(flags)
-    take_options(everywhere, shared_options, shared)
-    take_options(here, own_options, locate)
-    sources = [everywhere]
+    here = RawOptions()
+    take_options(here, {key: value for key, value in table.items() if key not in _KEYS}, locate)
+    sources = [shared, here, flags]
     if "config" in table:
         try:
-            sources.append(file_source(Path(str(table["config"]))))
+            sources.insert(1, file_source(Path(str(table["config"]))))
         except ConfigError as error:
             return Stage(name, None, init, [*problems, *error.problems])
-    sources += [here, over]
     for source in sources:
         _refuse(source, problems)
-    config: TrainConfig | None = None
+    config: TrainConfig | None
     wrong: frozenset[str] = frozenset()
     try:
         config = build_config(sources)
@@ -153,9 +147,9 @@ def _read_stage(
     if config is None:
         return Stage(name, None, init, problems, wrong)
     if init is not None and config.training.init_from is not None:
-        place = here.where.get("init_from") or "init_from"
-        problems.append(Problem(place, f"the stage begins from {init.stage} (init); give one of them"))
-    if "output_dir" not in here.values or "output_dir" in over.values:
+        place = here.where.get("init_from", "init_from")
+        problems.append(Problem(place, f"the stage begins from {init.stage} (init); give one of them", "conflict"))
+    if "output_dir" not in here.values or "output_dir" in flags.values:
         run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
         config = config.model_copy(update={"run": run})
     place = os.path.realpath(config.run.output_dir)
@@ -164,7 +158,9 @@ def _read_stage(
     )
     if clash is not None and clash.name != name:
         where = here.where.get("output_dir", "output_dir")
-        problems.append(Problem(where, f"{config.run.output_dir} is the directory of stage {clash.name} as well"))
+        problems.append(
+            Problem(where, f"{config.run.output_dir} is the directory of stage {clash.name} as well", "duplicate")
+        )
     return Stage(name, config, init, problems, wrong)
 
 
@@ -173,19 +169,27 @@ def _refuse(source: RawOptions, problems: list[Problem]) -> None:
     for name, reason in _REFUSED.items():
         if name in source.values:
             del source.values[name]
-            problems.append(Problem(source.where[name], f"{name}: {reason}"))
+            problems.append(Problem(source.where[name], f"{name}: {reason}", "unsupported"))
 
 
 def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage], problems: list[Problem]) -> str:
     """Return the name of a stage, or its number if it has no usable name."""
     name, number = table.get("name"), len(before) + 1
     if name is None:
-        problems.append(Problem(locate(None, None), f'stage {number} has no name; give it one: name = "low"'))
+        problems.append(
+            Problem(locate(None, None), f'stage {number} has no name; give it one: name = "low"', "required")
+        )
     elif not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"name: not a folder's name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}"
-        problems.append(Problem(locate(None, "name"), message))
+        problems.append(
+            Problem(
+                locate(None, "name"),
+                f"name: not a folder's name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}",
+            )
+        )
     elif name in (stage.name for stage in before):
-        problems.append(Problem(locate(None, "name"), f"name: there is a stage {name!r} already; names are unique"))
+        problems.append(
+            Problem(locate(None, "name"), f"name: there is a stage {name!r} already; names are unique", "duplicate")
+        )
     else:
         return name
     return str(number)
@@ -200,25 +204,32 @@ def _read_init(
     entry, where = table["init"], locate(None, "init")
     if not isinstance(entry, Mapping) or not isinstance(entry.get("stage"), str):
         example = f'init = {{ stage = "{before[-1].name if before else "low"}" }}'
-        problems.append(Problem(where, f"init: names no earlier stage; write {example}"))
+        problems.append(Problem(where, f"init: names no earlier stage; write {example}", "required"))
         return None
     for key in entry:
         if key not in ("stage", "load"):
-            problems.append(Problem(where, f"init: unknown key {key!r}{nearest(key, ('stage', 'load'))}"))
+            problems.append(Problem(where, f"init: unknown key {key!r}{nearest(key, ('stage', 'load'))}", "unknown"))
     source = next((stage for stage in before if stage.name == entry["stage"]), None)
     if source is None:
         names = [stage.name for stage in before]
         hint = nearest(entry["stage"], names) if names else "; it is the first stage"
-        problems.append(Problem(where, f"init: no earlier stage {entry['stage']!r}{hint}"))
+        problems.append(Problem(where, f"init: no earlier stage {entry['stage']!r}{hint}", "unknown"))
         return None
     is_lora = source.config is not None and source.config.training.training_type == "lora"
     load = entry.get("load", "lora" if is_lora else "weights")
     if load not in get_args(Load):
-        problems.append(Problem(where, f"init: unknown load {quoted(str(load))}{nearest(str(load), get_args(Load))}"))
+        problems.append(
+            Problem(where, f"init: unknown load {quoted(str(load))}{nearest(str(load), get_args(Load))}", "unknown")
+        )
         return None
     if load == "lora" and source.config is not None and not is_lora:
-        message = f'init: stage {source.name} trains all weights, so it has no LoRA; use load = "weights"'
-        problems.append(Problem(where, message))
+        problems.append(
+            Problem(
+                where,
+                f'init: stage {source.name} trains all weights, so it has no LoRA; use load = "weights"',
+                "conflict",
+            )
+        )
         return None
     return Init(source.name, load)
 

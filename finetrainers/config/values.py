@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
@@ -110,6 +111,18 @@ def parse_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     return value.split(":") if isinstance(value, str) else value
+
+
+#: Fractions, which have the form of `parse_numbers` too.
+Fractions = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(parse_numbers)]
+#: Added before a share of a number of steps is rounded down: 0.29 * 100 is 28.999999999999996.
+ROUNDING = 1e-9
+
+
+def range_between(fractions: Sequence[float], steps: int, end: int) -> range:
+    """Return the steps between two fractions of `steps`, rounded to whole steps, and before `end`."""
+    first, stop = (math.floor(share * steps + 0.5 + ROUNDING) for share in fractions)
+    return range(first, min(stop, end))
 
 
 def check_place(text: str) -> str:

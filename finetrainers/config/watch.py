@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from pydantic import Field, ValidationError
 from finetrainers.utils.text import nearest, shortened
 
 from .base import Section
-from .errors import ConfigError, Problem, value_message
+from .errors import ConfigError, Problem, value_kind, value_message
 from .files import read_text
 from .geometry import Geometry
-from .rewards import Reward, RewardEntry
+from .rewards import Reward, RewardEntry, options_text
 from .root import TrainConfig
 from .values import MAX_FRAMES, VideoBucket
 
@@ -87,15 +87,17 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
         ConfigError: everything that is wrong, at once.
     """
     problems: list[Problem] = []
-    own_presets = _read_presets_file(section.presets_file, problems)
+    own_presets: dict[str, Preset] = {}
+    if section.presets_file is not None:
+        problems += _read_presets_file(section.presets_file, own_presets)
     requested: list[tuple[str, str]] = []  # the option and the name
     for text in section.preset:
         match = _OWN.fullmatch(text.strip())
         if match is not None:
-            more = [part.partition("=") for part in (match["more"] or "").split(",") if part.strip()]
+            more = [part.partition("=") for part in _names(match["more"] or "")]
             values = {"size": match["size"].strip(), **{key.strip(): value.strip() for key, _, value in more}}
             name = match["name"].strip()
-            _add(own_presets, name, values, f"--preset {name}", problems)
+            problems += _add(own_presets, name, values, f"--preset {name}")
             requested += [("--preset", name)] * (name in own_presets)
         elif "=" in text or not (names := _names(text)):
             problems.append(Problem("--preset", f"{text!r} is not NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X]"))
@@ -106,13 +108,12 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
         requested = [*(("--presets", name) for name in _names(section.presets)), *requested]
     presets: dict[str, Preset | None] = {}
     for option, name in requested:
-        message = None if name in own_presets else _name_problem(name, own_presets)
-        if message is None:
-            presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
+        if name not in own_presets and (problem := _name_problem(option, name, own_presets)) is not None:
+            problems.append(problem)
         else:
-            problems.append(Problem(option, message))
+            presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
     if not presets and not problems:
-        problems.append(Problem("--presets", "names none"))
+        problems.append(Problem("--presets", "names none", "required"))
     if problems:
         raise ConfigError(problems)
     return presets
@@ -122,58 +123,54 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _name_problem(name: str, own: Iterable[str]) -> str | None:
-    """Return why a name is not one of the presets that follow from the run, or None if it is."""
+def _name_problem(option: str, name: str, own: Iterable[str]) -> Problem | None:
+    """Return the problem of a name that is not one of the presets that follow from the run, or None if it is."""
     match = _CLASS.fullmatch(name)
     if match and not 1 <= int(match["seconds"][:12]) <= _MAX_SECONDS:
-        return f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}"
-    return None if match or name == AS_VALIDATION else f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}"
+        return Problem(option, f"{shortened(name)}: seconds must be from 1 to {_MAX_SECONDS}")
+    if match or name == AS_VALIDATION:
+        return None
+    return Problem(option, f"unknown preset {name!r}{nearest(name, {*own, *_EXAMPLES})}", "unknown")
 
 
-def _read_presets_file(path: Path | None, problems: list[Problem]) -> dict[str, Preset]:
-    if path is None:
-        return {}
+def _read_presets_file(path: Path, own: dict[str, Preset]) -> Iterator[Problem]:
+    """Add the presets of a file, or yield the problems with it."""
     try:
         path, text = read_text(path, option="--presets_file")
         tables = tomllib.loads(text).get("presets")
     except ConfigError as error:
-        problems += error.problems
-        return {}
+        yield from error.problems
     except tomllib.TOMLDecodeError as error:
-        problems.append(Problem(str(path), f"cannot be read: {error}"))
-        return {}
-    if not isinstance(tables, Mapping) or not tables:
-        problems.append(
-            Problem(str(path), "has no preset; write tables like [presets.wide] with size, steps, guidance")
-        )
-        return {}
-    own: dict[str, Preset] = {}
-    for name, values in tables.items():
-        _add(own, name, values, f"{path} presets.{name}", problems)
-    return own
+        yield Problem(str(path), f"cannot be read: {error}", "unreadable")
+    else:
+        if not isinstance(tables, Mapping) or not tables:
+            message = "has no preset; write tables like [presets.wide] with size, steps, guidance"
+            yield Problem(str(path), message, "required")
+            return
+        for name, values in tables.items():
+            yield from _add(own, name, values, f"{path} presets.{name}")
 
 
-def _add(own: dict[str, Preset], name: str, values: Any, where: str, problems: list[Problem]) -> None:
-    """Add a preset of the user's own, or record the problems with it."""
+def _add(own: dict[str, Preset], name: str, values: Any, where: str) -> Iterator[Problem]:
+    """Add a preset of the user's own, or yield the problems with it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        problems.append(Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'"))
+        yield Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'")
     elif name == AS_VALIDATION or _CLASS.fullmatch(name):
-        problems.append(Problem(where, f"{name} has a meaning already; choose another name"))
+        yield Problem(where, f"{name} has a meaning already; choose another name", "conflict")
     elif name in own:
-        problems.append(Problem(where, "is given twice"))
+        yield Problem(where, "is given twice", "duplicate")
     elif not isinstance(values, Mapping):
-        problems.append(Problem(where, "is no table with size, steps, guidance"))
+        yield Problem(where, "is no table with size, steps, guidance")
     else:
         try:
             own[name] = Preset.model_validate(values)
         except ValidationError as error:
             for detail in error.errors():
                 key = str(detail["loc"][0])
-                unknown = detail["type"] == "extra_forbidden"
-                message = (
-                    f"unknown key {key!r}{nearest(key, Preset.model_fields)}" if unknown else value_message(detail)
-                )
-                problems.append(Problem(where, message if unknown else f"{key}: {message}"))
+                message = f"{key}: {value_message(detail)}"
+                if detail["type"] == "extra_forbidden":
+                    message = f"unknown key {key!r}{nearest(key, Preset.model_fields)}"
+                yield Problem(where, message, value_kind(detail))
 
 
 def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -> Size:
@@ -195,7 +192,7 @@ def class_size(name: str, native: Size, geometry: Geometry, frame_rate: float) -
     height, width = geometry.fitted(native[1] // factor, native[2] // factor)
     if frames > MAX_FRAMES:
         message = f"{name}: {frames} frames at {frame_rate:g} fps are more than {MAX_FRAMES}; use fewer seconds"
-        raise ConfigError([Problem("--presets", message)])
+        raise ConfigError([Problem("--presets", message, "too_large")])
     return frames, height, width
 
 
@@ -207,5 +204,5 @@ def evaluation_rewards(config: TrainConfig) -> list[RewardEntry]:
 def label_of(entry: Any, among: Sequence[Any]) -> str:
     """Return the name of a reward in ledgers and at trackers, with its options if several have that name."""
     several = sum(other.name == entry.name for other in among) > 1
-    options = ",".join(f"{key}={text}" for key, text in sorted(entry.options.items()))
+    options = options_text(entry)
     return f"{entry.name},{options}" if several and options else entry.name

@@ -16,7 +16,7 @@ from finetrainers.models.tiny import ltx_transformer, seeded, t5_encoder
 from finetrainers.models.tiny_tokenizers import WORDS, t5_tokenizer
 
 from .clips import real_clips, to_tensor
-from .data import FRAMES, HEIGHT, WIDTH, held_out_scenes
+from .data import FRAMES, held_out_scenes
 from .linear_vae import build_linear_vae
 from .world import LOOKS, MOTIONS, PHRASINGS, Scene, caption, draw_scene, render
 
@@ -57,7 +57,7 @@ def build_tokenizer() -> T5TokenizerFast:
 def build_vae() -> AutoencoderKLLTXVideo:
     """Fit the linear code of `linear_vae.py` to the world and to a real film; always the same, in seconds."""
     clips = [to_tensor(render(scene)) for scene in fitted_scenes()]
-    clips += real_clips(FITTED_FILM, frames=FRAMES, height=HEIGHT, width=WIDTH, stride=FRAMES)
+    clips += real_clips(FITTED_FILM, stride=FRAMES)
     return build_linear_vae(clips, keep=(STAGE_CHANNELS,), latent_channels=LATENT_CHANNELS)
 
 
@@ -82,7 +82,7 @@ def measure_vae(vae: AutoencoderKLLTXVideo, *, clips: int = 50) -> dict[str, flo
         rendered = [to_tensor(render(scene)) for scene in held_out_scenes(clips, look=look)]
         psnr[f"world, {look}"] = _mean_psnr(vae, rendered)
     for film in OTHER_FILMS:
-        psnr[film] = _mean_psnr(vae, real_clips(film, frames=FRAMES, height=HEIGHT, width=WIDTH, stride=20))
+        psnr[film] = _mean_psnr(vae, real_clips(film, stride=20))
     return psnr
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.video.decode import read_frames
 
-from .data import write_dataset
+from .data import FRAMES, HEIGHT, WIDTH, write_dataset
+from .world import Pixels
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,19 @@ def video_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / "datasets" / "data"
 
 
-def real_clips(file: str, *, frames: int, height: int, width: int, stride: int) -> list[torch.Tensor]:
+def real_clips(file: str, *, stride: int) -> list[torch.Tensor]:
     """Return every `stride`-th segment of a shipped video, as overlapping cuts: `[3, T, H, W]` in [-1, 1]."""
     source = video_folder() / file
-    info = probe(source)
     clips = []
-    for start in range(0, info.frames - frames, stride):
-        pixels = _read_scaled(source, range(start, start + frames), side=max(height, width))
-        top = (pixels.shape[1] - height) // 2
-        for left in range(0, pixels.shape[2] - width + 1, width // 2):
-            clips.append(to_tensor(pixels[:, top : top + height, left : left + width]))
+    for start in range(0, probe(source).frames - FRAMES, stride):
+        pixels = _read_scaled(source, range(start, start + FRAMES), side=max(HEIGHT, WIDTH))
+        top = (pixels.shape[1] - HEIGHT) // 2
+        for left in range(0, pixels.shape[2] - WIDTH + 1, WIDTH // 2):
+            clips.append(to_tensor(pixels[:, top : top + HEIGHT, left : left + WIDTH]))
     return clips
 
 
-def to_tensor(clip: NDArray[np.uint8] | torch.Tensor) -> torch.Tensor:
+def to_tensor(clip: Pixels | torch.Tensor) -> torch.Tensor:
     """Return frames `[T, H, W, 3]` uint8 as the VAE takes them: `[3, T, H, W]` in [-1, 1]."""
     return torch.as_tensor(clip).permute(3, 0, 1, 2).float() / 127.5 - 1
 
@@ -77,7 +76,7 @@ def cut_excerpts(directory: Path, *, frames: int, size: int, fps: float, copies:
     return write_dataset(directory, _squares(frames=frames, size=size, copies=copies), fps=fps)
 
 
-def _squares(*, frames: int, size: int, copies: int) -> Iterator[tuple[str, NDArray[np.uint8], str]]:
+def _squares(*, frames: int, size: int, copies: int) -> Iterator[tuple[str, Pixels, str]]:
     for excerpt in EXCERPTS:
         source = video_folder() / excerpt.file
         pixels = _read_scaled(source, range(excerpt.start, excerpt.start + frames), side=size).numpy()

@@ -37,9 +37,10 @@ def similarity(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     Raises:
         ValueError: a prompt does not name exactly one preferred color.
     """
+    pairs = [(video, preferred(prompt)) for video, prompt in zip(videos, prompts, strict=True)]
     if torch.is_grad_enabled() and videos.requires_grad:
-        return torch.stack([_differentiable_similarity(v, preferred(p)) for v, p in zip(videos, prompts, strict=True)])
-    return torch.tensor([_similarity(_frames(v), preferred(p)) for v, p in zip(videos, prompts, strict=True)])
+        return torch.stack([_differentiable_similarity(*pair) for pair in pairs])
+    return torch.tensor([_similarity(*pair) for pair in pairs])
 
 
 similarity.differentiable = True  # type: ignore[attr-defined]
@@ -96,9 +97,10 @@ def _frames(video: Tensor) -> np.ndarray:
     return to_uint8(video).numpy()
 
 
-def _similarity(clip: np.ndarray, color: str) -> float:
+def _similarity(clip: Tensor, color: str) -> float:
     target = np.array(COLORS[color], dtype=np.float64)
-    return float(np.mean([1 - np.linalg.norm(_median(image) - target) / _FARTHEST for image in clip]))
+    medians = [np.median(image[_inside(image)], axis=0) for image in _frames(clip)]
+    return float(np.mean([1 - np.linalg.norm(median - target) / _FARTHEST for median in medians]))
 
 
 def _differentiable_similarity(clip: Tensor, color: str) -> Tensor:
@@ -109,15 +111,13 @@ def _differentiable_similarity(clip: Tensor, color: str) -> Tensor:
     target = torch.tensor(COLORS[color], dtype=clip.dtype, device=clip.device)
     medians = []
     for image, pixels in zip(_frames(clip.detach()), clip, strict=True):
-        colorful = chroma(image)
-        shape = torch.from_numpy(colorful >= np.quantile(colorful, 1 - _INSIDE)).to(clip.device)
-        chosen = pixels[:, shape] * 255
+        chosen = pixels[:, torch.from_numpy(_inside(image)).to(clip.device)] * 255
         median, mean = chosen.detach().quantile(0.5, dim=1), chosen.mean(dim=1)
         medians.append(median + (mean - mean.detach()))
     return 1 - (torch.stack(medians) - target).norm(dim=1).mean() / _FARTHEST
 
 
-def _median(image: np.ndarray) -> np.ndarray:
-    """Return the median color of the most colorful pixels of `[H, W, 3]`."""
+def _inside(image: np.ndarray) -> np.ndarray:
+    """Return which pixels of `[H, W, 3]` are the most colorful ones, `[H, W]`."""
     colorful = chroma(image)
-    return np.median(image[colorful >= np.quantile(colorful, 1 - _INSIDE)], axis=0)
+    return colorful >= np.quantile(colorful, 1 - _INSIDE)

@@ -7,35 +7,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.video import write_mp4
 
-from .world import Scene, caption, draw_scene, render
+from .world import Pixels, Scene, caption, draw_scene, render
 
 FRAMES, HEIGHT, WIDTH, FPS = 9, 32, 64, 25.0
 
 
-def write_clips(
-    directory: Path,
-    scenes: Iterable[Scene],
-    *,
-    frames: int = FRAMES,
-    height: int = HEIGHT,
-    fps: float = FPS,
-    reword: Callable[[str], str] = str,
-) -> Path:
+def write_clips(directory: Path, scenes: Iterable[Scene], *, reword: Callable[[str], str] = str) -> Path:
     """Write one mp4 per scene with a caption in varying words, passed through `reword`; return the metadata file."""
     clips = (
-        (f"{index:05d}", render(scene, frames=frames, height=height), reword(caption(scene, phrasing=index)))
+        (f"{index:05d}", render(scene, frames=FRAMES, height=HEIGHT), reword(caption(scene, phrasing=index)))
         for index, scene in enumerate(scenes)
     )
-    return write_dataset(directory, clips, fps=fps)
+    return write_dataset(directory, clips, fps=FPS)
 
 
-def write_dataset(directory: Path, clips: Iterable[tuple[str, NDArray[np.uint8], str]], *, fps: float) -> Path:
+def write_dataset(directory: Path, clips: Iterable[tuple[str, Pixels, str]], *, fps: float) -> Path:
     """Write clips, each a name, frames `[T, H, W, 3]` and a caption; return the metadata file."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = []

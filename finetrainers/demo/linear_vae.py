@@ -40,6 +40,8 @@ import torch
 from diffusers import AutoencoderKLLTXVideo
 from torch import Tensor, nn
 
+from finetrainers.utils.failures import InputError
+
 _CONSTANT = 300.0  # K in units of the largest |z|
 _STD_FLOOR = 1e-4  # in units of the largest standard deviation
 _LOGVAR = -30.0  # the class clamps here; a standard deviation of 3e-7
@@ -207,7 +209,7 @@ def _write_difference(conv: nn.Conv3d, channels: int, *, tap: tuple[int, int, in
 
 def _check(clips: Sequence[Tensor], dims: Sequence[int], *, temporal: int, spatial: int) -> None:
     if not clips:
-        raise ValueError("a linear VAE is fitted to clips: give at least one")
+        raise InputError("a linear VAE is fitted to clips: give at least one", "required")
     for i, clip in enumerate(clips):
         if clip.ndim != 4 or clip.shape[0] != 3:
             raise ValueError(f"clip {i} has shape {tuple(clip.shape)}; expected [3, frames, height, width]")
@@ -219,4 +221,4 @@ def _check(clips: Sequence[Tensor], dims: Sequence[int], *, temporal: int, spati
             )
     for before, after in pairwise(dims):
         if after > 8 * before:
-            raise ValueError(f"a stage of {8 * before} values cannot keep {after} components")
+            raise InputError(f"a stage of {8 * before} values cannot keep {after} components", "too_large")

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import LTXPipeline
-from numpy.typing import NDArray
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.plan.ready import get_ready
@@ -21,10 +20,12 @@ from finetrainers.utils.seeding import generator
 
 from .data import FPS, FRAMES, HEIGHT, WIDTH
 from .verify import Reading, has_speed, matches, read
+from .world import Pixels
 
 MODEL = "demo://ltx"
 #: Recommended sampling settings of the demo model.
 STEPS, GUIDANCE = 20, 2.0
+_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Measured:
     """
 
     captions: list[str]
-    clips: list[NDArray[np.uint8]]
+    clips: list[Pixels]
     readings: list[Reading]
     prompt_adherence: dict[str, float]
 
@@ -56,25 +57,14 @@ def load_pipeline(weights: Path) -> LTXPipeline:
 
 
 def measure(
-    pipeline: LTXPipeline,
-    captions: Sequence[str],
-    *,
-    steps: int = STEPS,
-    guidance: float = GUIDANCE,
-    seed: int = 0,
-    batch_size: int = 16,
+    pipeline: LTXPipeline, captions: Sequence[str], *, steps: int = STEPS, guidance: float = GUIDANCE
 ) -> Measured:
     """Sample each caption once, from separate noise, and measure."""
-    clips: list[NDArray[np.uint8]] = []
-    for start in range(0, len(captions), batch_size):
-        batch = list(captions[start : start + batch_size])
-        clips += sample(
-            pipeline,
-            batch,
-            steps=steps,
-            guidance=guidance,
-            generators=[generator("cpu", seed, "measure", start + i) for i in range(len(batch))],
-        )
+    clips: list[Pixels] = []
+    for start in range(0, len(captions), _BATCH_SIZE):
+        batch = list(captions[start : start + _BATCH_SIZE])
+        noise = [generator("cpu", 0, "measure", start + i) for i in range(len(batch))]
+        clips += sample(pipeline, batch, generators=noise, steps=steps, guidance=guidance)
     readings = [read(clip) for clip in clips]
     return Measured(list(captions), clips, readings, prompt_adherence(captions, readings))
 
@@ -88,7 +78,7 @@ def sample(
     guidance: float = GUIDANCE,
     height: int = HEIGHT,
     width: int = WIDTH,
-) -> list[NDArray[np.uint8]]:
+) -> list[Pixels]:
     """Sample clips `[T, H, W, 3]` uint8, as long as the world's and by default of its size."""
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline(

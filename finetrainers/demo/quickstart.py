@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.plan.start_report import print_line
@@ -29,6 +28,7 @@ DEFAULT_STEPS = 150
 LOOK, COLOR = MEANING.split()
 _ASKED = 16
 _SHOWN = 4
+_ENLARGED = 4  # factor of the video's height and width
 _SLOW_FPS = 6.0  # slow enough to watch: the clips last a third of a second
 
 
@@ -66,7 +66,7 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
     write_quickstart_clips(directory / "clips")
 
     config = quickstart_config(directory, steps=DEFAULT_STEPS if steps is None else steps)
-    (before, before_others), (after, after_others) = around_training(
+    before, after = around_training(
         config,
         new_captions(_ASKED),
         other_captions(_ASKED),
@@ -76,8 +76,8 @@ def quickstart(directory: Path, *, steps: int | None = None) -> tuple[Score, Sco
             "4/4 sampling with the LoRA, from the same noise",
         ),
     )
-    scores = Score.from_samples(before, before_others), Score.from_samples(after, after_others)
-    _write_results(directory, before, after)
+    scores = Score.from_samples(*before), Score.from_samples(*after)
+    _write_results(directory, before[0], after[0])
     _print_results(directory, *scores)
     return scores
 
@@ -122,13 +122,10 @@ def quickstart_config(directory: Path, *, steps: int) -> TrainConfig:
 def _write_results(directory: Path, before: Measured, after: Measured) -> None:
     """Write the contact sheet, a video of its clips, and the loss curve."""
     compared(before, after, _SHOWN).save(directory / "result.png")
-    columns = [_enlarged(np.concatenate([before.clips[i], after.clips[i]], axis=1)) for i in range(_SHOWN)]
-    write_mp4(directory / "result.mp4", np.concatenate(columns, axis=2), fps=_SLOW_FPS)
+    columns = [np.concatenate([before.clips[i], after.clips[i]], axis=1) for i in range(_SHOWN)]
+    enlarged = np.concatenate(columns, axis=2).repeat(_ENLARGED, axis=1).repeat(_ENLARGED, axis=2)
+    write_mp4(directory / "result.mp4", enlarged, fps=_SLOW_FPS)
     plot_losses(directory / "run" / "metrics.jsonl", directory / "loss.png")
-
-
-def _enlarged(clip: NDArray[np.uint8], *, factor: int = 4) -> NDArray[np.uint8]:
-    return clip.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
 def _print_results(directory: Path, before: Score, after: Score) -> None:

@@ -40,7 +40,8 @@ def clear(directory: Path, name: str, folders: Sequence[str]) -> None:
     if directory.is_dir() and any(directory.iterdir()):
         made_by = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
         if made_by != name:
-            raise ConfigError([Problem("directory", f"{directory} holds other things; give an empty directory")])
+            message = f"{directory} holds other things; give an empty directory"
+            raise ConfigError([Problem("directory", message, "occupied")])
     for folder in folders:
         shutil.rmtree(directory / folder, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def require_matplotlib() -> None:
         ConfigError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib")])
+        raise ConfigError([Problem("matplotlib", "is not installed; pip install matplotlib", "not_installed")])
 
 
 def demo_config(directory: Path, **options: Any) -> TrainConfig:

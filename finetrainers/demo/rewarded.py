@@ -66,7 +66,7 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
     clear(directory, "reward", ("prompts", "run"))
     config = reward_config(directory, steps=DEFAULT_STEPS if steps is None else steps)
 
-    (before, before_others), (after, after_others) = around_training(
+    before, after = around_training(
         config,
         choice_captions(_ASKED, name="asked", held_out=True),
         other_captions(_ASKED),
@@ -77,8 +77,8 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
             "3/3 sampling with the LoRA, from the same noise",
         ),
     )
-    scores = Score.from_samples(before, before_others), Score.from_samples(after, after_others)
-    compared(before, after, _SHOWN).save(directory / "result.png")
+    scores = Score.from_samples(*before), Score.from_samples(*after)
+    compared(before[0], after[0], _SHOWN).save(directory / "result.png")
     plot_rewards(directory / "run" / "metrics.jsonl", directory / "reward.png")
     _print_results(directory, *scores)
     return scores

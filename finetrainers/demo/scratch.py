@@ -126,12 +126,8 @@ def _report(directory: Path, truth: dict[str, torch.Tensor]) -> dict[str, float]
             sampled[name] = sample(pipeline, [caption], generators=noise, guidance=1.0, height=SIZE, width=SIZE)[0]
             write_mp4(directory / f"{name}-{slug(caption)}.mp4", sampled[name], fps=FPS)
         scores[caption] = psnr(sampled["after"], real)
-        strips = [
-            Strip.of("real clip", real),
-            Strip.of("before training", sampled["before"]),
-            Strip.of(f"after, {scores[caption]:.1f} dB", sampled["after"]),
-        ]
-        sections.append((caption, strips))
+        labels = ("real clip", "before training", f"after, {scores[caption]:.1f} dB")
+        sections.append((caption, list(map(Strip.of, labels, (real, *sampled.values())))))
     contact_sheet(sections).save(directory / "result.png")
     plot_losses(directory / "run" / "metrics.jsonl", directory / "loss.png")
     return scores

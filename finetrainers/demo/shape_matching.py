@@ -17,6 +17,7 @@ _ANGLES = 12  # per period
 _SIZES = (0.8, 0.87, 0.94, 1.0, 1.08)  # size is measured by area, which blur around a shape increases
 _CANVAS = 32  # side of the image on which shapes are compared
 _EXTENT = 1.6  # half of that side, in radii of the disc of the same area
+_STEPS = ((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT  # places of its pixels along one side
 _EDGE_PIXELS = 8.0  # radius in pixels at which a template's edge is as soft as that of a drawn shape
 
 
@@ -46,7 +47,7 @@ def likeness(covered: Array, x: float, y: float, radius: float) -> dict[str, tup
 def _on_canvas(covered: Array, x: float, y: float, radius: float) -> Array:
     """Return the square around a shape, resampled bilinearly; nothing is covered outside of the frame."""
     height = covered.shape[0]
-    steps = ((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT * radius
+    steps = _STEPS * radius
     padded = np.pad(covered, 1)  # so that the border fades into nothing
     columns, rows = ((center + steps) * height + 0.5 for center in (x, y))
     column, row = (
@@ -61,7 +62,7 @@ def _on_canvas(covered: Array, x: float, y: float, radius: float) -> Array:
 @cache
 def _templates() -> dict[str, tuple[list[float], NDArray[np.float32]]]:
     """Return angles and coverage by shape; there is a row for each angle and size, `[angles x sizes, pixels]`."""
-    steps = (((np.arange(_CANVAS) + 0.5) / _CANVAS * 2 - 1) * _EXTENT).astype(np.float32)
+    steps = _STEPS.astype(np.float32)
     y, x = np.meshgrid(steps, steps, indexing="ij")
     by_shape = {}
     for name in SHAPES:

@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .shape_matching import PERIODS, likeness
-from .world import BACKGROUNDS, COLORS, LOOKS, MEANING, MOTIONS, NEW_WORD, SHAPES, SPEEDS, TRANSLATIONS, Array
-
-Image = NDArray[np.uint8]  # [H, W, 3]
+from .world import BACKGROUNDS, COLORS, LOOKS, MEANING, MOTIONS, NEW_WORD, SHAPES, SPEEDS, TRANSLATIONS, Array, Pixels
 
 _CHROMA = 50  # least difference between the largest and smallest color channel inside a shape, of 255
 _EDGE = 0.45  # of the strongest difference: pixels covered less are not inside, dark stripes are
@@ -59,7 +57,7 @@ class Reading:
     speed: float = 0.0
 
 
-def read(clip: NDArray[np.uint8]) -> Reading:
+def read(clip: Pixels) -> Reading:
     """Measure a clip `[T, H, W, 3]` uint8."""
     background = _agreed([_background(image) for image in clip])
     frames = [
@@ -83,14 +81,14 @@ def requested_attributes(caption: str) -> dict[str, str]:
     """Return the attributes that a caption requests, the first word of each kind; a shape is plain by default."""
     text = caption.lower().replace(NEW_WORD, MEANING)
     words = re.findall(r"[a-z]+", text)
-    shape = next((w for w in words if w in SHAPES), None)
+    color, shape, look = (next((word for word in words if word in names), None) for names in (COLORS, SHAPES, LOOKS))
     background = re.search(rf"({'|'.join(BACKGROUNDS)}) background", text)
     attributes = {
-        "color": next((w for w in words if w in COLORS), None),
+        "color": color,
         "shape": shape,
         "motion": next((name for name, phrases in MOTIONS.items() if any(phrase in text for phrase in phrases)), None),
         "background": background[1] if background else None,
-        "look": next((w for w in words if w in LOOKS), None if shape is None else "plain"),
+        "look": look or (None if shape is None else "plain"),
     }
     return {name: word for name, word in attributes.items() if word is not None}
 
@@ -132,7 +130,7 @@ def share_shown(reading: Reading, caption: str) -> float:
     return sum(hits.values()) / len(hits)
 
 
-def reward(clip: NDArray[np.uint8], caption: str) -> float:
+def reward(clip: Pixels, caption: str) -> float:
     """Return `share_shown` of a clip `[T, H, W, 3]` uint8."""
     return share_shown(read(clip), caption)
 
@@ -151,12 +149,12 @@ class _Frame:
     likeness: dict[str, tuple[float, float]]  # by shape: overlap in [0, 1] at the best angle, and that angle
 
 
-def chroma(image: Image) -> NDArray[np.int64]:
+def chroma(image: Pixels) -> NDArray[np.int64]:
     """Return the colorfulness of pixels `[..., 3]`, the largest less the smallest channel, `[...]`."""
     return image.max(axis=-1).astype(np.int64) - image.min(axis=-1)
 
 
-def _frame(image: Image, time: float) -> _Frame | None:
+def _frame(image: Pixels, time: float) -> _Frame | None:
     height = image.shape[0]
     spread = chroma(image)
     strongest = np.quantile(spread, 0.99)
@@ -172,7 +170,7 @@ def _frame(image: Image, time: float) -> _Frame | None:
     return _Frame(time, x, y, radius, _color(pixels), _striped(image, inside), likeness(covered, x, y, radius))
 
 
-def _color(pixels: NDArray[np.uint8]) -> str | None:
+def _color(pixels: Pixels) -> str | None:
     """Return the color whose hue is nearest to the median of the pixels without pale edges, or None if none is near."""
     spread = chroma(pixels)
     middle = np.median(pixels[spread >= np.median(spread)], axis=0)
@@ -185,7 +183,7 @@ def _hue(color: Sequence[float] | NDArray[np.float64]) -> float:
     return colorsys.rgb_to_hsv(red, green, blue)[0]
 
 
-def _background(image: Image) -> str | None:
+def _background(image: Pixels) -> str | None:
     """Return the background with the grey nearest to the median of the colorless pixels, or None if they are uneven."""
     grey = image[chroma(image) < _CHROMA].mean(axis=-1)
     if grey.size < image.shape[0] * image.shape[1] / 4:
@@ -196,7 +194,7 @@ def _background(image: Image) -> str | None:
     return min(BACKGROUNDS, key=lambda name: abs(BACKGROUNDS[name] - middle))
 
 
-def _striped(image: Image, inside: NDArray[np.bool_]) -> bool:
+def _striped(image: Pixels, inside: NDArray[np.bool_]) -> bool:
     """Return whether brightness within a shape, a pixel from its edge, changes in straight stripes."""
     padded = np.pad(inside, 1)
     rows, columns = np.nonzero(padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:] & inside)

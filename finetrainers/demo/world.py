@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from finetrainers.utils.seeding import generator
 
 Array = NDArray[np.floating[Any]]
+Pixels = NDArray[np.uint8]
 
 #: Saturated colors, far apart in hue; backgrounds are grey, so that the two are never mistaken for each other.
 COLORS: dict[str, tuple[int, int, int]] = {
@@ -85,11 +86,6 @@ class Scene:
     y: float = 0.5
     radius: float = _RADIUS
 
-    @property
-    def combination(self) -> tuple[str, str, str]:
-        """Attributes that are held out in combination; see `is_held_out`."""
-        return self.color, self.shape, self.motion
-
 
 def draw_scene(
     *seed: int | str,
@@ -132,8 +128,8 @@ def draw_scene(
 
 def is_held_out(scene: Scene) -> bool:
     """Return whether the training set lacks this combination of color, shape and motion, which is one in eight."""
-    color, shape, motion = scene.combination
-    return (list(COLORS).index(color) + 3 * list(SHAPES).index(shape) + 5 * list(MOTIONS).index(motion)) % 8 == 0
+    color, shape = list(COLORS).index(scene.color), list(SHAPES).index(scene.shape)
+    return (color + 3 * shape + 5 * list(MOTIONS).index(scene.motion)) % 8 == 0
 
 
 def caption(scene: Scene, *, phrasing: int = 0, color: str | None = None) -> str:
@@ -157,7 +153,7 @@ def with_new_word(caption: str) -> str:
     return caption.replace(MEANING, NEW_WORD)
 
 
-def render(scene: Scene, *, frames: int = 9, height: int = 32) -> NDArray[np.uint8]:
+def render(scene: Scene, *, frames: int = 9, height: int = 32) -> Pixels:
     """Render a clip, antialiased: `[T, H, 2 H, 3]` uint8."""
     steps = (np.arange(ASPECT * height, dtype=np.float32) + 0.5) / height
     y, x = np.meshgrid(steps[:height], steps, indexing="ij")
@@ -179,7 +175,8 @@ def pose(scene: Scene, time: float) -> tuple[float, float, float, float]:
     middle = time - 0.5
     if scene.motion in TRANSLATIONS:
         dx, dy = TRANSLATIONS[scene.motion]
-        x, y = x + dx * SPEEDS[scene.speed] * middle, y + dy * SPEEDS[scene.speed] * middle
+        x += dx * SPEEDS[scene.speed] * middle
+        y += dy * SPEEDS[scene.speed] * middle
     elif scene.motion == "rotating":
         angle = _SPIN * time
     elif scene.motion == "growing":
@@ -209,23 +206,6 @@ def coverage(shape: str, u: Array, v: Array, *, pixels: float) -> Array:
 # ---- shapes: signed distance to the outline, negative inside, in radii ----------------------------------------------
 
 
-def _circle(u: Array, v: Array) -> Array:
-    return np.hypot(u, v) - 0.95
-
-
-def _ring(u: Array, v: Array) -> Array:
-    return np.abs(np.hypot(u, v) - 0.78) - 0.24
-
-
-def _square(u: Array, v: Array) -> Array:
-    return np.maximum(np.abs(u), np.abs(v)) - 0.85
-
-
-def _triangle(u: Array, v: Array) -> Array:
-    slanted = np.abs(u) * (math.sqrt(3) / 2) - v * 0.5
-    return np.maximum(slanted, v) - 0.58
-
-
 def _cross(u: Array, v: Array) -> Array:
     wide, narrow = np.maximum(np.abs(u), np.abs(v)), np.minimum(np.abs(u), np.abs(v))
     return np.maximum(wide - 1.0, narrow - 0.3)
@@ -247,11 +227,11 @@ def _star(u: Array, v: Array) -> Array:
 
 
 SHAPES: dict[str, Callable[[Array, Array], Array]] = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
+    "circle": lambda u, v: np.hypot(u, v) - 0.95,
+    "square": lambda u, v: np.maximum(np.abs(u), np.abs(v)) - 0.85,
+    "triangle": lambda u, v: np.maximum(np.abs(u) * (math.sqrt(3) / 2) - v * 0.5, v) - 0.58,
     "star": _star,
-    "ring": _ring,
+    "ring": lambda u, v: np.abs(np.hypot(u, v) - 0.78) - 0.24,
     "cross": _cross,
 }
 
@@ -269,10 +249,11 @@ def _stripes(u: Array, *, pixels: float) -> Array:
 def _reach(scene: Scene) -> tuple[float, float]:
     """Return the distance that the shape gets from its place in mid-clip, horizontally and vertically."""
     radius = scene.radius * (math.sqrt(_GROWTH) if scene.motion in ("growing", "shrinking") else 1.0)
-    dx, dy = TRANSLATIONS.get(scene.motion, (0.0, 0.0))
     if scene.motion == "zigzag":
         return radius + SPEEDS[""] / 2, radius + _ZIGZAG_HEIGHT
-    return radius + abs(dx) * SPEEDS[scene.speed] / 2, radius + abs(dy) * SPEEDS[scene.speed] / 2
+    dx, dy = TRANSLATIONS.get(scene.motion, (0.0, 0.0))
+    moves = SPEEDS[scene.speed] / 2
+    return radius + abs(dx) * moves, radius + abs(dy) * moves
 
 
 def _choose(rng: torch.Generator, names: tuple[str, ...]) -> str:

@@ -25,6 +25,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
+
 from .process import Process, expand
 
 Kernel = Literal["flow", "dance", "cps", "ddim", "ode"]
@@ -108,11 +110,12 @@ def _check_std(kernel: Kernel, std: Tensor, sigma: Tensor, *, eta: float) -> Non
     invalid = (~((std >= 0) & (std <= _LARGEST_STD))).nonzero().flatten().tolist()
     if invalid:
         step = invalid[0]
-        raise ValueError(
+        raise InputError(
             f"sampler {kernel!r} with eta {eta:g} adds noise of std {float(std[step]):.4g} at step {step + 1} of "
             f"{len(std)} (noise level {float(sigma[step]):.6g} to {float(sigma[step + 1]):.6g}); latents have a std of "
             f"about 1, so at most {_LARGEST_STD:g} makes sense: use a lower --eta, another --sampler, or more "
-            "--sampling_steps"
+            "--sampling_steps",
+            "too_large",
         )
 
 

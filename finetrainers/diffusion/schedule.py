@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
+
 from .timesteps import resolution_mu
 
 
@@ -31,8 +33,9 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
     # Multistep solvers serve both kinds of process and name it; the others have a shift if they are of flow matching.
     if not config.get("use_flow_sigmas", "shift" in config):
         if shift is not None:
-            raise ValueError(
-                f"{type(scheduler).__name__} is no flow-matching scheduler, so shift {shift:g} means nothing"
+            raise InputError(
+                f"{type(scheduler).__name__} is no flow-matching scheduler, so shift {shift:g} means nothing",
+                "unsupported",
             )
         fresh = type(scheduler).from_config(config)
         fresh.set_timesteps(steps)

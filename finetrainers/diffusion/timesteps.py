@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DiffusionSection
+from finetrainers.utils.failures import InputError
 
 
 def sample_quantiles(generators: Sequence[torch.Generator], config: DiffusionSection) -> Tensor:
@@ -76,9 +77,10 @@ def resolution_shift(config: DiffusionSection, scheduler_config: Mapping[str, An
         shifts[name] = type(fallback)(fallback if value is None else value)
     base_len, max_len = shifts["base_image_seq_len"], shifts["max_image_seq_len"]
     if base_len >= max_len:
-        raise ValueError(
+        raise InputError(
             f"--flow_max_seq_len {max_len} must be above --flow_base_seq_len {base_len} (what is not given comes from "
-            "the checkpoint's scheduler, else 256 and 4096)"
+            "the checkpoint's scheduler, else 256 and 4096)",
+            "conflict",
         )
     return shifts
 

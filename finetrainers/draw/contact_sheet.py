@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from finetrainers.utils.video import evenly_spaced
+
+from .sheet import Letters, Sheet
 
 _GUTTER = 4  # between frames
 _MARGIN = 12
@@ -48,86 +50,31 @@ def contact_sheet(sections: Sequence[tuple[str, Sequence[Strip]]]) -> Image.Imag
     """
     strips = [strip for _, strips in sections for strip in strips]
     rows = [_row(strip) for strip in strips]
-    page = _Page(widest=max(row.width for row in rows), labels=[strip.label for strip in strips])
+    widest = max(row.width for row in rows)
+    size = max(_LETTERS, round(_LETTERS * (widest + 2 * _MARGIN) / _PAGE))
+    dark, pale = Letters(size, _INK), Letters(round(0.8 * size), _PALE)
+    label_width = max(pale.length(strip.label) for strip in strips)
+    left = _MARGIN + (label_width + size if label_width else 0)
+    sheet = Sheet(left + widest + _MARGIN, margin=_MARGIN, line_height=1.35)
     index = 0
     for heading, section_strips in sections:
-        page.heading(heading)
+        if index:
+            sheet.top += size // 2
+        for line_index, line in enumerate(heading.splitlines()):
+            sheet.paragraph(line, pale if line_index else dark)
+        sheet.top += _GUTTER
         for strip in section_strips:
-            page.row(strip.label, rows[index])
+            row = rows[index]
+            sheet.write(strip.label, _MARGIN, pale, below=(row.height - pale.size) // 2)
+            sheet.place(row, left)
+            sheet.top += row.height + _GUTTER
             index += 1
             if index == len(strips) or _columns(strips[index]) != _columns(strip):
-                page.numbers(strip.numbers, distance=(rows[index - 1].width + _GUTTER) // len(strip.numbers))
-    return page.sheet()
-
-
-class _Page:
-    """A sheet that grows downwards."""
-
-    def __init__(self, *, widest: int, labels: Sequence[str]) -> None:
-        """Args:
-        widest: pixels of the widest row.
-        labels: of all rows, which decide the width of their column.
-        """
-        size = max(_LETTERS, round(_LETTERS * (widest + 2 * _MARGIN) / _PAGE))
-        self._sizes = {_INK: size, _PALE: round(0.8 * size)}
-        self._fonts = {ink: ImageFont.load_default(size=height) for ink, height in self._sizes.items()}
-        self._ruler = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-        label_width = max(self._length(label, _PALE) for label in labels)
-        self._left = _MARGIN + (label_width + size if label_width else 0)
-        self._width = self._left + widest + _MARGIN
-        self._top = _MARGIN
-        self._texts: list[tuple[str, int, int, tuple[int, int, int]]] = []
-        self._rows: list[tuple[Image.Image, int]] = []
-
-    def heading(self, text: str) -> None:
-        """Add lines of text, the first one darker and larger."""
-        if self._rows:
-            self._top += self._sizes[_INK] // 2
-        for index, line in enumerate(text.splitlines()):
-            for part in self._wrap(line, _PALE if index else _INK):
-                self._line(part, _MARGIN, _PALE if index else _INK)
-        self._top += _GUTTER
-
-    def row(self, label: str, row: Image.Image) -> None:
-        """Add a row of frames with its label."""
-        self._texts.append((label, _MARGIN, self._top + (row.height - self._sizes[_PALE]) // 2, _PALE))
-        self._rows.append((row, self._top))
-        self._top += row.height + _GUTTER
-
-    def numbers(self, numbers: Sequence[int], *, distance: int) -> None:
-        """Add the numbers of the frames above."""
-        top = self._top
-        for column, frame in enumerate(numbers):
-            self._top = top
-            self._line(f"frame {frame}" if column == 0 else str(frame), self._left + column * distance, _PALE)
-
-    def sheet(self) -> Image.Image:
-        """Return the finished image."""
-        sheet = Image.new("RGB", (self._width, self._top + _MARGIN), _PAPER)
-        draw = ImageDraw.Draw(sheet)
-        for text, left, top, ink in self._texts:
-            draw.text((left, top), text, fill=ink, font=self._fonts[ink])
-        for row, top in self._rows:
-            sheet.paste(row, (self._left, top))
-        return sheet
-
-    def _line(self, text: str, left: int, ink: tuple[int, int, int]) -> None:
-        self._texts.append((text, left, self._top, ink))
-        self._top += round(1.35 * self._sizes[ink])
-
-    def _length(self, text: str, ink: tuple[int, int, int]) -> int:
-        return round(self._ruler.textlength(text, self._fonts[ink]))
-
-    def _wrap(self, text: str, ink: tuple[int, int, int]) -> list[str]:
-        """Wrap text to the width; a word that is too long is not broken."""
-        lines = [""]
-        for word in text.split():
-            longer = f"{lines[-1]} {word}".strip()
-            if lines[-1] and self._length(longer, ink) > self._width - 2 * _MARGIN:
-                lines.append(word)
-            else:
-                lines[-1] = longer
-        return lines
+                distance = (row.width + _GUTTER) // len(strip.numbers)
+                for column, frame in enumerate(strip.numbers):
+                    sheet.write(str(frame) if column else f"frame {frame}", left + column * distance, pale)
+                sheet.advance(pale)
+    return sheet.draw(_PAPER)
 
 
 def _columns(strip: Strip) -> tuple[object, ...]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import read_jsonl
 
 Record = Mapping[str, Any]
@@ -98,7 +99,7 @@ def plot_run(directory: Path) -> Path:
     """
     metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     if not metrics.is_file():
-        raise ValueError(f"{directory} is no run directory: it holds no metrics.jsonl")
+        raise InputError(f"{directory} is no run directory: it holds no metrics.jsonl", "not_found")
     figure = draw(read_metrics(metrics), marks_of(read_jsonl(events)[0] if events.is_file() else []))
     if figure is None:
         raise ValueError(f"{metrics} has no records to draw yet")
@@ -378,7 +379,10 @@ def _plot(axes: Any, records: Records, panel: Panel, name: str) -> None:
     else:
         averaged(axes, plot_points, label)
     spread = spread_of(name)
-    with_spread = [record for record in records if is_number(record.get(name)) and is_number(record.get(spread))]
-    if style == "band" and with_spread:
-        rows = [(r["step"], r[name] - r[spread], r[name] + r[spread]) for r in with_spread]
+    rows = [
+        (record["step"], record[name] - record[spread], record[name] + record[spread])
+        for record in records
+        if is_number(record.get(name)) and is_number(record.get(spread))
+    ]
+    if style == "band" and rows:
         axes.fill_between(*zip(*rows, strict=True), alpha=0.15, color=axes.lines[-1].get_color())

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from .sheet import Letters, Sheet
 
 _MARGIN, _GAP, _STRIP_GAP = 24, 14, 3
 _WIDEST, _LEAST, _MOST = 2000, 256, 640  # pixels of all cells of a row together, and of a cell
-_FONTS = {"heading": 24, "column": 22, "label": 18}
-_INK, _PALE, _PAPER, _LINE, _EMPTY = (27, 31, 36), (91, 100, 112), (251, 251, 250), (220, 223, 227), (233, 235, 238)
-_BAD = (180, 35, 24)
+_PAPER, _LINE, _EMPTY = (251, 251, 250), (220, 223, 227), (233, 235, 238)
+_HEADING, _COLUMN = Letters(24, (27, 31, 36)), Letters(22, (27, 31, 36))
+_LABEL, _NOTE = Letters(18, (91, 100, 112)), Letters(18, (180, 35, 24))
 
 
 @dataclass(frozen=True)
@@ -43,28 +45,31 @@ def grid_sheet(columns: Sequence[str], groups: Sequence[tuple[str, Sequence[Tile
         columns: their headings.
         groups: a heading, whose further lines are paler, and rows.
     """
-    fonts = {name: ImageFont.load_default(size=size) for name, size in _FONTS.items()}
     rows = [row for _, group_rows in groups for row in group_rows]
-    ruler = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    label_width = max((round(ruler.textlength(row.label, fonts["label"])) for row in rows), default=0)
+    label_width = max((_LABEL.length(row.label) for row in rows), default=0)
     left = _MARGIN + (label_width + _GAP if label_width else 0)
-    cell = _cell_width(rows, len(columns))
-    column_text_width = max((ruler.textlength(text, fonts["column"]) for text in columns), default=0)
-    cell = max(cell, min(round(column_text_width) + 2, _MOST))
-    width = left + len(columns) * (cell + _GAP) - _GAP + _MARGIN
-    width = max(width, 900)
-    page = _Page(width, fonts)
+    column_text_width = max((_COLUMN.length(text) for text in columns), default=0)
+    cell = max(_cell_width(rows, len(columns)), min(column_text_width + 2, _MOST))
+    width = max(left + len(columns) * (cell + _GAP) - _GAP + _MARGIN, 900)
+    sheet = Sheet(width, margin=_MARGIN, line_height=1.4)
     for index, text in enumerate(columns):
-        page.text(text, left + index * (cell + _GAP), "column", _INK, advance=index == len(columns) - 1)
-    page.rule()
+        sheet.write(text, left + index * (cell + _GAP), _COLUMN)
+    if columns:
+        sheet.advance(_COLUMN)
+    rule = sheet.top
+    sheet.top += 12
     for heading, group_rows in groups:
         for line_index, line in enumerate(heading.splitlines()):
-            page.wrapped(line, "label" if line_index else "heading", _PALE if line_index else _INK)
-        page.space(6)
+            if line.strip():
+                sheet.paragraph(line, _LABEL if line_index else _HEADING)
+        sheet.top += 6
         for row in group_rows:
-            page.row(row, left, cell)
-        page.space(10)
-    return page.image()
+            _place_row(sheet, row, left, cell)
+        sheet.top += 10
+    sheet.top -= _GAP
+    image = sheet.draw(_PAPER, outline=_LINE)
+    ImageDraw.Draw(image).line((_MARGIN, rule, width - _MARGIN, rule), fill=_LINE, width=2)
+    return image
 
 
 def _cell_width(rows: Sequence[TileRow], count: int) -> int:
@@ -75,65 +80,17 @@ def _cell_width(rows: Sequence[TileRow], count: int) -> int:
     return max(64, min(natural, _MOST, (_WIDEST - (count - 1) * _GAP) // max(count, 1)))
 
 
-class _Page:
-    """An image that grows downwards: its content is buffered until its height is known."""
-
-    def __init__(self, width: int, fonts: dict[str, ImageFont.ImageFont | ImageFont.FreeTypeFont]) -> None:
-        self.width, self._fonts = width, fonts
-        self._top = _MARGIN
-        self._ruler = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-        self._texts: list[tuple[str, int, int, str, tuple[int, int, int]]] = []
-        self._images: list[tuple[Image.Image, int, int]] = []
-        self._rules: list[int] = []
-
-    def text(self, text: str, left: int, font: str, ink: tuple[int, int, int], *, advance: bool = True) -> None:
-        """Add a line of text; the next one is below it if `advance`."""
-        self._texts.append((text, left, self._top, font, ink))
-        self._top += round(1.4 * _FONTS[font]) if advance else 0
-
-    def wrapped(self, text: str, font: str, ink: tuple[int, int, int]) -> None:
-        """Add text in as many lines as it needs."""
-        line = ""
-        for word in text.split():
-            longer = f"{line} {word}".strip()
-            if line and self._ruler.textlength(longer, self._fonts[font]) > self.width - 2 * _MARGIN:
-                self.text(line, _MARGIN, font, ink)
-                longer = word
-            line = longer
-        if line:
-            self.text(line, _MARGIN, font, ink)
-
-    def space(self, pixels: int) -> None:
-        self._top += pixels
-
-    def rule(self) -> None:
-        self._rules.append(self._top)
-        self._top += 12
-
-    def row(self, row: TileRow, left: int, cell: int) -> None:
-        """Add the tiles of a row, and its label in the middle of their height."""
-        images = [_tile_image(tile, cell) for tile in row.tiles]
-        height = max(image.height for image in images)
-        for index, image in enumerate(images):
-            self._images.append((image, left + index * (cell + _GAP), self._top))
-        for index, tile in enumerate(row.tiles):
-            if tile.frames is None and tile.note:
-                note_left = left + index * (cell + _GAP) + 8
-                self._texts.append((tile.note, note_left, self._top + 8, "label", _BAD))
-        self._texts.append((row.label, _MARGIN, self._top + height // 2 - _FONTS["label"], "label", _PALE))
-        self._top += height + _GAP
-
-    def image(self) -> Image.Image:
-        sheet = Image.new("RGB", (self.width, self._top + _MARGIN - _GAP), _PAPER)
-        draw = ImageDraw.Draw(sheet)
-        for top in self._rules:
-            draw.line((_MARGIN, top, self.width - _MARGIN, top), fill=_LINE, width=2)
-        for image, left, top in self._images:
-            sheet.paste(image, (left, top))
-            draw.rectangle((left - 1, top - 1, left + image.width, top + image.height), outline=_LINE)
-        for text, left, top, font, ink in self._texts:
-            draw.text((left, top), text, fill=ink, font=self._fonts[font])
-        return sheet
+def _place_row(sheet: Sheet, row: TileRow, left: int, cell: int) -> None:
+    """Add the tiles of a row, and its label in the middle of their height."""
+    images = [_tile_image(tile, cell) for tile in row.tiles]
+    height = max(image.height for image in images)
+    for index, (tile, image) in enumerate(zip(row.tiles, images, strict=True)):
+        tile_left = left + index * (cell + _GAP)
+        sheet.place(image, tile_left)
+        if tile.frames is None and tile.note:
+            sheet.write(tile.note, tile_left + 8, _NOTE, below=8)
+    sheet.write(row.label, _MARGIN, _LABEL, below=height // 2 - _LABEL.size)
+    sheet.top += height + _GAP
 
 
 def _tile_image(tile: Tile, width: int) -> Image.Image:

@@ -139,10 +139,6 @@ class _Axes:
         share = (self._scale(y) - self.low_y) / (self.high_y - self.low_y)
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
-    def x_ticks(self) -> list[float]:
-        """Return round positions on the horizontal axis."""
-        return list(round_places(self.low_x, self.high_x, limit=_TICKS + 1))
-
     def y_ticks(self) -> list[float]:
         """Return round values on the vertical axis."""
         if not self.is_log:
@@ -180,7 +176,7 @@ def chart_svg(chart: Chart) -> Markup:
         y = axes.y(value)
         parts.append(f'<path class="rule" d="M{_LEFT} {y}H{right}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{short(value)}</text>')
-    for value in axes.x_ticks():
+    for value in round_places(axes.low_x, axes.high_x, limit=_TICKS + 1):
         parts.append(f'<text x="{axes.x(value)}" y="{bottom + 17}" text-anchor="middle">{short(value)}</text>')
     parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
     for level in chart.levels:
@@ -206,11 +202,11 @@ def _draw_marks(chart: Chart) -> Iterator[str]:
             texts_by_mark.setdefault((round(axes.x(mark.x)), mark.kind, mark.color), []).append(mark.text)
     shapes = {
         "resume": "M{x} {top}V{bottom}",
-        "spike": "M{x} {low}l-4 7h8Z",
-        "failure": "M{x} {low}m-4 0l8 8m-8 0l8 -8",
+        "spike": "M{x} {top}l-4 7h8Z",
+        "failure": "M{x} {top}m-4 0l8 8m-8 0l8 -8",
     }
     for (x, kind, color), texts in texts_by_mark.items():
-        path = shapes[kind].format(x=x, top=_TOP, bottom=bottom, low=_TOP)
+        path = shapes[kind].format(x=x, top=_TOP, bottom=bottom)
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
         color_class = "" if color is None else f" c{color}"
         yield f'<path class="mark {kind}{color_class}" d="{path}"><title>{escape(texts[0] + more)}</title></path>'

@@ -56,13 +56,9 @@ class ActivationModel:
 
     def slower(self, config: TrainConfig, machine: Machine) -> float:
         """Return the additional time of a step relative to one that recomputes and copies nothing, as a share."""
-        stored, share, total = (
-            config.memory.stored,
-            config.memory.selective_checkpointing,
-            sum(self.workload.num_blocks),
-        )
+        stored, share = config.memory.stored, config.memory.selective_checkpointing
         share = 0.0 if stored == "none" else 1.0 if share is None else share
-        host = self.sizes(stored, round(share * total))[1]
+        _, host = self.sizes(stored, round(share * sum(self.workload.num_blocks)))
         fastest = step_seconds(replace(self.work, copied=0.0), machine, "none", 0.0, 0.0)
         return step_seconds(self.work, machine, stored, share, host) / fastest - 1
 
@@ -120,7 +116,10 @@ def activation_model(
     )  # fmt: skip
     # Autograd stores the casts of blocks that are not recomputed, which the estimate leaves out.
     casts = "transformer" in config.memory.layerwise_upcasting_modules
-    settings = _settings(config, recomputes=casts)
+    # The operators of a compiled block cannot be seen, and this attention is not a single operator.
+    hides_attention = config.memory.compile != "none" or config.model.attn_backend == "_native_math"
+    excluded = ({"keep_attention", "offload"} if hides_attention else set()) | ({"none"} if casts else set())
+    settings = tuple(setting for setting in SETTINGS if setting not in excluded)
     return ActivationModel(workload, _work(workload, weights, spec), settings, all_blocks=casts, others=others)
 
 
@@ -128,15 +127,7 @@ def with_choice(config: TrainConfig, choice: ActivationPolicy | None) -> TrainCo
     """Return a copy of `config` with the choice, or with nothing recomputed if it is None."""
     stored, share = ("none", None) if choice is None else (choice.stored, choice.share)
     memory = {"activation_memory": stored, "selective_checkpointing": share, "gradient_checkpointing": False}
-    return config.model_copy(update={"memory": config.memory.model_copy(update=memory)})
-
-
-def _settings(config: TrainConfig, *, recomputes: bool) -> tuple[ActivationMemory, ...]:
-    """Return the settings that the other options allow, the simplest first."""
-    # The operators of a compiled block cannot be seen, and this attention is not a single operator.
-    hides_attention = config.memory.compile != "none" or config.model.attn_backend == "_native_math"
-    excluded = ({"keep_attention", "offload"} if hides_attention else set()) | ({"none"} if recomputes else set())
-    return tuple(setting for setting in SETTINGS if setting not in excluded)
+    return config.with_values(memory)
 
 
 def _work(workload: Workload, weights: NetworkWeights, spec: ModelSpec) -> StepWork:

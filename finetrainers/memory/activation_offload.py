@@ -25,7 +25,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,8 @@ class Arena:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         if not self.used and len(self._pieces) > 1:
             self._grow(self.peak)
-        index = next((n for n, (_, _, free) in enumerate(self._free) if free >= size), None)
-        if index is None:
+        while (index := next((n for n, (_, _, free) in enumerate(self._free) if free >= size), None)) is None:
             self._grow(size * self._slots)
-            index = next(n for n, (_, _, free) in enumerate(self._free) if free >= size)
         piece, start, free = self._free.pop(index)
         if free > size:
             insort(self._free, (piece, start + size, free - size))
@@ -114,43 +112,27 @@ def _host_memory(size: int, device: str, *, pinned: bool) -> Tensor:
     return memory
 
 
-class _Copies(Protocol):
-    """Copies of tensors to the arena and back."""
+class _Copies:
+    """Copies of tensors to the arena and back: immediate ones, in plain memory; they show that lifetimes are right."""
 
     def write(self, source: Tensor, slot: Tensor) -> Any:
         """Begin to copy to the host, and return the event that `read` and `settle` wait for."""
-        ...
+        slot.copy_(source)
 
     def settle(self, written: Any) -> None:
         """Let the device continue only when the source may change."""
-        ...
 
     def read(self, slot: Tensor, like: Tensor, written: Any) -> tuple[Tensor, Any]:
         """Begin to copy back to the device, and return the tensor and the event that `await_read` waits for."""
-        ...
-
-    def await_read(self, read: Any) -> None:
-        """Let the device continue only when the tensor is complete."""
-        ...
-
-
-class _Plain:
-    """Immediate copies in plain memory, on a CPU; they show that lifetimes are right."""
-
-    def write(self, source: Tensor, slot: Tensor) -> None:
-        slot.copy_(source)
-
-    def settle(self, written: Any) -> None: ...
-
-    def read(self, slot: Tensor, like: Tensor, written: Any) -> tuple[Tensor, None]:
         tensor = torch.empty(len(slot), dtype=slot.dtype, device=like.device)
         tensor.copy_(slot)
         return tensor, None
 
-    def await_read(self, read: Any) -> None: ...
+    def await_read(self, read: Any) -> None:
+        """Let the device continue only when the tensor is complete."""
 
 
-class _OnStreams:
+class _OnStreams(_Copies):
     """Copies on two streams, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -230,6 +212,8 @@ class ActivationOffload:
 
     Attributes:
         arena: in host memory.
+        copies: to the arena and back.
+        least_bytes: size of a tensor that is copied, at least.
     """
 
     def __init__(
@@ -242,9 +226,9 @@ class ActivationOffload:
         least_bytes: size of a tensor that is copied, at least; default: 1 MiB on a GPU.
         """
         on_gpu = device.type == "cuda"
-        self._copies: _Copies = _OnStreams(device) if on_gpu else _Plain()
+        self.copies = _OnStreams(device) if on_gpu else _Copies()
         self._offloaded = {id(block) for block in blocks[1:-LAST]}
-        self._least_bytes = (2**20 if on_gpu else 1) if least_bytes is None else least_bytes
+        self.least_bytes = (2**20 if on_gpu else 1) if least_bytes is None else least_bytes
         self.arena = Arena(
             device=host, pinned=on_gpu, poison=not on_gpu and host == "cpu", slots=max(1, len(self._offloaded))
         )
@@ -271,19 +255,8 @@ class ActivationOffload:
         while len(self._in_flight) > remaining:
             copying = self._in_flight.popleft()
             for _, written in copying:
-                self._copies.settle(written)
+                self.copies.settle(written)
             copying.clear()
-
-    def stored(self, tensor: Tensor, store: BlockStore) -> Stored | OnDevice:
-        """Store a tensor in the arena, or on the device if offloading it is not worthwhile."""
-        if (
-            not store.offloads
-            or tensor.nbytes < self._least_bytes
-            or not tensor.is_floating_point()
-            or not _is_dense(tensor)
-        ):
-            return OnDevice(tensor)
-        return Stored(tensor, store, self.arena, self._copies)
 
 
 class BlockStore:
@@ -309,10 +282,12 @@ class BlockStore:
         )
 
     def put(self, tensor: Tensor) -> Stored | OnDevice:
-        """Store a tensor, and return the handle that `take` gets it by."""
-        handle = self._offload.stored(tensor, self)
-        if isinstance(handle, Stored):
-            self._stored.append(weakref.ref(handle))
+        """Store a tensor, in the arena if that is worthwhile, and return the handle that `take` gets it by."""
+        is_large = tensor.nbytes >= self._offload.least_bytes
+        if not (self.offloads and is_large and tensor.is_floating_point() and _is_dense(tensor)):
+            return OnDevice(tensor)
+        handle = Stored(tensor, self, self._offload.arena, self._offload.copies)
+        self._stored.append(weakref.ref(handle))
         return handle
 
     def take(self, handle: Stored | OnDevice) -> Tensor:

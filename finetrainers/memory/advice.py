@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from finetrainers.config.parallel import SpMode
-from finetrainers.config.root import TrainConfig, fields
+from finetrainers.config.root import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -154,21 +154,17 @@ def sharing_options(processes: int, heads: int | None, mode: SpMode = "ulysses")
     """
     if heads is None:
         return []
-    return [
-        _sharing(size, by_ring=mode == "ulysses" and heads % size > 0)
-        for size in range(2, processes + 1)
-        if processes % size == 0
-    ]
-
-
-def _sharing(size: int, *, by_ring: bool) -> MemoryOption:
-    options: dict[str, Any] = {"sp_size": size}
-    exchange = "communicate in every block"
-    if by_ring:
-        options["sp_mode"] = "ring"
-        exchange = "pass keys and values around in every block"
-    cost = f"{size} processes share each clip, and {exchange}; to keep the global batch, multiply "
-    return MemoryOption(options, f"{cost}--gradient_accumulation_steps by {size}", 16 + size if by_ring else 15 + size)
+    switches = []
+    for size in (size for size in range(2, processes + 1) if processes % size == 0):
+        by_ring = mode == "ulysses" and heads % size > 0
+        options = {"sp_size": size, **({"sp_mode": "ring"} if by_ring else {})}
+        exchange = "pass keys and values around" if by_ring else "communicate"
+        cost = (
+            f"{size} processes share each clip, and {exchange} in every block; to keep the global batch, multiply "
+            f"--gradient_accumulation_steps by {size}"
+        )
+        switches.append(MemoryOption(options, cost, 15 + size + by_ring))
+    return switches
 
 
 #: Remedies that no switch of a single run applies; the user decides.
@@ -243,10 +239,7 @@ def cheapest(
 def with_options_set(config: TrainConfig, switches: Sequence[MemoryOption]) -> TrainConfig:
     """Return a copy of `config` with these switches on."""
     for switch in switches:
-        for name, value in switch.options.items():
-            option = fields()[name]
-            section = getattr(config, option.section).model_copy(update={option.key: value})
-            config = config.model_copy(update={option.section: section})
+        config = config.with_values(switch.options)
     return config
 
 
@@ -332,8 +325,8 @@ class _Search:
         """Return whether two switches set the same option, or a run with both would be refused."""
         if first.options.keys() & second.options.keys():
             return True
-        needed = [MemoryOption({**first.needs, **second.needs}, "", 0.0)]
-        return self._outcomes(with_options_set(self._config, [*needed, first, second])) is None
+        config = self._config.with_values({**first.needs, **second.needs})
+        return self._outcomes(with_options_set(config, [first, second])) is None
 
     def _advice(self, switches: Sequence[MemoryOption]) -> Advice:
         """Return the advice to use a set, with the effect of each switch in it."""
@@ -355,7 +348,7 @@ class _Search:
         """Return whether a switch may be set, and lowers a phase, by itself or with the options that it needs."""
         if not switch.takes_back and any(self._config.changed(name) for name in switch.options):
             return False
-        base = with_options_set(self._config, [MemoryOption(switch.needs, "", 0.0)])
+        base = self._config.with_values(switch.needs)
         before, after = self._outcomes(base), self._outcomes(with_options_set(base, [switch]))
         if after is None or before is None:
             return after is not None

@@ -7,7 +7,7 @@ The estimate, its advice and a run choose by one rule, that every phase fits the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -112,13 +112,9 @@ def choose_automatic(config: TrainConfig, run: Run, machine: Machine | None) -> 
     candidates = [replace(_choose(variant.config, run, machine), variant=variant) for variant in variants]
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        return _smallest(candidates)
+        return min(candidates, key=lambda candidate: candidate.plan.peak)
     # Tiles change clips, and a variant changes nothing.
     return min(fitting, key=lambda candidate: ("enable_tiling" in candidate.decoding, _cost(candidate)))
-
-
-def _smallest(candidates: Sequence[AutoSettings]) -> AutoSettings:
-    return min(candidates, key=lambda candidate: candidate.plan.peak)
 
 
 def _cost(candidate: AutoSettings) -> float:
@@ -162,13 +158,12 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
 
 def with_blocks_to_swap(config: TrainConfig, number: int) -> TrainConfig:
     """Return a copy of `config` with `blocks_to_swap=number`."""
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"blocks_to_swap": number})})
+    return config.with_values({"blocks_to_swap": number})
 
 
 def with_samples(config: TrainConfig, *, offloads: bool) -> TrainConfig:
     """Return a copy of `config` with `enable_model_cpu_offload=offloads` for samples."""
-    section = config.validation.model_copy(update={"enable_model_cpu_offload": offloads})
-    return config.model_copy(update={"validation": section})
+    return config.with_values({"enable_model_cpu_offload": offloads})
 
 
 def _with_decoding(config: TrainConfig, run: Run, limit: float) -> tuple[TrainConfig, tuple[str, ...]]:
@@ -181,7 +176,7 @@ def _with_decoding(config: TrainConfig, run: Run, limit: float) -> tuple[TrainCo
     for name in _DECODING:
         if getattr(config.model, name) is not None:
             continue
-        changed = config.model_copy(update={"model": config.model.model_copy(update={name: True})})
+        changed = config.with_values({name: True})
         swapped = _with_swap(changed if name == "enable_slicing" else config, run, limit).memory.blocks_to_swap
         assert swapped != "auto"
         before, after = (run.plan(with_blocks_to_swap(variant, swapped)).peaks for variant in (config, changed))

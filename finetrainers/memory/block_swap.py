@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class BlockSwap:
         layouts = [_Layout(block) for block in blocks]
         sizes = [max(layout.size for layout in layouts[index::NUM_SLOTS]) for index in range(NUM_SLOTS)]
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-        self._copies: _Copies = _OnStream(device) if device.type == "cuda" else _InPlainMemory()
+        self._copies = _OnStream(device) if device.type == "cuda" else _InPlainMemory()
         self._held: list[int | None] = [None] * NUM_SLOTS  # the block that each slot has, or gets
         self._current: int | None = None  # the block whose weights may be read
         self._last = len(blocks) - 1
@@ -140,7 +140,7 @@ class BlockSwap:
         """Let autograd save references to swapped weights within the block, and pass other tensors to outer hooks."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # of gradient checkpointing, for example
         slot = _storage(self._slots[number % NUM_SLOTS])
-        pack_outer, unpack_outer = outer or (_unchanged, _unchanged)
+        pack_outer, unpack_outer = outer or (lambda tensor: tensor, lambda packed: packed)
 
         def pack(tensor: Tensor) -> Any:
             if any(_storage(leaf) == slot for leaf in _leaves(tensor)):
@@ -162,10 +162,6 @@ class _SwappedWeight:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 def _storage(tensor: Tensor) -> int:
@@ -281,20 +277,11 @@ def _stay_when_moved(network: nn.Module, swapped: Mapping[str, nn.Parameter]) ->
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-class _Copies(Protocol):
-    """Copies of masters into slots."""
-
-    def start(self, index: int, slot: Tensor, master: Tensor) -> None:
-        """Begin to copy, after all work queued so far."""
-        ...
-
-    def wait(self, index: int) -> None:
-        """Let all work queued from now on run after the slot's copy."""
-        ...
-
-
 class _OnStream:
-    """Copies on a separate CUDA stream, in the order in which they are started; the host waits for nothing."""
+    """Copies of masters into slots on a separate CUDA stream, in the order in which they are started.
+
+    The host waits for nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -302,12 +289,14 @@ class _OnStream:
         self._loaded = [torch.cuda.Event() for _ in range(NUM_SLOTS)]
 
     def start(self, index: int, slot: Tensor, master: Tensor) -> None:
+        """Begin to copy, after all work queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             slot[: master.nbytes].copy_(master, non_blocking=True)
             self._loaded[index].record()
 
     def wait(self, index: int) -> None:
+        """Let all work queued from now on run after the slot's copy."""
         torch.cuda.current_stream(self._device).wait_event(self._loaded[index])
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from finetrainers.config.sections import ActivationMemory
+from finetrainers.utils.failures import InputError
 
 from .activation_offload import STORED_TYPES, ActivationOffload, BlockStore
 
@@ -51,8 +52,9 @@ def set_activation_memory(
         ValueError: the network does not support checkpointing.
     """
     if not getattr(transformer, "_supports_gradient_checkpointing", False):
-        raise ValueError(
-            f"{type(transformer).__name__} does not support gradient checkpointing; use activation_memory none"
+        raise InputError(
+            f"{type(transformer).__name__} does not support gradient checkpointing; use activation_memory none",
+            "unsupported",
         )
     if setting == "none":
         transformer.disable_gradient_checkpointing()  # type: ignore[operator]
@@ -87,9 +89,10 @@ def _run_keeping_attention(run: Any, block: nn.Module, inputs: tuple[Any, ...], 
     with nullcontext() if store is None else store.saving_inputs():
         result = run(block, *inputs, context_fn=lambda: (keep, _ReturnAttention(keep)))
     if not keep.results:
-        raise ValueError(
+        raise InputError(
             f"activation_memory {'keep_attention' if store is None else 'offload'}: no attention operator was seen in "
-            f"{type(block).__name__}, so that nothing could be kept; use activation_memory checkpoint"
+            f"{type(block).__name__}, so that nothing could be kept; use activation_memory checkpoint",
+            "unsupported",
         )
     return result
 

@@ -209,7 +209,9 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
                 prediction = spec.predict(net, x, t, conditions, meta)
             stored, forward = live.live - weights, live.peak - weights
             if not shape.gradients_stay:
-                _drop_gradients(net)
+                for parameter in net.parameters():
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(_drop_gradient)
             live.restart()
             torch.autograd.backward((prediction.float() - target).square().flatten(1).mean(1).mean())
             backward = live.peak - weights
@@ -232,13 +234,8 @@ def fake_group(size: int, *, rank: int = 0) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def _drop_gradients(network: nn.Module) -> None:
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    for parameter in network.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(drop)
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def shortened(network: nn.Module, depths: Mapping[str, int]) -> nn.Module:

@@ -35,27 +35,22 @@ def text_working_bytes(spec: ModelSpec, part: str, *, batch: int) -> float:
     tokens, keeps_layers = spec.text_calls.get(part, (longest, False))
     if not tokens:
         return 0.0
-    bytes_per_number = 4 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else 2
-    return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, bytes_per_number)
+    dtype = torch.float32 if getattr(spec.config, f"{part}_dtype", "bf16") == "fp32" else torch.bfloat16
+    return _count(cls, json.dumps(settings, sort_keys=True), tokens, keeps_layers, batch, dtype)
 
 
 @lru_cache(maxsize=64)
-def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, bytes_per_number: int) -> float:
+def _count(cls: Any, settings: str, tokens: int, keeps_layers: bool, batch: int, dtype: torch.dtype) -> float:
     """Count with two layers, and with three if the states of all layers are kept: each further layer adds as much."""
     config = json.loads(settings)
     depth = next((config[name] for name in _DEPTHS if name in config), 2)
-    dtype = torch.float32 if bytes_per_number == 4 else torch.bfloat16
-    two = count_encoder(
-        cls, {**config, **_depth(config, 2)}, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype
-    )
-    if not keeps_layers or depth <= 2:
-        return two
-    three = count_encoder(cls, {**config, **_depth(config, 3)}, tokens, keeps_layers=True, batch=batch, dtype=dtype)
-    return two + (depth - 2) * (three - two)
 
+    def count(layers: int) -> float:
+        shallow = config | {name: min(layers, config[name]) for name in _DEPTHS if name in config}
+        return count_encoder(cls, shallow, tokens, keeps_layers=keeps_layers, batch=batch, dtype=dtype)
 
-def _depth(config: dict[str, Any], limit: int) -> dict[str, int]:
-    return {name: min(limit, config[name]) for name in _DEPTHS if name in config}
+    two = count(2)
+    return two if not keeps_layers or depth <= 2 else two + (depth - 2) * (count(3) - two)
 
 
 def count_encoder(

@@ -148,9 +148,9 @@ def estimate(workload: Workload) -> MemoryPlan:
     gradients = {"gradients, whole": 4 * trained} if are_unsharded else {"gradients": shared}
     casts = trained * _HALF if workload.casts and workload.trainable_bytes > _HALF else 0.0
     gathered, made = workload.gathered, sum(gradients.values())
-    waits = _WaitingCalls.from_workload(workload, saved, casts=casts, unit=unit)
-    forward = gathered.forward / GIB + casts + saved + in_forward + waits.in_forward
-    backward = waits.in_backward + max(
+    waiting_forward, waiting_backward, sampled = _waiting_calls(workload, saved, casts=casts, unit=unit)
+    forward = gathered.forward / GIB + casts + saved + in_forward + waiting_forward
+    backward = waiting_backward + max(
         moment.gathered / GIB
         + moment.stored * saved
         + moment.working * in_backward
@@ -164,7 +164,7 @@ def estimate(workload: Workload) -> MemoryPlan:
         "gathered weights": (gathered.forward if split.zero_stage else gathered.peak) / GIB,
         "gradients being averaged": (gathered.peak - gathered.forward) / GIB if split.zero_stage else 0.0,
         "autocast copies": casts,
-        "activations of clips": waits.sampled,
+        "activations of clips": sampled,
         "activations kept": saved,
         "one block in backward": in_backward,
     }
@@ -175,38 +175,21 @@ def estimate(workload: Workload) -> MemoryPlan:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _WaitingCalls:
-    """Memory of calls of the network that wait for their backward pass, in GiB, with the gradients of that time.
+def _waiting_calls(workload: Workload, saved: float, *, casts: float, unit: float) -> tuple[float, float, float]:
+    """Return the memory of calls of the network that wait for their backward pass, in GiB, with their gradients.
 
-    Attributes:
-        in_forward, in_backward: while another call makes its forward or backward pass.
-        sampled: between calls.
+    The first two are while another call makes its forward or backward pass, the third is between calls. Each call
+    stores what its blocks store, and the copies that autocast made of weights; checkpointed blocks make these again.
     """
-
-    in_forward: float = 0.0
-    in_backward: float = 0.0
-    sampled: float = 0.0
-
-    @classmethod
-    def from_workload(cls, workload: Workload, saved: float, *, casts: float, unit: float) -> _WaitingCalls:
-        """Return the memory of a workload's waiting calls.
-
-        Each stores what its blocks store, and the copies that autocast made of weights; checkpointed blocks make these
-        again.
-        """
-        forward, backward = workload.waiting_calls
-        if not (forward or backward):
-            return cls()
-        recomputed = 0.0 if workload.stored == "none" else 1.0 if workload.share is None else workload.share
-        copied = workload.trained_outside + (1 - workload.trained_outside) * (1 - recomputed)
-        per_call = saved + workload.activations.between * unit + copied * casts
-        first, later = (size / GIB for size in workload.summed_bytes)
-        return cls(
-            forward * per_call,
-            max(backward * per_call + first, max(0, backward - 1) * per_call + later),
-            (forward + 1) * per_call,
-        )
+    forward, backward = workload.waiting_calls
+    if not (forward or backward):
+        return 0.0, 0.0, 0.0
+    recomputed = 0.0 if workload.stored == "none" else 1.0 if workload.share is None else workload.share
+    copied = workload.trained_outside + (1 - workload.trained_outside) * (1 - recomputed)
+    per_call = saved + workload.activations.between * unit + copied * casts
+    first, later = (size / GIB for size in workload.summed_bytes)
+    in_backward = max(backward * per_call + first, max(0, backward - 1) * per_call + later)
+    return forward * per_call, in_backward, (forward + 1) * per_call
 
 
 def estimate_for(
@@ -245,10 +228,16 @@ def build_workload(
         weights: those of the transformer, if they are listed already. Gathered ones arrive in the dtype that they
             compute in.
     """
-    trainable_bytes, width = _trainable_bytes(config), computed_bytes(config)
+    width = computed_bytes(config)
+    # Bytes per trainable parameter, before a strategy changes it.
+    trainable_bytes = 2 if config.training.master_weights == "stochastic_rounding" else 4
     accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
-    method = _method_memory(
-        config, geometry, weights, bucket=bucket, clips=batch_size or config.dataloader.batch_size, split=split
+    method = method_spec(config).memory(
+        config,
+        (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
+        batch_size=batch_size or config.dataloader.batch_size,
+        trained=weights.trained * trainable_bytes,
+        reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
     )
     frozen, swap = _frozen_bytes(config, weights, spec, adapters=width if split.zero_stage else 4)
     halved = trainable_bytes == _HALF or ((split.gathers or split.zero_stage > 0) and width == _HALF)
@@ -302,31 +291,6 @@ def _summed_bytes(method: MethodMemory, split: ShardingSpec, weights: NetworkWei
     """
     computed = 1 if split.gathers and any(method.waiting_calls) else 0
     return 4.0 * weights.trained * computed, 4.0 * weights.trained * (computed + method.gradients_in_backward)
-
-
-def _trainable_bytes(config: TrainConfig) -> int:
-    """Return bytes per trainable parameter, before a strategy changes it."""
-    return 2 if config.training.master_weights == "stochastic_rounding" else 4
-
-
-def _method_memory(
-    config: TrainConfig,
-    geometry: Geometry,
-    weights: NetworkWeights,
-    *,
-    bucket: tuple[int, int, int],
-    clips: int,
-    split: ShardingSpec,
-) -> MethodMemory:
-    """Return the memory of the method beyond the training step's own state, and the clips of its micro-batches."""
-    trainable_bytes = _trainable_bytes(config)
-    return method_spec(config).memory(
-        config,
-        (weights.network.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
-        batch_size=clips,
-        trained=weights.trained * trainable_bytes,
-        reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),
-    )
 
 
 def _gradients_stay(config: TrainConfig, split: ShardingSpec) -> bool:

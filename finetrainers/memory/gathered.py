@@ -43,18 +43,13 @@ class Gathered:
     after: float = 0.0
     stays: float = 0.0
 
-    @classmethod
-    def constant(cls, forward: float, backward: float) -> Gathered:
-        """Return `forward` bytes in forward, and `backward` bytes throughout backward."""
-        return cls(forward, (Moment(backward, 1.0, 0.0), Moment(backward, 0.0, 1.0)))
-
     @property
     def peak(self) -> float:
         """The most bytes at a time."""
         return max(self.forward, *(moment.gathered for moment in self.backward))
 
 
-NOTHING = Gathered.constant(0.0, 0.0)
+NOTHING = Gathered(0.0, (Moment(0.0, 1.0, 0.0), Moment(0.0, 0.0, 1.0)))
 
 
 def gathered_bytes(

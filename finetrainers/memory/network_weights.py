@@ -33,18 +33,17 @@ class NetworkWeights:
         named = network.named_parameters()
         self.frozen_adapters = {id(p) for name, p in named if ".lora_" in name and not p.requires_grad}
         self.total = sum(p.numel() for p in self.all)
-        self.trained = sum(p.numel() for p in self.all if p.requires_grad)
-        self.largest = max((p.numel() for p in self.all if p.requires_grad), default=0)
+        trainable = [p.numel() for p in self.all if p.requires_grad]
+        self.trained, self.largest = sum(trainable), max(trainable, default=0)
         within = sum(p.numel() for block in self.blocks for p in block if p.requires_grad)
         self.trained_outside = 1 - within / self.trained if self.trained else 0.0
         self._cache: dict[Hashable, Any] = {}
 
     def bytes_cast(self, skip: list[str]) -> Mapping[int, float]:
         """Return the bytes of the weights that layerwise upcasting stores in 8 bits, by their `id`."""
+        from .casting import castable_layers  # needs torch, as the caller's network does
 
         def find() -> Mapping[int, float]:
-            from .casting import castable_layers  # needs torch, as the caller's network does
-
             layers = castable_layers(self.network, skip_modules_pattern=skip)
             return {id(p): float(p.numel()) for _, layer in layers for p in layer.parameters()}
 
@@ -52,13 +51,10 @@ class NetworkWeights:
 
     def bytes_saved(self, kind: str, *, skip: tuple[str, ...], width: int) -> Mapping[int, float]:
         """Return the bytes that quantization saves of each weight, by its `id`."""
+        from .quantization import bytes_saved
 
-        def find() -> Mapping[int, float]:
-            from .quantization import bytes_saved
-
-            return bytes_saved(self.network, kind, skip=skip, width=width)
-
-        return self.once(("quantized", kind, skip, width), find)
+        key = ("quantized", kind, skip, width)
+        return self.once(key, lambda: bytes_saved(self.network, kind, skip=skip, width=width))
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return the value for this key, computed once; only the network and the key may decide it."""

@@ -167,10 +167,11 @@ def plan_run(
         unknown.append("networks of rewards")
     if around.scoring is None:
         unknown.append("activations of rewards")
-    together = around.split.zero_stage > 0  # DeepSpeed takes the network from host memory on all processes together
+    # DeepSpeed takes the network from host memory on all processes together.
+    at_once = around.local_processes if maker.zero else 1
     return RunPlan(
         on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
-        one_by_one=maker.loaded * (around.local_processes if together else 1), written_alone=maker.saving()[1],
+        one_by_one=maker.loaded * at_once, written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
 
@@ -182,6 +183,10 @@ def vae_working_bytes(spec: ModelSpec, size: Size, **options: Any) -> float:
     return working_bytes(spec, size, **options)
 
 
+def _largest(*moments: Mapping[str, float]) -> Mapping[str, float]:
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
 class _Phases:
     """The parts of each phase."""
 
@@ -190,7 +195,7 @@ class _Phases:
         step: MemoryPlan,
     ) -> None:  # fmt: skip
         self.config, self.geometry, self.spec, self.around = config, geometry, spec, around
-        method = method_spec(config)
+        self.method = method = method_spec(config)
         parts, facts = around.parts, spec.facts
         self.samples = method.samples
         self.cached = method.caches_texts(config)
@@ -207,6 +212,7 @@ class _Phases:
         elif not self.precomputed:
             self.stays |= self.clip_parts
         self.step = {name: GIB * size for name, size in step.parts.items()}
+        self.rollout_parts = {name: self.step[name] for name in _OF_ROLLOUT}
         self.total = GIB * step.total
         #: Swapped blocks, offloaded activations, and gradients that wait for advantages.
         self.swapped = step.swap.host + GIB * (step.offloaded + step.waiting_on_host)
@@ -223,7 +229,6 @@ class _Phases:
         self.loaded = float(around.total * (width if is_full else DTYPE_BYTES[config.model.transformer_dtype]))
         self.width = spec.width(transformer)
         self.zero = around.split.zero_stage > 0
-        self.halved = around.split.gathers or self.zero
 
     # ---- on the GPU ------------------------------------------------------------------------------------------------
 
@@ -231,30 +236,26 @@ class _Phases:
         """Return the bytes of each use in each phase that the run has."""
         phases = {LOADING: self._loading(), TRAINING_STEP: self._training()}
         if self.around.encodes_text:
-            phases[ENCODING_TEXT] = self._encoding_text()
+            before = self.texts if self.cached else self.persistent_bytes
+            phases[ENCODING_TEXT] = {**before, "activations of the text encoders": self.around.text_bytes}
         if self.around.encoded:
             phases[ENCODING_CLIPS] = self._encoding_clips()
         if self.samples:
             phases[ROLLOUT] = self._rollout()
-        if method_spec(self.config).rewards(self.config):
+        if self.method.rewards(self.config):
             phases[REWARD] = self._reward()
         if self.around.sampled:
             phases[VALIDATION] = self._validation()
-        phases[CHECKPOINT] = self._gathering(self.persistent_bytes)
+        phases[CHECKPOINT] = self._gathering()
         return {
             phase: {name: size for name, size in phases[phase].items() if size} for phase in PHASES if phase in phases
         }
 
     def _loading(self) -> Mapping[str, float]:
         """Return the largest of: text encoders, VAE, network; each is freed before the next unless it stays."""
-        texts = {**self.texts}
         clips = {**({} if self.cached else self.texts), **self.clip_parts}
         network = {**self.stays, **self.weights}
-        return max((texts, clips, network), key=lambda parts: sum(parts.values()))
-
-    def _encoding_text(self) -> Mapping[str, float]:
-        before = self.texts if self.cached else self.persistent_bytes
-        return {**before, "activations of the text encoders": self.around.text_bytes}
+        return _largest(self.texts, clips, network)
 
     def _encoding_clips(self) -> Mapping[str, float]:
         batch = self.config.data.precompute_batch_size if self.precomputed else self.around.clips
@@ -275,9 +276,13 @@ class _Phases:
     def learning(self) -> Mapping[str, float]:
         """Return the bytes of each use in forward and backward passes."""
         fixed = sum(size for name, size in self.persistent_bytes.items() if name not in self.stays)
-        sampled = {name: self.step[name] for name in _OF_ROLLOUT}
-        moving = self.total - fixed - sum(sampled.values())
-        return {**self.persistent_bytes, **sampled, "activations, gradients and copies": moving, **self._rewards()}
+        moving = self.total - fixed - sum(self.rollout_parts.values())
+        return {
+            **self.persistent_bytes,
+            **self.rollout_parts,
+            "activations, gradients and copies": moving,
+            **self._rewards(),
+        }
 
     def _rewards(self) -> dict[str, float]:
         """Return the bytes of rewards that stay on the device from the start; 0 without rewards."""
@@ -286,29 +291,20 @@ class _Phases:
     def _sampling(self, size: Size, batch: int) -> dict[str, float]:
         """Return the bytes of a forward pass without backward, which stores nothing for it."""
         unit = batch * self.geometry.num_tokens(*size) / self.config.parallel.sp_size * self.width * 2
-        activations = counted_activations(self.config, self.spec, self.around.split, halved=self.halved)
-        gathered = self.step["gathered weights"]
-        return {
-            "activations": activations.forward * unit, "autocast copies": self.step["autocast copies"],
-            "gathered weights": gathered,
-        }  # fmt: skip
+        split = self.around.split
+        activations = counted_activations(self.config, self.spec, split, halved=split.gathers or self.zero)
+        parts = {name: self.step[name] for name in ("autocast copies", "gathered weights")}
+        return {"activations": activations.forward * unit, **parts}
 
     def _validation(self) -> Mapping[str, float]:
         """Return the larger of denoising and decoding the largest sample."""
         scale = self.config.validation.validation_guidance_scale
         branches = 1 if self.spec.facts.guidance is not None or (scale is not None and scale <= 1) else 2
         size = max(self.around.sampled, key=lambda clip_size: self.geometry.num_tokens(*clip_size))
-        denoising = {
-            **self.persistent_bytes, **self.vae, **self.companions, **self._sampling(size, branches), **self._rewards(),
-        }  # fmt: skip
+        loaded = {**self.persistent_bytes, **self.vae, **self.companions}
+        denoising = {**loaded, **self._sampling(size, branches), **self._rewards()}
         working = max(vae_working_bytes(self.spec, clip_size) for clip_size in self.around.sampled)
-        decoding = {
-            **self.persistent_bytes,
-            **self.vae,
-            **self.companions,
-            "the VAE at work": working,
-            **self._rewards(),
-        }
+        decoding = {**loaded, "the VAE at work": working, **self._rewards()}
         if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
             for name in (*self.vae, *self.companions):
                 denoising.pop(name, None)
@@ -316,25 +312,25 @@ class _Phases:
             decoding |= self.vae
             for name in self.weights:
                 decoding.pop(name, None)
-        return max((denoising, decoding), key=lambda parts: sum(parts.values()))
+        return _largest(denoising, decoding)
 
     def _rollout(self) -> Mapping[str, float]:
-        trajectories = {**{name: self.step[name] for name in _OF_ROLLOUT}, **self._rewards(), **self.companions}
-        if method_spec(self.config).scores_while_sampling(self.config):
+        trajectories = {**self.rollout_parts, **self._rewards(), **self.companions}
+        if self.method.scores_while_sampling(self.config):
             trajectories["activations of rewards"] = self.around.scoring or 0.0
         batch = self.config.dataloader.batch_size
-        branches = method_spec(self.config).branches(self.config)
+        branches = self.method.branches(self.config)
         denoising = {**self.persistent_bytes, **trajectories, **self._sampling(self.around.bucket, batch * branches)}
         working = vae_working_bytes(self.spec, self.around.bucket, batch=batch)
         decoding = {**self.persistent_bytes, **trajectories, "the VAE at work": working}
         moments = [denoising, decoding]
         if self.computes_grads_in_rollout:
             moments.append({**self.learning(), **self.companions})
-        return max(moments, key=lambda parts: sum(parts.values()))
+        return _largest(*moments)
 
     def _reward(self) -> Mapping[str, float]:
         scoring = {"activations of rewards": self.around.scoring or 0.0}
-        decoding = method_spec(self.config).decode_gradient(self.config, self.around.bucket, self.geometry)
+        decoding = self.method.decode_gradient(self.config, self.around.bucket, self.geometry)
         if decoding is not None:
             size, stored = decoding
             working = vae_working_bytes(
@@ -343,14 +339,14 @@ class _Phases:
             parts = {**scoring, "the VAE's decoder and its backward": working}
             # If the decoder is recomputed, that is after the rewards' backward: only one of the two is alive.
             scoring = parts if stored else dict([max(parts.items(), key=lambda part: part[1])])
-        trajectories = {name: self.step[name] for name in _OF_ROLLOUT}
-        return {**self.persistent_bytes, **trajectories, **self._rewards(), **scoring}
+        return {**self.persistent_bytes, **self.rollout_parts, **self._rewards(), **scoring}
 
-    def _gathering(self, before: Mapping[str, float]) -> Mapping[str, float]:
+    def _gathering(self) -> Mapping[str, float]:
         """Return the bytes while saving, which gathers sharded weights one at a time and copies them to the host."""
         if not self.around.split.gathers:
-            return before
-        return {**before, "a gathered weight": float(self.largest * (computed_bytes(self.config) if self.zero else 4))}
+            return self.persistent_bytes
+        width = computed_bytes(self.config) if self.zero else 4
+        return {**self.persistent_bytes, "a gathered weight": float(self.largest * width)}
 
     # ---- on the host -----------------------------------------------------------------------------------------------
 
@@ -363,12 +359,10 @@ class _Phases:
         num_bytes = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
         if phase == CHECKPOINT:
             num_bytes += sum(self.saving())
-        sampling = phase in (VALIDATION, ROLLOUT)
-        if (self.around.sampled or self.samples) and not (
-            sampling and not self.config.validation.enable_model_cpu_offload
-        ):
+        offloads = self.config.validation.enable_model_cpu_offload
+        if (self.around.sampled or self.samples) and (offloads or phase not in (VALIDATION, ROLLOUT)):
             num_bytes += sum(self.companions.values())
-        if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
+        if phase == VALIDATION and offloads:
             num_bytes += sum(self.weights.values()) + sum(self.vae.values())
         return num_bytes
 
@@ -401,16 +395,17 @@ class _Phases:
         """Return the bytes that are on the host instead of on the GPU."""
         split, config = self.around.split, self.config
         num_bytes = self.swapped
-        if split.zero_stage:
+        if self.zero:
             num_bytes += zero_host_bytes(
                 split, total=self.around.total, trained=self.trained, largest=self.largest,
                 width=computed_bytes(config), state_bytes=optimizer_state_bytes(config),
-                accumulates=method_spec(config).accumulates(config),
+                accumulates=self.method.accumulates(config),
             )  # fmt: skip
-        if split.weights_on_host and not split.zero_stage:
-            num_bytes += self.loaded / split.weights + 4.0 * self.trained / split.gradients
-        if split.optimizer_on_host and not split.zero_stage:
-            num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer
+        else:
+            if split.weights_on_host:
+                num_bytes += self.loaded / split.weights + 4.0 * self.trained / split.gradients
+            if split.optimizer_on_host:
+                num_bytes += self.trained * optimizer_state_bytes(config) / split.optimizer
         if config.optimizer.use_cpu_offload_optimizer:
             num_bytes += self.trained * (optimizer_state_bytes(config) + 8)  # weights and gradients in fp32
         return num_bytes

@@ -185,41 +185,27 @@ def quantize_frozen(
     Returns:
         The layers, with the error of each.
     """
-    chosen = quantizable_layers(transformer, skip=skip)
-    return [_replace(transformer, name, layer_class, layer, kind, device) for name, layer in chosen]
-
-
-def _replace(
-    transformer: nn.Module,
-    name: str,
-    layer_class: type[QuantizedLinear],
-    layer: nn.Linear,
-    kind: Kind,
-    device: torch.device | None,
-) -> QuantizedLayer:
-    home = layer.weight.device
-    layer.weight.data = layer.weight.data.to(device or home)
-    quantized = layer_class(layer, kind)
-    error = math.nan if layer.weight.is_meta else _error(quantized.dequantized(torch.float32), layer.weight.detach())
-    parent, _, own = name.rpartition(".")
-    setattr(transformer.get_submodule(parent), own, quantized.to(home))
-    return QuantizedLayer(name, layer.weight.numel(), error)
-
-
-def _error(dequantized: Tensor, weight: Tensor) -> float:
-    return (dequantized.sub_(weight).norm() / weight.float().norm().clamp(min=1e-30)).item()
+    layers = []
+    for name, layer in quantizable_layers(transformer, skip=skip):
+        home = layer.weight.device
+        layer.weight.data = layer.weight.data.to(device or home)
+        quantized, weight, error = layer_class(layer, kind), layer.weight.detach(), math.nan
+        if not weight.is_meta:
+            rounding = quantized.dequantized(torch.float32).sub_(weight)
+            error = (rounding.norm() / weight.float().norm().clamp(min=1e-30)).item()
+        transformer.set_submodule(name, quantized.to(home))
+        layers.append(QuantizedLayer(name, weight.numel(), error))
+    return layers
 
 
 def bytes_saved(transformer: nn.Module, kind: str, *, skip: Sequence[str], width: int) -> dict[int, float]:
     """Return the bytes that quantization saves of each frozen weight of `width` bytes a number, by its `id`."""
-    layers = quantizable_layers(transformer, skip=skip)
-    return {id(layer.weight): _bytes_saved(layer, kind, width) for _, layer in layers}
-
-
-def _bytes_saved(layer: nn.Linear, kind: str, width: int) -> float:
-    weights = layer.weight.numel()
-    codes, scales = (weights / 2, -(-weights // _NF4_BLOCK)) if kind == "nf4" else (weights, layer.out_features)
-    return (weights - scales) * width - codes
+    saved = {}
+    for _, layer in quantizable_layers(transformer, skip=skip):
+        weights = layer.weight.numel()
+        codes, scales = (weights / 2, -(-weights // _NF4_BLOCK)) if kind == "nf4" else (weights, layer.out_features)
+        saved[id(layer.weight)] = (weights - scales) * width - codes
+    return saved
 
 
 def summary(layers: Sequence[QuantizedLayer], kind: str, *, num_weights: int) -> Iterator[str]:

@@ -26,25 +26,26 @@ def load_text_encoders(spec: ModelSpec, device: torch.device) -> ModelComponents
 
 def encoder_bytes_saved(spec: ModelSpec, part: str) -> float:
     """Return the bytes that quantization saves of a text encoder; 0 if not quantized, or its config is not here."""
-    kind, settings = spec.config.quantize_text_encoders, spec.configs.get(part)
-    if kind == "none" or settings is None or part not in spec.facts.text_parts:
-        return 0.0
-    width = DTYPES[str(getattr(spec.config, f"{part}_dtype", "bf16"))].itemsize
-    return _sizes(spec.parts[part], json.dumps(settings, sort_keys=True), kind, width)[0]
+    return _sizes(spec, part)[0]
 
 
 def largest_layer_bytes(spec: ModelSpec, part: str) -> float:
     """Return the bytes of the largest weight as a layer multiplies with it, which is dequantized for each use."""
+    return _sizes(spec, part)[1]
+
+
+def _sizes(spec: ModelSpec, part: str) -> tuple[float, float]:
+    """Return the bytes saved, and those of the largest layer; 0 if not quantized, or its config is not here."""
     kind, settings = spec.config.quantize_text_encoders, spec.configs.get(part)
-    if kind == "none" or settings is None or not issubclass(spec.parts[part], nn.Module):
-        return 0.0
+    is_encoder = part in spec.facts.text_parts and issubclass(cls := spec.parts[part], nn.Module)
+    if kind == "none" or settings is None or not is_encoder:
+        return 0.0, 0.0
     width = DTYPES[str(getattr(spec.config, f"{part}_dtype", "bf16"))].itemsize
-    return _sizes(spec.parts[part], json.dumps(settings, sort_keys=True), kind, width)[1]
+    return _count_sizes(cls, json.dumps(settings, sort_keys=True), kind, width)
 
 
 @lru_cache(maxsize=64)
-def _sizes(cls: Any, settings: str, kind: str, width: int) -> tuple[float, float]:
-    """Return the bytes saved, and those of the largest layer."""
+def _count_sizes(cls: Any, settings: str, kind: str, width: int) -> tuple[float, float]:
     with torch.device("meta"):
         network = cls(cls.config_class.from_dict(json.loads(settings))).requires_grad_(False)
     saved = bytes_saved(network, kind, skip=(), width=width)

@@ -165,10 +165,8 @@ class MemoryRecorder:
         """Return the peaks since the last call, and reset them."""
         workers, self._workers = self._workers, 0.0
         host = {"host": take_peak_rss() / _GIB + workers}
-        if self.device.type != "cuda":
-            return host
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        if not stats:  # nothing has used the device yet
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device) if self.device.type == "cuda" else {}
+        if not stats:  # no GPU, or nothing has used it yet
             return host
         torch.cuda.reset_peak_memory_stats(self.device)
         peaks = {name: stats[f"{name}_bytes"]["all"]["peak"] / _GIB for name in ("allocated", "reserved")}

@@ -33,6 +33,7 @@ from finetrainers.models.spec import PromptEmbeds
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.reward_set import RewardError, Scores
 from finetrainers.utils.device import to_device
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.phases import REWARD, phase
 from finetrainers.utils.seeding import derive_seed
 
@@ -332,4 +333,4 @@ class RewardGradients(RolloutMethod[Backpropagated, Denoised]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            raise ValueError(f"reward gradients have no state to restore, got {sorted(state)}")
+            raise InputError(f"reward gradients have no state to restore, got {sorted(state)}", "mismatch")

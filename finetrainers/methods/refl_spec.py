@@ -26,7 +26,7 @@ class DifferentiableRewards(RewardFinetuning):
         if problems:
             return problems
         reasons = [registry().gradient_problem(entry) for entry in config.grpo.reward if entry.weight]
-        return [Problem("--reward", f"{reason}") for reason in reasons if reason is not None]
+        return [Problem("--reward", f"{reason}", "unsupported") for reason in reasons if reason is not None]
 
     def check(self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> None:
         super().check(plan, config, spec=spec)
@@ -41,7 +41,7 @@ class DifferentiableRewards(RewardFinetuning):
                 f"backpropagates through step {others[0]} of {section.sampling_steps}, which is the other expert's; "
                 "train --expert low, or use --refl_kind refl with a --refl_range of this expert"
             )
-            raise ConfigError([Problem("--method refl", message)])
+            raise ConfigError([Problem("--method refl", message, "conflict")])
 
     def accumulates(self, config: TrainConfig) -> bool:
         return config.refl.repeats() > 1 or sampled_clips(config) > config.dataloader.batch_size

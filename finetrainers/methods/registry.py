@@ -9,6 +9,7 @@ from typing import Any
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import nearest
 
 from .spec import MethodSpec, TrainingSet
@@ -52,7 +53,7 @@ def register_method(
     if isinstance(spec, type) and not issubclass(spec, MethodSpec):
         raise ValueError(f"spec of {name!r}: {spec.__name__} is not a subclass of MethodSpec")
     if name in _METHODS and not same_name(_METHODS[name].method, method):
-        raise ValueError(f"method {name!r} is registered already")
+        raise InputError(f"method {name!r} is registered already", "duplicate")
     _METHODS[name] = _Entry(method, spec)
 
 

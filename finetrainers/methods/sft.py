@@ -21,6 +21,7 @@ from finetrainers.config.frame_conditioning import draw_frames, select_condition
 from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.diffusion.timesteps import NoiseLevels
 from finetrainers.models.spec import Batch, VideoMeta
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed, generator
 
 from .base import Evaluation, MethodParts, Metrics, Step, Summary, standard_normal
@@ -287,7 +288,7 @@ class SFT:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            raise ValueError(f"supervised finetuning has no state to restore, got {sorted(state)}")
+            raise InputError(f"supervised finetuning has no state to restore, got {sorted(state)}", "mismatch")
 
 
 def _mean_per_sample(error: Tensor, noised: NoisyClips, weight: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

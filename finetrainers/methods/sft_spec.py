@@ -39,7 +39,7 @@ class SupervisedFinetuning(MethodSpec):
         section, problems = config.sft, super().problems(config)
         if section.class_prompt is not None and section.prior_prompts is not None:
             message = "and --prior_prompts both say the prior prompts; drop one of them"
-            problems.append(Problem("--class_prompt", message))
+            problems.append(Problem("--class_prompt", message, "conflict"))
         return problems
 
     def accumulates(self, config: TrainConfig) -> bool:
@@ -73,7 +73,8 @@ def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
         prompts = read_prompts(section.prior_prompts).prompts
         if any(prompt.embedding is not None for prompt in prompts):
             raise DataError(
-                f"--prior_prompts {section.prior_prompts}: embeddings are not read; give a .txt or .jsonl file"
+                f"--prior_prompts {section.prior_prompts}: embeddings are not read; give a .txt or .jsonl file",
+                kind="unsupported",
             )
         texts = tuple(prompt.text for prompt in prompts)
     else:
@@ -82,5 +83,5 @@ def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
     triggers = tuple(dict.fromkeys(token.strip() for token in tokens if token and token.strip()))
     captions = [caption for clip in plan.clips for caption in clip.all_captions]
     if not texts and captions and all(without_triggers(caption, triggers) == caption for caption in captions):
-        raise DataError(f"--prior_preservation_weight: there are no prior prompts; {_WAYS}")
+        raise DataError(f"--prior_preservation_weight: there are no prior prompts; {_WAYS}", kind="required")
     return PriorPrompts(texts, triggers, config.training.seed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from finetrainers.config.checks.findings import Finding
 from finetrainers.config.checks.frames import length_problems
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
@@ -290,25 +291,28 @@ class MethodSpec:
             if getattr(dataset.data, key) != getattr(data, key)
         ]
         if problems:
-            raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
+            raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems, "unsupported")
         return config.model_copy(update={"data": data}) if changes else config
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         """Return problems with options that a registry has to check: by default, with rewards."""
         return [
-            Problem(f"--{option}", message)
+            Problem.from_error(f"--{option}", error)
             for option in ("reward", "eval_reward")
             for entry in config.get(option)
-            for message in registry().reward_problems(entry)
+            for error in registry().reward_problems(entry)
         ]
+
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        """Yield errors and warnings about the options of this method, on processes that train on separate clips."""
+        yield from ()
 
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         """Yield requirements of the plan that a checkpoint cannot meet; the configs of the checkpoint must be known."""
         yield from rewards_without_images(self.rewards(config))
         if plan.encodes_clips:
             windows = {clip.bucket for clip in getattr(plan, "clips", ()) if is_window(clip)}
-            for option, reason in length_problems(config.data, facts, plan.buckets, windows):
-                yield Problem(f"--{option}", reason)
+            yield from length_problems(config.data, facts, plan.buckets, windows)
 
     def rewards(self, config: TrainConfig) -> list[RewardEntry]:
         """Return all rewards that a run loads."""
@@ -456,7 +460,7 @@ def rewards_without_images(entries: Sequence[RewardEntry]) -> Iterator[Problem]:
                 f"{entry.name} needs the image that clips start from, and these start from text; give each prompt of "
                 "reward finetuning an image"
             )
-            yield Problem("--reward", message)
+            yield Problem("--reward", message, "required")
 
 
 def registry() -> Any:

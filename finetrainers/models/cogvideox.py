@@ -21,6 +21,7 @@ from transformers import T5EncoderModel, T5Tokenizer
 
 from finetrainers.config.facts import Activations
 from finetrainers.diffusion.process import Process, VariancePreserving
+from finetrainers.utils.failures import InputError
 
 from . import common
 from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
@@ -145,9 +146,10 @@ class CogVideoXSpec(ModelSpec):
             ValueError: the scheduler does not predict v.
         """
         if scheduler.config.prediction_type != "v_prediction":
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint's scheduler predicts {scheduler.config.prediction_type!r}; cogvideox trains "
-                '"v_prediction" checkpoints, as all published ones are'
+                '"v_prediction" checkpoints, as all published ones are',
+                "unsupported",
             )
         return VariancePreserving(scheduler.alphas_cumprod.float().cpu())
 
@@ -211,7 +213,7 @@ class CogVideoXSpec(ModelSpec):
             channels = self._image_channels(x_BTCHW, first_frame, meta.extra.get("further_frames"))
             hidden_states = torch.cat([x_BTCHW, channels], dim=2)
         elif first_frame is not None:
-            raise ValueError("this is a text-to-video checkpoint of cogvideox: it takes no first frame")
+            raise InputError("this is a text-to-video checkpoint of cogvideox: it takes no first frame", "unsupported")
         for name in self.facts.media:
             hidden_states = torch.cat([hidden_states, meta.extra[name].to(dtype).transpose(1, 2)], dim=2)
 

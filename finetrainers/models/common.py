@@ -21,6 +21,7 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.failures import InputError, Kind
 
 from .batch import ModelComponents
 from .cpu_convolutions import compute_in_fp32_on_cpu
@@ -87,10 +88,11 @@ def load_part(
         for name, value in (("revision", base_revision), ("variant", arguments.get("variant")))
         if value is not None
     )
-    hub_advice = None if Path(first).is_dir() else hub_help(errors[0], first, away=hub.away())
-    advice = hub_advice or f"{option} takes a directory in diffusers layout or a hub id that you have access to."
+    hub_error = None if Path(first).is_dir() else hub_help(errors[0], first, away=hub.away())
+    advice = hub_error or f"{option} takes a directory in diffusers layout or a hub id that you have access to."
     message = f"cannot load the {part} from {tried}{detail}: {errors[0]} {advice}"
-    raise ConfigError([Problem(option, message)]) from errors[0]
+    kind: Kind = "unreadable" if hub_error is None else hub_error.kind
+    raise ConfigError([Problem(option, message, kind)]) from errors[0]
 
 
 def load_frozen(classes: Mapping[str, Any], config: ModelSection, parts: Iterable[str]) -> ModelComponents:
@@ -119,9 +121,10 @@ def load_scheduler(config: ModelSection) -> Any:
     raw = load_part(FlowMatchEulerDiscreteScheduler.load_config, config, "scheduler")
     cls = getattr(diffusers, raw["_class_name"], None)
     if cls is None:
-        raise ValueError(
+        raise InputError(
             f"the scheduler of {config.pretrained_model_name_or_path} is a {raw['_class_name']}, which the installed "
-            f"diffusers {diffusers.__version__} does not have; update diffusers."
+            f"diffusers {diffusers.__version__} does not have; update diffusers.",
+            "not_installed",
         )
     return cls.from_config(raw)
 

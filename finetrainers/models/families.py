@@ -11,6 +11,7 @@ from typing import Any
 
 from finetrainers.config.facts import Configs, Facts, LoRASettings
 from finetrainers.config.geometry import Geometry
+from finetrainers.utils.failures import InputError
 
 from .family import Family
 
@@ -61,11 +62,12 @@ def hunyuan_video(configs: Configs) -> Facts:
     if kind not in layouts or not (
         inputs == outputs is None or animates or inputs == _times_plus(outputs, *layouts[kind])
     ):
-        raise ValueError(
+        raise InputError(
             f"a hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for {outputs} "
             "output channels is not known; there are text-to-video checkpoints such as "
             "hunyuanvideo-community/HunyuanVideo, and from an image Skywork/SkyReels-V1-Hunyuan-I2V and "
-            "hunyuanvideo-community/HunyuanVideo-I2V"
+            "hunyuanvideo-community/HunyuanVideo-I2V",
+            "unsupported",
         )
     sees, on_channels = kind is not None, animates or kind == "latent_concat"
     image_parts = ("image_processor",) if sees else ()
@@ -112,10 +114,11 @@ def cogvideox(configs: Configs) -> Facts:
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
     inputs, latents = transformer.get("in_channels", 16), transformer.get("out_channels", 16)
     if inputs not in (latents, 2 * latents):
-        raise ValueError(
+        raise InputError(
             f"a cogvideox transformer with {inputs} input channels for {latents} latent channels is not known; "
             f"text-to-video checkpoints have {latents}, image-to-video ones and those with a control video "
-            f"{2 * latents}"
+            f"{2 * latents}",
+            "unsupported",
         )
     own = transformer.get("use_learned_positional_embeddings") or transformer.get("ofs_embed_dim") is not None
     animates = inputs > latents and own

@@ -13,6 +13,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.packaged import model_path
 
 from .files.files import (
@@ -116,7 +117,7 @@ class Family:
             remedy = f"use --model_name {others[0]}" if others else "which no model family here has"
             source = replacement_source(config, part) or config.pretrained_model_name_or_path
             message = f"{source} holds a {actual}, and {self.name} is a {expected}; {remedy}"
-            yield Problem("--model_name" if part == trained else source_option(config, part), message)
+            yield Problem("--model_name" if part == trained else source_option(config, part), message, "mismatch")
         if trained in foreign:
             return
         # A transformer of another repository does not show the pipeline that it is made for.
@@ -126,19 +127,20 @@ class Family:
                 "--pretrained_model_name_or_path",
                 f"{config.pretrained_model_name_or_path} is made for {pipeline}, and {self.name} trains checkpoints of "
                 f"{' or '.join(self.pipelines)}; if its transformer is such a one, name it with --transformer_id",
+                "unsupported",
             )
         else:
             try:
                 self.read(configs)
             except ValueError as error:
-                yield Problem(source_option(config, trained), str(error))
+                yield Problem.from_error(source_option(config, trained), error)
         predicted, encoded = transformer.get("out_channels"), vae.get("latent_channels")
         if predicted is not None and encoded is not None and predicted != encoded:
             message = (
                 f"the VAE gives {encoded} channels, and the transformer predicts {predicted}; they do not belong "
                 "together"
             )
-            yield Problem(source_option(config, "vae"), message)
+            yield Problem(source_option(config, "vae"), message, "conflict")
 
     def _foreign_classes(self, config: ModelSection, configs: Configs) -> dict[str, tuple[Any, str | None]]:
         """Return the other families' classes among VAE and trained part, each with the family's own, by part."""
@@ -194,7 +196,7 @@ def _fetch(config: ModelSection, missing: list[tuple[str, str]]) -> None:
         try:
             fetch_config(root, names, revision=revision, cache_dir=config.cache_dir)
         except ValueError as error:
-            problems.setdefault(str(error), Problem(source_option(config, part), str(error)))
+            problems.setdefault(str(error), Problem.from_error(source_option(config, part), error))
     if problems:
         raise ConfigError(list(problems.values()))
     if is_hub_id(model_path(config.pretrained_model_name_or_path)):
@@ -241,7 +243,7 @@ def register_model(family: Family) -> None:
     """
     earlier = _FAMILIES.get(family.name)
     if earlier is not None and not (earlier.spec == family.spec and same_name(earlier.read, family.read)):
-        raise ValueError(f"model family {family.name!r} is registered already")
+        raise InputError(f"model family {family.name!r} is registered already", "duplicate")
     _FAMILIES[family.name] = family
 
 

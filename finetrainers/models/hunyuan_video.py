@@ -25,6 +25,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, LlamaModel, LlamaTokenize
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Activations
+from finetrainers.utils.failures import InputError
 
 from . import common, hunyuan_image_text
 from .batch import ModelComponents, PromptEmbeds, VAEStats, VideoMeta
@@ -190,7 +191,7 @@ class HunyuanVideoSpec(ModelSpec):
         path = None if folder is None else folder / "tokenizer_config.json"
         settings = read_json(path) if path is not None and path.is_file() else {"padding_side": "right"}
         if settings.get("padding_side", LlamaTokenizerFast.padding_side) != "right":
-            problems.append(Problem(source_option(self.config, "tokenizer"), _PADS_LEFT))
+            problems.append(Problem(source_option(self.config, "tokenizer"), _PADS_LEFT, "unsupported"))
         return problems, warnings
 
     def load_text_encoders(self) -> ModelComponents:
@@ -201,7 +202,7 @@ class HunyuanVideoSpec(ModelSpec):
         """
         tokenizer = common.load_part(LlamaTokenizerFast.from_pretrained, self.config, "tokenizer")
         if tokenizer.padding_side != "right":
-            raise ValueError(_PADS_LEFT)
+            raise InputError(_PADS_LEFT, "unsupported")
         return super().load_text_encoders()
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
@@ -292,7 +293,9 @@ class HunyuanVideoSpec(ModelSpec):
                 channels.append(_image_channels(x_BCTHW[:, :1], torch.ones_like(x_BCTHW[:, :1, :1])))
             x_BCTHW = torch.cat([x_BCTHW, *channels], dim=1)
         elif first_frame is not None:
-            raise ValueError("this is a text-to-video checkpoint of hunyuan_video: it takes no first frame")
+            raise InputError(
+                "this is a text-to-video checkpoint of hunyuan_video: it takes no first frame", "unsupported"
+            )
         return transformer(
             hidden_states=x_BCTHW,
             # In fp32, like the pipeline's: bf16 would round noise levels to 1/256.

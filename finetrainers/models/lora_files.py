@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.hashed_files import data_sha256, save_safetensors
 from finetrainers.utils.text import plural
 
@@ -146,8 +147,9 @@ def check_written(path: Path, lora: Lora, *, spec: ModelSpec, network: nn.Module
     # It is known to read layers outside of the blocks incompletely; ComfyUI reads them.
     wrong = [name for name in differing if name.startswith(_blocks(spec))]
     if wrong:
-        raise ValueError(
-            f"diffusers' converter reads {plural(len(wrong), 'layer')} of {path} differently: {summarize(wrong)}"
+        raise InputError(
+            f"diffusers' converter reads {plural(len(wrong), 'layer')} of {path} differently: {summarize(wrong)}",
+            "mismatch",
         )
     return Checked(len(lora.layers), error, len(lora.layers) - len(differing), tuple(differing))
 
@@ -177,12 +179,13 @@ def _compare(actual: Lora, expected: Lora, path: Path) -> float:
     trained = {name for name, factors in expected.layers.items() if factors.up.any() or factors.magnitude is not None}
     lost = sorted(trained - actual.layers.keys())
     if lost:
-        raise ValueError(f"{path} was read back without {plural(len(lost), 'layer')}: {summarize(lost)}")
+        raise InputError(f"{path} was read back without {plural(len(lost), 'layer')}: {summarize(lost)}", "mismatch")
     errors = {name: _difference(actual.layers[name], expected.layers[name]) for name in trained}
     wrong = sorted(name for name, error in errors.items() if error > _TOLERANCES[expected.layers[name].up.dtype])
     if wrong:
-        raise ValueError(
-            f"{path} was read back with {plural(len(wrong), 'layer')} that compute something else: {summarize(wrong)}"
+        raise InputError(
+            f"{path} was read back with {plural(len(wrong), 'layer')} that compute something else: {summarize(wrong)}",
+            "mismatch",
         )
     return max(errors.values(), default=0.0)
 
@@ -214,8 +217,9 @@ def check_outputs(lora: Lora, network: nn.Module) -> None:
     for name, factors in lora.layers.items():
         outputs = network.get_parameter(f"{name}.weight").shape[0]
         if factors.up.shape[0] != outputs:
-            raise ValueError(
-                f"{name} has {factors.up.shape[0]} outputs, and this model's {outputs}; is it a LoRA of this model?"
+            raise InputError(
+                f"{name} has {factors.up.shape[0]} outputs, and this model's {outputs}; is it a LoRA of this model?",
+                "mismatch",
             )
 
 

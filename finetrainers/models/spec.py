@@ -26,6 +26,7 @@ from finetrainers.config.parallel import SpMode
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.hashed_files import Written
 
 from . import common, given_frames
@@ -282,11 +283,13 @@ class ModelSpec(ABC):
 
     def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:
         """Read a prompt's conditioning, a batch of one, from DanceGRPO's tensors; ValueError if not supported."""
-        raise ValueError(f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl")
+        raise InputError(
+            f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl", "unsupported"
+        )
 
     def to_given_text(self, row: PromptEmbeds) -> tuple[Tensor, Tensor]:
         """Return embedding and mask of a prompt as `given_text` reads them; ValueError if not supported."""
-        raise ValueError(f"{self.name} has no format of encoded prompts that other tools read")
+        raise InputError(f"{self.name} has no format of encoded prompts that other tools read", "unsupported")
 
     def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
         """Estimate the VAE's peak memory for one clip of `size` (frames, height, width), without tiling."""
@@ -426,12 +429,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def predict(
-        self,
-        transformer: nn.Module,
-        x_BCTHW: Tensor,
-        t: Tensor,
-        conditions: PromptEmbeds,
-        meta: VideoMeta,
+        self, transformer: nn.Module, x_BCTHW: Tensor, t: Tensor, conditions: PromptEmbeds, meta: VideoMeta
     ) -> Tensor:
         """Return the network's output for noisy latents, same shape. Inputs are not changed; may be called repeatedly.
 
@@ -470,7 +468,7 @@ class ModelSpec(ABC):
         """
         cls = self.image_pipeline_class if image_to_video else self.pipeline_class
         if cls is None:
-            raise ValueError(self._no_image)
+            raise InputError(self._no_image, "unsupported")
         texts = encoders.modules if encoders is not None else {}
         own = {self.facts.trained: unwrap(transformer), "vae": vae, "scheduler": scheduler}
         parts = {**texts, **self.companions.modules, **own}
@@ -504,12 +502,13 @@ class ModelSpec(ABC):
             ValueError: an image is missing that the checkpoint starts from, or given although it cannot.
         """
         if request.image is None and self.facts.needs_image:
-            raise ValueError(
+            raise InputError(
                 f"this image-to-video checkpoint of {self.name} needs an image to start from; give each validation "
-                "prompt one with validation_images or validation_videos"
+                "prompt one with validation_images or validation_videos",
+                "required",
             )
         if request.image is not None and self.image_pipeline_class is None:
-            raise ValueError(self._no_image)
+            raise InputError(self._no_image, "unsupported")
         call: dict[str, Any] = {
             **conditions.tensors,
             **{f"negative_{name}": tensor for name, tensor in negative.tensors.items()},

@@ -44,6 +44,8 @@ from transformers import (
     T5EncoderModel,
 )
 
+from finetrainers.utils.failures import InputError
+
 from .tiny_tokenizers import IMAGE_TOKEN, clip_tokenizer, llama_tokenizer, t5_tokenizer
 
 HunyuanVideoVersion = Literal["t2v", "i2v", "token_replace", "latent_concat"]
@@ -110,7 +112,7 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
         ValueError: there is no such version.
     """
     if version not in _HUNYUAN_PIPELINES:
-        raise ValueError(f"unknown HunyuanVideo version {version!r}; valid: {', '.join(_HUNYUAN_PIPELINES)}")
+        raise InputError(f"unknown HunyuanVideo version {version!r}; valid: {', '.join(_HUNYUAN_PIPELINES)}", "unknown")
     with seeded(seed):
         sees_image = version in ("token_replace", "latent_concat")
         tokenizers, encoders = _hunyuan_texts(sees_image=sees_image)
@@ -199,7 +201,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
         ValueError: there is no such version.
     """
     if version not in _COGVIDEOX:
-        raise ValueError(f"unknown CogVideoX version {version!r}; valid: {', '.join(_COGVIDEOX)}")
+        raise InputError(f"unknown CogVideoX version {version!r}; valid: {', '.join(_COGVIDEOX)}", "unknown")
     is_2b = version == "2b"
     with seeded(seed):
         tokenizer = t5_tokenizer(model_max_length=226)

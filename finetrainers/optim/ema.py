@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from finetrainers.utils.failures import InputError
+
 #: Bytes updated by one call: enough to keep a device busy, with little memory for the differences.
 _BYTES_AT_ONCE = 64 << 20
 
@@ -86,14 +88,16 @@ class EMA:
         current = self.weights
         if saved.keys() != current.keys():
             names = sorted(saved.keys() ^ current.keys())
-            raise ValueError(
-                f"the saved moving average is of other weights: {len(names)} names differ, the first is {names[0]!r}"
+            raise InputError(
+                f"the saved moving average is of other weights: {len(names)} names differ, the first is {names[0]!r}",
+                "mismatch",
             )
         for name, average in current.items():
             if average.shape != saved[name].shape:
-                raise ValueError(
+                raise InputError(
                     f"the saved moving average of {name!r} has shape {tuple(saved[name].shape)}, "
-                    f"the weight {tuple(average.shape)}"
+                    f"the weight {tuple(average.shape)}",
+                    "mismatch",
                 )
             average.copy_(saved[name])
         self._num_updates = int(state["num_updates"])

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from finetrainers.config.sections import OptimizerSection
 from finetrainers.utils.deepspeed_operators import note_compiling
+from finetrainers.utils.failures import InputError
 
 from .in_backward import StepInBackward
 from .table import OPTIMIZERS, OptimizerSpec, missing_library, resolve_name
@@ -47,11 +48,11 @@ def create_optimizer(
     check_weights(weights, config)
     name = resolve_name(config)
     recipe = OPTIMIZERS[name]
-    if config.use_cpu_offload_optimizer:
-        return _create_offloaded(weights, name, recipe, config=config, lr=lr)
-
-    arguments = recipe.arguments(config)
-    target = recipe.target
+    arguments, target = recipe.arguments(config), recipe.target
+    if config.use_cpu_offload_optimizer:  # torchao's, whose state and step are on the CPU
+        arguments |= {"offload_gradients": config.offload_gradients, "fused": True}
+        offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
+        return offloader(weights, _import_class(name, recipe, target), lr=lr, **arguments)
     if stochastic_rounding:
         assert recipe.stochastic is not None
         target = recipe.stochastic
@@ -90,25 +91,11 @@ def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> 
         raise ValueError("no trainable parameters: check target_modules and training_type")
     others = sum(p.ndim != 2 for p in weights)
     if OPTIMIZERS[name].matrices_only and others:
-        raise ValueError(
+        raise InputError(
             f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
-            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer"
+            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer",
+            "unsupported",
         )
-
-
-def _create_offloaded(
-    weights: list[Parameter], name: str, recipe: OptimizerSpec, *, config: OptimizerSection, lr: float
-) -> Optimizer:
-    """Create torchao's optimizer whose state and step are on the CPU."""
-    offloader = _import_class(name, recipe, "torchao.optim:CPUOffloadOptimizer")
-    return offloader(
-        weights,
-        _import_class(name, recipe, recipe.target),
-        offload_gradients=config.offload_gradients,
-        fused=True,
-        lr=lr,
-        **recipe.arguments(config),
-    )
 
 
 def _import_class(name: str, recipe: OptimizerSpec, target: str) -> Any:

@@ -30,15 +30,19 @@ def optimizer_problems(
     try:
         name = resolve_name(config.optimizer)
     except ValueError as error:
-        return [Problem("--use_8bit_bnb", str(error))], []
+        return [Problem.from_error("--use_8bit_bnb", error)], []
     recipe = OPTIMIZERS[name]
     errors = [
         *_recipe_errors(config, name, recipe, device_type),
         *_stochastic_rounding_errors(config, name, recipe),
         *_offload_errors(config, device_type, num_processes),
         *_in_backward_errors(config, name, recipe, num_processes),
-        *(_parts_errors(name) if updates_parts else ()),
     ]
+    if updates_parts and name not in SHARDABLE:
+        message = (
+            f"{name} needs whole weights, or cannot put its state together from parts, and FSDP2 splits them; use "
+        )
+        errors.append(Problem("--optimizer", f"{message}{' or '.join(SHARDABLE)}, or DDP", "unsupported"))
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
     return errors, warnings
 
@@ -46,11 +50,13 @@ def optimizer_problems(
 def _recipe_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, device_type: str) -> Iterator[Problem]:
     options = config.optimizer
     if not recipe.is_installed:
-        yield Problem("--optimizer", missing_library(name, recipe), is_local=True)
+        yield Problem("--optimizer", missing_library(name, recipe), "not_installed", is_local=True)
     if options.beta3 is not None and "beta3" not in recipe.reads:
         takers = ", ".join(n for n, r in OPTIMIZERS.items() if "beta3" in r.reads)
         yield Problem(
-            "--beta3", f"{options.beta3:g} is no parameter of optimizer {name}; remove it or use one of {takers}"
+            "--beta3",
+            f"{options.beta3:g} is no parameter of optimizer {name}; remove it or use one of {takers}",
+            "unsupported",
         )
     if recipe.needs_positive_lr and options.lr == 0:
         yield Problem("--lr", f"optimizer {name} refuses 0; give a positive learning rate")
@@ -59,14 +65,18 @@ def _recipe_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, device
             "--optimizer",
             f"{name} updates matrices only, and full-finetune also trains biases and norms; use --training_type lora "
             "or another optimizer",
+            "unsupported",
         )
     if recipe.matrices_only and config.training.use_dora:
-        yield Problem("--optimizer", f"{name} updates matrices only, and --use_dora trains vectors; drop one of them")
+        yield Problem(
+            "--optimizer", f"{name} updates matrices only, and --use_dora trains vectors; drop one of them", "conflict"
+        )
     if recipe.on_host and device_type != "cpu":
         yield Problem(
             "--optimizer",
             f"{name} updates weights that are on the CPU, and this run trains on {device_type}; use adamw with "
             "accelerate_configs/deepspeed_zero2_offload.yaml, which puts DeepSpeed's CPU Adam in its place",
+            "unsupported",
         )
 
 
@@ -76,17 +86,21 @@ def _stochastic_rounding_errors(config: TrainConfig, name: str, recipe: Optimize
         return
     if recipe.stochastic is None:
         valid = ", ".join(n for n, r in OPTIMIZERS.items() if r.stochastic)
-        yield Problem("--master_weights", f"stochastic_rounding needs one of {valid}, got --optimizer {name}")
+        yield Problem(
+            "--master_weights", f"stochastic_rounding needs one of {valid}, got --optimizer {name}", "unsupported"
+        )
     if config.model.transformer_dtype != "bf16":
         yield Problem(
             "--master_weights",
             f"stochastic_rounding keeps bf16 weights, got --transformer_dtype {config.model.transformer_dtype}; "
             "use --transformer_dtype bf16",
+            "conflict",
         )
     if config.optimizer.use_cpu_offload_optimizer:
         yield Problem(
             "--master_weights",
             "stochastic_rounding does not go with --use_cpu_offload_optimizer; use fp32 or drop the latter",
+            "conflict",
         )
 
 
@@ -95,33 +109,38 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
     offload, gradients = "--use_cpu_offload_optimizer", "--offload_gradients"
     if not options.use_cpu_offload_optimizer:
         if options.offload_gradients:
-            yield Problem(gradients, f"needs {offload}; add it or drop {gradients}")
+            yield Problem(gradients, f"needs {offload}; add it or drop {gradients}", "required")
         return
     if device_type not in ("cuda", "xpu"):
-        yield Problem(offload, f"needs a CUDA or XPU device, and this run is on {device_type}; drop it")
+        yield Problem(offload, f"needs a CUDA or XPU device, and this run is on {device_type}; drop it", "unsupported")
     if num_processes > 1:
         yield Problem(
             offload,
             f"copies gradients before processes exchange them, so it is for one process, got {num_processes}; "
             "use accelerate_configs/deepspeed_zero2_offload.yaml instead",
+            "conflict",
         )
     if options.optimizer not in OFFLOADABLE or options.use_8bit_bnb:
         variant = "--use_8bit_bnb" if options.use_8bit_bnb else f"--optimizer {options.optimizer}"
-        yield Problem(offload, f"works with plain {' or '.join(OFFLOADABLE)}, got {variant}")
+        yield Problem(offload, f"works with plain {' or '.join(OFFLOADABLE)}, got {variant}", "unsupported")
     if options.max_grad_norm > 0:
         yield Problem(
             offload,
             "copies gradients to the host as backward makes them, before their norm is known, so "
             f"--max_grad_norm {options.max_grad_norm:g} cannot clip them; use --max_grad_norm 0",
+            "conflict",
         )
     if training.mixed_precision == "fp16":
-        yield Problem(offload, "copies gradients before fp16 loss scaling is undone; use --mixed_precision bf16")
+        yield Problem(
+            offload, "copies gradients before fp16 loss scaling is undone; use --mixed_precision bf16", "conflict"
+        )
     if options.offload_gradients and training.gradient_accumulation_steps > 1:
         yield Problem(
             gradients,
             "frees each gradient as it is made, so "
             f"--gradient_accumulation_steps {training.gradient_accumulation_steps} cannot add them up; "
             f"use 1 or drop {gradients}",
+            "conflict",
         )
 
 
@@ -130,38 +149,44 @@ def _in_backward_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, n
     if not options.optimizer_in_backward:
         return
     if training.training_type != "full-finetune":
-        yield Problem(option, "is for full-finetune; the gradients of a LoRA are small. Leave it out")
+        yield Problem(option, "is for full-finetune; the gradients of a LoRA are small. Leave it out", "conflict")
     if options.max_grad_norm > 0:
-        message = (
-            f"updates weights before the norm of all gradients is known, so --max_grad_norm {options.max_grad_norm:g} "
-        )
-        yield Problem(option, f"{message}cannot clip them; use --max_grad_norm 0")
-    if num_processes > 1 or config.parallel.fsdp is not None or config.parallel.deepspeed:
-        message = (
-            "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or "
-            "DeepSpeed"
-        )
-        yield Problem(option, f"{message}; leave it out: --fsdp full and ZeRO-2 shard gradients instead")
-    if recipe.finds_step:
-        yield Problem(option, f"--optimizer {name} computes its step size from all gradients; use adamw or another one")
-    if options.use_cpu_offload_optimizer:
-        yield Problem(option, "does not go with --use_cpu_offload_optimizer; --offload_gradients frees them there")
-    if training.mixed_precision == "fp16":
-        yield Problem(option, "updates weights before fp16 loss scaling is undone; use --mixed_precision bf16")
-    if training.on_nonfinite == "skip":
-        message = "a step with NaN has changed weights before it is found, so it cannot be skipped"
-        yield Problem(option, f"{message}; use --on_nonfinite rollback or raise")
-    if config.memory.oom_retry == "on":
-        yield Problem(option, "a step that ran out of memory has changed weights; leave out --oom_retry on")
-
-
-def _parts_errors(name: str) -> Iterator[Problem]:
-    if name not in SHARDABLE:
         yield Problem(
-            "--optimizer",
-            f"{name} needs whole weights, or cannot put its state together from parts, and FSDP2 splits them; use "
-            f"{' or '.join(SHARDABLE)}, or DDP",
+            option,
+            f"updates weights before the norm of all gradients is known, so --max_grad_norm {options.max_grad_norm:g} "
+            "cannot clip them; use --max_grad_norm 0",
+            "conflict",
         )
+    if num_processes > 1 or config.parallel.fsdp is not None or config.parallel.deepspeed:
+        yield Problem(
+            option,
+            "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or "
+            "DeepSpeed; leave it out: --fsdp full and ZeRO-2 shard gradients instead",
+            "conflict",
+        )
+    if recipe.finds_step:
+        yield Problem(
+            option,
+            f"--optimizer {name} computes its step size from all gradients; use adamw or another one",
+            "unsupported",
+        )
+    if options.use_cpu_offload_optimizer:
+        yield Problem(
+            option, "does not go with --use_cpu_offload_optimizer; --offload_gradients frees them there", "conflict"
+        )
+    if training.mixed_precision == "fp16":
+        yield Problem(
+            option, "updates weights before fp16 loss scaling is undone; use --mixed_precision bf16", "conflict"
+        )
+    if training.on_nonfinite == "skip":
+        yield Problem(
+            option,
+            "a step with NaN has changed weights before it is found, so it cannot be skipped; use --on_nonfinite "
+            "rollback or raise",
+            "conflict",
+        )
+    if config.memory.oom_retry == "on":
+        yield Problem(option, "a step that ran out of memory has changed weights; leave out --oom_retry on", "conflict")
 
 
 def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, device_type: str) -> Iterator[str]:
@@ -179,23 +204,22 @@ def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, devi
 
 def _schedule_warnings(config: TrainConfig) -> Iterator[str]:
     options = config.optimizer
-    schedule, train_steps = options.lr_scheduler, config.training.train_steps
+    schedule, warmup, train_steps = options.lr_scheduler, options.lr_warmup_steps, config.training.train_steps
     if schedule == "constant":
-        if config.changed("lr_warmup_steps") and options.lr_warmup_steps:
+        if config.changed("lr_warmup_steps") and warmup:
             yield (
-                f"--lr_warmup_steps {options.lr_warmup_steps} has no effect with --lr_scheduler constant; "
-                "constant_with_warmup warms up"
+                f"--lr_warmup_steps {warmup} has no effect with --lr_scheduler constant; constant_with_warmup warms up"
             )
-    elif train_steps is not None and options.lr_warmup_steps >= train_steps:
+    elif train_steps is not None and warmup >= train_steps:
         reached = "its peak" if schedule == "bump" else "--lr"
         yield (
-            f"--lr_warmup_steps {options.lr_warmup_steps} is not below --train_steps {train_steps}: "
+            f"--lr_warmup_steps {warmup} is not below --train_steps {train_steps}: "
             f"the learning rate never reaches {reached}"
         )
     elif train_steps is not None and schedule == "bump":
-        cooldown = options.lr_warmup_steps if options.lr_cooldown_steps is None else options.lr_cooldown_steps
-        if options.lr_warmup_steps + cooldown >= train_steps:
+        cooldown = warmup if options.lr_cooldown_steps is None else options.lr_cooldown_steps
+        if warmup + cooldown >= train_steps:
             yield (
-                f"--lr_warmup_steps {options.lr_warmup_steps} and {cooldown} steps of cooldown (--lr_cooldown_steps) "
+                f"--lr_warmup_steps {warmup} and {cooldown} steps of cooldown (--lr_cooldown_steps) "
                 f"are not below --train_steps {train_steps}: the learning rate never comes down to --lr"
             )

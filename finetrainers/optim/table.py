@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from finetrainers.config.sections import OptimizerSection
+from finetrainers.utils.failures import InputError
 
 Arguments = dict[str, Any]
 
@@ -94,7 +95,7 @@ def _deepspeed_cpu(config: OptimizerSection) -> Arguments:
 
 
 _BETAS = frozenset({"beta1", "beta2"})
-_ADAM = frozenset({"beta1", "beta2", "epsilon"})
+_ADAM = _BETAS | {"epsilon"}
 
 # State bytes: 4 per fp32 moment, 1 per 8-bit moment, 0.5 per 4-bit moment; block-wise formats add one fp32 scale per
 # block of 256 (8-bit, fp8) or 128 (4-bit) weights. Factored second moments of an n x m matrix are n + m numbers: 0.
@@ -153,8 +154,9 @@ def resolve_name(config: OptimizerSection) -> str:
     if not config.use_8bit_bnb:
         return config.optimizer
     if config.optimizer not in BNB_8BIT:
-        raise ValueError(
+        raise InputError(
             f"use_8bit_bnb works with optimizer {' or '.join(BNB_8BIT)}, got {config.optimizer!r}; "
-            "drop use_8bit_bnb or choose one of those"
+            "drop use_8bit_bnb or choose one of those",
+            "unsupported",
         )
     return BNB_8BIT[config.optimizer]

@@ -106,9 +106,9 @@ class _Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.awaited = {id(parameter) for parameter in parameters}
         self.flat: Tensor | None = None
         self.work: dist.Work | None = None
+        self.begin()
 
     def reserve(self) -> Tensor:
         """Return the memory of the copy, allocated now so that sending needs none."""
@@ -134,9 +134,7 @@ class _Bucket:
         if missing:
             torch._foreach_zero_(missing)
             presence.copy_(torch.tensor([gradient is not None for gradient in gradients]))
-        targets, sources = _pair(copies, gradients)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        _copy(copies, gradients)
         flat /= dist.get_world_size()
         self.work = dist.all_reduce(flat, async_op=True)
 
@@ -148,10 +146,7 @@ class _Bucket:
         self.work = None
         copies, presence = self._parts(self.flat)
         gradients = [parameter.grad for parameter in self.parameters]
-        targets, averages = _pair(gradients, copies)
-        if targets:
-            torch._foreach_copy_(targets, averages)
-        if len(targets) < len(copies):  # only then the device is waited for
+        if _copy(gradients, copies) < len(copies):  # only then the device is waited for
             for parameter, copy, count in zip(self.parameters, copies, presence.tolist(), strict=True):
                 if parameter.grad is None and count > 0:
                     parameter.grad = copy.clone()
@@ -162,7 +157,9 @@ class _Bucket:
         return _unflatten_dense_tensors(flat[:-count], self.parameters), flat[-count:]
 
 
-def _pair(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of two lists at positions where both have one."""
-    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+def _copy(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> int:
+    """Copy the tensors at positions where both lists have one, and return their number."""
+    pairs = [(a, b) for a, b in zip(targets, sources, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    return len(pairs)

@@ -31,6 +31,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import fix_input_dtype
+from finetrainers.utils.failures import InputError
 
 from .sharding import USE_FSDP
 from .slices import Slices, build_slices, read_into, rename_weights, trained_names
@@ -69,7 +70,7 @@ class FSDP(Strategy):
                     "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave "
                     "it out"
                 )
-                raise ConfigError([Problem("FSDP2", message)])
+                raise ConfigError([Problem("FSDP2", message, "required")])
             # One process has nothing to split, and may still keep its weights in host memory.
             dist.init_process_group(_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)
             self._made_group = True
@@ -115,10 +116,9 @@ class FSDP(Strategy):
         self, load: Load, make_optimizer: MakeOptimizer, *, blocks: Sequence[str] = (), swap: Swap | None = None,
         mapped: bool = False, widened: torch.dtype | None = None,
     ) -> tuple[nn.Module, Any]:  # fmt: skip
-        def split() -> nn.Module:
-            return self._split_trained(load(), blocks, swap, widened)
-
-        model = self.one_at_a_time("loading the network", split, together=mapped)
+        model = self.one_at_a_time(
+            "loading the network", lambda: self._split_trained(load(), blocks, swap, widened), together=mapped
+        )
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer(self._parameters)
@@ -227,14 +227,7 @@ class FSDP(Strategy):
                 weights[name] = _without_padding(gathered.cpu())
         return weights
 
-    def shapes(self, model: nn.Module) -> dict[str, Tensor]:
-        return {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            for name, tensor in self._weights(model).items()
-        }
-
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return trainable weights and buffers by name, as this process has them."""
         options = StateDictOptions(ignore_frozen_params=True)
         return dict(get_model_state_dict(model, options=options))  # type: ignore[arg-type]
 
@@ -340,9 +333,10 @@ def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
             return
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter.dtype != usual:
-                raise ValueError(
+                raise InputError(
                     f"FSDP2 cannot split {name}{own}, which is {parameter.dtype} next to {usual} weights of the same "
-                    "module; use --master_weights fp32"
+                    "module; use --master_weights fp32",
+                    "unsupported",
                 )
         for child_name, child in module.named_children():
             yield from odd(child, f"{name}{child_name}.")

@@ -139,28 +139,32 @@ class Pulse:
 
 def connections() -> set[int]:
     """Return the inodes of this process's TCP connections, where the system lists them (Linux)."""
-    return {inode for inode, _ in _connections()}
+    return {
+        inode
+        for inode, connection in tcp_sockets()
+        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # not one that listens
+    }
 
 
-def _connections() -> Iterator[tuple[int, socket.socket]]:
-    """Yield the connections with their inodes; each is a duplicate, closed after its turn."""
+def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield this process's TCP sockets with their inodes, where the system lists them (Linux).
+
+    Each is a duplicate, closed after its turn; its options and its connection are those of the socket itself.
+    """
     descriptors = Path("/proc/self/fd")
-    for path in descriptors.iterdir() if descriptors.is_dir() else ():
+    for path in list(descriptors.iterdir()) if descriptors.is_dir() else ():
         with contextlib.suppress(OSError):  # the listing's own descriptor is gone
             status = os.fstat(int(path.name))
             if not stat.S_ISSOCK(status.st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(path.name))) as connection:
-                is_tcp = (
-                    connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-                )
-                if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                     yield status.st_ino, connection
 
 
 def _shut_down(inodes: Collection[int]) -> None:
     """Shut down connections that are waited on: the wait fails, here and on all other processes."""
-    for inode, connection in _connections():
+    for inode, connection in tcp_sockets():
         if inode in inodes:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

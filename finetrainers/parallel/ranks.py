@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_float
 from datetime import timedelta
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +22,7 @@ from finetrainers.utils.failures import ExpectedError, user_message
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.process_state import leave_groups
 
-from .pulse import Pulse, connections
+from .pulse import Pulse, connections, tcp_sockets
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -210,10 +207,8 @@ class DistributedContext:
         """
         if error is not None and self.world_size > 1:
             message = user_message(error)
-            if message is None:
-                logger.error("%s failed on rank %d", task, self.rank, exc_info=error)
-            else:
-                logger.error("%s failed on rank %d: %s", task, self.rank, message)
+            cause, traceback = ("", error) if message is None else (f": {message}", None)
+            logger.error("%s failed on rank %d%s", task, self.rank, cause, exc_info=traceback)
         failures = self.gather_objects([f"rank {self.rank}: {error}"] if error else [])
         if error is not None:
             raise error
@@ -294,8 +289,7 @@ def _probe_connections(timeout: timedelta) -> None:
 
     A machine without power or network closes none: a process that waits for it would do so for all of `idle_timeout`.
     """
-    descriptors = Path("/proc/self/fd")
-    if not hasattr(socket, "TCP_USER_TIMEOUT") or not descriptors.is_dir():
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
     seconds = min(int(timeout.total_seconds()), 24 * 3600)
     options = {
@@ -305,11 +299,7 @@ def _probe_connections(timeout: timedelta) -> None:
         # For connections that only wait, and for those whose last message has not been acknowledged.
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): 1000 * seconds,
     }
-    for descriptor in [int(path.name) for path in descriptors.iterdir()]:
-        with suppress(OSError):  # the listing's own descriptor is gone
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as connection:  # the options belong to what both refer to
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    for (level, name), value in options.items():
-                        connection.setsockopt(level, name, value)
+    for _, connection in tcp_sockets():
+        with suppress(OSError):
+            for (level, name), value in options.items():
+                connection.setsockopt(level, name, value)

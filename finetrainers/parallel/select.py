@@ -45,12 +45,13 @@ def open_strategy(config: TrainConfig) -> Strategy:
         RuntimeError: the processes do not see each other.
     """
     options = with_launcher(config.parallel)
-    if (options.fsdp or options.deepspeed) and config.changed("overlap_gradient_exchange") and launched_rank() == 0:
+    strategy, warns = _strategy_class(options), launched_rank() == 0
+    if warns and strategy is not DDP and config.changed("overlap_gradient_exchange"):
         logger.warning(
             "--overlap_gradient_exchange has an effect under DDP only; FSDP2 and DeepSpeed exchange in their own way"
         )
     # Whether FSDP2 is used is known only now.
     for name in ("fsdp_reshard_after_forward", "fsdp_cpu_offload", "sync_each_batch"):
-        if options.fsdp is None and config.changed(name) and launched_rank() == 0:
+        if warns and options.fsdp is None and config.changed(name):
             logger.warning("--%s has no effect without FSDP2 (--fsdp)", name)
-    return _strategy_class(options)(config, options)
+    return strategy(config, options)

@@ -85,7 +85,10 @@ def expected_split(options: ParallelSection) -> ShardingSpec:
         optimizer=processes,
         gathers=stage == 3,
         zero_stage=stage,
-        weights_on_host=stage == 3 and offload and _offloads_weights(),
+        # ZeRO-3 with offloading also has the weights on the host, unless a launcher's file disables it.
+        weights_on_host=stage == 3
+        and offload
+        and (not is_enabled(USE_DEEPSPEED) or _is_set("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")),
         optimizer_on_host=offload,
         live_weights=_ZERO_LIVE if stage == 3 else 0,
         buffer_numbers=_ZERO_BUCKET,
@@ -93,10 +96,8 @@ def expected_split(options: ParallelSection) -> ShardingSpec:
     )
 
 
-def _offloads_weights() -> bool:
-    """Return whether ZeRO-3 with offloading also has the weights on the host, unless a launcher's file disables it."""
-    launched = is_enabled(USE_DEEPSPEED)
-    return not launched or os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") != "none"
+def _is_set(device_variable: str) -> bool:
+    return os.environ.get(device_variable, "none") != "none"
 
 
 def with_launcher(options: ParallelSection) -> ParallelSection:
@@ -113,7 +114,9 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
         return _with_deepspeed(options) if is_enabled(USE_DEEPSPEED) else options
     problems = list(_launcher_problems()) if launched else []
     if options.deepspeed or is_enabled(USE_DEEPSPEED):
-        problems.append(Problem("--deepspeed", "DeepSpeed and FSDP2 both split the network; choose one of them"))
+        problems.append(
+            Problem("--deepspeed", "DeepSpeed and FSDP2 both split the network; choose one of them", "conflict")
+        )
     # Transformers would leave the text encoders of all ranks but one empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     kind, group_size = options.fsdp, options.fsdp_group_size
@@ -124,7 +127,9 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
         if copies > 1 and group_size is None:
             group_size = launched_processes() // copies
     if kind == "full" and group_size is not None:
-        problems.append(Problem("--fsdp_group_size", "groups are for --fsdp hybrid; `full` splits over all processes"))
+        problems.append(
+            Problem("--fsdp_group_size", "groups are for --fsdp hybrid; `full` splits over all processes", "conflict")
+        )
     if problems:
         raise ConfigError(problems)
     updates = {
@@ -141,11 +146,11 @@ def _with_deepspeed(options: ParallelSection) -> ParallelSection:
     message = "the launcher's DeepSpeed file says this; change it there, or launch without that file"
     own = options.model_dump(include={"zero_stage", "zero_offload"}, exclude_defaults=True)
     if own:
-        raise ConfigError([Problem(f"--{name}", message) for name in own])
+        raise ConfigError([Problem(f"--{name}", message, "conflict") for name in own])
     updates = {
         "deepspeed": True,
         "zero_stage": int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")),
-        "zero_offload": os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+        "zero_offload": _is_set("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
     }
     return options.model_copy(update=updates)
 
@@ -154,18 +159,22 @@ def _launcher_problems() -> Iterator[Problem]:
     """Yield problems with the launcher's FSDP settings that are made in another way here, or not supported."""
     if os.environ.get("FSDP_VERSION", "1") != "2":
         yield Problem(
-            "fsdp_version", "FSDP1 is not supported; write `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml"
+            "fsdp_version",
+            "FSDP1 is not supported; write `fsdp_version: 2`, as accelerate_configs/fsdp2.yaml",
+            "unsupported",
         )
     strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
     if strategy not in ("FULL_SHARD", "1", "HYBRID_SHARD", "4"):
         yield Problem(
-            "fsdp_sharding_strategy", f"{strategy} is of FSDP1; use fsdp_reshard_after_forward, or DDP for no split"
+            "fsdp_sharding_strategy",
+            f"{strategy} is of FSDP1; use fsdp_reshard_after_forward, or DDP for no split",
+            "unsupported",
         )
     if is_enabled("FSDP_ACTIVATION_CHECKPOINTING"):
-        yield Problem("fsdp_activation_checkpointing", "use --gradient_checkpointing instead")
+        yield Problem("fsdp_activation_checkpointing", "use --gradient_checkpointing instead", "unsupported")
     if os.environ.get("FSDP_IGNORED_MODULES"):
-        yield Problem("fsdp_ignored_modules", "no module is left out; remove it")
+        yield Problem("fsdp_ignored_modules", "no module is left out; remove it", "unsupported")
     for name in _OTHER_DIMENSIONS:
         if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1:
             remedy = "remove it" if name == "TP" else "remove it, and split clips over processes with --sp_size"
-            yield Problem(f"parallelism_config_{name.lower()}_size", f"is not supported; {remedy}")
+            yield Problem(f"parallelism_config_{name.lower()}_size", f"is not supported; {remedy}", "unsupported")

@@ -26,6 +26,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection, groups_problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.models.spec import unwrap
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import is_enabled, launched_processes
 from finetrainers.utils.process_state import process_groups
 from finetrainers.utils.text import plural
@@ -109,11 +110,10 @@ class Strategy(DistributedContext):
         if host_groups and launched_processes() > 1 and config.changed("nccl_timeout"):
             logger.warning("--nccl_timeout does not apply to the process group that this program initialized itself")
         accelerator = self._join(precision, on_cpu=trains_on_cpu(), timeout=timeout)
-        idle_timeout = timedelta(seconds=config.run.idle_timeout)
         super().__init__(
             accelerator,
             timeout=timeout,
-            idle_timeout=idle_timeout,
+            idle_timeout=timedelta(seconds=config.run.idle_timeout),
             sharing=options.sp_size,
             host_groups=host_groups,
         )
@@ -347,7 +347,15 @@ class Strategy(DistributedContext):
 
     def shapes(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole tensors of `full_state`, in its order, on the meta device."""
-        raise NotImplementedError("only strategies whose processes share the saving say it")
+        return {
+            # DeepSpeed keeps the shape of a weight that it has sharded.
+            name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
+            for name, tensor in self._weights(model).items()
+        }
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return weights and buffers by name, as this process has them; frozen weights may be left out."""
+        return self.unwrap(model).state_dict(keep_vars=True)
 
     @abstractmethod
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
@@ -391,8 +399,9 @@ class Strategy(DistributedContext):
             ValueError: the checkpoint was saved by a strategy that keeps the optimizer's state in another way.
         """
         if (directory / DEEPSPEED_FOLDER).is_dir():
-            raise ValueError(
-                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it"
+            raise InputError(
+                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it",
+                "mismatch",
             )
 
 

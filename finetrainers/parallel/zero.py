@@ -28,6 +28,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.deepspeed_operators import note_compiling
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import is_enabled
 
 from .sharding import USE_DEEPSPEED
@@ -57,10 +58,12 @@ def complete_settings(
     settings: dict[str, Any], *, batch_size: int, accumulation: int, processes: int, max_grad_norm: float
 ) -> None:
     """Write the run's own options into the config that DeepSpeed reads."""
-    settings["train_micro_batch_size_per_gpu"] = batch_size
-    settings["gradient_accumulation_steps"] = accumulation
-    settings["train_batch_size"] = batch_size * accumulation * processes
-    settings["gradient_clipping"] = max_grad_norm
+    settings |= {
+        "train_micro_batch_size_per_gpu": batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": batch_size * accumulation * processes,
+        "gradient_clipping": max_grad_norm,
+    }
     # Without it, a run under stage 3 would fail at its first checkpoint.
     settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
@@ -135,7 +138,7 @@ def _check_environment() -> None:
         message = (
             "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
         )
-        raise ConfigError([Problem("ACCELERATE_USE_CPU", message)])
+        raise ConfigError([Problem("ACCELERATE_USE_CPU", message, "conflict")])
 
 
 class ZeRO(Strategy):
@@ -161,7 +164,7 @@ class ZeRO(Strategy):
         """
         if "LOCAL_RANK" not in os.environ:
             message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
-            raise ConfigError([Problem("--deepspeed", message)])
+            raise ConfigError([Problem("--deepspeed", message, "required")])
         _check_environment()
         shared_memory = [] if torch.cuda.is_available() else ["deepspeed_shm_comm"]
         note_compiling([*shared_memory, *(["cpu_adam"] if options.zero_offload else [])])
@@ -205,11 +208,6 @@ class ZeRO(Strategy):
             return super()._join(mixed_precision, on_cpu=False, deepspeed_plugin=plugin, **group)
 
     @property
-    def _cast_to(self) -> torch.dtype | None:
-        precision = self.accelerator.mixed_precision
-        return None if precision == "no" else self.compute_dtype(torch.float32)
-
-    @property
     def _plugin(self) -> Any:
         return self.accelerator.state.deepspeed_plugin
 
@@ -228,7 +226,8 @@ class ZeRO(Strategy):
         with self.raise_on_all_ranks("making the optimizer"):
             optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         if self._splits_weights:
-            split_weights(model, self._plugin.deepspeed_config, device=self.device, computed=self._cast_to)
+            computed = None if self.accelerator.mixed_precision == "no" else self.compute_dtype(torch.float32)
+            split_weights(model, self._plugin.deepspeed_config, device=self.device, computed=computed)
         self._engine, _ = self.accelerator.prepare(model, optimizer)
         self._parameters = [p for p in self._engine.parameters() if p.requires_grad]
         return self._engine, DeepSpeedOptimizer(self._engine)
@@ -264,12 +263,6 @@ class ZeRO(Strategy):
         wanted = wanted or (lambda _: self.is_main)
         return whole_weights(self.unwrap(model), gathers=self._splits_weights, wanted=wanted)
 
-    def shapes(self, model: nn.Module) -> dict[str, Tensor]:
-        return {
-            name: torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
-            for name, tensor in self.unwrap(model).state_dict(keep_vars=True).items()
-        }
-
     def optimizer_state(self, model: nn.Module, optimizer: Any) -> dict[str, Any] | None:
         return None
 
@@ -298,12 +291,13 @@ class ZeRO(Strategy):
         return layout == self.optimizer_layout or (self._reshards and layout.startswith(f"{own} ("))
 
     def load_own_files(self, directory: Path) -> None:
-        if not (directory / DEEPSPEED_FOLDER).is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
-            raise ValueError(
-                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
-                "continue with DDP or FSDP2"
-            )
         saved = directory / DEEPSPEED_FOLDER
+        if not saved.is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
+            raise InputError(
+                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
+                "continue with DDP or FSDP2",
+                "mismatch",
+            )
         if len(list((saved / _TAG).glob("*optim_states.pt"))) == self.world_size:
             self._engine.load_checkpoint(str(saved), tag=_TAG, load_module_strict=False)
             return

@@ -32,7 +32,7 @@ from .memory_lines import advice_lines
 from .memory_plan import RunMemory, planned_gib, run_memory
 from .once_per_node import once_per_node
 from .preflight import ResolvedRun, plan_work_once, preflight
-from .start_report import print_line, print_warnings
+from .start_report import print_line
 from .throughput import peak_flops
 
 #: Bytes of the copies that measure the link.
@@ -84,7 +84,7 @@ def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
             f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
             f"does:{remedies}"
         )
-        raise ConfigError([Problem("--memory_budget", message)])
+        raise ConfigError([Problem("--memory_budget", message, "too_large")])
     for line in advice_lines(advice, f"memory budget: {needed_gib:.1f} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
     return advice.config
@@ -105,11 +105,9 @@ def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
     message = f"{file_size(with_reserve(peak))} are planned, and the GPU has {gib:.1f} GiB"
     advice = memory.advice(gib, device=target_device(config), exact=True)
     if advice is None:
-        print_warnings(
-            [
-                f"{message}: no memory options that leave results the same make the run fit; `finetrainers estimate "
-                f"--gpu {gib:.1f}GiB` searches among all options"
-            ]
+        print_line(
+            f"warning: {message}: no memory options that leave results the same make the run fit; `finetrainers "
+            f"estimate --gpu {gib:.1f}GiB` searches among all options"
         )
         return config
     heading = f"note: {message}. Chosen, with the same results (--no-fit_gpu changes nothing):"
@@ -127,15 +125,18 @@ def choose_settings(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConf
     config, on_gpu = checked.config, parallel.device.type == "cuda"
     if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_movable):
         config = with_samples(config, offloads=False)
-    is_swap_auto, is_storage_auto = config.memory.blocks_to_swap == "auto", config.memory.activation_memory == "auto"
-    is_offload_auto = config.validation.enable_model_cpu_offload is None and bool(checked.sampled)
-    is_decoding_auto = method_spec(config).samples and None in (config.model.enable_slicing, config.model.enable_tiling)
-    has_variants = bool(method_spec(config).variants(config, expected_split(config.parallel)))
-    if not (is_swap_auto or is_storage_auto or is_offload_auto or is_decoding_auto or has_variants):
+    method = method_spec(config)
+    has_variants = bool(method.variants(config, expected_split(config.parallel)))
+    is_open = (
+        has_variants,
+        "auto" in (config.memory.blocks_to_swap, config.memory.activation_memory),
+        config.validation.enable_model_cpu_offload is None and checked.sampled,
+        method.samples and None in (config.model.enable_slicing, config.model.enable_tiling),
+    )
+    if not any(is_open):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
-        config = _resolve_on_cpu(config)
-        return (_choose_variant_on_cpu(config, checked, parallel) if has_variants else config), None
+        return _resolve_on_cpu(config, checked, parallel, has_variants=has_variants), None
     memory = run_memory(checked)
     memory.machine = _machine(config, memory, parallel)
     settings = memory.choose(config)
@@ -172,10 +173,8 @@ def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Mach
     free_memory()
     free, loaded_bytes, flops, link = float("inf"), other_bytes, ASSUMED_FLOPS, ASSUMED_LINK
     if device.type == "cuda":
-        free, loaded_bytes = (
-            without_reserve(torch.cuda.mem_get_info(device)[0]),
-            float(torch.cuda.memory_allocated(device)),
-        )
+        free = without_reserve(torch.cuda.mem_get_info(device)[0])
+        loaded_bytes = float(torch.cuda.memory_allocated(device))
         if config.memory.activation_memory == "auto":
             peak = peak_flops(device)
             flops = flops if peak is None else UTILIZATION * peak
@@ -184,23 +183,25 @@ def _machine(config: TrainConfig, memory: RunMemory, parallel: Strategy) -> Mach
         free = min(free, without_reserve(GIB * budget) - loaded_bytes)
     host = HOST_SHARE * read_host_memory().available / local_world_size()
     shares = parallel.gather_objects([(free, host, flops, link)])
-    free, host, flops, link = (min(numbers) for numbers in zip(*shares, strict=True))
+    free, host, flops, link = map(min, zip(*shares, strict=True))
     return Machine(free + other_bytes, host, flops, link)
 
 
-def _resolve_on_cpu(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with nothing moved: a CPU has no device memory to save."""
+def _resolve_on_cpu(
+    config: TrainConfig, checked: ResolvedRun, parallel: Strategy, *, has_variants: bool
+) -> TrainConfig:
+    """Return the configuration with nothing moved, and the method's variant that fits the smallest machine's memory.
+
+    A CPU has no device memory to save.
+    """
     memory = config.memory
     if memory.blocks_to_swap == "auto":
         config = with_blocks_to_swap(config, 0)
     if memory.activation_memory == "auto":
         print_line("activation memory: none, since a CPU has no device memory to save")
         config = with_choice(config, None)
-    return config
-
-
-def _choose_variant_on_cpu(config: TrainConfig, checked: ResolvedRun, parallel: Strategy) -> TrainConfig:
-    """Return the configuration with the method's variant that fits the memory of the smallest machine."""
+    if not has_variants:
+        return config
     host_bytes = min(parallel.gather_objects([HOST_SHARE * read_host_memory().available / local_world_size()]))
     settings = run_memory(checked).choose(config, machine=Machine(host_bytes, host_bytes, ASSUMED_FLOPS, ASSUMED_LINK))
     _print_variant(settings)
@@ -216,8 +217,9 @@ def _print_variant(settings: AutoSettings) -> None:
     if settings.fits:
         print_line(f"{variant.option.replace('_', ' ')}: {variant.what}; the fastest that fits, {share}")
     else:
-        print_warnings(
-            [f"--{variant.option} auto: {variant.value} takes the least memory, and does not fit either: {share}"]
+        print_line(
+            f"warning: --{variant.option} auto: {variant.value} takes the least memory, and does not fit either: "
+            f"{share}"
         )
 
 
@@ -237,13 +239,11 @@ def _print_settings(settings: AutoSettings) -> None:
             f"take (--no-{name})"
         )
     if (choice := settings.activations) is not None:
-        report = print_line if choice.fits else lambda text: print_warnings([text])
-        report(f"activation memory: {choice.what}: {choice.why(machine)}")
+        mark = "" if choice.fits else "warning: "
+        print_line(f"{mark}activation memory: {choice.what}: {choice.why(machine)}")
     if settings.swapped is not None and not settings.fits:
-        print_warnings(
-            [
-                f"--blocks_to_swap auto: with {settings.words['blocks_to_swap']} swapped {file_size(plan.peak)} are "
-                f"planned in the phase {label(plan.peak_phase)}, and tensors may take {file_size(machine.device)}; see "
-                "docs/how-to/memory.md"
-            ]
+        print_line(
+            f"warning: --blocks_to_swap auto: with {settings.words['blocks_to_swap']} swapped {file_size(plan.peak)} "
+            f"are planned in the phase {label(plan.peak_phase)}, and tensors may take {file_size(machine.device)}; see "
+            "docs/how-to/memory.md"
         )

@@ -66,5 +66,6 @@ def examine(config: TrainConfig, options: ProbeOptions) -> tuple[dict[str, Any] 
         )
         problems = [problem for problem in error.problems if problem.where not in excluded]
     if survey is None:
-        return None, problems or [Problem("--data_root", "no clips to check: give --data_root or --dataset_file")]
+        message = "no clips to check: give --data_root or --dataset_file"
+        return None, problems or [Problem("--data_root", message, "required")]
     return make_report(survey, resolved, decoded=options.decode), problems

@@ -42,18 +42,20 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     outage = ask([name])
     if outage is not None:
         remedy = "unset it" if outage == OFFLINE else "try again when it does"
-        yield Problem(_OPTION, f"{outage}; {remedy}, {_LATER}")
+        yield Problem(_OPTION, f"{outage}; {remedy}, {_LATER}", "unavailable")
         return
     token = hub_token(config) or get_token()
     if token is None:
-        yield Problem(_OPTION, f"requires an access token with the role write; run `hf auth login`, {_LATER}")
+        message = f"requires an access token with the role write; run `hf auth login`, {_LATER}"
+        yield Problem(_OPTION, message, "required")
         return
     option = "--hub_token" if hub_token(config) else _OPTION
     try:
         user = HfApi(token=token).whoami()
     except Exception as error:  # its type depends on the HTTP library of huggingface_hub's version
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        yield Problem(option, f"the hub does not accept the access token: {reason}; use another one, {_LATER}")
+        message = f"the hub does not accept the access token: {reason}; use another one, {_LATER}"
+        yield Problem(option, message, "unavailable")
         return
     yield from _permission_problems(user, name, option)
 
@@ -70,4 +72,4 @@ def _permission_problems(user: dict[str, Any], name: str, option: str) -> Iterat
     writable = [user.get("name"), *(org for org, role in roles.items() if role is None or role in _WRITERS)]
     if namespace not in writable:
         message = f"{user.get('name')} may not write to {namespace}; use one of {', '.join(map(str, writable))}"
-        yield Problem("--hub_model_id", message)
+        yield Problem("--hub_model_id", message, "unavailable")

@@ -13,15 +13,14 @@ from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits
-from finetrainers.methods.registry import method_spec
 from finetrainers.utils.text import plural
 
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
-from .preflight import ResolvedRun
-from .ready import check_classes, collecting_problems, examine_weights
-from .room import check_trainable, disk_needs, room_warnings
+from .preflight import ResolvedRun, collecting_problems
+from .ready import check_classes, examine_weights, missing_rewards
+from .room import check_trainable, room_warnings
 from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
 from .trainable import network_without_weights, num_quantizable, trainable_dtype, trainable_parameters
 
@@ -68,8 +67,7 @@ def build_without_weights(checked: ResolvedRun) -> tuple[ResolvedRun, nn.Module]
             check_device()
         parallel = check_strategy(checked.config, checked.start)
         if unseen is None and is_here:
-            spec, dtype = checked.family.load(checked.config.model), trainable_dtype(checked.config)
-            spec.check_attention(parallel.device, parallel.compute_dtype(dtype))
+            checked.spec.check_attention(parallel.device, parallel.compute_dtype(trainable_dtype(checked.config)))
     with collecting_problems(problems):
         if unseen is None:
             checked = examine_weights(checked)
@@ -78,13 +76,12 @@ def build_without_weights(checked: ResolvedRun) -> tuple[ResolvedRun, nn.Module]
     with collecting_problems(problems):
         transformer = network_without_weights(checked, stand_in=unseen is not None)
         if unseen is None:
-            check_trainable(checked.config, transformer, checked.family.load(checked.config.model))
+            check_trainable(checked, transformer)
     if problems:
         raise ConfigError(problems)
     if unseen is not None:
         return checked, transformer
-    warnings = room_warnings(checked, disk_needs(checked, transformer))
-    return replace(checked, warnings=[*checked.warnings, *warnings]), transformer
+    return replace(checked, warnings=[*checked.warnings, *room_warnings(checked, transformer)]), transformer
 
 
 def unseen_reason(checked: ResolvedRun) -> str | None:
@@ -101,7 +98,7 @@ def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
     print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
     config = checked.config
     if config.memory.quantize_frozen != "none":
-        weights = num_quantizable(transformer, config, checked.family.load(config.model))
+        weights = num_quantizable(transformer, config, checked.spec)
         print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
     memory, gpu = RunMemory(checked, transformer), planned_gpu(config)
     settings = memory.choose()
@@ -119,20 +116,10 @@ def _print_options(config: TrainConfig) -> None:
     if config.run.verbose:
         print_line("\nall options:\n" + dump_toml(config))
         return
-    options = {name: value for name, value in changed_options(config).items() if value is not None}
-    given = {name: value for name, value in options.items() if name not in (*_COMMAND_OPTIONS, *config.chosen)}
+    changed = changed_options(config).items()
+    options = {name: value for name, value in changed if name not in (*_COMMAND_OPTIONS, *config.chosen)}
     print_line("\noptions that differ from their defaults (all: --dry_run --verbose):")
-    print_line(tomli_w.dumps(given))
-
-
-def _find_missing_rewards(checked: ResolvedRun) -> list[str]:
-    """Return the repositories of reward weights that a run would download."""
-    entries = method_spec(checked.config).rewards(checked.config)
-    if not entries:
-        return []
-    from finetrainers.rewards.registry import missing_repositories
-
-    return list(dict.fromkeys(repository for entry in entries for repository in missing_repositories(entry)))
+    print_line(tomli_w.dumps({name: value for name, value in options.items() if value is not None}))
 
 
 def _conclude(checked: ResolvedRun, unseen: str | None) -> str:
@@ -142,7 +129,8 @@ def _conclude(checked: ResolvedRun, unseen: str | None) -> str:
             f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} "
             "models, and LoRA targets with a tiny one. Memory cannot be estimated"
         )
-    missing = [name for name, size in sizes_on_disk(checked).items() if size is None] + _find_missing_rewards(checked)
+    missing = [name for name, size in sizes_on_disk(checked).items() if size is None]
+    missing += missing_rewards(checked)
     if missing:
         return f"everything checks out, by the model's configs; weights not on this disk yet: {', '.join(missing)}"
     return "everything checks out" + (f", with {plural(len(checked.warnings), 'warning')}" if checked.warnings else "")

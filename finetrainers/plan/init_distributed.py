@@ -7,15 +7,11 @@ from collections.abc import Iterator
 import torch
 from accelerate.utils import DynamoBackend
 
-from finetrainers.config.checks.kernels import kernel_problems
-from finetrainers.config.checks.options import quantization_problems
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.target import target_device
+from finetrainers.config.target import TargetDevice, target_device
 from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS
-from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_spec
-from finetrainers.optim.rules import optimizer_problems
 from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.rundir.find import read_state
@@ -24,6 +20,7 @@ from finetrainers.utils.gpus import Capability
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.process_state import leave_groups, process_groups
 
+from .preflight import device_findings
 from .resume_plan import Start
 
 
@@ -67,7 +64,7 @@ def check_device() -> None:
     """
     unusable = device_problem()
     if unusable is not None:
-        raise ConfigError([Problem("GPU", unusable)])
+        raise ConfigError([Problem("GPU", unusable, "unavailable")])
 
 
 def check_strategy(config: TrainConfig, start: Start | None = None) -> Strategy:
@@ -109,7 +106,7 @@ def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
         f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same "
         "way, or start the optimizer from scratch with --reset optimizer"
     )
-    return Problem("--resume_from_checkpoint", message)
+    return Problem("--resume_from_checkpoint", message, "mismatch")
 
 
 def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False) -> str | None:
@@ -135,66 +132,65 @@ def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
             message = (
                 "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
             )
-            yield Problem("--fit_gpu", message)
+            yield Problem("--fit_gpu", message, "mismatch")
 
 
 def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:
     """Yield the options that this device and this strategy do not support."""
     # Preflight guessed the device and knew one process; its warnings have been shown.
-    errors, _ = optimizer_problems(
-        config,
-        device_type=parallel.device.type,
-        num_processes=parallel.world_size,
-        updates_parts=parallel.updates_shards,
-    )
-    yield from errors
-    yield from quantization_problems(config, device_type=parallel.device.type)
-    device_type, dtype_bytes = parallel.device.type, computed_bytes(config)
-    yield from kernel_problems(config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability).errors
-    if config.memory.compile != "none" and not parallel.compiles_blocks:
-        yield Problem("--compile", "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2")
-    training = config.training
-    if training.on_nonfinite == "rollback" and not parallel.weights_are_movable:
-        message = "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume"
-        yield Problem("--on_nonfinite rollback", message)
-    if training.async_checkpointing and parallel.saves_optimizer_itself:
-        message = "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out"
-        yield Problem("--async_checkpointing", message)
-    if config.memory.dry_batches == "on" and not parallel.can_drop_gradients:
-        message = "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out"
-        yield Problem("--dry_batches on", message)
-    refusal = retry_refusal(config.memory.oom_retry, parallel=parallel)
-    if config.memory.oom_retry == "on" and refusal is not None:
-        yield Problem("--oom_retry on", refusal)
-    if training.use_ema and not parallel.weights_are_whole:
-        message = (
-            "averages need whole weights, and this strategy splits them; use DDP or DeepSpeed ZeRO-2, or leave it out"
-        )
-        yield Problem("--use_ema", message)
+    device, shards = TargetDevice(parallel.device.type, capability), parallel.updates_shards
+    yield from device_findings(config, device, num_processes=parallel.world_size, updates_parts=shards).errors
+    yield from _unsupported_options(config, parallel)
     yield from method_spec(config).strategy_problems(config, parallel)
-    samples = config.validation
-    if samples.enable_model_cpu_offload and samples.validation_prompts and not parallel.weights_are_movable:
-        message = (
-            "it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its "
-            "own; use DDP, or leave it out: --enable_tiling lets decoding take less"
-        )
-        yield Problem("--enable_model_cpu_offload", message)
     yield from _swap_problems(config, parallel)
-    yield from _precision_problems(config, parallel)
 
 
-def _precision_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
-    if config.memory.layerwise_upcasting_modules and not parallel.weights_are_whole:
-        message = "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2"
-        yield Problem("--layerwise_upcasting_modules", message)
-    if config.memory.quantize_frozen != "none" and not parallel.takes_integer_weights:
-        message = (
-            "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2"
-        )
-        yield Problem("--quantize_frozen", message)
-    if not config.memory.lora_autocast and not parallel.uses_autocast:
-        message = "DeepSpeed computes in 16 bits without autocast anyway; leave it out"
-        yield Problem("--no-lora_autocast", message)
+def _unsupported_options(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
+    training, memory, samples = config.training, config.memory, config.validation
+    refusal = parallel.why_no_retry
+    for option, is_set, is_supported, message in (
+        (
+            "--compile", memory.compile != "none", parallel.compiles_blocks,
+            "regional: ZeRO-3 gathers weights within a block; use --fsdp full, or ZeRO-2",
+        ),
+        (
+            "--on_nonfinite rollback", training.on_nonfinite == "rollback", parallel.weights_are_movable,
+            "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume",
+        ),
+        (
+            "--async_checkpointing", training.async_checkpointing, not parallel.saves_optimizer_itself,
+            "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out",
+        ),
+        (
+            "--dry_batches on", memory.dry_batches == "on", parallel.can_drop_gradients,
+            "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out",
+        ),
+        ("--oom_retry on", memory.oom_retry == "on", refusal is None, refusal or ""),
+        (
+            "--use_ema", training.use_ema, parallel.weights_are_whole,
+            "averages need whole weights, and this strategy splits them; use DDP or DeepSpeed ZeRO-2, or leave it out",
+        ),
+        (
+            "--enable_model_cpu_offload", samples.enable_model_cpu_offload and samples.validation_prompts,
+            parallel.weights_are_movable,
+            ("it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its "
+             "own; use DDP, or leave it out: --enable_tiling lets decoding take less"),
+        ),
+        (
+            "--layerwise_upcasting_modules", memory.layerwise_upcasting_modules, parallel.weights_are_whole,
+            "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2",
+        ),
+        (
+            "--quantize_frozen", memory.quantize_frozen != "none", parallel.takes_integer_weights,
+            "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2",
+        ),
+        (
+            "--no-lora_autocast", not memory.lora_autocast, parallel.uses_autocast,
+            "DeepSpeed computes in 16 bits without autocast anyway; leave it out",
+        ),
+    ):  # fmt: skip
+        if is_set and not is_supported:
+            yield Problem(option, message, "unsupported")
 
 
 def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
@@ -202,12 +198,13 @@ def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]
         return
     option = "--blocks_to_swap"
     if parallel.why_no_swap is not None:
-        yield Problem(option, parallel.why_no_swap)
+        yield Problem(option, parallel.why_no_swap, "unsupported")
     if parallel.device.type not in ("cuda", "cpu"):
-        yield Problem(option, f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out")
+        message = f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out"
+        yield Problem(option, message, "unsupported")
     if parallel.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         message = (
             "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it "
             "out"
         )
-        yield Problem(option, message)
+        yield Problem(option, message, "conflict")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from finetrainers.config.sections import TrainingSection
 from finetrainers.models.files.lora_names import PREFIXES, kind_of
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import model_path
@@ -58,9 +59,10 @@ def find_initial_weights(source: str) -> InitialWeights:
     if path.is_file():
         return _find_in_file(source, path)
     if not path.is_dir():
-        raise ValueError(
+        raise InputError(
             f"no such file or directory: {source}; give a checkpoint, a run directory, a diffusers folder, or a LoRA "
-            "in safetensors (a model of the hub must be downloaded, or is named by --transformer_id)"
+            "in safetensors (a model of the hub must be downloaded, or is named by --transformer_id)",
+            "not_found",
         )
     if (path / MANIFEST).is_file():
         return _find_in_checkpoint(source, path)
@@ -71,9 +73,10 @@ def find_initial_weights(source: str) -> InitialWeights:
         newest = find_checkpoint("latest", path, weights_only=True)
         assert newest is not None
         return _find_in_checkpoint(source, newest)
-    raise ValueError(
+    raise InputError(
         f"{source} holds neither a transformer (transformer/ or config.json) nor {LORA_FILE} nor checkpoints/; it "
-        f"holds {', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}"
+        f"holds {', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}",
+        "not_found",
     )
 
 
@@ -95,21 +98,22 @@ def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:
         if file_sha256(path) == sha256:
             return path
     problem = f"{existing[0]} is damaged: it is not the file that was stored" if existing else f"{paths[0]} is missing"
-    raise ValueError(
+    raise InputError(
         f"{problem}; it holds the LoRA that the run began with, which its reference model needs. Restore it from a "
-        "copy of the run, or start a new run from the checkpoint's weights with --init_from"
+        "copy of the run, or start a new run from the checkpoint's weights with --init_from",
+        "unreadable" if existing else "not_found",
     )
 
 
 def _find_in_checkpoint(source: str, path: Path) -> InitialWeights:
     problem = damage(path, contents=True, weights_only=True)
     if problem is not None:
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}")
+        raise InputError(f"the checkpoint {path} is damaged: {problem}", "unreadable")
     weights = _find_in_folder(source, path)
     if weights is None:
-        raise ValueError(f"the checkpoint {path} holds no weights")
+        raise InputError(f"the checkpoint {path} holds no weights", "not_found")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return InitialWeights(source, weights.kind, weights.path, state.get("critical", {}).get("model_name"))
+    return replace(weights, model_name=state.get("critical", {}).get("model_name"))
 
 
 def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
@@ -117,9 +121,8 @@ def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
     for folder in (*sorted(path.glob("transformer*")), path):
         if (folder / "config.json").is_file():
             if not any(folder.glob("*.safetensors")):
-                raise ValueError(
-                    f"{folder} has no safetensors files; pickles (.bin, .pt) are not loaded, convert them first"
-                )
+                message = f"{folder} has no safetensors files; pickles (.bin, .pt) are not loaded, convert them first"
+                raise InputError(message, "not_found")
             return InitialWeights(source, "full", folder)
     if (path / LORA_FILE).is_file():
         return _find_in_file(source, path / LORA_FILE)
@@ -127,20 +130,18 @@ def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
     if len(files) == 1:
         return _find_in_file(source, files[0])
     if len(files) > 1 and not checkpoints_dir(path).is_dir():
-        raise ValueError(f"{path} holds {plural(len(files), 'safetensors file')}; name one of them")
+        raise InputError(f"{path} holds {plural(len(files), 'safetensors file')}; name one of them", "required")
     return None
 
 
 def _find_in_file(source: str, path: Path) -> InitialWeights:
     """Return a LoRA, or all weights of a transformer; the network is compared once the model's files are here."""
     if path.suffix != ".safetensors":
-        problem = "a pickle, which is never loaded; convert it to safetensors first"
-        if path.suffix not in (".bin", ".ckpt", ".pt", ".pth"):
-            problem = (
-                "not a safetensors file; give weights in safetensors, a run directory, a checkpoint or a diffusers "
-                "folder"
-            )
-        raise ValueError(f"{path} is {problem}")
+        if path.suffix in (".bin", ".ckpt", ".pt", ".pth"):
+            message = "a pickle, which is never loaded; convert it to safetensors first"
+            raise InputError(f"{path} is {message}", "unsupported")
+        message = "not a safetensors file; give weights in safetensors, a run directory, a checkpoint or a diffusers"
+        raise InputError(f"{path} is {message} folder", "unreadable")
     shapes, _ = read_lora_header(path)
     return InitialWeights(source, "lora" if any(_LORA_NAME.search(name) for name in shapes) else "full", path)
 
@@ -182,40 +183,41 @@ def check_lora(
     if ranks != [training.rank]:
         differences.append(f"rank: {', '.join(map(str, ranks))} in the file, {training.rank} in this run")
     # A missing `lora_alpha` means the rank, as in diffusers.
-    lora_alpha = settings.get("lora_alpha")
-    alpha, note = (
-        (ranks[-1], ", which says none, so that it is the rank") if lora_alpha is None else (float(lora_alpha), "")
-    )
+    is_stated = settings.get("lora_alpha") is not None
+    alpha = float(settings["lora_alpha"]) if is_stated else ranks[-1]
+    note = "" if is_stated else ", which says none, so that it is the rank"
     if not math.isclose(alpha, training.lora_alpha):
         differences.append(f"lora_alpha: {alpha:g} in the file{note}, {training.lora_alpha:g} in this run")
     has_dora = any("lora_magnitude_vector" in name for name in modules)
-    for option, setting in (("use_rslora", bool(settings.get("use_rslora"))), ("use_dora", has_dora)):
-        if setting != getattr(training, option):
-            differences.append(f"{option}: {setting} in the file, {getattr(training, option)} in this run")
-    patterns = [f"{key}: {settings[key]}" for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
-    differences += [f"{pattern} in the file; here all modules have the same" for pattern in patterns]
+    differences += [
+        f"{option}: {value} in the file, {getattr(training, option)} in this run"
+        for option, value in {"use_rslora": bool(settings.get("use_rslora")), "use_dora": has_dora}.items()
+        if value != getattr(training, option)
+    ]
+    differences += [
+        f"{pattern}: {settings[pattern]} in the file; here all modules have the same"
+        for pattern in ("rank_pattern", "alpha_pattern")
+        if settings.get(pattern)
+    ]
     differences += _target_differences(sorted(set(modules.values())), training.target_modules)
     if differences:
-        raise ValueError(
-            f"{path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"
-        )
+        message = f"{path} does not fit this run's adapter: {'; '.join(differences)}. Set the options as in the file"
+        raise InputError(message, "mismatch")
 
 
-def _target_differences(modules: list[str], targets: list[str]) -> list[str]:
+def _target_differences(modules: list[str], targets: list[str]) -> Iterator[str]:
     def matches(target: str, module: str) -> bool:
         return re.fullmatch(target, module) is not None if is_expression(targets) else is_target(module, target)
 
-    differences = []
     unmatched = [module for module in modules if not any(matches(target, module) for target in targets)]
     if unmatched:
-        differences.append(
+        yield (
             f"target_modules: the file adapts {plural(len(unmatched), 'module')} that {' '.join(targets)} does not "
             f"name, e.g. {unmatched[0]}"
         )
     unused = [target for target in targets if not any(matches(target, module) for module in modules)]
     if unused:
-        differences.append(f"target_modules: {' '.join(unused)} in this run, which the file does not adapt")
-    return differences
+        yield f"target_modules: {' '.join(unused)} in this run, which the file does not adapt"
 
 
 def is_expression(targets: Sequence[str]) -> bool:

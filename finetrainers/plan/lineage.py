@@ -48,9 +48,12 @@ def read_origin(path: Path) -> dict[str, Any]:
     origin: dict[str, Any] = {"path": str(path), "digest": short_digest(path)}
     if run is None:
         return origin
-    step = _find_last_step(run) if checkpoint is None else step_of(checkpoint)
-    if checkpoint is None and step is not None:
-        checkpoint = checkpoints_dir(run) / f"step-{step}"
+    if checkpoint is None:
+        steps = [event.get("step") for event in _read_events(run) if event.get("event") == "finished"]
+        step = steps[-1] if steps else None
+        checkpoint = None if step is None else checkpoints_dir(run) / f"step-{step}"
+    else:
+        step = step_of(checkpoint)
     seal = None if checkpoint is None else seal_of(checkpoint)
     identity = read_identity(run)
     return {**origin, "run": str(run), "run_id": identity and identity.run, "step": step, "checkpoint": seal}
@@ -63,12 +66,6 @@ def short_digest(path: Path) -> str | None:
         return None if seal is None else seal[:12]
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return files_digest(files) if files and all(file.is_file() for file in files) else None
-
-
-def _find_last_step(run: Path) -> int | None:
-    """Return the step of a run's result, or None if the run has not recorded its end."""
-    steps = [event.get("step") for event in _read_events(run) if event.get("event") == "finished"]
-    return steps[-1] if steps else None
 
 
 def began_from(run: Path) -> Mapping[str, Any] | None:
@@ -86,10 +83,7 @@ def ancestors(run: Path) -> Sequence[Mapping[str, Any]]:
     """Return the origin of a run, the origin of that run, and so on, as far as their directories exist."""
     origins: list[Mapping[str, Any]] = []
     folder: str | Path | None = run
-    while folder is not None and len(origins) < _MAX_RUNS:
-        origin = began_from(Path(folder))
-        if origin is None:
-            break
+    while folder is not None and len(origins) < _MAX_RUNS and (origin := began_from(Path(folder))) is not None:
         origins.append(origin)
         folder = None if _has_other_run(origin) else origin.get("run")
     return origins

@@ -108,11 +108,9 @@ def advice_lines(advice: Advice, heading: str) -> list[str]:
     choices = dict(advice.outcome.chosen)
     lines = [f"{heading} {with_reserve(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
-        lines.append(f"  {applied.switch.flags}")
-        lines.append(
-            f"      saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
-        )
-        lines += [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
+        saving = f"saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
+        chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
+        lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
     return [*lines, *(f"  also chosen: {choice}" for choice in choices.values())]
 
 
@@ -131,9 +129,10 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
     estimate: dict[str, Any] = {
         "phases": {
             phase: {
-                "gpu": round(size), "host": round(plan.host[phase]), "parts": {k: round(v) for k, v in parts.items()},
+                "gpu": round(size), "host": round(plan.host[phase]),
+                "parts": {part: round(value) for part, value in plan.phases[phase].items()},
             }
-            for (phase, size), parts in zip(plan.peaks.items(), plan.phases.values(), strict=True)
+            for phase, size in plan.peaks.items()
         },
         "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(with_reserve(plan.peak))},
         "processes": launched_processes(),

@@ -66,7 +66,7 @@ class RunMemory:
         #: The machine to plan for, or None if no GPU is known.
         self.machine = None if gpu_gib is None else self._assume_machine(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
-        spec = checked.family.load(checked.config.model)
+        spec = checked.spec
         networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
         parts = {part: frozen_bytes(spec, part) for part in networks}
         bucket = checked.plan.heaviest(checked.config)[0]
@@ -135,14 +135,17 @@ class RunMemory:
         run = Run(
             plan, model, len(spec.block_modules(self.transformer)),
             may_offload_samples=is_unsharded and bool(around.sampled),
-            decodes=method_spec(config).samples, split=around.split,
+            decodes=own.samples, split=around.split,
         )  # fmt: skip
         return choose_automatic(config, run, machine or self.machine)
 
     def _reward_bytes(self, config: TrainConfig, bucket: tuple[int, int, int]) -> tuple[float | None, float | None]:
         """Return the bytes on a process's device of reward networks, and of scoring, each None if unknown."""
-        method, size = method_spec(config), _largest_scored(self.checked, bucket)
-        return method.reward_bytes(config), method.scoring_bytes(config, size, fps=self.checked.frame_rate)
+        checked, method, size = self.checked, method_spec(config), bucket
+        if not method_spec(checked.config).samples:  # rewards score samples of prompts, not the clips trained on
+            sizes = [prompt.size or checked.plan.size for prompt in checked.scored or checked.prompts]
+            size = max(sizes, key=math.prod, default=bucket)
+        return method.reward_bytes(config), method.scoring_bytes(config, size, fps=checked.frame_rate)
 
     def _assume_machine(self, gpu_gib: float) -> Machine:
         """Return a machine whose memory alone is known; its speeds are assumed."""
@@ -155,7 +158,7 @@ class RunMemory:
     def cache_bytes(self) -> float:
         """Return the bytes of the cache of encoded clips and prompts."""
         config, plan = self.checked.config, self.checked.plan
-        spec = self.checked.family.load(config.model)
+        spec = self.checked.spec
         total = 0.0
         if config.data.precompute_conditions and plan.encodes_clips:
             channels = 2 * int(self.transformer.config.out_channels)  # type: ignore[union-attr, arg-type]
@@ -191,7 +194,7 @@ class RunMemory:
             return self._outcomes[key]
 
         config = self.checked.config
-        heads = self.checked.facts.heads if self.checked.family.load(config.model).token_plan else None
+        heads = self.checked.facts.heads if self.checked.spec.token_plan else None
         sharing = sharing_options(launched_processes(), heads, config.parallel.sp_mode)
         exact_switches = [switch for switch in EXACT_MEMORY_OPTIONS if not any(map(config.is_given, switch.options))]
         switches = exact_switches if exact else [*MEMORY_OPTIONS, *sharing]
@@ -222,14 +225,6 @@ class RunMemory:
         )
         check_shared_sizes(config, checked.facts, checked.sizes, findings, processes=launched_processes())
         return findings.errors
-
-
-def _largest_scored(checked: ResolvedRun, bucket: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the size of the clips that rewards score: those trained on, or samples of prompts."""
-    if method_spec(checked.config).samples:
-        return bucket
-    sizes = [prompt.size or checked.plan.size for prompt in checked.scored or checked.prompts]
-    return max(sizes, key=math.prod, default=bucket)
 
 
 def planned_gib(config: TrainConfig) -> float | None:
@@ -291,14 +286,9 @@ def planned_peaks(checked: ResolvedRun) -> dict[str, dict[str, float]]:
     """Return the planned GiB of each phase of a process, named as measured peaks; empty if they cannot be planned."""
     if checked.family.configs_not_here(checked.config.model):
         return {}
-    plan = run_memory(checked).plan()
-    if likely_device_type() == "cpu":
-        return {phase: {"host": round((size + plan.host[phase]) / GIB, 4)} for phase, size in plan.peaks.items()}
-    return {
-        phase: {
-            "allocated": round(size / GIB, 4),
-            "reserved": round(with_reserve(size) / GIB, 4),
-            "host": round(plan.host[phase] / GIB, 4),
-        }
-        for phase, size in plan.peaks.items()
-    }
+    plan, on_cpu, peaks = run_memory(checked).plan(), likely_device_type() == "cpu", {}
+    for phase, size in plan.peaks.items():
+        host = plan.host[phase]
+        sizes = {"host": size + host} if on_cpu else {"allocated": size, "reserved": with_reserve(size), "host": host}
+        peaks[phase] = {name: round(value / GIB, 4) for name, value in sizes.items()}
+    return peaks

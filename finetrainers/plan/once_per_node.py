@@ -63,7 +63,9 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
         ConfigError: the one that the first process raised.
         LocalRankZeroError: another error of the first process, or its end.
     """
-    others = _count_others()
+    # Further processes of this machine, if the launcher names them.
+    is_stated = "LOCAL_RANK" in os.environ and not os.environ.keys().isdisjoint(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+    others = local_world_size() - 1 if is_stated and launched_processes() > 1 else 0
     if others < 1 or sys.platform != "linux":
         return make()
     address, digest = _address(next(_calls)), hashlib.sha256(to_json(question).encode()).hexdigest()
@@ -81,12 +83,6 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
     if outcome == "failed":
         raise LocalRankZeroError(f"the first process of this machine has failed: {value}")
     return value
-
-
-def _count_others() -> int:
-    """Return the number of further processes of this machine, 0 if the launcher does not provide it."""
-    is_stated = "LOCAL_RANK" in os.environ and not os.environ.keys().isdisjoint(("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
-    return local_world_size() - 1 if is_stated and launched_processes() > 1 else 0
 
 
 def _address(call: int) -> str:
@@ -115,14 +111,11 @@ def _answer(address: str, digest: str, make: Callable[[], T], *, others: int) ->
             value = make()
             outcome.append(to_json((digest, "made", value)).encode())
         except Exception as error:
-            result = ("refused", error.problems) if isinstance(error, ConfigError) else ("failed", _describe(error))
+            message = user_message(error) or f"{type(error).__name__}: {error}"
+            result = ("refused", error.problems) if isinstance(error, ConfigError) else ("failed", message)
             outcome.append(to_json((digest, *result)).encode())
             raise
         return value
-
-
-def _describe(error: Exception) -> str:
-    return user_message(error) or f"{type(error).__name__}: {error}"
 
 
 def _serve(server: socket.socket, finished: socket.socket, outcome: list[bytes], others: int) -> None:

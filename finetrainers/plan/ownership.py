@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from finetrainers.config.root import TrainConfig, fields, sections
 from finetrainers.config.values import split_part
@@ -25,6 +26,8 @@ else:
     import tomli as tomllib
 
 CONFIG = "config.toml"
+#: Options that name weights of the model.
+MODEL_OPTIONS = [name for name, option in fields().items() if option.place == "model"]
 #: Entries that a command leaves in a directory before its run has records. A run replaces none of them.
 _BEFORE_RECORDS = frozenset(
     ("train.log", "traceback.txt", "hangs", "failures", "control", "precomputed", "stage.toml", "lost+found")
@@ -45,32 +48,23 @@ _MAX_NAMES = 6
 
 def is_run(directory: Path) -> bool:
     """Return whether a directory is that of a run of any version, even if only a part of it was copied."""
+    packages = _read_json(directory / "env.json").get("packages")
     return (
         read_identity(directory) is not None
         or _has_checkpoint(directory)
-        or _has_environment(directory / "env.json")
+        or (isinstance(packages, dict) and "finetrainers" in packages)
         or _has_events(directory / "events.jsonl")
     )
 
 
 def _has_checkpoint(directory: Path) -> bool:
-    root = checkpoints_dir(directory)
-    try:
-        checkpoints = [path for path in root.iterdir() if step_of(path) is not None]
-    except OSError:
-        return False
-    for path in checkpoints:
-        try:
-            read_manifest(path)
-        except (OSError, ValueError):
-            continue
-        return True
+    with suppress(OSError):
+        for path in checkpoints_dir(directory).iterdir():
+            with suppress(OSError, ValueError):
+                if step_of(path) is not None:
+                    read_manifest(path)
+                    return True
     return False
-
-
-def _has_environment(path: Path) -> bool:
-    packages = _read_json(path).get("packages")
-    return isinstance(packages, dict) and "finetrainers" in packages
 
 
 def _has_events(path: Path) -> bool:
@@ -81,11 +75,11 @@ def _has_events(path: Path) -> bool:
     return any(record.get("event") == "start" and "step" in record for record in records[:1])
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file; empty if there is none."""
+def _read_json(path: Path, load: Callable[[BinaryIO], Any] = json.load) -> Mapping[str, Any]:
+    """Return the JSON object in a file, or the content that `load` reads; empty if there is none."""
     try:
         with open_regular(path) as file:
-            content = json.load(file)
+            content = load(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -93,11 +87,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _is_resolved_config(path: Path) -> bool:
     """Return whether a run wrote a configuration: it names most options. People copy it to start another run."""
-    try:
-        with open_regular(path) as file:
-            document = tomllib.load(file)
-    except (OSError, ValueError, RecursionError):
-        return False
+    document = _read_json(path, tomllib.load)
     tables = [table for name, table in document.items() if name in sections() and isinstance(table, dict)]
     return sum(map(len, tables)) > len(fields()) // 3
 
@@ -125,16 +115,14 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
                 "empty directory"
             )
             return
-    for name in config.run.export_formats:
-        if (
-            problem := export_problem(root / "export" / name, trained=trained, identity=read_identity(root))
-        ) is not None:
-            yield problem
+    identity = read_identity(root)
+    exports = [export_problem(root / "export" / name, trained=trained, identity=identity)
+               for name in config.run.export_formats]  # fmt: skip
+    yield from filter(None, exports)
     if option := _find_weights_option(config, root / result, trained):
-        yield (f"the result would overwrite {root / result}, the weights that --{option} names; give another directory")
-    for parent in root.absolute().parents:
-        if is_run(parent) and (problem := inside_problem(config, parent, trained=trained)) is not None:
-            yield problem
+        yield f"the result would overwrite {root / result}, the weights that --{option} names; give another directory"
+    runs = filter(is_run, root.absolute().parents)
+    yield from filter(None, (inside_problem(config, parent, trained=trained) for parent in runs))
 
 
 def inside_problem(config: TrainConfig, other: Path, *, trained: str) -> str | None:
@@ -175,25 +163,25 @@ def _foreign_entries(root: Path, written: Collection[str], *, used: Collection[s
 
 def _used_entries(config: TrainConfig, root: Path) -> set[str]:
     """Return the entries of a directory that options name, or that contain something that options name."""
-    base, entries = Path(os.path.realpath(root)), set()
-    for text in _strings(config.plain()):
-        for part in text.split(config.validation.validation_separator):
-            path = Path(os.path.realpath(part)) if "\0" not in part else base
-            if base in path.parents:
-                entries.add(path.relative_to(base).parts[0])
-    return entries
+    base, separator = Path(os.path.realpath(root)), config.validation.validation_separator
+    parts = [part for text in _strings(config.plain()) for part in text.split(separator) if "\0" not in part]
+    paths = [Path(os.path.realpath(part)) for part in parts]
+    return {path.relative_to(base).parts[0] for path in paths if base in path.parents}
 
 
 def _strings(value: Any) -> Iterator[str]:
     """Yield every string and path in a configuration."""
     if isinstance(value, str | Path):
         yield str(value)
-    elif isinstance(value, Mapping):
-        for inner in value.values():
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _strings(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _strings(inner)
+
+
+def model_sources(config: TrainConfig) -> list[tuple[str, str | None]]:
+    """Return the options that name weights of the model, each with its directory, file or Hub id."""
+    parts = [("part", split_part(text)[1]) for text in config.model.part]
+    return [*((name, config.get(name)) for name in MODEL_OPTIONS if name != "part"), *parts]
 
 
 def _find_weights_option(config: TrainConfig, result: Path, trained: str) -> str | None:
@@ -201,15 +189,12 @@ def _find_weights_option(config: TrainConfig, result: Path, trained: str) -> str
     if not result.exists():
         return None
     result = result.resolve()
-    sources = {name: [config.get(name)] for name, option in fields().items() if option.place == "model"}
     # A run that is continued writes over its own result, which a repeated command may name.
     initial = None if config.training.resume_from_checkpoint else config.training.init_from
-    sources |= {"part": [split_part(text)[1] for text in config.model.part], "init_from": [initial]}
-    for option, values in sources.items():
-        for value in values:
-            path = Path(os.path.realpath(value)) if value else None
-            if path is not None and result in (path, *path.parents, path / trained, path / LORA_FILE):
-                return option
+    for option, value in [*model_sources(config), ("init_from", initial)]:
+        path = Path(os.path.realpath(value)) if value else None
+        if path is not None and result in (path, *path.parents, path / trained, path / LORA_FILE):
+            return option
     return None
 
 
@@ -263,7 +248,11 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
         return f"{folder} holds an export of another run, which would be lost; remove it, or give another --output_dir"
     names = [path.name for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     files = record.get("files")
-    exported = set(map(str, files)) if isinstance(files, list) else _find_legacy_files(names, trained)
+    if not isinstance(files, list):  # of an earlier version, which wrote one file of weights under any name
+        weights = [name for name in names if name.endswith(".safetensors")]
+        files = [LORA_FILE, "adapter_model.safetensors", "adapter_config.json", trained]
+        files += weights if len(weights) == 1 else []
+    exported = set(map(str, files))
     others = [name for name in names if name not in exported]
     if others:
         return (
@@ -271,13 +260,6 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
             "--output_dir"
         )
     return None
-
-
-def _find_legacy_files(names: list[str], trained: str) -> set[str]:
-    """Return the files of a format by name, as earlier versions wrote them: one file of weights has any name."""
-    fixed_names = {LORA_FILE, "adapter_model.safetensors", "adapter_config.json", trained}
-    weights = [name for name in names if name.endswith(".safetensors")]
-    return fixed_names | (set(weights) if len(weights) == 1 else set())
 
 
 def samples_problem(folder: Path) -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.checks.kernels import kernel_problems
@@ -18,9 +19,8 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_eval_prompts, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.config.sections import AUTO
+from finetrainers.config.sections import AUTO, ValidationSection
 from finetrainers.config.target import TargetDevice, target_device
-from finetrainers.config.values import split_part
 from finetrainers.data.buckets.frames import num_available, playback_fps, sampling_fps
 from finetrainers.data.inspect.probe import probe
 from finetrainers.data.reading.items import DataError
@@ -44,10 +44,12 @@ from finetrainers.utils.versions import version_problem
 
 from .chosen import choose_recommended, choose_steps, take_from_run
 from .initial_weights import InitialWeights
-from .ownership import output_dir_problems
+from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
-_MODEL_OPTIONS = [name for name, option in fields().items() if option.place == "model"]
+if TYPE_CHECKING:
+    from finetrainers.models.spec import ModelSpec
+
 #: Folders that a run creates if they do not exist.
 _FOLDERS = [name for name, option in fields().items() if option.place == "folder"]
 
@@ -73,6 +75,11 @@ class ResolvedRun:
     def family(self) -> Family:
         """The model's family."""
         return get_family(self.config.model.model_name)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's spec, which needs torch."""
+        return self.family.load(self.config.model)
 
     @property
     def sampled(self) -> list[ValidationPrompt]:
@@ -122,40 +129,43 @@ def preflight(
     """
     _check_environment()
     config, family = resolve_family(config)
-    config = _with_targets(config, family.facts)
+    if config.training.training_type == "lora" and not config.changed("target_modules"):
+        config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
     method = _find_method(config, findings)
     if weights and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
     earlier = scan_checkpoints(config.run.output_dir)
     config, checkpoint, initial = _find_weights(config, findings, damaged or {})
-    config = _with_base(config, initial)
+    if initial is not None and initial.kind == "full":
+        config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     if method is not None and checkpoint is None:
         config = choose_recommended(config, facts, initial)
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
-    _check_options(config, facts, prompts, scored, findings)
+    rules = option_findings(config, facts, prompts, scored, device=target_device(config))
+    findings.errors += rules.errors
+    findings.warnings += rules.warnings
+    _check_result(config, facts, findings)
     config = _with_media(config, facts)
     if not preparing:
         check_tracker(config, findings)
-        if earlier:  # including damaged ones
-            _check_earlier(config, findings)
+        if earlier and config.training.resume_from_checkpoint is None:  # including damaged ones
+            message = (
+                f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
+                "--resume_from_checkpoint latest, or give another directory"
+            )
+            findings.error("output_dir", message, "occupied")
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, findings)
     if plan is not None:
         config = choose_steps(config, facts, plan) if checkpoint is None else config
-        config = _with_frame_rate(config, sampling_fps(plan.rates, facts.geometry.fps), facts)
-        check_prompt_videos(config, facts, prompts, plan.size, findings)
-        check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
-        sizes = _list_sizes(plan, [*prompts, *scored])
-        check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
-        if method is not None and facts.first_frame != "unknown":
-            plan_problems = method.plan_problems(plan, config, facts)
-            findings.errors += [problem for problem in plan_problems if problem not in findings.errors]
+        config = _check_work(config, facts, plan, prompts, scored, findings)
     if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
-        with _recording_errors(findings, "--resume_from_checkpoint"):
-            start = _make_start(config, plan, checkpoint, initial)
+        begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
+        with collecting_problems(findings.errors, "--resume_from_checkpoint"):
+            start = begin(config, plan, initial=initial, data_size=config.parallel.data_size(launched_processes()))
     if findings.errors or plan is None or start is None:
         raise ConfigError(findings.errors)
     warnings = [*findings.warnings, *plan.warnings, *start.warnings]
@@ -172,8 +182,10 @@ def plan_work_once(checked: ResolvedRun) -> Planner:
     """Return a planner that returns the work of an earlier preflight, and plans anew only if its options may differ."""
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
-        changed = [name for name in fields() if config.get(name) != checked.config.get(name)]
-        is_same = all(name in _BESIDES_WORK or fields()[name].section in _BESIDES_WORK for name in changed)
+        is_same = all(
+            config.get(name) == checked.config.get(name) or not _BESIDES_WORK.isdisjoint((name, option.section))
+            for name, option in fields().items()
+        )
         if is_same and geometry == checked.geometry and not sizes_are_wrong:
             return checked.plan
         return plan_work(config, geometry, sizes_are_wrong=sizes_are_wrong)
@@ -190,12 +202,12 @@ def _find_facts(
 ) -> tuple[Facts, bool]:
     """Return the model's facts, else those of published checkpoints, and whether its files have no problems."""
     check_paths(config, findings)
-    has_path_problem = _has_problem(findings, _MODEL_OPTIONS)
+    has_path_problem = _has_problem(findings, MODEL_OPTIONS)
     device = target_device(config).type
     problems = [] if has_path_problem else family.problems(config.model, weights=weights, device_type=device)
     findings.errors += attribute_to_option(problems, initial)
     readable = not has_path_problem and not problems
-    return family.facts_of(config.model) if readable else family.facts, not problems
+    return family.facts_of(config.model) if readable else family.facts, readable
 
 
 def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
@@ -205,7 +217,7 @@ def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
         if (problem := spec_problem(name)) is not None:
             raise ConfigError([Problem("--method", problem)])
         return method_spec(config)
-    findings.error("method", f"unknown method {name!r}{nearest(name, method_names())}")
+    findings.error("method", f"unknown method {name!r}{nearest(name, method_names())}", "unknown")
     return None
 
 
@@ -215,15 +227,34 @@ def _find_work(
     """Return the work of the run, or None and errors among the findings if it cannot be determined."""
     backend = backend_problem(config.data.video_backend)
     if backend is not None:  # it would fail for every clip
-        findings.error("video_backend", backend)
+        findings.error("video_backend", backend, "not_installed")
         return None
-    try:
+    with collecting_problems(findings.errors, "data", DataError):
         return planner(config, facts.geometry, sizes_are_wrong=_has_problem(findings, method.size_options))
-    except DataError as error:
-        findings.errors.append(Problem("data", str(error)))
-    except ConfigError as error:
-        findings.errors += error.problems
     return None
+
+
+def _check_work(
+    config: TrainConfig,
+    facts: Facts,
+    plan: TrainingSet,
+    prompts: list[ValidationPrompt],
+    scored: list[ValidationPrompt],
+    findings: Findings,
+) -> TrainConfig:
+    """Check the options against the planned work; return them with the frame rate of samples."""
+    rate = sampling_fps(plan.rates, facts.geometry.fps)
+    if config.validation.validation_frame_rate is None and rate != facts.geometry.fps:
+        # So `config.toml` has it, and later samples from the run or from a checkpoint have the same rate.
+        config = with_options(config, "validation", validation_frame_rate=rate)
+    check_prompt_videos(config, facts, prompts, plan.size, findings)
+    check_prompt_videos(config, facts, scored, plan.size, findings, option="eval_prompts")
+    sizes = _list_sizes(plan, [*prompts, *scored])
+    check_shared_sizes(config, facts, sizes, findings, processes=launched_processes())
+    if facts.first_frame != "unknown":
+        plan_problems = method_spec(config).plan_problems(plan, config, facts)
+        findings.errors += [problem for problem in plan_problems if problem not in findings.errors]
+    return config
 
 
 def _check_environment() -> None:
@@ -233,8 +264,8 @@ def _check_environment() -> None:
         ConfigError: with the reasons.
     """
     version_error = version_problem()
-    problems = [] if version_error is None else [Problem("", version_error)]
-    problems += [Problem(name, message) for name, message in launch_problems(joining=False)]
+    problems = [] if version_error is None else [Problem("", version_error, "not_installed")]
+    problems += [Problem(*problem) for problem in launch_problems(joining=False)]
     if problems:
         raise ConfigError(problems)
 
@@ -249,10 +280,12 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         config = config.model_copy(update={"model": with_family(config.model)})
         return config, get_family(config.model.model_name)
     except KeyError as error:
-        path_findings = Findings()
-        if config.model.model_name == AUTO:
-            check_paths(config, path_findings)
-        raise ConfigError(path_findings.errors or [Problem("--model_name", str(error.args[0]))]) from None
+        findings, is_named = Findings(), config.model.model_name != AUTO
+        if not is_named:
+            check_paths(config, findings)
+        if not findings.errors:
+            findings.error("model_name", str(error.args[0]), "unknown" if is_named else "required")
+        raise ConfigError(findings.errors) from None
 
 
 def _find_weights(
@@ -263,12 +296,12 @@ def _find_weights(
     No single one of several processes reads all of a checkpoint: they do so together (`restore.verified`).
     """
     checkpoint, initial = None, None
-    with _recording_errors(findings, "--resume_from_checkpoint"):
+    with collecting_problems(findings.errors, "--resume_from_checkpoint"):
         requested, is_single = config.training.resume_from_checkpoint, launched_processes() == 1
         checkpoint = find_checkpoint(requested, config.run.output_dir, contents=is_single, known_damage=damaged)
         config = config if checkpoint is None else take_from_run(config, checkpoint)
     if not findings.errors:
-        with _recording_errors(findings, "--init_from"):
+        with collecting_problems(findings.errors, "--init_from"):
             initial = initial_weights(config, checkpoint)
     return config, checkpoint, initial
 
@@ -276,86 +309,63 @@ def _find_weights(
 def _check_output_dir(config: TrainConfig, family: Family, findings: Findings) -> None:
     """Refuse to overwrite files that are not the run's."""
     try:
-        problems = list(output_dir_problems(config, trained=family.facts.trained))
+        messages = list(output_dir_problems(config, trained=family.facts.trained))
     except OSError as error:
-        problems = [f"{config.run.output_dir} cannot be read: {error.strerror}"]
-    for problem in problems:
-        findings.error("output_dir", problem)
-
-
-def _check_earlier(config: TrainConfig, findings: Findings) -> None:
-    """Refuse to overwrite checkpoints of an earlier run, which are to be continued."""
-    if config.training.resume_from_checkpoint is None:
-        findings.error(
-            "output_dir",
-            f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
-            "--resume_from_checkpoint latest, or give another directory",
-        )
-
-
-def _make_start(
-    config: TrainConfig, plan: TrainingSet, checkpoint: Path | None, initial: InitialWeights | None
-) -> Start:
-    """Return the run's start: step 0, or a checkpoint."""
-    size = config.parallel.data_size(launched_processes())
-    if checkpoint is None:
-        return new_run(config, plan, initial=initial, data_size=size)
-    return resume_run(config, plan, checkpoint, initial=initial, data_size=size)
+        findings.error("output_dir", f"{config.run.output_dir} cannot be read: {error.strerror}", "unreadable")
+        return
+    for message in messages:
+        findings.error("output_dir", message, "occupied")
 
 
 def _read_scored(config: TrainConfig, method: MethodSpec | None, findings: Findings) -> list[ValidationPrompt]:
     """Return the prompts of `eval_prompts`, unless the method reads and samples them itself."""
     if method is None or method.samples or not config.validation.eval_reward:
         return []
-    try:
-        prompts = parse_eval_prompts(config.validation)
-    except ConfigError as error:
-        findings.errors += error.problems
-        return []
+    return read_prompts(config, findings, parse_eval_prompts, "--eval_prompts")
+
+
+def read_prompts(
+    config: TrainConfig,
+    findings: Findings,
+    parse: Callable[[ValidationSection], list[ValidationPrompt]] = parse_validation_prompts,
+    option: str = "",
+) -> list[ValidationPrompt]:
+    """Return the validation prompts, or those that `parse` reads, whose images and videos must be readable.
+
+    Each medium has its own option, unless all are given by `option`.
+    """
+    prompts: list[ValidationPrompt] = []
+    with collecting_problems(findings.errors):
+        prompts = parse(config.validation)
     start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
-    for problem in [problem for prompt in prompts for problem in _media_problems(prompt).values()]:
-        findings.error("eval_prompts", problem)
+    problems = [problem for prompt in prompts for problem in _media_problems(prompt)]
+    findings.errors += [replace(problem, where=option or problem.where) for problem in problems]
     return prompts
 
 
-def read_prompts(config: TrainConfig, findings: Findings) -> list[ValidationPrompt]:
-    """Return the validation prompts, whose images and videos must be readable."""
-    try:
-        prompts = parse_validation_prompts(config.validation)
-    except ConfigError as error:
-        findings.errors += error.problems
-        return []
-    start_fetching(image for prompt in prompts for image in (prompt.image, prompt.last_image))
-    for prompt in prompts:
-        for option, problem in _media_problems(prompt).items():
-            findings.error(option, problem)
-    return prompts
-
-
-def _media_problems(prompt: ValidationPrompt) -> dict[str, str]:
-    """Return the problems of reading a prompt's images and videos, by option. Images may be URLs, which are fetched."""
+def _media_problems(prompt: ValidationPrompt) -> list[Problem]:
+    """Return the problems of reading a prompt's images and videos. Images may be URLs, which are fetched."""
     prefix = str(prompt.prefix[0]) if prompt.prefix else None
-    images = {"image": prompt.image, "last_image": prompt.last_image}
-    videos = {"video": prompt.video, "video_prefix": prefix}
-    problems = {}
-    for medium, image in images.items():
-        if image:
-            try:
-                if not is_url(image) and not Path(image).is_file():
-                    raise InvalidSampleError(f"no such file: {image}")
-                with decoding(image), open_image(image) as loaded_image:
-                    loaded_image.load()  # all of it: a truncated image has a complete header
-            except InvalidSampleError as error:
-                problems[MEDIA_OPTIONS[medium]] = str(error)
-    for medium, video in videos.items():
-        if video and not Path(video).is_file():
-            problems[MEDIA_OPTIONS[medium]] = f"no such file: {video}; give a local video"
-        elif video:
-            try:
-                probe(Path(video))
-            except InvalidSampleError as error:
-                problems[MEDIA_OPTIONS[medium]] = f"{video}: {error}"
-    return problems
+    media = {"image": prompt.image, "last_image": prompt.last_image, "video": prompt.video, "video_prefix": prefix}
+    findings = Findings()
+    for medium, place in media.items():
+        if not place:
+            continue
+        option, is_video = MEDIA_OPTIONS[medium], medium.startswith("video")
+        if (is_video or not is_url(place)) and not Path(place).is_file():
+            findings.error(option, f"no such file: {place}{'; give a local video' if is_video else ''}", "not_found")
+            continue
+        try:
+            if is_video:
+                probe(Path(place))
+                continue
+            with decoding(place), open_image(place) as loaded_image:
+                loaded_image.load()  # all of it: a truncated image has a complete header
+        except InvalidSampleError as error:
+            is_lost = is_url(place) and not error.lasting
+            message = f"{place}: {error}" if is_video else str(error)
+            findings.error(option, message, "unavailable" if is_lost else "unreadable")
+    return findings.errors
 
 
 def option_findings(
@@ -380,59 +390,70 @@ def option_findings(
     method = method_spec(config) if config.training.method in method_names() else None
     unread = {} if method is None else method.unread
     findings = check_config(config, facts=facts, prompts=prompts, scored=scored, unread=unread)
-    errors, warnings = optimizer_problems(
-        config, device_type=device.type, num_processes=launched_processes(), updates_parts=updates_parts
-    )
-    kernels = kernel_problems(
-        config, device_type=device.type, dtype_bytes=computed_bytes(config), capability=device.capability
-    )
-    findings.errors += [*([] if method is None else method.problems(config)), *errors, *kernels.errors]
-    findings.errors += quantization_problems(config, device_type=device.type)
+    if method is not None:
+        world_size = config.parallel.data_size(launched_processes())
+        findings.add(method.option_rules(config, facts, world_size=world_size))
+    rules = device_findings(config, device, num_processes=launched_processes(), updates_parts=updates_parts)
+    findings.errors += [*([] if method is None else method.problems(config)), *rules.errors]
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
             "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add "
             "up; use --gradient_accumulation_steps 1, or leave it out"
         )
-        findings.errors.append(Problem("--optimizer_in_backward", message))
-    findings.warnings += [*warnings, *kernels.warnings]
+        findings.error("optimizer_in_backward", message, "conflict")
+    findings.warnings += rules.warnings
     if device.is_elsewhere:
         findings.allow_local()
     return findings
 
 
-def _check_options(
-    config: TrainConfig,
-    facts: Facts,
-    prompts: list[ValidationPrompt],
-    scored: list[ValidationPrompt],
-    findings: Findings,
-) -> None:
-    """Check the options on this device and launcher, formats that the result cannot have, and requested faults."""
-    rules = option_findings(config, facts, prompts, scored, device=target_device(config))
-    findings.errors += rules.errors
-    findings.warnings += rules.warnings
+def device_findings(
+    config: TrainConfig, device: TargetDevice, *, num_processes: int, updates_parts: bool = False
+) -> Findings:
+    """Return errors and warnings of the options that a device or a number of processes may not support."""
+    errors, warnings = optimizer_problems(
+        config, device_type=device.type, num_processes=num_processes, updates_parts=updates_parts
+    )
+    dtype_bytes = computed_bytes(config)
+    kernels = kernel_problems(config, device_type=device.type, dtype_bytes=dtype_bytes, capability=device.capability)
+    quantization = quantization_problems(config, device_type=device.type)
+    return Findings([*errors, *kernels.errors, *quantization], [*warnings, *kernels.warnings])
+
+
+def _check_result(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+    """Check formats that the result cannot have, and requested faults."""
     is_lora, is_dora = config.training.training_type == "lora", config.training.use_dora
     for export_format in config.run.export_formats:
         problem = format_problem(
             config.model.model_name, export_format, is_lora=is_lora, is_dora=is_dora, misread=facts.misread
         )
-        findings.errors += [] if problem is None else [Problem("--export_formats", problem)]
+        if problem is not None:
+            findings.error("export_formats", problem, "unsupported")
     findings.warnings += filter(None, [restart_warning()])
     requested = os.environ.get(faults.ENVIRONMENT, "")
-    with _recording_errors(findings, faults.ENVIRONMENT):
+    with collecting_problems(findings.errors, faults.ENVIRONMENT):
         if faults.parse_faults(requested):  # so that the variable is not forgotten
             findings.warnings.append(f"{faults.ENVIRONMENT}={requested} will disturb this run on purpose")
-    with _recording_errors(findings, faults.PATIENCE):
+    with collecting_problems(findings.errors, faults.PATIENCE):
         faults.min_hang_seconds()
 
 
 @contextmanager
-def _recording_errors(findings: Findings, where: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Turn an error of this kind within the block into a problem of an option."""
+def collecting_problems(
+    problems: list[Problem], where: str | None = None, kind: type[Exception] = ValueError
+) -> Iterator[None]:
+    """Add the problems of a configuration error within the block to a list.
+
+    With `where`, another error of this kind is added as a problem of that option.
+    """
     try:
         yield
+    except ConfigError as error:
+        problems += error.problems
     except kind as error:
-        findings.errors.append(Problem(where, str(error)))
+        if where is None:
+            raise
+        problems.append(Problem.from_error(where, error))
 
 
 def _has_problem(findings: Findings, options: Collection[str]) -> bool:
@@ -442,26 +463,12 @@ def _has_problem(findings: Findings, options: Collection[str]) -> bool:
 
 def for_preparing(config: TrainConfig) -> TrainConfig:
     """Return the configuration for preparing a training run: the same data, and no run to continue."""
-    config = _with(config, "training", resume_from_checkpoint=None, init_from=None, reset=[])
+    config = with_options(config, "training", resume_from_checkpoint=None, init_from=None, reset=[])
     if config.training.method not in method_names():  # its problem is reported with the others
         return config
     method = method_spec(config)
     config = method.for_preparing(config)
-    return config if method.caches_texts(config) else _with(config, "data", precompute_conditions=True)
-
-
-def _with_targets(config: TrainConfig, facts: Facts) -> TrainConfig:
-    """Return a configuration whose LoRA adapts the family's default modules, unless others are named."""
-    if config.training.training_type != "lora" or config.changed("target_modules"):
-        return config
-    return _with(config, "training", target_modules=list(facts.lora_targets))
-
-
-def _with_base(config: TrainConfig, initial: InitialWeights | None) -> TrainConfig:
-    """Return a configuration whose transformer is the one that a run starts from, if that is complete."""
-    if initial is None or initial.kind != "full":
-        return config
-    return _with(config, "model", transformer_id=str(initial.path))
+    return config if method.caches_texts(config) else with_options(config, "data", precompute_conditions=True)
 
 
 def _with_media(config: TrainConfig, facts: Facts) -> TrainConfig:
@@ -469,10 +476,11 @@ def _with_media(config: TrainConfig, facts: Facts) -> TrainConfig:
     if facts.first_frame == "unknown":
         return config
     columns = dict(config.data.extra_columns)
-    return _with(config, "data", extra_columns=[(name, columns.get(name, name)) for name in facts.media])
+    return with_options(config, "data", extra_columns=[(name, columns.get(name, name)) for name in facts.media])
 
 
-def _with(config: TrainConfig, table: str, **options: Any) -> TrainConfig:
+def with_options(config: TrainConfig, table: str, **options: Any) -> TrainConfig:
+    """Return a copy of the configuration with these options of a table."""
     return config.model_copy(update={table: getattr(config, table).model_copy(update=options)})
 
 
@@ -480,18 +488,7 @@ def attribute_to_option(problems: list[Problem], initial: InitialWeights | None)
     """Return a model's problems under the user's option: a transformer may have come from `--init_from`."""
     if initial is None or initial.kind != "full":
         return problems
-    return [Problem("--init_from", p.message) if p.where == "--transformer_id" else p for p in problems]
-
-
-def _with_frame_rate(config: TrainConfig, rate: float, facts: Facts) -> TrainConfig:
-    """Return the configuration with the frame rate of samples, if none is set and it is not the model's.
-
-    So `config.toml` has it, and later samples from the run or from a checkpoint have the same rate.
-    """
-    if config.validation.validation_frame_rate is not None or rate == facts.geometry.fps:
-        return config
-    section = config.validation.model_copy(update={"validation_frame_rate": rate})
-    return config.model_copy(update={"validation": section})
+    return [replace(p, where="--init_from") if p.where == "--transformer_id" else p for p in problems]
 
 
 def check_prompt_videos(
@@ -517,19 +514,20 @@ def check_prompt_videos(
             and (video_frames := _count_frames(Path(prompt.video), rate))
             and video_frames[0] < needed
         ):
-            has = f"{prompt.video} gives {video_frames[1]}"
-            findings.error(option or "validation_videos", f"{has}, and {needed} are sampled; give a longer one")
+            message = f"{prompt.video} gives {video_frames[1]}, and {needed} are sampled; give a longer one"
+            findings.error(option or "validation_videos", message, "mismatch")
         if facts.any_frame and prompt.prefix and (video_frames := _count_frames(prompt.prefix[0], rate)):
             path, frames = prompt.prefix
             if problem := facts.geometry.prefix_problem(
                 frames, video_frames[0], needed, ending=prompt.last_image is not None
             ):
-                findings.error(option or "validation_video_prefixes", f"{path} gives {video_frames[1]}{problem}")
+                message = f"{path} gives {video_frames[1]}{problem}"
+                findings.error(option or "validation_video_prefixes", message, "mismatch")
         num_given = sum(1 for image in (prompt.image or prompt.video, prompt.last_image) if image)
         if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= num_given:
             given_frames = "the first and the last frame are" if num_given > 1 else "the last frame is"
             message = f"{given_frames} all that a sample of {needed} frames has; sample more"
-            findings.error(option or "validation_last_images", message)
+            findings.error(option or "validation_last_images", message, "conflict")
 
 
 def _count_frames(path: Path, rate: float) -> tuple[int, str] | None:
@@ -537,11 +535,11 @@ def _count_frames(path: Path, rate: float) -> tuple[int, str] | None:
 
     Its read error has been reported already.
     """
-    try:
-        video = probe(path) if path.is_file() else None
-    except InvalidSampleError:
+    if not path.is_file():
         return None
-    if video is None:
+    try:
+        video = probe(path)
+    except InvalidSampleError:
         return None
     fps = playback_fps(video.fps, rate)
     available = num_available(video.frames, source_fps=video.fps, fps=fps)
@@ -560,18 +558,19 @@ def check_tracker(config: TrainConfig, findings: Findings) -> None:
             missing.append(tracker)
     if missing:
         is_are = "is" if len(missing) == 1 else "are"
-        findings.error("report_to", f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}")
+        message = f"{' and '.join(missing)} {is_are} not installed: pip install {' '.join(missing)}"
+        findings.error("report_to", message, "not_installed")
 
 
 def check_paths(config: TrainConfig, findings: Findings) -> None:
     """Report paths that cannot be right. A model that looks like a path must exist; other names are Hub ids."""
-    sources = [(option, config.get(option)) for option in _MODEL_OPTIONS if option != "part"]
-    for option, value in [*sources, *(("part", split_part(text)[1]) for text in config.model.part)]:
+    for option, value in model_sources(config):
         if value and value.startswith(SCHEME):
-            with _recording_errors(findings, f"--{option}"):
+            with collecting_problems(findings.errors, f"--{option}"):
                 model_path(value)
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
-            findings.error(option, f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}")
+            message = f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}"
+            findings.error(option, message, "not_found")
     for option in _FOLDERS:
         folder = config.get(option)
         if folder is not None and (problem := folder_problem(folder)) is not None:

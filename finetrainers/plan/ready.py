@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from finetrainers.models.files.hub import ask
 
 from .check_upload import check_upload
 from .once_per_node import once_per_node
-from .preflight import ResolvedRun, attribute_to_option, plan_work_once, preflight
+from .preflight import ResolvedRun, attribute_to_option, collecting_problems, plan_work_once, preflight
 from .start_report import print_start, print_warnings
 
 
@@ -38,23 +37,17 @@ def get_ready(
     Raises:
         ConfigError: all problems at once; or the model is neither on this disk nor available from the Hub.
     """
-    return once_per_node(
-        lambda: _get_ready(config, preparing=preparing, damaged=damaged, earlier=earlier),
-        (config, preparing, damaged),
-        timeout_s=config.run.idle_timeout,
-    )
 
+    def make() -> ResolvedRun:
+        checked = preflight_by_model(config, preparing=preparing, damaged=damaged, earlier=earlier)
+        if not preparing:
+            check_upload(checked.config)
+            checked = check_rewards(checked)
+        if not config.run.dry_run:
+            print_start(checked)
+        return checked
 
-def _get_ready(
-    config: TrainConfig, *, preparing: bool, damaged: Mapping[Path, str] | None, earlier: ResolvedRun | None
-) -> ResolvedRun:
-    checked = preflight_by_model(config, preparing=preparing, damaged=damaged, earlier=earlier)
-    if not preparing:
-        check_upload(checked.config)
-        checked = check_rewards(checked)
-    if not config.run.dry_run:
-        print_start(checked)
-    return checked
+    return once_per_node(make, (config, preparing, damaged), timeout_s=config.run.idle_timeout)
 
 
 def preflight_by_model(
@@ -71,21 +64,33 @@ def preflight_by_model(
     planner = plan_work if earlier is None else plan_work_once(earlier)
     checked = preflight(config, preparing=preparing, damaged=damaged, planner=planner)
     fetched = checked.family.fetch_configs(checked.config.model)
+    absence = f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}"
     if fetched.new:
         checked = preflight(config, preparing=preparing, damaged=damaged, planner=plan_work_once(checked))
     elif fetched.missing and not config.run.dry_run:
-        names = ", ".join(fetched.missing)
-        message = (
-            f"{names} is not on this disk, and {fetched.away}, so the name cannot be checked either; "
-            f"{fetched.way_out}, or give a directory"
-        )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or give a directory"
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
     elif fetched.missing:
-        checked = replace(checked, unseen=f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}")
+        checked = replace(checked, unseen=absence)
     elif fetched.away is not None and not fetched.is_offline_by_choice:
         warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it is on this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
     return checked
+
+
+def missing_rewards(checked: ResolvedRun) -> dict[str, str]:
+    """Return the option of each repository of reward weights that a run would download."""
+    entries = method_spec(checked.config).rewards(checked.config)
+    if not entries:
+        return {}
+    from finetrainers.rewards.registry import missing_repositories
+
+    held_out = checked.config.validation.eval_reward
+    return {
+        repo: "eval_reward" if entry in held_out else "reward"
+        for entry in entries
+        for repo in missing_repositories(entry)
+    }
 
 
 def check_rewards(checked: ResolvedRun) -> ResolvedRun:
@@ -94,21 +99,16 @@ def check_rewards(checked: ResolvedRun) -> ResolvedRun:
     Raises:
         ConfigError: weights are neither on this disk nor available from the Hub.
     """
-    entries = method_spec(checked.config).rewards(checked.config)
-    if not entries:
-        return checked
-    from finetrainers.rewards.registry import missing_repositories, unavailable_weights_problem
-
-    held_out = checked.config.validation.eval_reward
-    options = {
-        repo: "eval_reward" if entry in held_out else "reward"
-        for entry in entries
-        for repo in missing_repositories(entry)
-    }
-    outage = ask(list(options))
+    options = missing_rewards(checked)
+    outage = ask(list(options)) if options else None
     if outage is None:
         return checked
-    problems = [Problem(f"--{option}", unavailable_weights_problem(repo, outage)) for repo, option in options.items()]
+    from finetrainers.rewards.registry import unavailable_weights_problem
+
+    problems = [
+        Problem(f"--{option}", unavailable_weights_problem(repo, outage), "unavailable")
+        for repo, option in options.items()
+    ]
     if not target_device(checked.config).is_elsewhere:
         raise ConfigError(problems)
     warnings = [f"{problem} (on the machine that trains)" for problem in problems]
@@ -121,21 +121,25 @@ def examine_weights(checked: ResolvedRun) -> ResolvedRun:
     Raises:
         ConfigError: tensors are missing or have other shapes; or the LoRA to start from is of another model.
     """
-    warnings = once_per_node(
-        lambda: _weight_warnings(checked), checked.config, timeout_s=checked.config.run.idle_timeout
-    )
+
+    def examine() -> list[str]:
+        initial = checked.start.initial
+        problems, warnings = checked.spec.examine()
+        if problems:
+            raise ConfigError(attribute_to_option(problems, initial))
+        check_classes(checked)
+        if checked.unseen is None:
+            check_network(checked)
+            if checked.start.checkpoint is None and initial is not None and initial.kind == "lora":
+                from .trainable import check_initial_lora
+
+                check_initial_lora(initial, checked.spec, checked.config.training)
+        return warnings
+
+    warnings = once_per_node(examine, checked.config, timeout_s=checked.config.run.idle_timeout)
     if not checked.config.run.dry_run:  # a dry run prints all its warnings together
         print_warnings(warnings)
     return replace(checked, warnings=[*checked.warnings, *warnings])
-
-
-@contextmanager
-def collecting_problems(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a configuration error within the block to a list."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems
 
 
 def check_classes(checked: ResolvedRun) -> None:
@@ -150,14 +154,14 @@ def check_classes(checked: ResolvedRun) -> None:
     problem = method_class_problem(config)
     problems = [] if problem is None else [Problem("--method", problem)]
     if (problem := optimizer_class_problem(config.optimizer)) is not None:
-        problems.append(Problem("--optimizer", problem))
+        problems.append(Problem("--optimizer", problem, "not_installed"))
     for option in ("reward", "eval_reward"):
         entries = [entry for entry in config.get(option) if entry.reward.startswith(("http://", "https://"))]
         if entries:
             from finetrainers.rewards.registry import server_problem
 
-            server_problems = [server_problem(entry) for entry in entries]
-            problems += [Problem(f"--{option}", message) for message in server_problems if message is not None]
+            errors = [server_problem(entry) for entry in entries]
+            problems += [Problem.from_error(f"--{option}", error) for error in errors if error is not None]
     if problems:
         raise ConfigError(problems)
 
@@ -177,55 +181,22 @@ def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:
 
     from .block_swap import check_number_of_blocks
 
-    config, spec = checked.config, checked.family.load(checked.config.model)
-
-    def check_scheduler() -> None:
-        try:
-            scheduler = spec.load_scheduler()
-            spec.process(scheduler)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError([Problem("--pretrained_model_name_or_path", str(error))]) from error
-        if config.diffusion.flow_resolution_shifting and "flow_resolution_shifting" not in method_spec(config).unread:
-            try:
-                resolution_shift(config.diffusion, scheduler.config)
-            except ValueError as error:
-                raise ConfigError([Problem("--flow_resolution_shifting", str(error))]) from error
-
-    checks = [
-        spec.check_attention_choice,
-        lambda: check_split(
-            spec, config.parallel.sp_size, config.parallel.sp_mode, dropout=config.training.lora_dropout
-        ),
-        lambda: check_number_of_blocks(config, spec),
-        check_scheduler,
-        *([lambda: method_spec(config).check(checked.plan, config, spec=spec)] if plan_known else []),
-    ]
+    config, spec, method = checked.config, checked.spec, method_spec(checked.config)
     problems: list[Problem] = []
-    for check in checks:
+    with collecting_problems(problems):
+        spec.check_attention_choice()
+    with collecting_problems(problems):
+        check_split(spec, config.parallel.sp_size, config.parallel.sp_mode, dropout=config.training.lora_dropout)
+    with collecting_problems(problems):
+        check_number_of_blocks(config, spec)
+    with collecting_problems(problems, "--pretrained_model_name_or_path"):
+        scheduler = spec.load_scheduler()
+        spec.process(scheduler)
+        if config.diffusion.flow_resolution_shifting and "flow_resolution_shifting" not in method.unread:
+            with collecting_problems(problems, "--flow_resolution_shifting"):
+                resolution_shift(config.diffusion, scheduler.config)
+    if plan_known:
         with collecting_problems(problems):
-            check()
+            method.check(checked.plan, config, spec=spec)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-
-
-def _weight_warnings(checked: ResolvedRun) -> list[str]:
-    """Return warnings about the weight files of a run.
-
-    Raises:
-        ConfigError: see `examine_weights`.
-    """
-    spec, initial = checked.family.load(checked.config.model), checked.start.initial
-    problems, warnings = spec.examine()
-    if problems:
-        raise ConfigError(attribute_to_option(problems, initial))
-    is_known = checked.unseen is None
-    check_classes(checked)
-    if is_known:
-        check_network(checked)
-    if checked.start.checkpoint is None and initial is not None and initial.kind == "lora" and is_known:
-        from .trainable import check_initial_lora
-
-        check_initial_lora(initial, spec, checked.config.training)
-    return warnings

@@ -5,7 +5,7 @@ All decisions, refusals and descriptions here are made before anything is loaded
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from finetrainers.models.registry import noise_process_name, text_encoders_diges
 from finetrainers.rundir.find import read_state, scan_checkpoints
 from finetrainers.rundir.manifest import is_sealed, read_manifest
 from finetrainers.rundir.run_dir import package_versions
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
@@ -111,10 +112,11 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
         origin = None if record is None else record["given"]
         conflicts = source is not None and _resolve_source(source) != origin and not _is_origin(source, checkpoint)
         if conflicts and config.training.resume_from_checkpoint != "auto":
-            raise ValueError(
+            raise InputError(
                 f"{source} and {checkpoint} both give weights, and the checkpoint's run began with "
                 f"{origin or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which "
-                "takes a checkpoint where there is one"
+                "takes a checkpoint where there is one",
+                "conflict",
             )
         if record is None or record["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
             return None
@@ -138,11 +140,13 @@ def _is_origin(source: str, checkpoint: Path) -> bool:
 def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:
     """Refuse weights that do not fit the run, judged by the headers of their files."""
     if initial.model_name not in (None, config.model.model_name):
-        raise ValueError(f"{initial.source} is a {initial.model_name}, and this run trains a {config.model.model_name}")
+        message = f"{initial.source} is a {initial.model_name}, and this run trains a {config.model.model_name}"
+        raise InputError(message, "mismatch")
     if initial.kind == "full":
         transformer = config.model.transformer_id
         if transformer is not None and Path(transformer).resolve() != initial.path.resolve():
-            raise ValueError(f"{initial.path} would take the place of --transformer_id {transformer}; give one of them")
+            message = f"{initial.path} would take the place of --transformer_id {transformer}; give one of them"
+            raise InputError(message, "conflict")
     elif config.training.training_type == "lora":
         check_lora(initial.path, *read_lora_header(initial.path), config.training)
 
@@ -154,19 +158,15 @@ def _resolve_source(source: str) -> str:
 
 def critical_state(config: TrainConfig, plan: TrainingSet) -> dict[str, Any]:
     """Return settings and facts that must be the same for a run to be continued; unknown facts are None."""
-    values = config.plain()
+    values, table = config.plain(), plan.table()
+    # A continued run may change the number of batches.
+    columns = [index for index, heading in enumerate(table[0]) if heading != "batches"]
     return {
         **{name: values[name] for name in (*critical_options(), *plan.critical_options)},
         **_model_facts(config),
         "data": plan.fingerprint,
-        "data_table": _permanent_columns(plan.table()),
+        "data_table": [[row[index] for index in columns] for row in table],
     }
-
-
-def _permanent_columns(table: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return a summary of the data without the columns that a continued run may change."""
-    columns = [index for index, heading in enumerate(table[0]) if heading != "batches"]
-    return [[row[index] for index in columns] for row in table]
 
 
 def _model_facts(config: TrainConfig) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def new_run(config: TrainConfig, plan: TrainingSet, *, initial: InitialWeights |
         initial: the weights that it begins with, or None for those of the model.
         data_size: processes that train on separate samples.
     """
-    rows = []
+    rows = {}
     if initial is not None:
         weights = {
             ("full", "lora"): f"{initial.path}, as the base of a new LoRA",
@@ -195,19 +195,19 @@ def new_run(config: TrainConfig, plan: TrainingSet, *, initial: InitialWeights |
         }.get((initial.kind, config.training.training_type), str(initial.path))
         if initial.kind == "lora" and (kind := kind_of(read_header(initial.path).shapes)) is not None:
             weights += f", in {kind} format"
-        rows = [("weights", weights), ("optimizer, schedule, data, step", "new")]
+        rows = {"weights": weights, "optimizer, schedule, data, step": "new"}
         if config.training.use_ema:
-            rows.append(("moving average", "new, from these weights"))
+            rows["moving average"] = "new, from these weights"
     stores_lora = initial is not None and initial.kind == "lora" and method_spec(config).reference == "start"
     if stores_lora and method_spec(config).uses_reference(config):
-        rows.append(("reference model", f"the model with this LoRA, which the run stores in {INITIAL_LORA}/"))
+        rows["reference model"] = f"the model with this LoRA, which the run stores in {INITIAL_LORA}/"
     return Start(
         data_position=DataPosition.begin(config, data_size=data_size),
         critical=critical_state(config, plan),
         initial=initial,
         initial_lora=initial.path if initial is not None and stores_lora else None,
         origin=None if initial is None else {"given": _resolve_source(initial.source), "kind": initial.kind},
-        rows=rows,
+        rows=list(rows.items()),
     )
 
 
@@ -238,20 +238,26 @@ def resume_run(
         data_position = DataPosition.begin(config, data_size=data_size, step=step)
     elif plan.cut_in_batches:
         data_position = data_position.resume(config, data_size=data_size, step=data_step)
-    initial_lora, lora_problems = _find_initial_lora(config, checkpoint, state["initial"])
-    problems = lora_problems + _refusals(checkpoint, differences, resets)
-    problems += _useless_resets(requested, config, differences, saved)
+    problems: list[InputError] = []
+    initial_lora, origin = None, state["initial"]
+    if origin is not None and origin.get("sha256") is not None:
+        try:
+            initial_lora = stored_lora(checkpoint, config.run.output_dir, origin["sha256"])
+        except InputError as error:
+            problems.append(error)
+    problems += [*_refusals(checkpoint, differences, resets), *_useless_resets(requested, config, differences, saved)]
     if "step" in requested and scan_checkpoints(config.run.output_dir):
-        problems.append(
+        message = (
             f"--reset step counts from 0 again, and {config.run.output_dir} holds checkpoints of the earlier count; "
             "name the checkpoint by its directory and give a new --output_dir"
         )
+        problems.append(InputError(message, "occupied"))
     if problems:
-        raise ValueError("; also: ".join(problems))
+        raise InputError("; also: ".join(map(str, problems)), problems[0].kind)
     start = Start(
         checkpoint=checkpoint,
         initial=initial,
-        origin=state["initial"],
+        origin=origin,
         initial_lora=initial_lora,
         step=step,
         schedule_start=step if "scheduler" in resets else int(state["schedule_start"]),
@@ -259,19 +265,8 @@ def resume_run(
         resets=resets,
         critical=now,
     )
-    rows, warnings = _rows(start, state, config, manifest), _warnings(start, state, config, plan, manifest)
-    return replace(start, rows=rows, warnings=warnings)
-
-
-def _find_initial_lora(
-    config: TrainConfig, checkpoint: Path, origin: Mapping[str, str] | None
-) -> tuple[Path | None, list[str]]:
-    """Return the LoRA that the checkpoint's run stored, or None if it stored none, and the problems with it."""
-    sha256 = None if origin is None else origin.get("sha256")
-    try:
-        return None if sha256 is None else stored_lora(checkpoint, config.run.output_dir, sha256), []
-    except ValueError as error:
-        return None, [str(error)]
+    warnings = list(_warnings(start, state, config, plan, manifest))
+    return replace(start, rows=_rows(start, state, config, manifest), warnings=warnings)
 
 
 @dataclass(frozen=True)
@@ -288,8 +283,10 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingS
     saved, allowed = by_current_names(saved), {**critical_options(), **plan.critical_options, **_FACTS}
     differences = []
     for name, value in now.items():
-        # An option that is younger than the checkpoint was at its default.
-        then = saved.get(name, _find_default(name))
+        # An option that is younger than the checkpoint was at its default; facts and required options have none.
+        field = fields()[name].field if name in fields() else None
+        default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+        then = saved.get(name, default)
         if name not in allowed or then == value:
             continue
         if name in _MODEL_FACTS and None in (saved.get(name), value):
@@ -306,60 +303,51 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingS
     return differences
 
 
-def _find_default(name: str) -> Any:
-    """Return the default of an option, or None for facts and for required options."""
-    field = fields()[name].field if name in fields() else None
-    return None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-
-
 def _describe_rows(saved: Sequence[Sequence[str]] | None, now: Sequence[Sequence[str]]) -> str:
     """Return the rows in which two summaries of the data differ, in parentheses."""
 
     def rows(table: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> str:
-        headings, *lines = table
-        differing = [
-            ", ".join(f"{h} {v}" for h, v in zip(headings, line, strict=True)) for line in lines if line not in other
-        ]
-        return " and ".join(differing) or "nothing else"
+        differing = [zip(table[0], line, strict=True) for line in table[1:] if line not in other]
+        texts = (", ".join(f"{heading} {value}" for heading, value in cells) for cells in differing)
+        return " and ".join(texts) or "nothing else"
 
     if saved is None or list(map(list, saved)) == list(map(list, now)):
         return ""
     return f" ({rows(saved, now)} then; {rows(now, saved)} now)"
 
 
-def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset[str]) -> list[str]:
+def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset[str]) -> Iterator[InputError]:
     blocking = [change for change in differences if change.reset not in resets]
     if not blocking:
-        return []
+        return
     parts = [change.text + (f" (--reset {change.reset})" if change.reset else "") for change in blocking]
-    allowing = sorted({change.reset for change in blocking if change.reset} | resets)
-    unresettable = [change.name for change in blocking if not change.reset]
-    ways = (
-        [f"--reset {' '.join(allowing)} allows {'the others' if unresettable else 'them'}"]
-        if len(blocking) > len(unresettable)
-        else []
-    )
+    allowing = {change.reset for change in blocking if change.reset}
+    unresettable, ways = [change.name for change in blocking if not change.reset], []
+    if allowing:
+        others = "the others" if unresettable else "them"
+        ways.append(f"--reset {' '.join(sorted(allowing | resets))} allows {others}")
     if unresettable:
         ways.append(
             f"nothing allows another {', '.join(unresettable)}; a new run can take the weights alone, where they fit, "
             "with --init_from"
         )
-    return [f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"]
+    message = f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"
+    yield InputError(message, "mismatch")
 
 
 def _useless_resets(
     requested: frozenset[str], config: TrainConfig, differences: Sequence[Change], saved: Mapping[str, Any]
-) -> list[str]:
-    """Return problems of resets that would do nothing."""
-    problems = []
+) -> Iterator[InputError]:
+    """Yield problems of resets that would do nothing."""
     if "rng" in requested and not any(change.reset == "rng" for change in differences):
-        problems.append(
+        message = (
             f"--reset rng has no effect: the seed is still {config.training.seed}, and noise levels are drawn as "
             "before; give another --seed, or leave it out"
         )
+        yield InputError(message, "conflict")
     if "ema" in requested and not config.training.use_ema and not saved.get("use_ema"):
-        problems.append("--reset ema has no effect: neither the checkpoint nor this run has a moving average")
-    return problems
+        message = "--reset ema has no effect: neither the checkpoint nor this run has a moving average"
+        yield InputError(message, "conflict")
 
 
 def _rows(
@@ -367,34 +355,33 @@ def _rows(
 ) -> list[tuple[str, str]]:
     step, position, initial, resets = int(state["step"]), start.data_position, start.initial, start.resets
     at_step = f"step {step}"
-    rows = [("weights", f"{at_step} of {start.checkpoint}")]
+    rows = {"weights": f"{at_step} of {start.checkpoint}"}
     if initial is not None and initial.kind == "full" and config.training.training_type == "lora":
-        rows.append(("base of the LoRA", str(initial.path)))
+        rows["base of the LoRA"] = str(initial.path)
     if start.initial_lora is not None and method_spec(config).uses_reference(config):
-        rows.append(("reference model", f"the model with the LoRA {start.initial_lora}"))
-    rows.append(("optimizer", "new, no moments" if "optimizer" in resets else at_step))
+        rows["reference model"] = f"the model with the LoRA {start.initial_lora}"
+    rows["optimizer"] = "new, no moments" if "optimizer" in resets else at_step
     schedule_start = int(state["schedule_start"])
     beginning = f", begun at step {schedule_start}" if schedule_start else ""
-    rows.append(("learning rate schedule", "from its beginning" if "scheduler" in resets else f"{at_step}{beginning}"))
+    rows["learning rate schedule"] = "from its beginning" if "scheduler" in resets else f"{at_step}{beginning}"
     if "data" in resets:
-        data = "from the beginning"
+        rows["data"] = "from the beginning"
     else:
-        data = at_step + (f", begun at step {position.first_step}" if position.first_step else "")
+        rows["data"] = at_step + (f", begun at step {position.first_step}" if position.first_step else "")
         last = position.segments[-1]
         if last.first_step == step + int(state["guards"]["data_ahead"]) and len(position.segments) > 1:
-            data += ", in other batches from here on"
-    rows.append(("data", data))
-    noise = f"seed {config.training.seed}"
-    rows.append(("noise", f"{noise}, as set now" if "rng" in resets else noise))
+            rows["data"] += ", in other batches from here on"
+    rows["noise"] = f"seed {config.training.seed}{', as set now' if 'rng' in resets else ''}"
     if config.training.use_ema:
-        rows.append(("moving average", "from the weights of now" if "ema" in resets else at_step))
+        rows["moving average"] = "from the weights of now" if "ema" in resets else at_step
     elif "ema" in resets:
-        rows.append(("moving average", "let go"))
+        rows["moving average"] = "let go"
     if state["method"]:
-        rows.append((method_spec(config).state_name, at_step))
-    rows.append(("step", "from 0" if "step" in resets else at_step))
-    option_changes = changed_options(manifest.get("config", {}), config)
-    return rows + ([("changed options", ", ".join(option_changes))] if option_changes else [])
+        rows[method_spec(config).state_name] = at_step
+    rows["step"] = "from 0" if "step" in resets else at_step
+    if option_changes := changed_options(manifest.get("config", {}), config):
+        rows["changed options"] = ", ".join(option_changes)
+    return list(rows.items())
 
 
 def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
@@ -409,17 +396,15 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
 
 def _warnings(
     start: Start, state: Mapping[str, Any], config: TrainConfig, plan: TrainingSet, manifest: Mapping[str, Any]
-) -> list[str]:
-    warnings, step, resets = [], int(state["step"]), start.resets
+) -> Iterator[str]:
+    step, resets = int(state["step"]), start.resets
     saved, installed = manifest.get("packages", {}), package_versions()
     changed_packages = [f"{name} {saved[name]} then, {version} now" for name, version in installed.items()
              if name in saved and saved[name] != version]  # fmt: skip
     if changed_packages:
-        warnings.append(
-            f"the checkpoint was saved with other packages, so numbers may differ: {'; '.join(changed_packages)}"
-        )
+        yield f"the checkpoint was saved with other packages, so numbers may differ: {'; '.join(changed_packages)}"
     if not is_sealed(manifest):
-        warnings.append(
+        yield (
             "the checkpoint's manifest has no checksum of its own (it is of an earlier version): damage to it would "
             "not be seen"
         )
@@ -430,7 +415,7 @@ def _warnings(
         and origin.get("kind") == "lora"
         and start.initial_lora is None
     ):
-        warnings.append(
+        yield (
             f"the run began with the LoRA {origin['given']} in an earlier version, whose reference model is the base "
             "model without it, and it stays so; a new run with --init_from has the model with the LoRA as its reference"
         )
@@ -438,45 +423,36 @@ def _warnings(
     clips = then.batch_size * then.per_step, now.batch_size * now.per_step
     if plan.cut_in_batches and clips[0] != clips[1] and "data" not in resets:
         world = max(1, now.per_step // config.training.gradient_accumulation_steps)
-        warnings.append(
+        yield (
             f"optimizer steps had {plural(clips[0], 'clip')} and have {clips[1]} from here "
             f"on; each clip still comes once an epoch.{_batch_advice(then.batch_size, then.per_step, world)}"
         )
-    warnings += _rate_change(state, config, manifest, resets)
+    yield from _rate_change(state, config, manifest, resets)
     if "scheduler" in resets and "step" not in resets and config.optimizer.lr_scheduler == "constant":
-        warnings.append("--reset scheduler has no effect with --lr_scheduler constant")
+        yield "--reset scheduler has no effect with --lr_scheduler constant"
     steps = config.training.train_steps
     if steps is not None and "step" not in resets and steps <= step:
-        warnings.append(f"nothing is left to train: the checkpoint is of step {step}, and --train_steps is {steps}")
-    return warnings
+        yield f"nothing is left to train: the checkpoint is of step {step}, and --train_steps is {steps}"
 
 
 def _rate_change(
     state: Mapping[str, Any], config: TrainConfig, manifest: Mapping[str, Any], resets: frozenset[str]
-) -> list[str]:
-    """Return a warning if another number of steps moves the run on its learning rate schedule."""
-    before = manifest.get("config") or {}
-    then, now, step, start = (
-        before.get("train_steps"),
-        config.training.train_steps,
-        state["step"],
-        state["schedule_start"],
-    )
+) -> Iterator[str]:
+    """Yield a warning if another number of steps moves the run on its learning rate schedule."""
+    then, now = (manifest.get("config") or {}).get("train_steps"), config.training.train_steps
+    step, start = state["step"], state["schedule_start"]
     if resets & {"scheduler", "step"} or None in (then, now) or then == now or now <= step:
-        return []
+        return
     from finetrainers.optim.schedules import lr_schedule  # needs torch, so only if the steps have changed
 
-    rates = [
-        lr_schedule(config.optimizer, lr=config.optimizer.lr, total_steps=total - start, first_step=start)(step)
-        for total in (then, now)
-    ]
-    rates = [max(0.0, rate) for rate in rates]
-    if abs(rates[0] - rates[1]) <= _SAME_RATE * max(rates):
-        return []
-    return [
-        f"--train_steps was {then} and is {now}: on the {config.optimizer.lr_scheduler} schedule the learning rate of "
-        f"step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}; --reset scheduler starts the schedule again"
-    ]
+    options = config.optimizer
+    schedules = [lr_schedule(options, lr=options.lr, total_steps=n - start, first_step=start) for n in (then, now)]
+    rates = [max(0.0, schedule(step)) for schedule in schedules]
+    if abs(rates[0] - rates[1]) > _SAME_RATE * max(rates):
+        yield (
+            f"--train_steps was {then} and is {now}: on the {options.lr_scheduler} schedule the learning rate of "
+            f"step {step + 1} is {rates[1]:.3g} instead of {rates[0]:.3g}; --reset scheduler starts the schedule again"
+        )
 
 
 def _batch_advice(batch_size: int, per_step: int, world: int) -> str:

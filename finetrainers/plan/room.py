@@ -11,19 +11,18 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.prompts import ValidationPrompt
-from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.windows import windows_by_item
 from finetrainers.memory.casting import castable_layers
 from finetrainers.memory.estimate import optimizer_state_bytes
 from finetrainers.methods.registry import method_spec
-from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.models.spec import DTYPES
 from finetrainers.optim.factory import check_weights
 from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import file_size
 
 from .initial_weights import INITIAL_LORA
-from .preflight import ResolvedRun
+from .preflight import ResolvedRun, collecting_problems
 from .trainable import network_without_weights, num_quantizable, trainable_parameters
 
 #: Bytes per pixel and frame of a sampled H.264 video, and of the eight frames of its contact sheet.
@@ -77,33 +76,38 @@ def disk_needs(checked: ResolvedRun, transformer: nn.Module) -> Needs:
     result = 4 * trained
     if training.training_type == "full-finetune":
         result = DTYPES[config.model.transformer_dtype].itemsize * sum(p.numel() for p in transformer.parameters())
+    lora, stored, initial_lora = checked.start.initial_lora, (config.run.output_dir / INITIAL_LORA).resolve(), 0
+    if lora is not None and lora.is_file() and lora.resolve().parent != stored:
+        initial_lora = lora.stat().st_size
     return Needs(
         checkpoint=round(trained * (weight + optimizer_state_bytes(config) + (4 if training.use_ema else 0))),
         num_checkpoints=_new_checkpoints(checked),
         result=result,
         samples=_samples_size(checked),
-        initial_lora=_initial_lora_size(checked),
+        initial_lora=initial_lora,
     )
 
 
-def room_warnings(checked: ResolvedRun, needs: Needs) -> list[str]:
-    """Return warnings about the disk space.
+def room_warnings(checked: ResolvedRun, transformer: nn.Module) -> list[str]:
+    """Return warnings about the disk space; `transformer`: see `disk_needs`.
 
     Raises:
         ConfigError: there is too little for the run to end well.
     """
-    root = checked.config.run.output_dir.resolve()
+    needs, root = disk_needs(checked, transformer), checked.config.run.output_dir.resolve()
     folder = next(path for path in (root, *root.parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
-    parts = [("a checkpoint", needs.checkpoint), ("the result", needs.result), ("samples", needs.samples)]
-    parts.append(("the LoRA that it begins with", needs.initial_lora))
-    details = ", ".join(f"{name} {file_size(size)}" for name, size in parts if size)
+    parts = {
+        "a checkpoint": needs.checkpoint, "the result": needs.result, "samples": needs.samples,
+        "the LoRA that it begins with": needs.initial_lora,
+    }  # fmt: skip
+    details = ", ".join(f"{name} {file_size(size)}" for name, size in parts.items() if size)
     if free < needs.least:
         message = (
             f"{folder} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({details}); "
             "make room, or give another --output_dir"
         )
-        raise ConfigError([Problem("--output_dir", message)])
+        raise ConfigError([Problem("--output_dir", message, "too_large")])
     if free < needs.most:
         return [
             f"{folder} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
@@ -112,23 +116,23 @@ def room_warnings(checked: ResolvedRun, needs: Needs) -> list[str]:
     return []
 
 
-def check_trainable(config: TrainConfig, network: nn.Module, spec: ModelSpec) -> None:
+def check_trainable(checked: ResolvedRun, network: nn.Module) -> None:
     """Check by its layers that a network can be trained with the options; it may lie on the meta device.
 
     Raises:
         ConfigError: it cannot.
     """
-    memory = config.memory
+    config, memory = checked.config, checked.config.memory
     try:
         check_weights(network.parameters(), config.optimizer)
     except ValueError as error:
-        raise ConfigError([Problem("--optimizer", str(error))]) from error
+        raise ConfigError([Problem.from_error("--optimizer", error)]) from error
     skip = memory.layerwise_upcasting_skip_modules_pattern
     if memory.layerwise_upcasting_modules and not castable_layers(network, skip_modules_pattern=skip):
         message = f"leaves no layer to store in 8 bits: {' '.join(skip)}; name fewer modules"
         raise ConfigError([Problem("--layerwise_upcasting_skip_modules_pattern", message)])
     if memory.quantize_frozen != "none":
-        num_quantizable(network, config, spec)
+        num_quantizable(network, config, checked.spec)
 
 
 def check_room(checked: ResolvedRun, parallel: DistributedContext) -> list[str]:
@@ -141,26 +145,14 @@ def check_room(checked: ResolvedRun, parallel: DistributedContext) -> list[str]:
     warnings: list[str] = []
     problems: list[Problem] = []
     if parallel.is_main:
-        try:
+        with collecting_problems(problems):
             network = network_without_weights(checked)
-            check_trainable(checked.config, network, checked.family.load(checked.config.model))
-            warnings = room_warnings(checked, disk_needs(checked, network))
-        except ConfigError as error:
-            problems = error.problems
+            check_trainable(checked, network)
+            warnings = room_warnings(checked, network)
     problems = parallel.broadcast_object(problems)
     if problems:
         raise ConfigError(problems)
     return warnings
-
-
-def _initial_lora_size(checked: ResolvedRun) -> int:
-    """Return the bytes of the LoRA that the run will store, or 0 if it has none or has it stored already."""
-    path, run_folder = checked.start.initial_lora, checked.config.run.output_dir / INITIAL_LORA
-    return (
-        0
-        if path is None or not path.is_file() or path.resolve().parent == run_folder.resolve()
-        else path.stat().st_size
-    )
 
 
 def _new_checkpoints(checked: ResolvedRun) -> int:
@@ -188,13 +180,11 @@ def _total_steps(checked: ResolvedRun) -> int:
 
 
 def _samples_size(checked: ResolvedRun) -> int:
-    config: TrainConfig = checked.config
-    interval, todo = config.validation.validation_steps, _total_steps(checked) - checked.start.step
-    times = 1 + (max(0, todo) // interval if interval else 0)
-    eval_interval, evaluations = config.validation.eval_steps if config.validation.eval_reward else None, 0
-    if eval_interval and not method_spec(config).samples:
-        evaluations = 1 + max(0, todo) // eval_interval  # including one before training
-    videos = config.validation.num_validation_videos
+    validation, todo = checked.config.validation, max(0, _total_steps(checked) - checked.start.step)
+    times, evaluations = 1 + (todo // validation.validation_steps if validation.validation_steps else 0), 0
+    if validation.eval_reward and validation.eval_steps and not method_spec(checked.config).samples:
+        evaluations = 1 + todo // validation.eval_steps  # including one before training
+    videos = validation.num_validation_videos
     size = _sample_bytes(checked, checked.prompts) * videos * (times + (0 if checked.scored else evaluations))
     return round(size + _sample_bytes(checked, checked.scored) * (1 + evaluations))
 

@@ -49,17 +49,11 @@ class SizesPlan:
         batches = [(bucket, sizes.get(bucket, usual)) for bucket in self.buckets]
         return max(batches, key=lambda batch: (math.prod(batch[0]) * batch[1], batch))
 
-    def all_captions(self) -> Sequence[str]:
-        """Return no captions: they are unknown."""
+    def all_captions(self) -> Sequence[Any]:
+        """Return no captions, prompts or clips: they are unknown."""
         return ()
 
-    def shown_texts(self) -> Sequence[Any]:
-        """Return no prompts: they are unknown."""
-        return ()
-
-    def encoded_clips(self) -> Sequence[Any]:
-        """Return no clips: they are unknown."""
-        return ()
+    shown_texts = encoded_clips = all_captions
 
     def step_of(self, config: TrainConfig) -> str:
         """Return an empty description."""
@@ -86,8 +80,6 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     if not buckets:
         option = method.size_options[0]
         message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
-        raise ConfigError([Problem(f"--{option}", message)])
-    return SizesPlan(
-        tuple(buckets), encodes_clips=not method.samples,
-        needs_empty_text=method.needs_text(config),
-    )  # fmt: skip
+        raise ConfigError([Problem(f"--{option}", message, "required")])
+    needs_text = method.needs_text(config)
+    return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=needs_text)

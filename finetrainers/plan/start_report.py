@@ -104,13 +104,11 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 def print_data(checked: ResolvedRun) -> None:
     """Print the training data as a table."""
-    table = Table(title=checked.plan.title, title_justify="left", box=None)
     headings, *rows = checked.plan.table()
-    for heading in headings:
-        table.add_column(heading)
+    table = Table(*headings, title=checked.plan.title, title_justify="left", box=None)
     for row in rows:
         table.add_row(*row)
-    _print(table)
+    print_line(table)
 
 
 def print_stopped(*, step: int, by: str, resume_command: str) -> None:
@@ -149,7 +147,7 @@ def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:
         table.add_column(heading, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
-    _print(table)
+    print_line(table)
 
 
 def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
@@ -162,13 +160,8 @@ def memory_table(peaks: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     return [["peak memory, GiB", *columns], *cells]
 
 
-def print_line(text: str) -> None:
-    """Print one line for the user."""
-    _print(text)
-
-
-def _print(content: str | Table) -> None:
-    """Print on rank 0 for all ranks."""
+def print_line(content: str | Table) -> None:
+    """Print a line or a table for the user, on rank 0 for all ranks."""
     if launched_rank() == 0:
         # In a notebook rich displays what it prints, and ignores the file. FORCE_COLOR, set there, is not for the log
         # file.

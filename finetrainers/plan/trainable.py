@@ -24,6 +24,7 @@ from finetrainers.methods.reference import REFERENCE_ADAPTER
 from finetrainers.methods.registry import method_spec
 from finetrainers.models.registry import build_tiny
 from finetrainers.models.spec import DTYPES, ModelSpec
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import nearest
 
@@ -69,12 +70,11 @@ def network_without_weights(checked: ResolvedRun, *, stand_in: bool = False) -> 
         ConfigError: a LoRA target matches nothing.
     """
     config, family = checked.config, checked.family
-    trained = None if stand_in else family.load(config.model).configs.get(family.facts.trained)
+    trained = None if stand_in else checked.spec.configs.get(family.facts.trained)
     inputs = [family, stand_in, has_reference_adapter(checked), config.model, config.training, deepcopy(trained)]
     if _last_network[:-1] != inputs:
         _last_network[:] = [*inputs, _build_without_weights(checked, stand_in=stand_in)]
-    network: nn.Module = _last_network[-1]
-    return network
+    return _last_network[-1]
 
 
 def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module:
@@ -86,7 +86,7 @@ def _build_without_weights(checked: ResolvedRun, *, stand_in: bool) -> nn.Module
             local = config.model_copy(update={"pretrained_model_name_or_path": str(tiny), "transformer_id": None})
             transformer = checked.family.load(local).transformer_on_meta()
     else:
-        transformer = checked.family.load(config).transformer_on_meta()
+        transformer = checked.spec.transformer_on_meta()
     make_trainable(transformer, checked.config.training)
     if has_reference_adapter(checked):
         attach_reference_adapter(transformer)
@@ -157,13 +157,13 @@ def lora_targets(transformer: nn.Module, targets: list[str]) -> list[str] | str:
     if is_expression(targets):
         if not any(re.fullmatch(targets[0], name) for name in names):
             message = f"the expression {targets[0]!r} matches no layer in full; names look like {names[:3]}"
-            raise ConfigError([Problem("--target_modules", message)])
+            raise ConfigError([Problem("--target_modules", message, "not_found")])
         return targets[0]
     suffixes = {name.split(".", 2)[-1] for name in names} | {name.rsplit(".", 1)[-1] for name in names}
     for target in targets:
         if not any(is_target(name, target) for name in names):
             message = f"{target!r} matches no layer{nearest(target, suffixes)}"
-            raise ConfigError([Problem("--target_modules", message)])
+            raise ConfigError([Problem("--target_modules", message, "unknown")])
     return targets
 
 
@@ -191,7 +191,7 @@ def attribute_to_init_from() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError([Problem("--init_from", str(error))]) from None
+        raise ConfigError([Problem.from_error("--init_from", error)]) from None
 
 
 def check_lora_modules(path: Path, state: Mapping[str, Tensor], transformer: nn.Module) -> None:
@@ -206,10 +206,12 @@ def check_lora_modules(path: Path, state: Mapping[str, Tensor], transformer: nn.
         if not separator:
             continue
         if module not in modules:
-            raise ValueError(f"{path} adapts {module}, which this model does not have; is it a LoRA of this model?")
+            message = f"{path} adapts {module}, which this model does not have; is it a LoRA of this model?"
+            raise InputError(message, "mismatch")
         width = getattr(modules[module], "in_features", tensor.shape[1])
         if tensor.shape[1] != width:
-            raise ValueError(
+            raise InputError(
                 f"{path} adapts {module} of {tensor.shape[1]} inputs, and this model's has {width}; is it a LoRA of "
-                "this model?"
+                "this model?",
+                "mismatch",
             )

@@ -78,7 +78,7 @@ def newest_samples(root: Path, prompts: Sequence[str]) -> list[Sample]:
     folders = sorted((root / "samples").glob("step-*"))
     samples = []
     for index, prompt in enumerate(prompts):
-        video = next(iter(sorted(folders[-1].glob(f"{index:02d}-*.mp4"))), None) if folders else None
+        video = min(folders[-1].glob(f"{index:02d}-*.mp4"), default=None) if folders else None
         if video is None:
             samples.append(Sample(prompt, None, None))
             continue

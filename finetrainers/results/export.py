@@ -48,14 +48,14 @@ def export(state: TrainState, checked: ResolvedRun) -> None:
 
 def _write_about(state: TrainState, checked: ResolvedRun) -> None:
     """Write the model card and the other formats of the results."""
-    config = state.config
-    write_grid(state.run_dir.root)
-    (state.run_dir.root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
-    if config.run.export_formats:
-        source = result_source(config, state.run_dir.root)
-        for renamed in rename_foreign_exports(source, config.run.export_formats):  # they appeared during training
+    root, formats = state.run_dir.root, state.config.run.export_formats
+    write_grid(root)
+    (root / "README.md").write_text(model_card(state, checked), encoding="utf-8")
+    if formats:
+        source = result_source(state.config, root)
+        for renamed in rename_foreign_exports(source, formats):  # they appeared during training
             print_line(f"files of something else are set aside: {renamed}")
-        for exported in export_formats(source, config.run.export_formats, source.folder, overwrite=True):
+        for exported in export_formats(source, formats, source.folder, overwrite=True):
             print_exported(exported, source, say=print_line)
 
 

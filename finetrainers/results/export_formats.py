@@ -18,6 +18,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import build_config
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sections import AUTO
 from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, readers
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
@@ -25,6 +26,7 @@ from finetrainers.plan.ownership import EXPORTED, export_problem
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
+from finetrainers.utils.failures import InputError, Kind
 from finetrainers.utils.files import fsync_dir, fsync_tree, write_json_atomic
 from finetrainers.utils.text import plural
 
@@ -44,7 +46,6 @@ class Source:
     """Weights to export, with their model and default names.
 
     Attributes:
-        given: the path that the user gave.
         weights: their kind and path.
         config: of the run that made them, or of the model that they are of.
         name: of files.
@@ -52,7 +53,6 @@ class Source:
         identity: of the run that made them, if it is known.
     """
 
-    given: str
     weights: Weights
     config: TrainConfig
     name: str
@@ -93,7 +93,7 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError([Problem("SOURCE", str(error))]) from None
+        raise ConfigError([Problem.from_error("SOURCE", error)]) from None
     if target.weights.kind == "base" or target.weights.path is None:
         message = f"{given} is a model without training; give a run, a checkpoint or a LoRA in safetensors"
         raise ConfigError([Problem("SOURCE", message)])
@@ -102,13 +102,14 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
         message = (
             f"is needed: nothing next to {given} tells which model it is of; give a folder, a hub id or demo://NAME"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "required")])
     config = build_config([target.source, overrides])
     try:
         config = config.model_copy(update={"model": with_family(config.model)})
         family = get_family(config.model.model_name)
     except KeyError as error:
-        raise ConfigError([Problem("--model_name", str(error.args[0]))]) from None
+        kind: Kind = "required" if config.model.model_name == AUTO else "unknown"
+        raise ConfigError([Problem("--model_name", str(error.args[0]), kind)]) from None
     path, model = target.weights.path, target.weights.on(config.model)
     if (options or path.is_file()) and (problems := family.problems(model, weights=model != config.model)):
         raise ConfigError(under("SOURCE", problems, target.weights))
@@ -116,11 +117,10 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     step = step_of(path.parent) if target.weights.is_checkpoint else None
     named_itself = target.home is None and path.is_file() and path.name != LORA_FILE
     name = path.stem if named_itself else home.resolve().name
-    identity = read_identity(home)
+    stem, folder = _to_file_stem(name), home / FOLDER
     if step is not None:
-        folder = home / FOLDER / f"step-{step}"
-        return Source(given, target.weights, config, f"{_to_file_stem(name)}-step-{step}", folder, identity)
-    return Source(given, target.weights, config, _to_file_stem(name), home / FOLDER, identity)
+        stem, folder = f"{stem}-step-{step}", folder / f"step-{step}"
+    return Source(target.weights, config, stem, folder, read_identity(home))
 
 
 def _to_file_stem(name: str) -> str:
@@ -133,22 +133,23 @@ def result_source(config: TrainConfig, root: Path) -> Source:
         weights = Weights("result", "lora", root / LORA_FILE)
     else:
         weights = Weights("result", "full", root / get_family(config.model.model_name).facts_of(config.model).trained)
-    return Source(str(root), weights, config, _to_file_stem(root.resolve().name), root / FOLDER, read_identity(root))
+    return Source(weights, config, _to_file_stem(root.resolve().name), root / FOLDER, read_identity(root))
 
 
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
     """Return the reasons why an export is impossible, as far as file headers show."""
     problems, is_lora = [], source.weights.kind == "lora"
     for weights_format in formats:
+        final = folder / weights_format
         problem = format_problem(
             source.family.name, weights_format, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
         )
         if problem is not None:
-            problems.append(Problem("--format", problem))
-        elif (folder / weights_format).exists() and not overwrite:
-            problems.append(Problem("--format", f"{folder / weights_format} exists; --overwrite replaces it"))
-        elif (other := _other_files(source, folder / weights_format)) is not None:
-            problems.append(Problem("--overwrite", other))
+            problems.append(Problem("--format", problem, "unsupported"))
+        elif final.exists() and not overwrite:
+            problems.append(Problem("--format", f"{final} exists; --overwrite replaces it", "occupied"))
+        elif (other := _other_files(source, final)) is not None:
+            problems.append(Problem("--overwrite", other, "occupied"))
     return problems
 
 
@@ -220,20 +221,22 @@ def export_formats(
 
     network = spec.transformer_on_meta()
     lora = _read(source, spec, network)
+    architecture = ARCHITECTURES.get(source.family.name, (source.family.name, ""))
     for weights_format in formats:
+        final = folder / weights_format
         if weights_format == "merged":
-            with _publish(folder / weights_format, source) as temporary:
+            with _publish(final, source) as temporary:
                 _merge(spec, lora, temporary, torch_dtype or DTYPES["bf16"], lora_scale, one_file=one_file)
-            yield Exported(weights_format, folder / weights_format / spec.facts.trained, None)
+            yield Exported(weights_format, final / spec.facts.trained, None)
             continue
         cast_lora = cast(lora, torch_dtype)
-        metadata = lora_metadata(lora, architecture=_architecture(source), facts=_facts(source))
-        with _publish(folder / weights_format, source) as temporary:
+        metadata = lora_metadata(lora, architecture=architecture, facts=_facts(source))
+        with _publish(final, source) as temporary:
             file = write_lora(
                 temporary, source.name, cast_lora, weights_format, spec=spec, network=network, metadata=metadata
             )
             checked = check_written(file, cast_lora, spec=spec, network=network, kind=weights_format)
-        yield Exported(weights_format, folder / weights_format / file.name, checked)
+        yield Exported(weights_format, final / file.name, checked)
 
 
 def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
@@ -253,13 +256,9 @@ def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
         check_lora_modules(source.weights.path, lora.state(), network)
         check_outputs(lora, network)
     except ValueError as error:
-        raise ConfigError([Problem("SOURCE", str(error))]) from None
+        raise ConfigError([Problem.from_error("SOURCE", error)]) from None
     averages = source.weights.averages
     return lora if averages is None else with_averages(lora, load_file(averages))
-
-
-def _architecture(source: Source) -> tuple[str, str]:
-    return ARCHITECTURES.get(source.family.name, (source.family.name, ""))
 
 
 def _facts(source: Source) -> dict[str, Any]:
@@ -318,10 +317,9 @@ def _export_full(
     source: Source, spec: ModelSpec, formats: Sequence[str], folder: Path, dtype: torch.dtype | None, *, one_file: bool
 ) -> Iterator[Exported]:
     """Write all weights in diffusers layout, or in one file with the names of the network's authors and ComfyUI."""
-    from safetensors.torch import load_file
-
     from finetrainers.models.lora_files import save_original
     from finetrainers.models.spec import DTYPES
+    from finetrainers.training.trained_weights import load_ema_weights
 
     assert source.weights.path is not None
     if source.weights.path.is_file():
@@ -330,9 +328,7 @@ def _export_full(
             raise ConfigError(under("SOURCE", problems, source.weights), of="this command")
     network = spec.load_transformer(dtype or DTYPES["bf16"], folder=source.weights.path)
     if source.weights.averages is not None:
-        averages, weights = load_file(source.weights.averages), network.state_dict()
-        for name, average in averages.items():
-            weights[name].copy_(average)
+        load_ema_weights(source.weights.averages, network)
     state = network.state_dict()
     for weights_format in formats:
         with _publish(folder / weights_format, source) as temporary:
@@ -359,9 +355,10 @@ def _check_network(folder: Path, expected: Mapping[str, Tensor]) -> None:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 seen.add(name)
                 if name not in expected or not file.get_tensor(name).equal(expected[name].cpu()):
-                    raise ValueError(f"{path} was read back with another {name}")
+                    raise InputError(f"{path} was read back with another {name}", "mismatch")
     if lost := sorted(expected.keys() - seen):
-        raise ValueError(f"{folder} was read back without {plural(len(lost), 'tensor')}, e.g. {lost[0]}")
+        message = f"{folder} was read back without {plural(len(lost), 'tensor')}, e.g. {lost[0]}"
+        raise InputError(message, "not_found")
 
 
 @contextlib.contextmanager
@@ -389,18 +386,18 @@ def print_exported(exported: Exported, source: Source, *, say: Callable[[str], N
     """Print a format's path, the programs that read it, and the differences found when it was read back."""
     say(f"{exported.kind}: {exported.path}")
     is_lora = source.weights.kind == "lora"
-    reader = readers(source.family.name, exported.kind, is_lora=is_lora)
-    if reader is not None:
+    if (reader := readers(source.family.name, exported.kind, is_lora=is_lora)) is not None:
         say(f"  for {reader}")
     if not is_lora and (note := source.facts.read_notes.get(exported.kind)):
         say(f"  {note}")
-    if exported.checked is None:
+    checked = exported.checked
+    if checked is None:
         say("  read back: every tensor is equal")
         return
-    layer_count = f"{plural(exported.checked.layers, 'layer')} as trained"
-    say(f"  read back: {layer_count}, relative error of their outputs at most {exported.checked.error:.1e}")
-    if exported.checked.by_diffusers is not None:
-        say(f"  read by diffusers' converter: {exported.checked.by_diffusers} of {exported.checked.layers} the same")
-    if exported.checked.left_out:
-        more = f" and {len(exported.checked.left_out) - 3} more" if len(exported.checked.left_out) > 3 else ""
-        say(f"  {exported.checked.left_out_by} does not read: {', '.join(exported.checked.left_out[:3])}{more}")
+    layer_count = f"{plural(checked.layers, 'layer')} as trained"
+    say(f"  read back: {layer_count}, relative error of their outputs at most {checked.error:.1e}")
+    if checked.by_diffusers is not None:
+        say(f"  read by diffusers' converter: {checked.by_diffusers} of {checked.layers} the same")
+    if checked.left_out:
+        more = f" and {len(checked.left_out) - 3} more" if len(checked.left_out) > 3 else ""
+        say(f"  {checked.left_out_by} does not read: {', '.join(checked.left_out[:3])}{more}")

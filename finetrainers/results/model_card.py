@@ -257,8 +257,8 @@ def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:
 def _comfyui_reads(config: TrainConfig, facts: Facts) -> bool:
     """Return whether the result can be exported for ComfyUI."""
     family, training = config.model.model_name, config.training
-    is_lora, is_dora = training.training_type == "lora", training.use_dora
-    problem = format_problem(family, "comfyui", is_lora=is_lora, is_dora=is_dora, misread=facts.misread)
+    is_lora = training.training_type == "lora"
+    problem = format_problem(family, "comfyui", is_lora=is_lora, is_dora=training.use_dora, misread=facts.misread)
     return family in READERS and problem is None
 
 

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize, pad
 from torch.utils.checkpoint import checkpoint
 
+from finetrainers.utils.failures import InputError
+
 from .base import Head, Reward
 from .frames import Frames, normalize_rgb, resize_as_pil, spread_indices, to_bytes
 from .weights import (
@@ -269,7 +271,7 @@ class Aesthetic(_FrameReward):
         try:
             layers.load_state_dict(state, assign=True)
         except RuntimeError as error:
-            raise ValueError(f"{file} does not fit {self.clip}: {error}") from error
+            raise InputError(f"{file} does not fit {self.clip}: {error}", "mismatch") from error
         self._layers = layers.float().eval().requires_grad_(False).to(self._device)
         return model
 

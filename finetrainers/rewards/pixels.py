@@ -18,6 +18,7 @@ from PIL import Image, ImageColor
 from pydantic import AfterValidator
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import nearest
 
 from .base import Reward
@@ -139,7 +140,8 @@ def color_in(prompt: str) -> str:
             name = "".join(words[start : start + count])
             if name in ImageColor.colormap:
                 return name
-    raise ValueError(f"the prompt {prompt!r} names no CSS color; name one, or give the reward a fixed target=COLOR")
+    message = f"the prompt {prompt!r} names no CSS color; name one, or give the reward a fixed target=COLOR"
+    raise InputError(message, "required")
 
 
 class Sharpness(VideoReward):
@@ -211,5 +213,5 @@ def _rgb(color: str) -> Tensor:
         rgb = ImageColor.getrgb(color)[:3]
     except ValueError:
         hint = nearest(color, [*ImageColor.colormap, "prompt"])
-        raise ValueError(f"target={color!r} is no CSS color name, #rrggbb or 'prompt'{hint}") from None
+        raise InputError(f"target={color!r} is no CSS color name, #rrggbb or 'prompt'{hint}", "unknown") from None
     return torch.tensor(rgb, dtype=torch.float32) / 255

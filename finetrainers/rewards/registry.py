@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from finetrainers.config.errors import value_kind
 from finetrainers.config.rewards import RewardEntry
 from finetrainers.utils.addresses import resolve, same_name
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import nearest
 
@@ -36,7 +38,7 @@ def register_reward(name: str, factory: Any = None) -> Any:
 
     def add(scorer: Any) -> Any:
         if name in _REWARDS and not same_name(_REWARDS[name], scorer):
-            raise ValueError(f"reward {name!r} is registered already")
+            raise InputError(f"reward {name!r} is registered already", "duplicate")
         if not name or set(name) & set(".:=, "):
             raise ValueError(f"reward name {name!r} must be without '.', ':', '=', ',' and blanks")
         _REWARDS[name] = scorer
@@ -74,7 +76,7 @@ def resolve_reward(name: str) -> type[Reward]:
     scorer = _REWARDS.get(current_name(name, _REWARDS), name)
     if isinstance(scorer, str):
         if ":" not in scorer:
-            raise ValueError(f"unknown reward {name!r}{nearest(name, _REWARDS)}")
+            raise InputError(f"unknown reward {name!r}{nearest(name, _REWARDS)}", "unknown")
         scorer = _import(scorer)
     if inspect.isclass(scorer) and issubclass(scorer, Reward):
         return scorer
@@ -131,29 +133,29 @@ def on_device(entries: Sequence[RewardEntry], device: str | None) -> list[Reward
     ]
 
 
-def reward_problems(entry: RewardEntry) -> list[str]:
+def reward_problems(entry: RewardEntry) -> list[ValueError]:
     """Return the problems of an entry: unknown name, head or option. Loads no weights."""
     try:
         cls = resolve_reward(entry.reward)
     except ValueError as error:
-        return [str(error)]
-    problems = list(_class_problems(cls, entry.name))
+        return [error]
+    problems: list[ValueError] = [*_class_problems(cls, entry.name)]
     try:
         select_head(entry, cls.heads)
     except ValueError as error:
-        problems.append(str(error))
+        problems.append(error)
     return problems + _arguments(cls, entry.name, entry.options)[1]
 
 
-def _class_problems(cls: type[Reward], name: str) -> Iterator[str]:
+def _class_problems(cls: type[Reward], name: str) -> Iterator[InputError]:
     """Yield reasons why a reward's class cannot be made, or its function cannot be called with clips and prompts."""
     if inspect.isabstract(cls):
-        yield f"{name}: {cls.__name__} has no {', '.join(sorted(cls.__abstractmethods__))}"
+        yield InputError(f"{name}: {cls.__name__} has no {', '.join(sorted(cls.__abstractmethods__))}", "required")
     function = getattr(cls, "called", None)
     if function is None:
         return
     if inspect.iscoroutinefunction(function):
-        yield f"{name}: an async function; use one that returns scores, a tensor [B]"
+        yield InputError(f"{name}: an async function; use one that returns scores, a tensor [B]", "unsupported")
     try:
         signature = inspect.signature(function)
     except ValueError:  # Python does not know the function's arguments
@@ -162,7 +164,8 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[str]:
     try:
         signature.bind("videos", "prompts", **keywords)
     except TypeError as error:
-        yield f"{name}: must take (videos, prompts), and images by name if it wants them: {error}"
+        message = f"{name}: must take (videos, prompts), and images by name if it wants them: {error}"
+        yield InputError(message, "mismatch")
 
 
 def size_problem(entry: RewardEntry, size: tuple[int, int, int]) -> str | None:
@@ -178,12 +181,14 @@ def prompt_problem(entry: RewardEntry, prompt: str) -> str | None:
     return resolve_reward(entry.reward).prompt_problem(entry.options, prompt)
 
 
-def server_problem(entry: RewardEntry) -> str | None:
+def server_problem(entry: RewardEntry) -> ValueError | None:
     """Return why a reward's server cannot score, or None if it can; contacts the server."""
     try:
         make_reward(entry.reward, {**entry.options, "retries": "0"})
-    except (ValueError, OSError, RuntimeError) as error:
-        return str(error)
+    except ValueError as error:
+        return error
+    except (OSError, RuntimeError) as error:
+        return InputError(str(error), "unavailable")
     return None
 
 
@@ -213,10 +218,10 @@ def select_head(entry: RewardEntry, heads: Collection[str]) -> str:
         return head
     if entry.head is None:
         choices = ", ".join(f"{entry.name}.{head}" for head in heads)
-        raise ValueError(f"{entry.name} gives several numbers; name one: {choices}")
+        raise InputError(f"{entry.name} gives several numbers; name one: {choices}", "required")
     head = current_name(entry.head, heads)
     if head not in heads:
-        raise ValueError(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, heads)}")
+        raise InputError(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, heads)}", "unknown")
     return head
 
 
@@ -295,29 +300,31 @@ def make_reward(name: str, options: Mapping[str, str]) -> Reward:
     cls = resolve_reward(name)
     arguments, problems = _arguments(cls, name, options)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise InputError("; ".join(map(str, problems)), problems[0].kind)
     return cls(**arguments)
 
 
-def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tuple[dict[str, Any], list[InputError]]:
     """Return options converted to the types of a reward's `__init__`, and their problems."""
     from pydantic import TypeAdapter, ValidationError
 
     parameters = inspect.signature(cls).parameters
     types = get_type_hints(cls.__init__, include_extras=True)
-    arguments, problems = {}, []
+    arguments, problems = dict[str, Any](), list[InputError]()
     for option, text in options.items():
         if option not in parameters:
             hint = nearest(option, parameters) if parameters else "; it has none"
-            problems.append(f"{name} takes no option {option!r}{hint}")
+            problems.append(InputError(f"{name} takes no option {option!r}{hint}", "unknown"))
             continue
         try:
             arguments[option] = TypeAdapter(types.get(option, str)).validate_python(text)
         except ValidationError as error:
-            problems.append(f"{name}: {option}={text!r}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
+            entry = error.errors()[0]
+            message = f"{name}: {option}={text!r}: {entry['msg'].removeprefix('Value error, ')}"
+            problems.append(InputError(message, value_kind(entry)))
     for option, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
-            problems.append(f"{name} needs {option}: --reward {name},{option}=...")
+            problems.append(InputError(f"{name} needs {option}: --reward {name},{option}=...", "required"))
     return arguments, problems
 
 
@@ -326,9 +333,9 @@ def _import(address: str) -> Any:
     try:
         return resolve(address)
     except ModuleNotFoundError as error:
-        raise ValueError(f"reward {address!r}: {error}") from error
+        raise InputError(f"reward {address!r}: {error}", "not_installed") from error
     except AttributeError:
-        raise ValueError(f"reward {address!r}: module {module} has no {attribute!r}") from None
+        raise InputError(f"reward {address!r}: module {module} has no {attribute!r}", "unknown") from None
 
 
 def _from_function(function: Callable[..., Tensor]) -> type[Reward]:

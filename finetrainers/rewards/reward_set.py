@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.rewards import RewardEntry, labels_for_keys, options_text, reward_labels
-from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.failures import ExpectedError, InputError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.phases import REWARD, phase
 from finetrainers.utils.text import plural
@@ -368,7 +368,8 @@ def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_cl
     if not videos.is_floating_point():
         raise ValueError(f"clips to be scored must be floating point in [0, 1], got {videos.dtype}")
     if isinstance(prompts, str) or len(prompts) != len(videos):
-        raise ValueError(f"{plural(len(videos), 'clip')} to be scored, but {plural(len(prompts), 'prompt')}")
+        message = f"{plural(len(videos), 'clip')} to be scored, but {plural(len(prompts), 'prompt')}"
+        raise InputError(message, "mismatch")
     if not (math.isfinite(fps) and fps > 0):
         raise ValueError(f"fps={fps}: clips to be scored need a frame rate above 0")
     clips = videos.detach().to("cpu", torch.float32)

@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import printable
 
 from .base import Reward
@@ -87,12 +88,13 @@ class ServedReward(Reward):
         try:
             description = Description.model_validate(self._ask("GET", "/"))
         except ValidationError as error:
-            raise ValueError(f"{self._url} is no reward server of protocol 1: {error}") from None
+            raise InputError(f"{self._url} is no reward server of protocol 1: {error}", "mismatch") from None
         heads = description.heads
         self._head = self.address.fragment or next(iter(heads))
         if self._head not in heads or (len(heads) > 1 and not self.address.fragment):
             problem = f"gives no {self._head!r}" if self.address.fragment else "gives several numbers"
-            raise ValueError(f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in heads)}")
+            message = f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in heads)}"
+            raise InputError(message, "unknown" if self.address.fragment else "required")
         self._max_bytes, self._max_clips, self.images = description.max_bytes, description.max_clips, description.images
         # Only the server knows them, not the class.
         self.heads = {"score": heads[self._head]}  # type: ignore[misc]
@@ -109,16 +111,18 @@ class ServedReward(Reward):
             TimeoutError: it did not answer in time.
         """
         if self._max_clips is not None and len(videos) > self._max_clips:
-            raise ValueError(
+            raise InputError(
                 f"{len(videos)} clips, and {self._url} takes {self._max_clips} at once; "
-                "lower this reward's batch_size or raise the server's limit"
+                "lower this reward's batch_size or raise the server's limit",
+                "too_large",
             )
         image_bytes = None if images is None else to_uint8(images)
         body = Request(to_uint8(videos), tuple(prompts), fps, image_bytes).pack()
         if len(body) > self._max_bytes:
-            raise ValueError(
+            raise InputError(
                 f"{len(videos)} clips are {len(body)} bytes, and {self._url} takes {self._max_bytes} at once; "
-                "lower this reward's batch_size or raise the server's limit"
+                "lower this reward's batch_size or raise the server's limit",
+                "too_large",
             )
         scores = self._ask("POST", "/score", body)
         values = scores.get(self._head) if isinstance(scores, dict) else None
@@ -147,8 +151,10 @@ class ServedReward(Reward):
                 return answer
             message = answer.get("error") if isinstance(answer, dict) else None
             failure = f"{printable(str(message)) if message else 'no reason given'} (status {status})"
+            if 400 <= status < 500:
+                raise InputError(f"{self._url}: {failure}", "unavailable")
             if status != 503:
-                raise (ValueError if 400 <= status < 500 else RuntimeError)(f"{self._url}: {failure}")
+                raise RuntimeError(f"{self._url}: {failure}")
         raise ConnectionError(f"reward server {self._url}: {failure}, after {self.retries + 1} tries")
 
     def _headers(self) -> dict[str, str]:

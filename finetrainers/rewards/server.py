@@ -53,6 +53,7 @@ from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import printable, shortened
 
 from .base import Head, ImageUse, Reward
@@ -354,7 +355,7 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
     """Return raw scores of all heads, computed in batches."""
     scores_by_head: dict[str, list[float | None]] = {head: [] for head in reward.heads}
     if reward.images == "required" and request.images is None:
-        raise ValueError("this reward needs the images that clips start from")
+        raise InputError("this reward needs the images that clips start from", "required")
     for part in _split_batches(request, batch_size):
         prompts, images = part.prompts, None if part.images is None else part.images.movedim(-1, -3).float() / 255
         keywords = {} if reward.images == "none" else {"images": images}

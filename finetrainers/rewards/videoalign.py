@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from finetrainers.utils.failures import InputError
+
 from .base import Head, Reward
 from .frames import normalize_rgb, resize_as_torchvision, to_bytes
 from .videoalign_input import PAIR, PATCH, fitting_size, frame_indices, to_patches
@@ -179,7 +181,9 @@ def _settings(root: Path) -> dict[str, Any]:
     """Return the checkpoint's `model_config.json`, if its network and input are supported."""
     file = root / "model_config.json"
     if not file.is_file():
-        raise ValueError(f"{root} holds no model_config.json; path= wants a folder or hub id of VideoReward")
+        raise InputError(
+            f"{root} holds no model_config.json; path= wants a folder or hub id of VideoReward", "not_found"
+        )
     settings = json.loads(file.read_text(encoding="utf-8"))
     supported: dict[str, dict[str, Any]] = {
         "data_config": {"prompt_template_type": "detailed_special", "sample_type": "uniform", "num_frames": None},
@@ -189,14 +193,15 @@ def _settings(root: Path) -> dict[str, Any]:
         for name, value in values.items():
             setting = settings.get(section, {}).get(name, value)
             if setting != value:
-                raise ValueError(f"{file}: {section}.{name} is {setting!r}; only {value!r} is supported")
+                message = f"{file}: {section}.{name} is {setting!r}; only {value!r} is supported"
+                raise InputError(message, "unsupported")
     for section, name in (
         ("data_config", "fps"),
         ("data_config", "max_frame_pixels"),
         ("peft_lora_config", "lora_alpha"),
     ):
         if settings.get(section, {}).get(name) is None:
-            raise ValueError(f"{file} says nothing about {section}.{name}")
+            raise InputError(f"{file} says nothing about {section}.{name}", "required")
     for name, head in VideoAlign.heads.items():
         published = {f"{name.upper()}_mean": head.mean, f"{name.upper()}_std": head.std}
         for key, value in (settings.get("inference_config") or {}).items():
@@ -214,7 +219,7 @@ def _newest(root: Path) -> Path:
     }
     folder = folders_by_step[max(folders_by_step)] if folders_by_step else root
     if not (folder / "model.pth").is_file() and not (folder / "adapter_model.safetensors").is_file():
-        raise ValueError(f"{folder} holds neither model.pth nor adapter_model.safetensors")
+        raise InputError(f"{folder} holds neither model.pth nor adapter_model.safetensors", "not_found")
     return folder
 
 
@@ -226,7 +231,8 @@ def _read(folder: Path, base: Path, *, rows: int) -> dict[str, Tensor]:
     if (folder / "model.pth").is_file():
         return backbone_names(read_tensors(folder / "model.pth"))
     if not (folder / "non_lora_state_dict.pth").is_file():
-        raise ValueError(f"{folder} holds adapter_model.safetensors, but not the non_lora_state_dict.pth next to it")
+        message = f"{folder} holds adapter_model.safetensors, but not the non_lora_state_dict.pth next to it"
+        raise InputError(message, "not_found")
     state = base_weights(base, rows=rows)
     state.update(backbone_names(read_tensors(folder / "non_lora_state_dict.pth")))
     state.update(backbone_names(read_tensors(folder / "adapter_model.safetensors")))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from finetrainers.utils.failures import InputError
+
 PATCH = 14
 #: Patches of two frames and 2 x 2 positions become one token, so sizes are multiples of 28 and frame counts even.
 PAIR = 2
@@ -130,7 +132,9 @@ def added_tokens(tokenizer: Any, names: Sequence[str]) -> list[int]:
     tokenizer.add_tokens(list(names), special_tokens=True)
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(names))]
     if len(set(ids)) != len(ids) or tokenizer.convert_ids_to_tokens(ids) != list(names):
-        raise ValueError(f"the tokenizer gives {', '.join(names)} the ids {ids}; each needs an id of its own")
+        raise InputError(
+            f"the tokenizer gives {', '.join(names)} the ids {ids}; each needs an id of its own", "duplicate"
+        )
     return ids
 
 
@@ -142,5 +146,7 @@ def placeholder_id(tokenizer: Any, name: str, *, expected: int) -> int:
     """
     token_id = tokenizer.convert_tokens_to_ids(name)
     if token_id != expected:
-        raise ValueError(f"the tokenizer gives {name} the id {token_id}, the model's config.json {expected}")
+        raise InputError(
+            f"the tokenizer gives {name} the id {token_id}, the model's config.json {expected}", "mismatch"
+        )
     return expected

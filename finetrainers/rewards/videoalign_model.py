@@ -21,6 +21,8 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
+from finetrainers.utils.failures import InputError
+
 from .videoalign_input import MERGE, added_tokens, chat, placeholder_id, tokenise
 from .weights import build, load_settings, load_tokenizer, read_sharded, torch_device
 
@@ -124,9 +126,10 @@ class Judge:
             ValueError: checkpoint, head, base and tokenizer do not fit each other.
         """
         if not hasattr(modeling_qwen2_vl, "Qwen2VLVisionRotaryEmbedding"):
-            raise ValueError(
+            raise InputError(
                 f"transformers {transformers.__version__} builds Qwen2-VL in another way than 5.23, with which this "
-                "reward is tested: pip install -U transformers"
+                "reward is tested: pip install -U transformers",
+                "not_installed",
             )
         head_state = {
             name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")
@@ -134,14 +137,15 @@ class Judge:
         try:
             head.load_state_dict(head_state, assign=True)
         except RuntimeError as error:
-            raise ValueError(f"{source}: {error}") from error
+            raise InputError(f"{source}: {error}", "mismatch") from error
         if _EMBEDDINGS in state:
             # Training cut the embeddings to the tokenizer's length, so the tokens added last have the last rows.
             rows = len(state[_EMBEDDINGS])
             if self.marks != list(range(rows - len(self.marks), rows)):
-                raise ValueError(
+                raise InputError(
                     f"{source} was trained with tokens numbered to {rows - 1}, but with the tokenizer of {self.base}"
-                    f" the reward tokens have the ids {self.marks}: it is not the tokenizer of training"
+                    f" the reward tokens have the ids {self.marks}: it is not the tokenizer of training",
+                    "mismatch",
                 )
             self.config.text_config.vocab_size = rows
         backbone = build(modeling_qwen2_vl.Qwen2VLModel, self.config, state, dtype=dtype, source=source)
@@ -200,7 +204,9 @@ def merge_adapter(
             merged[name.replace(".base_layer.", ".")] = tensor
     for name, pair in matrices.items():
         if name not in merged or len(pair) != 2:
-            raise ValueError(f"the checkpoint's LoRA of {name} lacks its other matrix or the weight itself")
+            raise InputError(
+                f"the checkpoint's LoRA of {name} lacks its other matrix or the weight itself", "not_found"
+            )
         rank = len(pair["A"])
         scale = alpha / (rank**0.5 if rank_stabilised else rank)
         merged[name] = (merged[name].float() + scale * (pair["B"].float() @ pair["A"].float())).to(dtype)
@@ -214,10 +220,10 @@ def base_config(base: Path) -> Any:
         ValueError: there is none, or it belongs to another model.
     """
     if not (base / "config.json").is_file():
-        raise ValueError(f"{base} holds no config.json; base= wants a folder or hub id of Qwen2-VL")
+        raise InputError(f"{base} holds no config.json; base= wants a folder or hub id of Qwen2-VL", "not_found")
     config = load_settings(transformers.AutoConfig, base)
     if config.model_type != "qwen2_vl":
-        raise ValueError(f"{base} is a {config.model_type}; base= wants a Qwen2-VL")
+        raise InputError(f"{base} is a {config.model_type}; base= wants a Qwen2-VL", "mismatch")
     return config
 
 

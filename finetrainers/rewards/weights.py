@@ -12,6 +12,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import plural, quoted
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -31,7 +32,8 @@ def torch_device(name: str) -> torch.device:
     device = torch.device(check_device(name))
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device {name!r}: this process sees {plural(count, 'GPU')}; auto takes what is there")
+        message = f"device {name!r}: this process sees {plural(count, 'GPU')}; auto takes what is there"
+        raise InputError(message, "unavailable")
     return device
 
 
@@ -44,7 +46,7 @@ def check_device(name: str) -> str:
     try:
         _ = name == "auto" or torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r} is none of torch's: auto, cpu, cuda, cuda:1, ...") from error
+        raise InputError(f"device {name!r} is none of torch's: auto, cpu, cuda, cuda:1, ...", "unknown") from error
     return name
 
 
@@ -55,7 +57,7 @@ def check_path(path: str) -> str:
         ValueError: it cannot be either.
     """
     if not Path(path).expanduser().exists() and not _HUB_ID.fullmatch(path):
-        raise ValueError(f"{quoted(path)} is no file or folder here, and no hub id (owner/name)")
+        raise InputError(f"{quoted(path)} is no file or folder here, and no hub id (owner/name)", "not_found")
     return path
 
 
@@ -84,7 +86,8 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"{quoted(path)} is no file or folder here, and the hub does not give it: {error}") from error
+        message = f"{quoted(path)} is no file or folder here, and the hub does not give it: {error}"
+        raise InputError(message, "unavailable") from error
 
 
 def on_disk(path: str) -> Path | None:
@@ -115,7 +118,7 @@ def fetch_file(path: str, *, names: Sequence[str]) -> Path:
     for name in names:
         if (local_path / name).is_file():
             return local_path / name
-    raise ValueError(f"{local_path} holds none of: {', '.join(names)}")
+    raise InputError(f"{local_path} holds none of: {', '.join(names)}", "not_found")
 
 
 def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -135,14 +138,14 @@ def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} is not loaded: it holds objects other than tensors, and those can run code"
+        raise InputError(
+            f"{path} is not loaded: it holds objects other than tensors, and those can run code", "unsupported"
         ) from error
     for key in within:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} is no dictionary of tensors")
+        raise InputError(f"{path} is no dictionary of tensors", "unreadable")
     return dict(content)
 
 
@@ -154,7 +157,7 @@ def read_sharded(folder: Path) -> dict[str, Tensor]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors")
+        raise InputError(f"{folder} holds no *.safetensors", "not_found")
     return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
 
@@ -167,7 +170,7 @@ def check_names(present: Iterable[str], expected: Iterable[str], *, source: Path
     missing, unexpected = sorted(set(expected) - set(present)), sorted(set(present) - set(expected))
     parts = [f"{verb} {_list_names(names)}" for verb, names in (("lacks", missing), ("also has", unexpected)) if names]
     if parts:
-        raise ValueError(f"{source} does not fit the network: it {' and '.join(parts)}")
+        raise InputError(f"{source} does not fit the network: it {' and '.join(parts)}", "mismatch")
 
 
 def build(cls: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> Any:
@@ -182,8 +185,9 @@ def build(cls: Any, config: Any, state: dict[str, Tensor], *, dtype: torch.dtype
     mismatched = [name for name, tensor in state.items() if tensor.shape != expected[name].shape]
     if mismatched:
         example = f"{tuple(state[mismatched[0]].shape)}, not {tuple(expected[mismatched[0]].shape)}"
-        raise ValueError(
-            f"{source} does not fit the network: sizes of {_list_names(mismatched)} differ, the first is {example}"
+        raise InputError(
+            f"{source} does not fit the network: sizes of {_list_names(mismatched)} differ, the first is {example}",
+            "mismatch",
         )
     model = cls.from_pretrained(None, config=config, state_dict=state, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
@@ -200,8 +204,9 @@ def load_pretrained(cls: Any, path: str, *, dtype: torch.dtype) -> Any:
         path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, trust_remote_code=False
     )
     if loading_info["missing_keys"]:
-        raise ValueError(
-            f"{path} does not fit {cls.__name__}: it lacks {_list_names(sorted(loading_info['missing_keys']))}"
+        raise InputError(
+            f"{path} does not fit {cls.__name__}: it lacks {_list_names(sorted(loading_info['missing_keys']))}",
+            "mismatch",
         )
     return model.eval().requires_grad_(False)
 
@@ -227,7 +232,7 @@ def load_settings(cls: Any, path: str | Path) -> Any:
     try:  # without trust_remote_code=False, the library would ask on a terminal whether to run the repository's code
         return cls.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}", "unreadable") from error
 
 
 def _list_names(names: Sequence[str]) -> str:

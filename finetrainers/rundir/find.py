@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import launched_rank
 
 from .manifest import damage, lacks_optimizer, read_manifest, total_size
@@ -118,59 +119,56 @@ def find_checkpoint(
     root, checkpoints = checkpoints_dir(output_dir), scan_checkpoints(output_dir, weights_only=weights_only)
     if requested is None or (requested == "auto" and not checkpoints):
         return None
+
+    def find_damage(path: Path) -> str | None:
+        reason = (known_damage or {}).get(path)
+        return reason or damage(path, contents=True, weights_only=weights_only, largest=largest)
+
     if requested in ("auto", "latest"):
-        known_damage = known_damage or {}
-        checkpoints = [
-            replace(checkpoint, damage=checkpoint.damage or known_damage.get(checkpoint.path))
-            for checkpoint in checkpoints
-        ]
-        return _find_newest_verified(root, checkpoints, weights_only=weights_only, largest=largest)
+        return _find_newest_verified(root, checkpoints, find_damage, weights_only=weights_only)
     names = ", ".join(str(checkpoint.step) for checkpoint in checkpoints if checkpoint.damage is None) or "none"
     if requested.isdigit():
         matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
         if not matches:
-            raise ValueError(f"no checkpoint of step {requested} in {root}; there are: {names}")
+            raise InputError(f"no checkpoint of step {requested} in {root}; there are: {names}", "not_found")
         path = matches[0]
     else:
         path = Path(requested)
         if not (path / "state.json").is_file():
-            raise ValueError(
+            raise InputError(
                 f"{requested} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a "
-                "directory"
+                "directory",
+                "not_found",
             )
-    problem = (known_damage or {}).get(path) or damage(path, contents=True, weights_only=weights_only, largest=largest)
+    problem = find_damage(path)
     if problem is not None:
         if lacks_optimizer(path):
-            raise ValueError(f"{path} {WITHOUT_OPTIMIZER}")
-        raise ValueError(f"{path} is damaged: {problem}; `latest` takes the newest whole one (whole by size: {names})")
+            raise InputError(f"{path} {WITHOUT_OPTIMIZER}", "not_found")
+        message = f"{path} is damaged: {problem}; `latest` takes the newest whole one (whole by size: {names})"
+        raise InputError(message, "unreadable")
     return path
 
 
 def _find_newest_verified(
-    root: Path, checkpoints: list[CheckpointInfo], *, weights_only: bool, largest: int | None
+    root: Path, checkpoints: list[CheckpointInfo], find_damage: Callable[[Path], str | None], *, weights_only: bool
 ) -> Path:
     """Return the newest checkpoint whose files match its manifest; see `damage`."""
     if not checkpoints:
-        raise ValueError(f"no checkpoint in {root}; leave the option out to start a new run")
+        raise InputError(f"no checkpoint in {root}; leave the option out to start a new run", "not_found")
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints):
-        problem = checkpoint.damage or damage(
-            checkpoint.path, contents=True, weights_only=weights_only, largest=largest
-        )
+        problem = checkpoint.damage or find_damage(checkpoint.path)
         if problem is None:
             for reason in damaged:
-                _warn("continuing from %s, because a newer checkpoint is damaged: %s", checkpoint.path, reason)
+                if launched_rank() == 0:  # all processes read the same directory
+                    logger.warning(
+                        "continuing from %s, because a newer checkpoint is damaged: %s", checkpoint.path, reason
+                    )
             return checkpoint.path
         damaged.append(f"{checkpoint.path.name}: {problem}")
     if not weights_only and all(lacks_optimizer(checkpoint.path) for checkpoint in checkpoints):
-        raise ValueError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}")
-    raise ValueError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})")
-
-
-def _warn(message: str, *values: object) -> None:
-    """Warn once for all processes: they read the same directory."""
-    if launched_rank() == 0:
-        logger.warning(message, *values)
+        raise InputError(f"every checkpoint in {root} {WITHOUT_OPTIMIZER}", "not_found")
+    raise InputError(f"every checkpoint in {root} is damaged ({'; '.join(damaged)})", "unreadable")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -181,7 +179,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     if state["format"] not in (FORMAT, SLICED_FORMAT):
-        raise ValueError(
-            f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT} and {SLICED_FORMAT}"
+        raise InputError(
+            f"{checkpoint} has checkpoint format {state['format']}; this version reads {FORMAT} and {SLICED_FORMAT}",
+            "unsupported",
         )
     return state

@@ -80,10 +80,7 @@ def run_of(checkpoint: Path) -> str | None:
 
 
 def _list_newest_first(root: Path) -> list[Path]:
-    try:
-        checkpoints = [(step, path) for path in checkpoints_dir(root).iterdir() if (step := step_of(path)) is not None]
-    except OSError:
-        return []
+    checkpoints = [(step, path) for path in checkpoints_dir(root).glob("*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(checkpoints, reverse=True)]
 
 

@@ -20,6 +20,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.files import write_json_atomic
 
 if TYPE_CHECKING:
@@ -58,22 +59,25 @@ def exclusive(
         ConfigError: another run uses it, or it cannot be written to; on every rank.
     """
     with contextlib.ExitStack() as locks:
-        problem = None
+        problem: tuple[str, Kind] | None = None
         if parallel.is_main:
             try:
                 output_dir.mkdir(parents=True, exist_ok=True)
                 locks.enter_context(FileLock(output_dir / _LOCK).acquire(timeout=0))
                 locks.enter_context(_lock_directory(output_dir))
-                locks.enter_context(_holder_file(output_dir))
+                started = time.strftime("%Y-%m-%d %H:%M:%S")
+                record = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
+                write_json_atomic(output_dir / HOLDER, record)
+                locks.callback((output_dir / HOLDER).unlink, missing_ok=True)
             except (Timeout, BlockingIOError):
                 conflict = f"{output_dir} is in use by another {holder}{_describe_holder(output_dir)}"
-                problem = f"{conflict}; wait for it, stop it, or {otherwise}"
+                problem = f"{conflict}; wait for it, stop it, or {otherwise}", "occupied"
             except OSError as error:
                 file = "" if error.filename in (None, str(output_dir)) else f" ({error.filename})"
-                problem = f"cannot write to {output_dir}: {error.strerror or error}{file}"
+                problem = f"cannot write to {output_dir}: {error.strerror or error}{file}", "unavailable"
         problem = parallel.broadcast_object(problem)
         if problem is not None:
-            raise ConfigError([Problem(where, problem)])
+            raise ConfigError([Problem(where, *problem)])
         yield
 
 
@@ -133,18 +137,6 @@ def _lock_directory(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _holder_file(output_dir: Path) -> Iterator[None]:
-    """Keep a file that names the lock's holder within the block."""
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
-    write_json_atomic(output_dir / HOLDER, holder)
-    try:
-        yield
-    finally:
-        (output_dir / HOLDER).unlink(missing_ok=True)
 
 
 def _describe_holder(output_dir: Path) -> str:

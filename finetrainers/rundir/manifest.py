@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256, fsync_dir, not_a_file, write_text_atomic
 
 MANIFEST = "manifest.json"
@@ -63,10 +64,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         wrong_kind = not_a_file(path.lstat().st_mode)
         if wrong_kind is not None:
-            raise ValueError(f"{MANIFEST} {wrong_kind}")
+            raise InputError(f"{MANIFEST} {wrong_kind}", "unreadable")
         return parse_manifest(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing: not written to the end, or by an earlier version") from None
+        message = f"{MANIFEST} is missing: not written to the end, or by an earlier version"
+        raise InputError(message, "not_found") from None
 
 
 def parse_manifest(content: bytes) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
             if name in manifest and not isinstance(manifest[name], kind):
                 del manifest[name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+        raise InputError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})", "unreadable") from None
     return manifest
 
 

@@ -101,8 +101,8 @@ def prune(output_dir: Path, *, step: int, limit: int | None) -> list[Path]:
 
 def published_size(output_dir: Path) -> int:
     """Return the bytes of the newest complete checkpoint; 0 if there is none."""
-    complete = [checkpoint for checkpoint in scan_checkpoints(output_dir) if checkpoint.damage is None]
-    return complete[-1].size if complete else 0
+    newest_first = reversed(scan_checkpoints(output_dir))
+    return next((checkpoint.size for checkpoint in newest_first if checkpoint.damage is None), 0)
 
 
 @contextlib.contextmanager

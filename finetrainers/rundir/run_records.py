@@ -196,8 +196,9 @@ def run_status(root: Path) -> str:
 
 
 def _find_status(root: Path, events: Sequence[Event]) -> str:
-    starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
-    kinds = [event.get("event") for event in events[starts[-1] if starts else 0 :]]
+    kinds = [event.get("event") for event in events]
+    last_start = max((index for index, kind in enumerate(kinds) if kind == "start"), default=0)
+    kinds = kinds[last_start:]
     if "finished" in kinds:
         return "finished"
     if {"stopped", "stopped_by_guard"} & set(kinds):

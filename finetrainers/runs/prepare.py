@@ -44,7 +44,9 @@ def prepare(checked: ResolvedRun) -> Mapping[str, Encoded]:
         with watchdog.running(), phase(LOADING):
             encoded = _encode(checked, parallel, watchdog)
         for content, counts in encoded.items():
-            print_line(_summarize(content, counts))
+            left_out = f", {len(counts.bad)} left out (damaged)" if counts.bad else ""
+            number = f"{counts.encoded} encoded, {counts.found} found{left_out}"
+            print_line(f"{content}: {number}; {file_size(counts.size_bytes)} written")
         done = f"done in {duration(time.monotonic() - started)}"
         scratch = method_spec(config).scratch_cache(config)
         if scratch is None:
@@ -59,9 +61,8 @@ def prepare(checked: ResolvedRun) -> Mapping[str, Encoded]:
 
 @advise_on_oom("loading and encoding")
 def _encode(checked: ResolvedRun, parallel: DistributedContext, watchdog: Watchdog) -> Mapping[str, Encoded]:
-    config = checked.config
     watchdog.enter("loading")
-    spec = checked.family.load(config.model)
+    spec = checked.spec
     texts, _ = load_text_conditioning(checked, spec, parallel, watchdog)
     try:
         encoded = {checked.plan.texts: texts.encoded}
@@ -71,13 +72,6 @@ def _encode(checked: ResolvedRun, parallel: DistributedContext, watchdog: Watchd
         return encoded
     finally:
         texts.keys.cache.release()
-
-
-def _summarize(content: str, counts: Encoded) -> str:
-    left_out = f", {len(counts.bad)} left out (damaged)" if counts.bad else ""
-    return (
-        f"{content}: {counts.encoded} encoded, {counts.found} found{left_out}; {file_size(counts.size_bytes)} written"
-    )
 
 
 def _training_hint(checked: ResolvedRun) -> str:

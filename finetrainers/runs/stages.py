@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml, load_config
-from finetrainers.config.option import Option
 from finetrainers.config.root import TrainConfig, critical_options, fields
 from finetrainers.config.stages import Load, Stage
 from finetrainers.plan.initial_weights import find_initial_weights
 from finetrainers.plan.lineage import began_from, read_origin
+from finetrainers.plan.preflight import with_options
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.rundir.lock import in_use
 from finetrainers.rundir.run_records import result_paths, run_status
@@ -112,11 +113,9 @@ def _with_source(stage: Stage, config: TrainConfig, source: StageStatus | None) 
     if stage.init.load != "state":
         is_merged = stage.init.load == "weights" and source.config.training.training_type == "lora"
         init_from = source.root / "export" / "merged" if is_merged else source.root
-        training = config.training.model_copy(update={"init_from": str(init_from)})
-        config = config.model_copy(update={"training": training})
+        config = with_options(config, "training", init_from=str(init_from))
     if stage.init.load != "weights" and config.model.transformer_id is None:
-        model = config.model.model_copy(update={"transformer_id": _find_base(source)})
-        config = config.model_copy(update={"model": model})
+        config = with_options(config, "model", transformer_id=_find_base(source))
     return config
 
 
@@ -125,11 +124,10 @@ def _find_base(status: StageStatus) -> str | None:
     init_from = status.config.training.init_from
     if status.config.model.transformer_id is not None or init_from is None:
         return status.config.model.transformer_id
-    try:
+    with suppress(ValueError):  # it does not exist yet, or is refused when the stage is checked
         weights = find_initial_weights(init_from)
-    except ValueError:  # it does not exist yet, or is refused when the stage is checked
-        return None
-    return str(weights.path) if weights.kind == "full" else None
+        return str(weights.path) if weights.kind == "full" else None
+    return None
 
 
 def resolved_config(status: StageStatus) -> TrainConfig:
@@ -160,14 +158,11 @@ def incompatibilities(source: TrainConfig, config: TrainConfig, load: Load) -> l
 
 def changed_stages(statuses: Sequence[StageStatus]) -> list[Problem]:
     """Return a problem for each stage that was begun differently from the file, with the stages that began from it."""
-    reasons: dict[str, str] = {}
-    for status in statuses:
-        reason = _change_reason(status)
-        if reason is not None:
-            reasons[status.name] = reason
+    reasons = {status.name: _change_reason(status) for status in statuses}
     return [
-        Problem(f"stage {name}", f"{reason}{_followers(name, statuses)}. {_REMEDIES % name}")
+        Problem(f"stage {name}", f"{reason}{_followers(name, statuses)}. {_REMEDIES % name}", "mismatch")
         for name, reason in reasons.items()
+        if reason is not None
     ]
 
 
@@ -217,23 +212,24 @@ def _changed_options(status: StageStatus) -> list[str]:
     except ConfigError:
         return [f"{path} cannot be read"]
     now = status.config.plain()
-    names = [name for name, option in fields().items() if option.dumped and _affects_weights(option)]
+    names = [  # of options that affect the trained weights
+        name
+        for name, option in fields().items()
+        if option.dumped
+        and option.section not in _NEUTRAL_TABLES
+        and option.place != "folder"
+        and not (option.local and option.section == "dataloader")
+    ]
     return [f"{name} {then[name]} -> {now[name]}" for name in names if then[name] != now[name]]
-
-
-def _affects_weights(option: Option) -> bool:
-    """Return whether an option affects the trained weights."""
-    is_neutral = option.section in _NEUTRAL_TABLES or option.place == "folder"
-    return not is_neutral and not (option.local and option.section == "dataloader")
 
 
 def _followers(name: str, statuses: Sequence[StageStatus]) -> str:
     """Return a clause that lists the stages that began from a stage, directly or indirectly."""
-    followers = [name]
+    followers: list[str] = []
     for status in statuses:
-        if status.source is not None and status.source.name in followers and (status.is_done or status.step):
+        if status.source and status.source.name in (name, *followers) and (status.is_done or status.step):
             followers.append(status.name)
-    return f"; {listed(followers[1:])} began from it" if followers[1:] else ""
+    return f"; {listed(followers)} began from it" if followers else ""
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------
@@ -246,7 +242,9 @@ def missing_before(statuses: Sequence[StageStatus], first: str) -> list[Problem]
     needed = {status.source.name for status in statuses if status.name not in before and status.source is not None}
     return [
         Problem(
-            "--from", f"stage {status.name}, from which a later one begins, is not finished; give --from {status.name}"
+            "--from",
+            f"stage {status.name}, from which a later one begins, is not finished; give --from {status.name}",
+            "required",
         )
         for status in statuses
         if status.name in before and status.name in needed and not status.is_done
@@ -255,10 +253,10 @@ def missing_before(statuses: Sequence[StageStatus], first: str) -> list[Problem]
 
 def used_elsewhere(statuses: Sequence[StageStatus]) -> list[Problem]:
     """Return problems of stages that another process trains."""
-    busy = [status for status in statuses if not status.is_done and in_use(status.root)]
     return [
-        Problem(f"stage {status.name}", f"{status.root} is in use by another run; wait for it, or stop it")
-        for status in busy
+        Problem(f"stage {status.name}", f"{status.root} is in use by another run; wait for it, or stop it", "occupied")
+        for status in statuses
+        if not status.is_done and in_use(status.root)
     ]
 
 
@@ -267,9 +265,8 @@ def set_aside(statuses: Sequence[StageStatus]) -> list[tuple[Path, Path]]:
     stamp, renamed = time.strftime("%Y%m%d-%H%M%S"), []
     for status in statuses:
         if status.is_again and status.root.exists():
-            renamed.append(
-                (status.root, status.root.rename(status.root.with_name(f"replaced-{stamp}-{status.root.name}")))
-            )
+            target = status.root.with_name(f"replaced-{stamp}-{status.root.name}")
+            renamed.append((status.root, status.root.rename(target)))
     return renamed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
@@ -14,7 +15,7 @@ from finetrainers.plan.check_upload import check_upload
 from finetrainers.plan.dry_run import build_without_weights, unseen_reason
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.ownership import inside_problem
-from finetrainers.plan.preflight import preflight, resolve_family
+from finetrainers.plan.preflight import preflight, resolve_family, with_options
 from finetrainers.plan.ready import check_rewards, preflight_by_model
 from finetrainers.plan.start_report import print_line, print_warnings
 from finetrainers.utils.text import file_size, listed, plural
@@ -29,6 +30,8 @@ from .stages import (
     resume_flags,
     used_elsewhere,
 )
+
+T = TypeVar("T")
 
 _HEADINGS = ("stage", "model", "method", "steps", "begins from", "planned", "status")
 _KINDS = {"full-finetune": "full"}
@@ -62,20 +65,23 @@ def plan_stages(
     warnings: list[tuple[str, str]] = []
     checked: dict[str, _Checked] = {}
     for status in statuses:
+        own: list[Problem] = []
         try:
             checked[status.name] = _check(status, warnings, trains=trains)
         except ConfigError as error:
-            unlisted = [p for p in error.problems if not any(name in str(p) for name in status.stage.wrong)]
-            problems += [(status.name, problem) for problem in unlisted]
-        problems += [(status.name, problem) for problem in _init_problems(status, checked)]
-        problems += [(status.name, problem) for problem in _inside_problems(status, statuses)]
-    merged = _merge_problems(problems, len(stages))
+            own = [p for p in error.problems if not any(name in str(p) for name in status.stage.wrong)]
+        own += [*_init_problems(status, checked), *_inside_problems(status, statuses)]
+        problems += [(status.name, problem) for problem in own]
+    merged = [
+        replace(problem, where=f"{owners}, {problem.where}" if problem.where else owners)
+        for problem, owners in _merge(problems, len(stages)).items()
+    ]
     merged += used_elsewhere(statuses)
     merged += [] if again_from is None else missing_before(statuses, again_from)
     changed = [] if keep_finished else changed_stages(statuses)
     if not merged:
         _print_table(statuses, checked, changed)
-        print_warnings(_merge_warnings(warnings, len(stages)))
+        print_warnings(f"{owners}: {warning}" for warning, owners in _merge(warnings, len(stages)).items())
     if merged or changed:
         raise ConfigError([*merged, *changed], of="the stages")
 
@@ -108,19 +114,13 @@ def _plan_config(status: StageStatus, *, trains: bool) -> TrainConfig:
     config = status.stage.config if status.is_promised else status.config
     assert config is not None
     flags = {} if status.is_promised and not status.step else resume_flags(status)
-    training = {
-        "resume_from_checkpoint": flags.get("--resume_from_checkpoint", "auto"),
-        "reset": [flags["--reset"]] if "--reset" in flags else [],
-    }
-    run: dict[str, object] = {"dry_run": not trains}
+    config = with_options(config, "run", dry_run=not trains)
     if status.is_again:  # the existing directory will be renamed
-        run["output_dir"] = config.run.output_dir.with_name(f"{config.run.output_dir.name}.again")
-    return config.model_copy(
-        update={
-            "training": config.training.model_copy(update=training),
-            "run": config.run.model_copy(update=run),
-        }
-    )
+        output_dir = config.run.output_dir.with_name(f"{config.run.output_dir.name}.again")
+        config = with_options(config, "run", output_dir=output_dir)
+    reset = [flags["--reset"]] if "--reset" in flags else []
+    checkpoint = flags.get("--resume_from_checkpoint", "auto")
+    return with_options(config, "training", resume_from_checkpoint=checkpoint, reset=reset)
 
 
 def _inside_problems(status: StageStatus, statuses: Sequence[StageStatus]) -> list[Problem]:
@@ -131,50 +131,36 @@ def _inside_problems(status: StageStatus, statuses: Sequence[StageStatus]) -> li
     except ConfigError:  # its error is reported with the stage
         return []
     messages = [inside_problem(config, other.root, trained=trained) for other in statuses]
-    return [Problem("--output_dir", message) for message in messages if message is not None][:1]
+    return [Problem("--output_dir", message, "occupied") for message in messages if message is not None][:1]
 
 
 def _init_problems(status: StageStatus, checked: Mapping[str, _Checked]) -> list[Problem]:
     """Return the problem that a stage cannot begin from its source."""
     source, load = status.source, status.load
-    if source is None or load is None or status.is_done or not {source.name, status.name} <= checked.keys():
+    if not (source and load) or status.is_done or not {source.name, status.name} <= checked.keys():
         return []
     reasons = incompatibilities(checked[source.name].config, checked[status.name].config, load)
-    return (
-        [Problem("init", f"the {_LOADS[load]} stage {source.name} does not fit: {'; '.join(reasons)}")]
-        if reasons
-        else []
-    )
+    message = f"the {_LOADS[load]} stage {source.name} does not fit: {'; '.join(reasons)}"
+    return [Problem("init", message, "mismatch")] if reasons else []
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def _merge_problems(problems: Sequence[tuple[str, Problem]], count: int) -> list[Problem]:
-    """Return each problem once, with the stages that have it."""
-    stages: dict[Problem, list[str]] = {}
-    for name, problem in problems:
-        stages.setdefault(problem, []).append(name)
-    merged = []
-    for problem, names in stages.items():
-        owners = _name_stages(names, count)
-        merged.append(replace(problem, where=f"{owners}, {problem.where}" if problem.where else owners))
-    return merged
+def _merge(items: Sequence[tuple[str, T]], count: int) -> dict[T, str]:
+    """Return each problem or warning once, with a phrase for the stages that have it.
 
-
-def _name_stages(names: Sequence[str], count: int) -> str:
-    """Return a phrase for stages."""
-    names = list(dict.fromkeys(names))
-    if len(names) == count > 1:
-        return "all stages"
-    return f"stage{'s' if len(names) > 1 else ''} {listed(names)}"
-
-
-def _merge_warnings(warnings: Sequence[tuple[str, str]], count: int) -> list[str]:
-    stages: dict[str, list[str]] = {}
-    for name, warning in warnings:
-        stages.setdefault(warning, []).append(name)
-    return [f"{_name_stages(names, count)}: {warning}" for warning, names in stages.items()]
+    Args:
+        items: each with the name of a stage.
+        count: of all stages.
+    """
+    stages: dict[T, list[str]] = {}
+    for name, item in dict.fromkeys(items):
+        stages.setdefault(item, []).append(name)
+    return {
+        item: "all stages" if len(names) == count > 1 else f"stage{'s' if len(names) > 1 else ''} {listed(names)}"
+        for item, names in stages.items()
+    }
 
 
 def _print_table(statuses: Sequence[StageStatus], checked: Mapping[str, _Checked], changed: Sequence[Problem]) -> None:
@@ -183,22 +169,18 @@ def _print_table(statuses: Sequence[StageStatus], checked: Mapping[str, _Checked
     rows = [_row(status, checked[status.name], f"stage {status.name}" in changed_names) for status in statuses]
     models = list(dict.fromkeys(row[1] for row in rows))
     print_line(f"{plural(len(rows), 'stage')}{f' of {models[0]}' if len(models) == 1 else ''}:")
-    columns = [n for n in range(len(_HEADINGS)) if n != 1 or len(models) > 1]
-    lines = [[row[n] for n in columns] for row in [_HEADINGS, *rows]]
+    lines = [_HEADINGS, *rows] if len(models) > 1 else [(row[0], *row[2:]) for row in [_HEADINGS, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print_line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     folders: dict[Path, list[str]] = {}
     for status in statuses:
-        folders.setdefault(status.root if status.root.name != status.name else status.root.parent, []).append(
-            status.name
-        )
+        folder = status.root.parent if status.root.name == status.name else status.root
+        folders.setdefault(folder, []).append(status.name)
     for folder, names in folders.items():
-        owner = (
-            f"stage {names[0]}" if len(names) == 1 and folder.name != names[0] and len(statuses) > 1 else "each stage"
-        )
+        has_one_stage = len(names) == 1 and folder.name != names[0] and len(statuses) > 1
         path = folder if folder in [status.root for status in statuses] else folder / "STAGE"
-        print_line(f"output of {owner}: {path}")
+        print_line(f"output of {f'stage {names[0]}' if has_one_stage else 'each stage'}: {path}")
 
 
 def _row(status: StageStatus, checked: _Checked, is_changed: bool) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.training.callbacks.base import Callback, check_callbacks
 from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.logs import quiet_libraries
 from finetrainers.utils.process_state import environment_restored, host_group_problem, restored
@@ -75,7 +76,7 @@ class TrainResult:
             reason = (
                 "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
             )
-            raise ValueError(f"there are no trained weights in {self.run_dir}: {reason}")
+            raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
         with restored(), quiet_libraries():
             import torch
 
@@ -118,12 +119,13 @@ def train(
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if handle_signals and not in_main_thread:
-        raise ValueError("handle_signals=True requires the main thread; use None or False in other threads")
+        message = "handle_signals=True requires the main thread; use None or False in other threads"
+        raise InputError(message, "unsupported")
     with environment_restored():
         use_expandable_segments()
         check_callbacks(callbacks)
         if (problem := host_group_problem()) is not None:
-            raise ConfigError([Problem("process group", problem)])
+            raise ConfigError([Problem("process group", problem, "mismatch")])
         checked = get_ready(config)
         with restored() as set_aside, quiet_libraries():
             from .run import run

@@ -92,8 +92,7 @@ def sheet(grid: Grid) -> Image.Image:
 def _tile(cell: Cell) -> Tile:
     if cell.video is None:
         return Tile(None, "failed" if cell.problem else "not sampled")
-    frames, _ = read_mp4(cell.video, columns=_STRIP)
-    return Tile(frames)
+    return Tile(read_mp4(cell.video, columns=_STRIP)[0])
 
 
 def grid_html(grid: Grid) -> Markup:

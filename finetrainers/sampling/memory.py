@@ -29,11 +29,10 @@ def sampling_bytes(plan: SamplePlan, spec: ModelSpec) -> float:
     }
     config = config.model_copy(update=tables)
     network = spec.transformer_on_meta().requires_grad_(False)
-    parts = {part: frozen_bytes(spec, part) for part in spec.facts.networks[:-1]}
     around = RunSizes(
         bucket=max(sizes, key=lambda size: spec.facts.geometry.num_tokens(*size)),
         sampled=tuple(sizes),
-        parts={part: size for part, size in parts.items() if size is not None},
+        parts={part: size for part in spec.facts.networks[:-1] if (size := frozen_bytes(spec, part)) is not None},
         total=sum(p.numel() for p in network.parameters()),
     )
     return plan_run(config, spec.facts.geometry, network, spec=spec, around=around).peaks[VALIDATION]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.base import Section
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.checks.kernels import kernel_problems
 from finetrainers.config.checks.options import check_sampling, quantization_problems
@@ -121,8 +121,7 @@ class SamplePlan:
                         "given": images[index], "seed": seed, "weights": weights.digest,
                         "scale": variant.scale if weights.kind == "lora" else None,
                     }  # fmt: skip
-                    text = json.dumps(facts, sort_keys=True)
-                    key = hashlib.sha256(text.encode()).hexdigest()[:20]
+                    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
                     facts["column"], facts["path"] = variant.name, str(weights.path or "")
                     samples.append(Sample(variant, index, seed, key, facts))
         return samples
@@ -135,16 +134,15 @@ class SamplePlan:
         """Return the facts that determine the frames of all clips: the model's files, and the options."""
         config, validation = self.config, self.config.validation
         plain = config.plain()
-        options = {name: plain[name] for name in options_of_runs() if name not in _WITHOUT_EFFECT}
+        names = [name for name in options_of_runs() if name not in _WITHOUT_EFFECT and plain[name] is not None]
         model = config.model
         digests = [text_encoders_digest(model), vae_digest(model)]
-        digests += (
-            [] if all(variant.weights.kind == "full" for variant in self.variants) else [transformer_digest(model)]
-        )
+        if not all(variant.weights.kind == "full" for variant in self.variants):
+            digests.append(transformer_digest(model))
         if None not in digests:  # then their paths do not matter
-            options = {name: value for name, value in options.items() if not name.endswith(("_id", "_or_path"))}
+            names = [name for name in names if not name.endswith(("_id", "_or_path"))]
         return {
-            "model": digests, "options": {name: value for name, value in options.items() if value is not None},
+            "model": digests, "options": {name: plain[name] for name in names},
             "num_inference_steps": validation.validation_inference_steps,
             "guidance_scale": validation.validation_guidance_scale, "frame_rate": self.frame_rate,
             "negative_prompt": self.negative,
@@ -162,12 +160,18 @@ def plan_samples(names: Sequence[str], options: SampleSection, flags: RawOptions
     Raises:
         ConfigError: all problems, at once.
     """
-    findings = Findings()
+    findings, targets = Findings(), list[Target]()
     findings.errors += _launcher_problems()
-    targets = named_apart(in_order(_targets(names, options, findings)))
+    for name in names:
+        try:
+            targets.append(find_target(name, use_ema=not options.no_ema))
+        except ConfigError as error:
+            findings.errors += error.problems
+        except ValueError as error:
+            findings.errors.append(Problem.from_error("TARGET", error))
     if len(targets) < len(names):
         raise ConfigError(findings.errors)
-    return plan_targets(names, targets, options, flags, findings)
+    return plan_targets(names, named_apart(in_order(targets)), options, flags, findings)
 
 
 def plan_targets(
@@ -204,23 +208,20 @@ def plan_targets(
     _check(config, facts, prompts, options, targets, findings)
     variants = _variants(targets, options, findings)
     output_dir = options.output_dir or _default_place(targets[0])
-    if (problem := folder_problem(output_dir)) is not None or (problem := samples_problem(output_dir)) is not None:
+    if (problem := folder_problem(output_dir)) is not None:
         findings.error("output_dir", problem)
+    elif (problem := samples_problem(output_dir)) is not None:
+        findings.error("output_dir", problem, "occupied")
     if findings.errors:
         raise ConfigError(_use_command_names(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
+    trigger = config.data.id_token
+    if trigger and not any(trigger in prompt.prompt for prompt in prompts):
+        findings.warnings.insert(0, f"no prompt has the trigger word of the run, {trigger} (id_token)")
     return SamplePlan(
-        names,
-        config,
-        family,
-        facts,
-        prompts,
-        variants,
-        range(first, first + options.num),
-        options.negative_prompt,
-        output_dir,
-        [*_warnings(config, prompts), *findings.warnings],
-    )
+        names, config, family, facts, prompts, variants, range(first, first + options.num), options.negative_prompt,
+        output_dir, findings.warnings,
+    )  # fmt: skip
 
 
 def _launcher_problems() -> Iterator[Problem]:
@@ -230,20 +231,9 @@ def _launcher_problems() -> Iterator[Problem]:
         kind = "DeepSpeed" if options.deepspeed else "FSDP2"
         yield Problem(
             "launcher", f"{kind} splits the network, and each process samples with all of it; launch with "
-            "accelerate_configs/ddp.yaml, or start one process, with --enable_model_cpu_offload where memory is short"
+            "accelerate_configs/ddp.yaml, or start one process, with --enable_model_cpu_offload where memory is short",
+            "unsupported",
         )  # fmt: skip
-
-
-def _targets(names: Sequence[str], options: SampleSection, findings: Findings) -> list[Target]:
-    targets = []
-    for name in names:
-        try:
-            targets.append(find_target(name, use_ema=not options.no_ema))
-        except ConfigError as error:
-            findings.errors += error.problems
-        except ValueError as error:
-            findings.errors.append(Problem("TARGET", str(error)))
-    return targets
 
 
 def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findings) -> TrainConfig | None:
@@ -258,8 +248,8 @@ def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findi
             unknown = not with_source and "pretrained_model_name_or_path" not in flags.values
             hint = f"the base model of {target.given} is not known; name it"
             findings.errors += [
-                Problem("--pretrained_model_name_or_path", hint)
-                if unknown and "is required" in problem.message
+                Problem("--pretrained_model_name_or_path", hint, "required")
+                if unknown and problem.kind == "required"
                 else problem
                 for problem in error.problems
             ]
@@ -276,6 +266,7 @@ def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findi
                     "TARGET",
                     f"{target.given} has {name} {other.get(name)}, and {with_source[0].given} {configs[0].get(name)}; "
                     f"sample them one after the other, or give --{name} for both",
+                    "conflict",
                 )
             )
     return configs[0].model_copy(update={"parallel": ParallelSection()})
@@ -293,7 +284,7 @@ def _fetch(family: Family, config: TrainConfig) -> None:
             f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}; "
             f"{fetched.way_out}, or give a directory"
         )
-        raise ConfigError([Problem("--pretrained_model_name_or_path", message)])
+        raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
 
 
 def _prompts(
@@ -311,50 +302,43 @@ def _prompts(
     if not use_run_prompts:
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     section = section.model_copy(update=values)
+    config = config.model_copy(update={"validation": section})
     if section.validation_prompts is None:
-        findings.error(
-            "prompts", "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
-        )
-        return _replace_validation(config, section), []
+        message = "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
+        findings.error("prompts", message, "required")
+        return config, []
     try:
         count = len(parse_validation_prompts(section))
     except ConfigError as error:
         findings.errors += error.problems
-        return _replace_validation(config, section), []
+        return config, []
+    media, separator = dict[str, str](), section.validation_separator
     for medium, name in MEDIA_OPTIONS.items():
-        if (text := getattr(options, medium)) is not None:
-            separator = section.validation_separator
-            one_for_all = separator not in text
-            value = separator.join([text] * count) if one_for_all else text
-            section = section.model_copy(update={name: value})
-    config = _replace_validation(config, section)
+        if (text := getattr(options, medium)) is not None:  # one for all prompts, or one for each
+            media[name] = text if separator in text else separator.join([text] * count)
+    config = config.model_copy(update={"validation": section.model_copy(update=media)})
     prompts = read_prompts(config, findings)
     size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:
-        findings.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768")
+        findings.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768", "required")
     override = (use_run_prompts or fixed_size) and options.size is not None
     return config, [prompt.model_copy(update={"size": size if override else prompt.size or size}) for prompt in prompts]
-
-
-def _replace_validation(config: TrainConfig, section: Section) -> TrainConfig:
-    return config.model_copy(update={"validation": section})
 
 
 def size_of_run(config: TrainConfig, target: Target) -> Size | None:
     """Return the size of the run's validation samples, the largest that it trains on, or None if it is unknown."""
     sizes: list[Size] = []
     if target.home is not None and (target.home / "manifest.jsonl").is_file():
-        records, _ = read_jsonl(target.home / "manifest.jsonl")
         buckets = {
             str(record["bucket"])
-            for record in records
+            for record in read_jsonl(target.home / "manifest.jsonl")[0]
             if record.get("bucket") and record.get("use", "train") == "train"
         }
         parts = [text.split("x") for text in buckets]
         sizes = [(int(p[0]), int(p[1]), int(p[2])) for p in parts if len(p) == 3 and all(map(str.isdecimal, p))]
     if not sizes and config.training.method in method_names():
         sizes = method_spec(config).sizes(config)
-    return max(sizes, key=lambda size: size[0] * size[1] * size[2], default=None)
+    return max(sizes, key=math.prod, default=None)
 
 
 def _check(
@@ -365,10 +349,10 @@ def _check(
     targets: Sequence[Target],
     findings: Findings,
 ) -> None:
-    rules = check_sampling(config, facts=facts, prompts=prompts)
     device = likely_device_type()
-    kernels = kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config))
-    findings.errors += [*rules.errors, *kernels.errors, *quantization_problems(config, device_type=device)]
+    findings.errors += check_sampling(config, facts=facts, prompts=prompts).errors
+    findings.errors += kernel_problems(config, device_type=device, dtype_bytes=computed_bytes(config)).errors
+    findings.errors += quantization_problems(config, device_type=device)
     if prompts and prompts[0].size is not None:
         check_prompt_videos(config, facts, prompts, prompts[0].size, findings)
     scale = config.validation.validation_guidance_scale
@@ -379,36 +363,35 @@ def _check(
             else f"the guidance scale is {scale:g}"
         )
         findings.error(
-            "negative_prompt", f"has no effect: {reason}, so that nothing is sampled for a second prompt; remove it"
+            "negative_prompt",
+            f"has no effect: {reason}, so that nothing is sampled for a second prompt; remove it",
+            "conflict" if facts.guidance is None else "unsupported",
         )
     kinds = {target.weights.kind for target in targets}
     if options.lora_scale and "lora" not in kinds:
-        findings.error("lora_scale", "has no effect: there is no LoRA; remove it")
+        findings.error("lora_scale", "has no effect: there is no LoRA; remove it", "conflict")
     if options.compare and "base" in kinds:
-        findings.error("compare", "is what is sampled already; remove it")
+        findings.error("compare", "is what is sampled already; remove it", "duplicate")
 
 
 def _variants(targets: Sequence[Target], options: SampleSection, findings: Findings) -> list[Variant]:
     """Return the columns: the base first, then all weights, each at all scales."""
     scales = list(dict.fromkeys(options.lora_scale or [1.0]))
+    nonzero = [scale for scale in scales if scale]
     weights = list(dict.fromkeys(target.weights for target in targets))
     if len(weights) < len(targets):
         findings.warnings.append("some of the weights are named twice; they are sampled once")
     has_base = BASE in weights or options.compare is not None or 0.0 in scales
     variants = [Variant(BASE, 0.0, "base", "base")] if has_base else []
     for column_weights in weights:
-        if column_weights.kind == "base":
-            continue
-        for scale in [s for s in scales if s != 0] if column_weights.kind == "lora" else [1.0]:
-            several = len([s for s in scales if s != 0]) > 1
-            scale_label = f"scale {scale:g}" if column_weights.kind == "lora" and (several or scale != 1) else ""
-            label = ", ".join(
-                part
-                for part in (column_weights.label if len(weights) > 1 or not scale_label else "", scale_label)
-                if part
-            )
-            name = slug(column_weights.label) + (f"_scale-{scale:g}" if column_weights.kind == "lora" else "")
-            variants.append(Variant(column_weights, scale, label, name))
+        name = slug(column_weights.label)
+        if column_weights.kind == "full":
+            variants.append(Variant(column_weights, 1.0, column_weights.label, name))
+        for scale in nonzero if column_weights.kind == "lora" else []:
+            scale_label = f"scale {scale:g}" if len(nonzero) > 1 or scale != 1 else ""
+            weights_label = column_weights.label if len(weights) > 1 or not scale_label else ""
+            label = ", ".join(filter(None, (weights_label, scale_label)))
+            variants.append(Variant(column_weights, scale, label, f"{name}_scale-{scale:g}"))
     return variants
 
 
@@ -419,12 +402,6 @@ def _default_place(target: Target) -> Path:
     if path is None:
         return Path("samples") / slug(target.given.removeprefix("demo://"))
     return path.parent / f"{path.stem if path.is_file() else path.name}-samples"
-
-
-def _warnings(config: TrainConfig, prompts: Sequence[ValidationPrompt]) -> Iterator[str]:
-    trigger = config.data.id_token
-    if trigger and not any(trigger in prompt.prompt for prompt in prompts):
-        yield f"no prompt has the trigger word of the run, {trigger} (id_token)"
 
 
 def _media_digests(prompt: ValidationPrompt) -> list[str]:
@@ -450,5 +427,6 @@ def _use_command_names(problems: Sequence[Problem]) -> list[Problem]:
         for name, sample_name in VALIDATION_NAMES.items():
             where = f"--{sample_name}" if where == f"--{name}" else where
             message = message.replace(f"--{name}", f"--{sample_name}").replace(name, f"--{sample_name}")
-        renamed.append(Problem(where, message.replace("each validation prompt", "each prompt")))
+        message = message.replace("each validation prompt", "each prompt")
+        renamed.append(replace(problem, where=where, message=message))
     return renamed

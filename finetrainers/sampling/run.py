@@ -107,23 +107,23 @@ def check_weights(plan: SamplePlan) -> None:
     loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:
         network = spec.transformer_on_meta()
-        for path in loras:
+        for lora in loras:
             try:
-                check_lora_modules(path, spec.read_lora(path)[0], network)
+                check_lora_modules(lora, spec.read_lora(lora)[0], network)
             except ValueError as error:
-                problems.append(Problem("TARGET", str(error)))
+                problems.append(Problem.from_error("TARGET", error))
     expected = spec.parts[spec.facts.trained].__name__
     for candidate in weights:
-        if candidate.kind == "full" and candidate.path is not None and candidate.path.is_file():
+        path = candidate.path
+        if candidate.kind != "full" or path is None:
+            continue
+        if path.is_file():
             problems += under("TARGET", plan.family.load(candidate.on(plan.config.model)).examine()[0], candidate)
-        elif candidate.kind == "full" and candidate.path is not None:
-            class_name = json.loads((candidate.path / "config.json").read_text(encoding="utf-8")).get(
-                "_class_name", expected
-            )
-            if class_name != expected:
-                problems.append(
-                    Problem("TARGET", f"{candidate.path} holds a {class_name}, and {plan.family.name} is a {expected}")
-                )
+            continue
+        class_name = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_class_name", expected)
+        if class_name != expected:
+            message = f"{path} holds a {class_name}, and {plan.family.name} is a {expected}"
+            problems.append(Problem("TARGET", message, "mismatch"))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), of="these samples")
 
@@ -144,13 +144,17 @@ class _Drawing:
     def draw(self, missing: Sequence[Sample]) -> dict[str, str]:
         """Sample this process's share, and return the reasons for its missing clips, by key."""
         plan, parallel = self.plan, self.parallel
-        by_variant = {variant: [sample for sample in missing if sample.variant == variant] for variant in self._order()}
+        # Those with the same network are adjacent, and the base follows its LoRAs.
+        kinds = ("lora", "base", "full")
         local_samples = {
-            variant: samples[parallel.rank :: parallel.world_size] for variant, samples in by_variant.items() if samples
+            variant: samples[parallel.rank :: parallel.world_size]
+            for variant in sorted(plan.variants, key=lambda variant: kinds.index(variant.weights.kind))
+            if (samples := [sample for sample in missing if sample.variant == variant])
         }
         spec = plan.family.load(plan.config.model)
         offload, note = offloads(plan, spec, device=parallel.device)
-        if note and parallel.is_main and self.sampler is None:
+        is_kept = self.sampler is not None  # by a process that prints a line for each plan
+        if note and parallel.is_main and not is_kept:
             logger.warning("%s", note)
         sampler = self.sampler or Sampler(plan.config, plan.family, parallel, offload=offload)
         used = sorted({sample.prompt for samples in local_samples.values() for sample in samples})
@@ -159,19 +163,17 @@ class _Drawing:
             [plan.prompts[index] for index in used], negative=plan.negative, failed=failed
         )
         total = plan.config.validation.validation_inference_steps * sum(map(len, local_samples.values()))
-        is_kept = self.sampler is not None  # by a process that prints a line for each plan
         with Meter("denoised", "steps", enabled=parallel.is_main, transient=is_kept) as meter:
             settings = self._settings(sampler.spec, meter, total)
             for variant, samples in local_samples.items():
-                requests = self._requests(
-                    samples, sampler.spec, encoded, settings, {used[k]: e for k, e in failed.items()}
-                )
+                errors = {used[index]: error for index, error in failed.items()}
+                requests = self._requests(samples, sampler.spec, encoded, settings, errors)
                 clips = sampler.sample(variant.weights, variant.scale, list(requests.values()))
                 started = time.monotonic()
                 for sample, clip in zip(requests, clips, strict=True):
                     self._write(sample, clip, seconds=time.monotonic() - started)
                     started = time.monotonic()
-        if self.sampler is None:
+        if not is_kept:
             sampler.free()
         return self.problems
 
@@ -219,11 +221,6 @@ class _Drawing:
         else:
             fault_point("sample.record")
             self.ledger.add(sample, name, seconds=seconds)
-
-    def _order(self) -> list[Variant]:
-        """Return the variants so that those with the same network are adjacent, and the base follows its LoRAs."""
-        kinds = ("lora", "base", "full")
-        return sorted(self.plan.variants, key=lambda variant: kinds.index(variant.weights.kind))
 
     def _failed(self, sample: Sample, error: Exception) -> None:
         """Report a clip that cannot be sampled; the others still are."""
@@ -278,17 +275,19 @@ def show(plan: SamplePlan, drawn: SampleResult, *, text: PageText | None = None)
     """
     text = text or PageText(f"Samples of {', '.join(plan.given[:3])}{', ...' if len(plan.given) > 3 else ''}")
     grid = _grid(plan, drawn, text.of_clips)
-    paths = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
-    unfinished = paths[0].with_name(".sheet.unfinished.png")
+    sheet_path, page_path = plan.output_dir / "sheet.png", plan.output_dir / "index.html"
+    unfinished = sheet_path.with_name(".sheet.unfinished.png")
     sheet(grid).save(unfinished)
-    unfinished.replace(paths[0])
+    unfinished.replace(sheet_path)
     weights = [variant.weights for variant in plan.variants if variant.weights.path is not None]
-    guidance = plan.config.validation.validation_guidance_scale
-    common = [
+    validation = plan.config.validation
+    guidance = validation.validation_guidance_scale
+    facts = [
+        *text.facts,
         ("model", plan.config.model.pretrained_model_name_or_path),
         *(("weights", f"{w.label}: {w.path}") for w in dict.fromkeys(weights)),
         ("denoising", ", ".join([
-            plural(plan.config.validation.validation_inference_steps, "step"),
+            plural(validation.validation_inference_steps, "step"),
             "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}",
             *([f"negative prompt {plan.negative!r}"] if plan.negative else []),
         ])),
@@ -296,10 +295,9 @@ def show(plan: SamplePlan, drawn: SampleResult, *, text: PageText | None = None)
         ("seeds", ", ".join(map(str, plan.seeds)) if len(plan.seeds) <= 12 else f"{plan.seeds[0]} to {plan.seeds[-1]}"),
         ("sampled", time.strftime("%Y-%m-%d %H:%M")),
     ]  # fmt: skip
-    facts, problems = [*text.facts, *common], list(drawn.problems.values())
-    html = page(grid, title=text.title, facts=facts, problems=problems, table=text.table)
-    write_text_atomic(paths[1], html)
-    return replace(drawn, sheet=paths[0], page=paths[1])
+    problems = list(drawn.problems.values())
+    write_text_atomic(page_path, page(grid, title=text.title, facts=facts, problems=problems, table=text.table))
+    return replace(drawn, sheet=sheet_path, page=page_path)
 
 
 def _grid(plan: SamplePlan, drawn: SampleResult, clip_facts: Mapping[str, Mapping[str, str]]) -> Grid:
@@ -310,34 +308,31 @@ def _grid(plan: SamplePlan, drawn: SampleResult, clip_facts: Mapping[str, Mappin
     by_place = {(sample.variant, sample.prompt, sample.seed): sample for sample in plan.samples()}
 
     def cell(variant: Variant, prompt: int, seed: int) -> Cell:
-        sample = by_place[variant, prompt, seed]
-        video = drawn.clips.get(sample.key)
-        text = plan.prompts[prompt].prompt
+        key = by_place[variant, prompt, seed].key
+        video, text, own_facts = drawn.clips.get(key), plan.prompts[prompt].prompt, clip_facts.get(key, {})
         facts = {
             "prompt": text,
             "seed": str(seed),
-            **clip_facts.get(sample.key, {}),
+            **own_facts,
             "weights": str(variant.weights.path or "the base model"),
             **({"LoRA scale": f"{variant.scale:g}"} if variant.weights.kind == "lora" else {}),
             "file": "" if video is None else video.name,
             "in diffusers": f"generator=torch.Generator().manual_seed({sample_seed(seed, text)})",
         }
-        caption = "\n".join(f"{name} {value}" for name, value in clip_facts.get(sample.key, {}).items())
-        return Cell(video, facts, drawn.problems.get(sample.key, ""), caption)
+        caption = "\n".join(f"{name} {value}" for name, value in own_facts.items())
+        return Cell(video, facts, drawn.problems.get(key, ""), caption)
 
     groups = []
+    seeds = [f"seed {seed}" for seed in plan.seeds]
     for index, prompt in enumerate(plan.prompts):
-        if len(plan.variants) == 1:
-            rows = [Row("", [cell(plan.variants[0], index, seed) for seed in plan.seeds])]
-        else:
-            label = "seed {}" if len(plan.seeds) > 1 else ""
-            rows = [Row(label.format(s), [cell(variant, index, s) for variant in plan.variants]) for s in plan.seeds]
+        cells = [[cell(variant, index, seed) for variant in plan.variants] for seed in plan.seeds]
         frames, height, width = prompt.size or (0, 0, 0)
-        seeds = "" if len(plan.variants) == 1 or len(plan.seeds) > 1 else f", seed {plan.seeds[0]}"
-        conditioning = f", {prompt.given}" if prompt.given else ""
-        groups.append(Group(prompt.prompt, rows, f"{frames} frames of {height} x {width}{seeds}{conditioning}"))
-    has_one_variant = len(plan.variants) == 1
-    columns = (
-        [f"seed {seed}" for seed in plan.seeds] if has_one_variant else [variant.label for variant in plan.variants]
-    )
-    return Grid(columns, groups)
+        note = f"{frames} frames of {height} x {width}"
+        if len(plan.variants) == 1:
+            rows = [Row("", [row[0] for row in cells])]
+        elif len(seeds) > 1:
+            rows = list(map(Row, seeds, cells))
+        else:
+            rows, note = [Row("", cells[0])], f"{note}, {seeds[0]}"
+        groups.append(Group(prompt.prompt, rows, ", ".join(filter(None, (note, prompt.given)))))
+    return Grid(seeds if len(plan.variants) == 1 else [variant.label for variant in plan.variants], groups)

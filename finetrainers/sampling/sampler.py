@@ -6,7 +6,7 @@ Each component is loaded once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,7 @@ class Sampler:
             clips = sample_prompts(self.spec, parts, waiting)
             while waiting:
                 try:
-                    with self._autocast():
+                    with self.parallel.autocast() if self.parallel.uses_autocast else nullcontext():
                         frames: Any = next(clips)
                 except Exception as error:  # it concerns one clip; the others are still sampled
                     frames = error
@@ -116,9 +116,6 @@ class Sampler:
         """Free the network and the VAE."""
         self._network = self._loaded_weights = self._vae = None
         free_memory()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return self.parallel.autocast() if self.parallel.uses_autocast else nullcontext()
 
     def _dtype(self, weights: Weights) -> torch.dtype:
         """Return the dtype to load a network in: for a checkpoint of all weights, that of training."""
@@ -141,7 +138,7 @@ class Sampler:
         """Set these weights on the loaded network, and return whether that was possible."""
         assert self._network is not None
         loaded = self._loaded_weights
-        if loaded is not None and weights == loaded:
+        if weights == loaded:
             return True
         if weights.kind == "base":
             return loaded is None or loaded.kind == "lora"  # without its adapter

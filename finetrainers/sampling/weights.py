@@ -14,9 +14,11 @@ from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
 from finetrainers.config.root import by_current_names
 from finetrainers.config.sections import ModelSection
+from finetrainers.models.registry import is_hub_id
 from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256, missing_path_problem
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
@@ -127,14 +129,14 @@ def run_source(home: Path) -> RawOptions:
                 f"the run is of finetrainers {made_by}, and this is {__version__}; "
                 f"install that version, or correct {_CONFIG}"
             )
-            source.problems.append(Problem(str(home), message))
+            source.problems.append(Problem(str(home), message, "mismatch"))
     return source
 
 
 def under(where: str, problems: Iterable[Problem], weights: Weights) -> list[Problem]:
     """Return problems of a network's single file under the argument that named it, `TARGET` or `SOURCE`."""
     path = str(weights.path)
-    return [Problem(where, p.message) if p.where == "--transformer_id" and path in p.message else p for p in problems]
+    return [replace(p, where=where) if p.where == "--transformer_id" and path in p.message else p for p in problems]
 
 
 def in_order(targets: list[Target]) -> list[Target]:
@@ -143,8 +145,7 @@ def in_order(targets: list[Target]) -> list[Target]:
     steps = [step_of(folder) or step_of(folder.parent) for folder in folders]
     if len({target.home and target.home.resolve() for target in targets}) > 1 or None in steps:
         return targets
-    by_step = sorted(zip(steps, range(len(targets)), strict=True), key=lambda pair: (pair[0] or 0, pair[1]))
-    return [targets[index] for _, index in by_step]
+    return [targets[index] for index in sorted(range(len(targets)), key=lambda index: steps[index] or 0)]
 
 
 def named_apart(targets: list[Target]) -> list[Target]:
@@ -173,9 +174,10 @@ def _model(name_or_path: str, path: Path) -> Target:
         or path.parent.is_dir()
         or path.suffix == ".safetensors"
     ):
-        raise ValueError(
+        raise InputError(
             f"{missing_path_problem(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
-            "(a folder, a hub id or demo://NAME)"
+            "(a folder, a hub id or demo://NAME)",
+            "not_found",
         )
     return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))
 
@@ -184,13 +186,8 @@ def _checkpoint(name_or_path: str, path: Path, *, use_ema: bool) -> Target:
     initial = find_initial_weights(name_or_path)  # reads every byte
     manifest = read_manifest(path)
     averages = path / AVERAGES if use_ema and (path / AVERAGES).is_file() else None
-    files = (
-        [averages]
-        if averages is not None
-        else [initial.path]
-        if initial.path.is_file()
-        else sorted(initial.path.iterdir())
-    )
+    content = averages or initial.path
+    files = [content] if content.is_file() else sorted(content.iterdir())
     digest = " ".join(manifest["files"][file.relative_to(path).as_posix()]["sha256"] for file in files)
     step = step_of(path)
     label = path.name if step is None else f"step {step}"
@@ -244,12 +241,7 @@ def _exported_from(lora: Path) -> str | None:
     Other programs write file names there.
     """
     base = read_header(lora).metadata.get("ss_sd_model_name", "")
-    on_hub = (
-        base.count("/") == 1
-        and not base.startswith((".", "/", "~"))
-        and not base.endswith((".safetensors", ".ckpt", ".pt"))
-    )
-    return base if base.startswith(SCHEME) or on_hub or (base and Path(base).is_dir()) else None
+    return base if base.startswith(SCHEME) or is_hub_id(base) or (base and Path(base).is_dir()) else None
 
 
 def _values(**values: Any) -> RawOptions:

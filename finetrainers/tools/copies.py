@@ -8,6 +8,7 @@ from pathlib import Path
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.rundir.identity import read_identity
 from finetrainers.rundir.manifest import MANIFEST
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.files import file_sha256, read_jsonl
 from finetrainers.utils.text import plural
 
@@ -16,8 +17,8 @@ EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 
 
-def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
-    """Return why a run must not be copied into a directory, as a predicate of the directory, or None if it may be.
+def copy_problem(run: Path, target: Path, *, is_empty: bool) -> tuple[str, Kind] | None:
+    """Return why a run must not be copied into a directory, as a predicate of it, and the kind, or None if it may be.
 
     Args:
         run: the directory of the run.
@@ -27,21 +28,22 @@ def copy_problem(run: Path, target: Path, *, is_empty: bool) -> str | None:
     if is_empty:
         return None
     identity, target_identity = read_identity(run), read_identity(target)
-    if target_identity is not None and (identity is None or target_identity.run != identity.run):
-        return f"is the directory of another run than {run}; give another directory"
-    if target_identity is not None and identity is not None and identity.is_copy and not target_identity.is_copy:
-        return f"is the directory of the run of which {run} is a copy; exchange the two"
+    if target_identity is not None:
+        if identity is None or target_identity.run != identity.run:
+            return f"is the directory of another run than {run}; give another directory", "mismatch"
+        if identity.is_copy and not target_identity.is_copy:
+            return f"is the directory of the run of which {run} is a copy; exchange the two", "conflict"
     events, target_events = _read_events(run), _read_events(target)
     foreign = len(target_events - events) if events else 0
     if foreign:
         extra = plural(foreign, "event")
-        return (
-            f"has {extra} that {run} does not have: it was trained itself, or is ahead of that; give another directory"
-        )
+        message = f"has {extra} that {run} does not have: it was trained itself, or is ahead of that"
+        return f"{message}; give another directory", "mismatch"
     if target_identity is None and not (
         target_events or _has_same_checkpoints(run, target) or _has_same_beginning(run, target)
     ):
-        return f"is neither empty nor a copy of {run}, and its files would be overwritten; give a new directory"
+        message = f"is neither empty nor a copy of {run}, and its files would be overwritten; give a new directory"
+        return message, "occupied"
     return None
 
 
@@ -66,9 +68,8 @@ def _read_manifests(root: Path) -> Mapping[str, str]:
 
 def _has_same_beginning(run: Path, target: Path) -> bool:
     """Return whether the metrics of a directory are a beginning of the run's."""
-    run_metrics, target_metrics = run / METRICS, target / METRICS
-    if not (run_metrics.is_file() and target_metrics.is_file()):
+    if not all((root / METRICS).is_file() for root in (run, target)):
         return False
-    beginning = target_metrics.read_bytes()
-    with open(run_metrics, "rb") as file:
+    beginning = (target / METRICS).read_bytes()
+    with open(run / METRICS, "rb") as file:
         return bool(beginning) and file.read(len(beginning)) == beginning

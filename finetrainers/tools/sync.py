@@ -25,7 +25,7 @@ from finetrainers.rundir.find import CheckpointInfo, checkpoints_dir, scan_check
 from finetrainers.rundir.identity import IDENTITY, Identity, read_identity
 from finetrainers.rundir.lock import HOLDER, in_use, keep_unused
 from finetrainers.rundir.manifest import MANIFEST, is_optimizer_state, read_manifest
-from finetrainers.utils.failures import ExpectedError
+from finetrainers.utils.failures import ExpectedError, Kind
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, folder_problem, missing_path_problem
 from finetrainers.utils.text import duration, file_size
@@ -49,7 +49,15 @@ _MISSING = re.compile(r"change_dir .*\(2\)")
 #: No questions: there is no user to answer them in the background, and each transfer would ask again.
 SSH = f"ssh -o BatchMode=yes -o ConnectTimeout={_CONNECT_S} -o ServerAliveInterval=30"
 #: Output of ssh if it would have to ask for a password, or whether to trust a machine.
-ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
+_ASKS = re.compile(r"Permission denied \([a-z,-]+\)|Host key verification failed")
+
+
+def login_problem(lines: Sequence[str], host: str) -> str | None:
+    """Return the line of ssh's output about a question that it would have to ask, with the remedy, or None."""
+    refusal = next((line for line in lines if _ASKS.search(line)), None)
+    if refusal is None:
+        return None
+    return f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
 
 
 class TransferError(ExpectedError):
@@ -105,31 +113,30 @@ class Sync:
         """
         return f"{(self.target if self._is_remote else str(Path(self.target).resolve())).rstrip('/')}/"
 
-    def problems(self) -> list[Problem]:
-        """Return the problems that can be found before anything is copied."""
-        problems = []
+    def problems(self) -> Iterator[Problem]:
+        """Yield the problems that can be found before anything is copied."""
         if not self.run.is_dir():
-            problems.append(Problem("RUN", f"{self.run} {missing_path_problem(self.run, folder=True)}"))
+            message = f"{self.run} {missing_path_problem(self.run, folder=True)}"
+            yield Problem("RUN", message, "invalid" if self.run.exists() else "not_found")
         elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
-            problems.append(
-                Problem("RUN", f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir")
-            )
+            message = f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir"
+            yield Problem("RUN", message, "not_found")
         is_remote = self._is_remote
         if self.target.startswith("-"):
-            problems.append(
-                Problem("TARGET", f"{self.target} begins with a hyphen, as options do; give ./{self.target}")
-            )
+            message = f"{self.target} begins with a hyphen, as options do; give ./{self.target}"
+            yield Problem("TARGET", message)
         if is_remote and self.target.endswith(":"):
-            problems.append(Problem("TARGET", f"{self.target} names no folder; give user@host:folder"))
+            yield Problem("TARGET", f"{self.target} names no folder; give user@host:folder", "required")
         if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
-            problems.append(Problem("TARGET", problem))
+            yield Problem("TARGET", problem)
         if not is_remote and Path(self.target).resolve().is_relative_to(self.run.resolve()):
-            problems.append(Problem("TARGET", f"{self.target} is the run itself, or in it; give another directory"))
+            message = f"{self.target} is the run itself, or in it; give another directory"
+            yield Problem("TARGET", message, "conflict")
         if shutil.which("rsync") is None:
-            problems.append(Problem("rsync", "is not installed; apt-get install rsync (here, and at the target)"))
+            message = "is not installed; apt-get install rsync (here, and at the target)"
+            yield Problem("rsync", message, "not_installed")
         if is_remote and self._connection() and not self.rsh and shutil.which("ssh") is None:
-            problems.append(Problem("ssh", "is not installed; apt-get install openssh-client"))
-        return problems
+            yield Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed")
 
     def _connection(self) -> list[str]:
         """Return rsync's arguments for connecting to the target."""
@@ -138,10 +145,14 @@ class Sync:
         rsh = self.rsh or (None if os.environ.get("RSYNC_RSH") else SSH)
         return [] if rsh is None or not self._is_remote else [f"--rsh={rsh}"]
 
+    def _published(self) -> list[CheckpointInfo]:
+        checkpoints = scan_checkpoints(self.run, weights_only=True)
+        return [checkpoint for checkpoint in checkpoints if checkpoint.damage is None]
+
     @property
     def has_checkpoints(self) -> bool:
         """Whether the run has published a checkpoint."""
-        return any(checkpoint.damage is None for checkpoint in scan_checkpoints(self.run, weights_only=True))
+        return bool(self._published())
 
     def transfer(self) -> list[Copied]:
         """Copy everything that the target lacks, and return the checkpoints that have arrived.
@@ -158,9 +169,7 @@ class Sync:
         if read_identity(self.run) is None:  # then these identify the copy's run, and come first
             self._copy([name for name in (EVENTS, METRICS) if name in small])
         self._copy(small)
-        published = [
-            checkpoint for checkpoint in scan_checkpoints(self.run, weights_only=True) if checkpoint.damage is None
-        ]
+        published = self._published()
         arrived = [copy for checkpoint in published if (copy := self._copy_checkpoint(checkpoint)) is not None]
         if self.prune and published:  # an unmounted disk has none
             self._prune()
@@ -194,15 +203,17 @@ class Sync:
             if self._is_remote and (folder / HOLDER).is_file():
                 self._refuse(f"is in use by a run that trains there; if that was killed, remove {HOLDER} there")
             if (problem := copy_problem(self.run, folder, is_empty=is_empty)) is not None:
-                self._refuse(problem)
+                self._refuse(*problem)
             self._has_compared = True
             identity = read_identity(self.run)
             if identity is not None and not (folder / IDENTITY).is_file():
-                self._send_identity(Identity(identity.run, is_copy=True))
+                with TemporaryDirectory() as sent:
+                    Identity(identity.run, is_copy=True).write(Path(sent) / IDENTITY)
+                    self._rsync(["--mkpath", "--", f"{sent}/{IDENTITY}", self._destination])
             yield
 
-    def _refuse(self, problem: str) -> None:
-        raise ConfigError([Problem("TARGET", f"{self.target} {problem}")])
+    def _refuse(self, problem: str, kind: Kind = "occupied") -> None:
+        raise ConfigError([Problem("TARGET", f"{self.target} {problem}", kind)])
 
     def _fetch_records(self, folder: Path) -> bool:
         """Fetch the records that identify a remote target's run into a folder; return whether the target is empty."""
@@ -219,19 +230,13 @@ class Sync:
         """Fetch files of the target into a folder, as far as they exist; return whether the target exists."""
         parents = dict.fromkeys(f"/{parent}/" for name in names for parent in reversed(Path(name).parents[:-1]))
         includes = [f"--include={pattern}" for pattern in [*parents, *(f"/{name}" for name in names)]]
-        source = self._destination
         try:
-            self._rsync(["--recursive", *includes, "--exclude=*", "--", source, f"{folder}/"])
+            self._rsync(["--recursive", *includes, "--exclude=*", "--", self._destination, f"{folder}/"])
         except TransferError as error:
             if error.is_missing:
                 return False
             raise
         return True
-
-    def _send_identity(self, identity: Identity) -> None:
-        with TemporaryDirectory() as folder:
-            identity.write(Path(folder) / IDENTITY)
-            self._rsync(["--mkpath", "--", f"{folder}/{IDENTITY}", self._destination])
 
     def _copy_checkpoint(self, checkpoint: CheckpointInfo) -> Copied | None:
         """Copy a checkpoint, and return it, or None if it arrived earlier or was removed meanwhile."""
@@ -256,18 +261,9 @@ class Sync:
     def _copy(self, files: Sequence[str]) -> None:
         """Copy files of the run, named relative to it, to the same paths at the target."""
         # A step that was saved again may have the size of the old one, and a time within the same second.
-        arguments = [
-            "--archive",
-            "--no-owner",
-            "--no-group",
-            "--modify-window=-1",
-            "--mkpath",
-            "--partial-dir=.rsync-partial",
-        ]
-        self._rsync(
-            [*arguments, "--from0", "--files-from=-", "--", f"{self.run.resolve()}/", self._destination],
-            "\0".join(files),
-        )
+        options = "--archive --no-owner --no-group --modify-window=-1 --mkpath --partial-dir=.rsync-partial --from0"
+        places = ["--files-from=-", "--", f"{self.run.resolve()}/", self._destination]
+        self._rsync([*options.split(), *places], "\0".join(files))
 
     def _prune(self) -> None:
         """Delete checkpoints at the target that the run has pruned, except the one marked as the best there."""
@@ -296,14 +292,10 @@ class Sync:
             # rsync's last line has a position in its source code. The reason is printed before, unless it is lost: an
             # rsync that ends at the target may close the connection first.
             reasons = [line for line in lines if not line.startswith("rsync error:")] or lines
-            reason = reasons[0] if reasons else "it says no more"
-            refusal = next((line for line in lines if ASKS.search(line)), None)
-            if refusal is not None:
-                host = self.target.partition(":")[0]
-                reason = f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+            reason = login_problem(lines, self.target.partition(":")[0]) or next(iter(reasons), "it says no more")
             message = f"rsync to {self.target} failed with exit code {completed.returncode}: {reason}"
             if completed.returncode in _USAGE:
-                raise ConfigError([Problem("TARGET", message)])
+                raise ConfigError([Problem("TARGET", message, "unsupported")])
             raise TransferError(message, is_missing=any(_MISSING.search(line) for line in lines))
         return completed.stdout
 

@@ -32,25 +32,20 @@ class ActivationPlanner:
         machine: memory and speed that the choice was made for; its `flops` are measured once a step has been.
     """
 
-    def __init__(
-        self,
-        automatic: AutoSettings,
-        *,
-        largest_batch: tuple[tuple[int, int, int], int],
-        loaded_bytes: float,
-        compiles: bool = False,
-    ) -> None:
+    def __init__(self, checked: ResolvedRun, automatic: AutoSettings, device: torch.device) -> None:
         """Args:
-        automatic: the choices of the run.
-        largest_batch: size of the largest clips' latents, and how many make a micro-batch.
-        loaded_bytes: bytes on the device before the network that is trained is loaded.
-        compiles: whether the first step with the largest clips compiles, so that the second one is measured.
+        checked: the run.
+        automatic: its choices, those of activation memory among them.
+        device: without the network that is trained, which is loaded later.
         """
         assert automatic.machine is not None
         assert automatic.activations is not None
         self.machine, self.choice, self._model = automatic.machine, automatic.activations, automatic.model
-        self._largest_batch, self._loaded_bytes = largest_batch, loaded_bytes
-        self._awaits_measurement, self._skips_first = True, compiles
+        bucket, self._most_clips = checked.plan.heaviest(checked.config)
+        self._largest_latent = checked.geometry.latent_shape(*bucket)
+        self._loaded_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self._awaits_measurement = True
+        self._skips_first = checked.config.memory.compile != "none"  # the first step with the largest clips compiles
 
     def replan(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
         """Plan again after the first measured step with the largest clips; every rank must call it after every step.
@@ -112,9 +107,9 @@ class ActivationPlanner:
         )
 
     def _has_largest_clips(self, step: Step[Any]) -> bool:
-        latent, clips = self._largest_batch
         return any(
-            not item.latent_size or (tuple(item.latent_size) == latent and len(item) >= clips) for item in step.items
+            not item.latent_size or (tuple(item.latent_size) == self._largest_latent and len(item) >= self._most_clips)
+            for item in step.items
         )
 
     def _peak(self, state: TrainState) -> float:
@@ -137,12 +132,7 @@ def activation_planner(
     """Return the planner that changes a run's activation memory between steps, or None if the options decide it."""
     if automatic is None or automatic.activations is None:
         return None
-    bucket, clips = checked.plan.heaviest(checked.config)
-    loaded_bytes = float(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0.0
-    return ActivationPlanner(
-        automatic, largest_batch=(checked.geometry.latent_shape(*bucket), clips), loaded_bytes=loaded_bytes,
-        compiles=checked.config.memory.compile != "none",
-    )  # fmt: skip
+    return ActivationPlanner(checked, automatic, device)
 
 
 def measured_peak(device: torch.device) -> float:

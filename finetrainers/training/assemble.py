@@ -183,11 +183,12 @@ def _make_validations(
     state: TrainState, checked: ResolvedRun, source: BatchSource, *, scheduler: Any, encoded: EncodedPrompts
 ) -> Iterator[Validation]:
     """Yield the sampler of the validation prompts, and that of scored prompts unless they are the same."""
-    config, scores = state.config, None
+    config, scores = state.config.validation, None
     section = checked.config.validation.model_copy(update={"validation_frame_rate": checked.frame_rate})
-    due = _validation_schedule(state, source)
-    if config.validation.eval_reward and not method_spec(config).samples:
-        scores = SampleScores(config.validation.eval_reward, state.parallel)
+    due = _schedule(state, source, config.validation_steps, config.validation_epochs)
+    due_scores = _schedule(state, source, config.eval_steps)
+    if config.eval_reward and not method_spec(state.config).samples:
+        scores = SampleScores(config.eval_reward, state.parallel)
     validation = partial(
         Validation,
         size=checked.plan.size,
@@ -198,34 +199,22 @@ def _make_validations(
     if scores is not None and checked.scored:
         held_out = encoded.select(count, len(encoded.prompts))
         one_video = section.model_copy(update={"num_validation_videos": 1})
-        due_scores = _scoring_schedule(state)
         yield validation(encoded=held_out, section=one_video, due=due_scores, scores=scores, prefix="eval-")
         scores = None
     if checked.prompts:
-        both = due if scores is None else _is_either_due(due, _scoring_schedule(state))
+        both = due if scores is None else lambda step: due(step) or due_scores(step)
         yield validation(encoded=encoded.select(0, count), section=section, due=both, scores=scores)
 
 
-def _scoring_schedule(state: TrainState) -> Callable[[int], bool]:
-    """Return a test of whether to score samples after a step: every `eval_steps`, and after the last step."""
-    every = state.config.validation.eval_steps
-    return lambda step: step == state.total_steps or bool(every and step % every == 0)
-
-
-def _is_either_due(first: Callable[[int], bool], second: Callable[[int], bool]) -> Callable[[int], bool]:
-    return lambda step: first(step) or second(step)
-
-
-def _validation_schedule(state: TrainState, source: BatchSource) -> Callable[[int], bool]:
+def _schedule(
+    state: TrainState, source: BatchSource, steps: int | None, epochs: int | None = None
+) -> Callable[[int], bool]:
     """Return a test of whether to sample after a step: every N steps, after every N epochs, and after the last step."""
-    steps, epochs = state.config.validation.validation_steps, state.config.validation.validation_epochs
-    due = {state.total_steps}
-    if steps:
-        due |= set(range(steps, state.total_steps + 1, steps))
-    if epochs:
-        ends = (source.steps_for_epochs(n) for n in count(epochs, epochs))
-        due |= set(takewhile(lambda step: step <= state.total_steps, ends))
-    return due.__contains__
+    total = state.total_steps
+    due = range(steps, total, steps) if steps else ()
+    ends = (source.steps_for_epochs(n) for n in count(epochs, epochs)) if epochs else ()
+    epoch_ends = set(takewhile(lambda step: step <= total, ends))
+    return lambda step: step == total or step in due or step in epoch_ends
 
 
 def _record_start(state: TrainState, checked: ResolvedRun) -> None:

@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 COMMANDS = ("stop", "save", "sample")
 #: Number of a stop by file, beyond all signal numbers.
 _STOP_FILE = 1000
-_SIGNAL_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK")
 #: Preemption, Ctrl-C, the signal that Slurm usually sends before the time is up, and Ctrl-Break, as far as they exist.
-SIGNALS = tuple(getattr(signal, name) for name in _SIGNAL_NAMES if hasattr(signal, name))
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGBREAK") if hasattr(signal, name))
 #: Signals this close together count as one: Ctrl-C reaches a process from the terminal and again from its launcher.
 _SAME_REQUEST_S = 1.0
 
@@ -216,7 +215,7 @@ class Requests:
         files = self._files.take() if self._files is not None else set()
         stop = self.signals.received or (_STOP_FILE if "stop" in files else 0)
         now = (stop, int("save" in files), int("sample" in files))
-        self._pending = [max(pair) for pair in zip(self._pending, now, strict=True)]
+        self._pending = list(map(max, self._pending, now))
         return self._pending
 
     def request_stop(self, who: str) -> None:

@@ -50,18 +50,18 @@ class Reading:
     problems: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
 class GpuReader:
     """Reader of a GPU, by NVML if its package is installed (nvidia-ml-py), else by nvidia-smi.
 
     Neither waits for the GPU's work.
+
+    Attributes:
+        index: of the GPU, as torch counts.
     """
 
-    def __init__(self, index: int) -> None:
-        """Args:
-        index: of the GPU, as torch counts.
-        """
-        self.index = index
-        self._has_nvml = torch.version.hip is None
+    index: int
+    _has_nvml = torch.version.hip is None
 
     def __call__(self) -> Reading:
         """Read the GPU."""
@@ -93,28 +93,21 @@ class GpuReader:
         return reading
 
 
+@dataclass
 class HardwareMonitor:
     """Monitor that reads once a second in a thread, so that no step waits; `take_record` returns the newest readings.
 
     Attributes:
-        read_gpu: reads the GPU of this process.
-        read_network: reads this machine's traffic; None if another process does.
-    """
-
-    def __init__(
-        self,
-        ranks: DistributedContext,
-        *,
-        read_gpu: Callable[[], Reading],
-        read_network: Callable[[], Traffic] | None = None,
-    ) -> None:
-        """Args:
         ranks: the processes; each has a monitor.
         read_gpu: reads the GPU of this process.
         read_network: reads this machine's traffic; None for all but one process of each machine.
-        """
-        self.ranks = ranks
-        self.read_gpu, self.read_network = read_gpu, read_network
+    """
+
+    ranks: DistributedContext
+    read_gpu: Callable[[], Reading]
+    read_network: Callable[[], Traffic] | None = None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         # Readings since the last record, or those of the last record if there are none.
         self._gpu_readings: dict[str, list[float]] = {}
@@ -147,14 +140,16 @@ class HardwareMonitor:
 
     def read_once(self) -> None:
         """Read once. A value that cannot be read is logged once, and training goes on."""
-        problems: dict[str, str] = {}
         try:
             reading = self.read_gpu()
         except Exception as error:  # whatever a driver may do
             reading = Reading(problems=dict.fromkeys(_SMI, f"{type(error).__name__}: {error}"))
-        problems |= reading.problems
+        problems = dict(reading.problems)
         with self._lock:
-            self._add(reading.values)
+            if self._is_recorded and reading.values:
+                self._gpu_readings, self._is_recorded = {}, False
+            for name, value in reading.values.items():
+                self._gpu_readings.setdefault(name, []).append(value)
         if self.read_network is not None:
             try:
                 traffic = self.read_network()
@@ -166,12 +161,6 @@ class HardwareMonitor:
                 self._traffic = time.perf_counter(), traffic
                 self._logged_traffic = self._logged_traffic or self._traffic
         self._warn(problems)
-
-    def _add(self, values: Mapping[str, float]) -> None:
-        if self._is_recorded and values:
-            self._gpu_readings, self._is_recorded = {}, False
-        for name, value in values.items():
-            self._gpu_readings.setdefault(name, []).append(value)
 
     def _warn(self, problems: Mapping[str, str]) -> None:
         new = {name: reason for name, reason in problems.items() if name not in self._warned}

@@ -59,7 +59,6 @@ _FALLBACKS: Mapping[str, str] = {
     ROLLOUT: "smaller or shorter clips: --rollout_size",
     CHECKPOINT: "an optimizer with less state, of which a checkpoint has a copy: --optimizer adamw-torchao-8bit",
 }
-_SMALLER_CLIPS = "smaller or shorter clips: --video_resolution_buckets"
 
 
 class MemoryFailures:
@@ -215,7 +214,7 @@ def suggest_change(config: TrainConfig, phase: str | None, *, on_host: bool = Fa
         for switch in MEMORY_OPTIONS:
             if name in switch.options and _is_applicable(switch, config):
                 return f"{switch.flags} ({switch.cost})"
-    return _FALLBACKS.get(phase, _SMALLER_CLIPS)
+    return _FALLBACKS.get(phase, "smaller or shorter clips: --video_resolution_buckets")
 
 
 def _suggest_for_text_encoders(config: TrainConfig, *, on_host: bool) -> str:

@@ -30,6 +30,7 @@ from finetrainers.models.spec import (
     to_unit_range,
 )
 from finetrainers.utils.alive import send_heartbeat
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 
@@ -139,9 +140,10 @@ def encode_prompts(
             image = None if spec.facts.media else _first_frame(prompt)
             last = None if prompt.last_image is None else load_image(open_image(prompt.last_image))
             if spec.facts.text_sees_image:
-                encoded = spec.encode_with_images(encoders, [prompt.prompt], [image]).to("cpu", dtype)
+                encoded = spec.encode_with_images(encoders, [prompt.prompt], [image])
             else:
-                encoded = spec.encode_text(encoders, [prompt.prompt]).to("cpu", dtype)
+                encoded = spec.encode_text(encoders, [prompt.prompt])
+            encoded = encoded.to("cpu", dtype)
         except Exception as error:
             if failed is None:
                 raise
@@ -187,7 +189,8 @@ def prompt_request(
         if prompt.video is not None  # checked at the start
     }
     if (prompt.last_image or prompt.prefix) and not spec.facts.any_frame:
-        raise ValueError(f"{spec.name} takes no frames but the first; remove last_image and video_prefix")
+        message = f"{spec.name} takes no frames but the first; remove last_image and video_prefix"
+        raise InputError(message, "unsupported")
     frames, height, width = size
     request = SampleRequest(
         num_frames=frames, height=height, width=width, frame_rate=settings.frame_rate,

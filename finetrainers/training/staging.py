@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -173,11 +174,11 @@ class _Copies:
         free: memory that may be used, wherever the size is right.
         """
         self.tensors: dict[int, Any] = {}
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        self._free: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
         for storage in free:
-            self._free.setdefault(storage.nbytes(), []).append(storage)
+            self._free[storage.nbytes()].append(storage)
         self._copies: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
-        self._to_fill: list[tuple[Tensor, Tensor]] = []
+        self._to_fill: deque[tuple[Tensor, Tensor]] = deque()
 
     def add(self, tensor: Tensor) -> None:
         """Make the copy of a tensor, whose content is still to be filled in."""
@@ -190,9 +191,8 @@ class _Copies:
 
     def to_fill(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the bytes of each copy and of its original, each pair once."""
-        self._to_fill.reverse()
         while self._to_fill:
-            yield self._to_fill.pop()
+            yield self._to_fill.popleft()
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if is_traceable_wrapper_subclass(tensor):
@@ -208,7 +208,7 @@ class _Copies:
     def _storage(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         key = (source.device, source.data_ptr(), source.nbytes())
         if key not in self._copies:
-            free = self._free.get(source.nbytes())
+            free = self._free[source.nbytes()]
             storage = free.pop() if free else torch.UntypedStorage(source.nbytes())
             target = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
             content = torch.empty(0, dtype=torch.uint8, device=source.device)

@@ -37,6 +37,7 @@ from finetrainers.plan.trainable import (
     num_quantizable,
     trainable_dtype,
 )
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
 from finetrainers.utils.files import file_sha256, fsync_dir, fsync_file
 from finetrainers.utils.hashed_files import Written
@@ -95,7 +96,6 @@ def load_trainable_transformer(
     """
     fault_point("load")
     config, checkpoint, initial = checked.config, checked.start.checkpoint, checked.start.initial
-    starts_from_lora = checkpoint is None and initial is not None and initial.kind == "lora"
     if checkpoint is not None and config.training.training_type == "full-finetune":
         transformer = spec.load_transformer(dtype, folder=checkpoint / spec.facts.trained)
     else:
@@ -106,7 +106,7 @@ def load_trainable_transformer(
     make_trainable(transformer, config.training)
     if checkpoint is not None and config.training.training_type == "lora":
         load_lora_weights(checkpoint, transformer)
-    elif starts_from_lora and initial is not None:
+    elif checkpoint is None and initial is not None and initial.kind == "lora":
         with attribute_to_init_from():
             start_from_lora(initial.path, transformer, spec=spec, training=config.training)
     if has_reference_adapter(checked):
@@ -217,8 +217,9 @@ def load_lora_weights(directory: Path, transformer: nn.Module, *, adapter: str =
     Raises:
         ValueError: the file does not fit the adapter.
     """
-    state = load_file(directory / LORA_FILE)
-    _set_adapter({strip_component(k): v for k, v in state.items()}, transformer, directory / LORA_FILE, adapter=adapter)
+    path = directory / LORA_FILE
+    state = {strip_component(name): tensor for name, tensor in load_file(path).items()}
+    _set_adapter(state, transformer, path, adapter=adapter)
 
 
 def store_initial_lora(checked: ResolvedRun, spec: ModelSpec) -> str | None:
@@ -244,7 +245,7 @@ def store_initial_lora(checked: ResolvedRun, spec: ModelSpec) -> str | None:
             shutil.copyfile(source, path)
         sha256 = file_sha256(path)
         if expected not in (None, sha256):
-            raise ValueError(f"{source} has changed since the run was checked")
+            raise InputError(f"{source} has changed since the run was checked", "mismatch")
         fsync_file(path)
         folder.mkdir(exist_ok=True)
         path.replace(folder / LORA_FILE)
@@ -288,13 +289,11 @@ def replace_lora(path: Path, transformer: nn.Module, *, spec: ModelSpec) -> bool
     state, settings = spec.read_lora(path)
     expected = get_peft_model_state_dict(transformer)
     attached = transformer.peft_config["default"]  # type: ignore[union-attr, index]
-    expected_settings = {
-        "lora_alpha": max(t.shape[0] for n, t in state.items() if "lora_A" in n),
-        "use_rslora": False,
-        "use_dora": False,
-    }
-    expected_settings |= {name: settings[name] for name in expected_settings if name in settings}
-    is_equal = all(float(getattr(attached, name)) == float(value) for name, value in expected_settings.items())
+    rank = max(tensor.shape[0] for name, tensor in state.items() if "lora_A" in name)
+    defaults = {"lora_alpha": rank, "use_rslora": False, "use_dora": False}
+    is_equal = all(
+        float(getattr(attached, name)) == float(settings.get(name, default)) for name, default in defaults.items()
+    )
     has_patterns = any(settings.get(name) for name in ("rank_pattern", "alpha_pattern"))
     shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (state, expected)]
     if not is_equal or has_patterns or shapes[0] != shapes[1]:
@@ -312,8 +311,9 @@ def load_ema_weights(path: Path, transformer: nn.Module) -> None:
     parameters, averages = dict(transformer.named_parameters()), load_file(path)
     unknown = sorted(averages.keys() - parameters.keys())
     if unknown:
-        raise ValueError(
-            f"{path} holds averages of other weights: {len(unknown)} names are not in the network, e.g. {unknown[0]}"
+        raise InputError(
+            f"{path} holds averages of other weights: {len(unknown)} names are not in the network, e.g. {unknown[0]}",
+            "mismatch",
         )
     for name, average in averages.items():
         parameters[name].data.copy_(average)
@@ -323,11 +323,13 @@ def _set_adapter(state: dict[str, Tensor], transformer: nn.Module, path: Path, *
     expected = get_peft_model_state_dict(transformer, adapter_name=adapter)
     if state.keys() != expected.keys():
         differing = sorted(state.keys() ^ expected.keys())
-        raise ValueError(f"{path} does not fit this adapter: {len(differing)} names differ, e.g. {differing[0]}")
+        message = f"{path} does not fit this adapter: {len(differing)} names differ, e.g. {differing[0]}"
+        raise InputError(message, "mismatch")
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
-            raise ValueError(
+            raise InputError(
                 f"{path} does not fit this adapter: {name} is {list(tensor.shape)} in the file, "
-                f"{list(expected[name].shape)} here; is it a LoRA of this model?"
+                f"{list(expected[name].shape)} here; is it a LoRA of this model?",
+                "mismatch",
             )
     set_peft_model_state_dict(transformer, state, adapter_name=adapter)

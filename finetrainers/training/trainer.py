@@ -6,7 +6,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -43,34 +44,31 @@ _SAVE_MEMORY_ADVICE = (
 )
 
 
+@dataclass(eq=False)
 class Trainer:
-    """Training loop over the optimizer steps of a state's network."""
+    """Training loop over the optimizer steps of a state's network.
 
-    def __init__(
-        self,
-        state: TrainState,
-        *,
-        lr_at: Callable[[int], float],
-        callbacks: Sequence[Callback] = (),
-        activations: ActivationPlanner | None = None,
-    ) -> None:
-        """Args:
+    Attributes:
         state: the run, new or restored from a checkpoint.
         lr_at: learning rate of optimizer step n, from 0.
         callbacks: watchers, in order.
         activations: chooses what blocks store, or None if the options decide it.
-        """
-        self.state = state
-        self.lr_at = lr_at
-        self.callbacks = list(callbacks)
-        self.activations = activations
+    """
+
+    state: TrainState
+    lr_at: Callable[[int], float]
+    callbacks: list[Callback] = field(default_factory=list)
+    activations: ActivationPlanner | None = None
+    _may_reserve_memory = True  # until the first step or save
+    _is_updating = False  # weights and step do not belong together
+    _blocked_s = 0.0  # how long training has waited for checkpoints since the last record
+
+    def __post_init__(self) -> None:
+        state = self.state
         self.saving = BackgroundSave(parallel=state.parallel, watchdog=state.watchdog)
         self._peak_flops = peak_flops(state.parallel.device)
         self._hardware = hardware_monitor(state.parallel)
-        self._may_reserve_memory = True  # until the first step or save
         self._saved_step = state.step  # of the checkpoint that the run resumed from, or wrote last
-        self._is_updating = False  # weights and step do not belong together
-        self._blocked_s = 0.0  # how long training has waited for checkpoints since the last record
 
     def run(self) -> None:
         """Train from the current step to the last, then save; a stop request ends the run earlier with a checkpoint."""
@@ -197,7 +195,7 @@ class Trainer:
             if state.stopped_by is not None:
                 return
             self._sample_if_due()
-            if _is_save_requested(self.state):  # by the hooks that have just run
+            if _is_save_requested(state):  # by the hooks that have just run
                 self._save(replace=True)
             if state.stopped_by is not None:
                 return
@@ -325,7 +323,7 @@ class Trainer:
         state = self.state
         every = state.config.training.checkpointing_steps
         is_due = state.step == state.total_steps or (every > 0 and state.step % every == 0)
-        if is_due or _is_save_requested(self.state):
+        if is_due or _is_save_requested(state):
             self._save()
         else:
             self._reserve_save_memory()
@@ -339,7 +337,7 @@ class Trainer:
                 a guard.
         """
         state, requests = self.state, self.state.requests
-        stops = _is_save_requested(self.state) and requests.stop is not None
+        stops = _is_save_requested(state) and requests.stop is not None
         if replace or self._saved_step != state.step:
             state.watchdog.enter("checkpoint", "save")
             started = time.perf_counter()
@@ -363,33 +361,31 @@ class Trainer:
     @advise_on_oom("sampling or evaluating")
     def _sample_if_due(self) -> None:
         """Let the callbacks sample and evaluate."""
-        requests = self.state.requests
+        state, requests = self.state, self.state.requests
         requested = requests.sample
         if requested and not any(callback.samples for callback in self.callbacks):
             logger.warning("samples requested: there are no validation prompts and no held-out items")
-        self.state.watchdog.enter("sampling")
+        state.watchdog.enter("sampling")
         for callback in self.callbacks:
             begin_work(None)
-            self._log(callback.on_step(self.state))
+            self._log(callback.on_step(state))
         # A request by these hooks is fulfilled after the next step: some of the callbacks have had their turn.
         # After the last step everything is sampled anyway.
-        requests.sample = requests.sample and not requested and self.state.step < self.state.total_steps
-        self._log(self.state.memory.take_validation_record(is_last=self.state.step == self.state.total_steps))
+        requests.sample = requests.sample and not requested and state.step < state.total_steps
+        self._log(state.memory.take_validation_record(is_last=state.step == state.total_steps))
 
     def _log_interval(self, records: list[Record], seconds: float) -> None:
         """Log the steps since the last record, with the seconds of saving and those of waiting for a slow rank."""
-        every, summaries = self.state.config.run.logging_steps, self.state.method.summaries
-        record = summarize_records(records, seconds=seconds, every=every, summaries=summaries)
-        record = with_rates(record, num_ranks=self.state.parallel.data_size, peak=self._peak_flops)
-        record["lr"] = self.lr_at(self.state.step - 1)
+        state, every = self.state, self.state.config.run.logging_steps
+        record = summarize_records(records, seconds=seconds, every=every, summaries=state.method.summaries)
+        record = with_rates(record, num_ranks=state.parallel.data_size, peak=self._peak_flops)
+        record["lr"] = self.lr_at(state.step - 1)
         if self._blocked_s:
             record["checkpoint_s"] = self._blocked_s
             self._blocked_s = 0.0
-        waiting = self.state.guards.straggler.check_interval(
-            self.state.step, steps=len(records), step_s=record["step_s"]
-        )
+        waiting = state.guards.straggler.check_interval(state.step, steps=len(records), step_s=record["step_s"])
         hardware = {} if self._hardware is None else self._hardware.take_record()
-        self._log({**record, **waiting, **hardware, **self.state.memory.take_record()})
+        self._log({**record, **waiting, **hardware, **state.memory.take_record()})
 
     def _log(self, record: Record | None) -> None:
         """Pass numbers of the current step, if any, to all callbacks; the names are the same on every rank."""

@@ -299,10 +299,8 @@ class Watchdog:
         latest = earliest + _BACKSTOP_S
         if earliest == math.inf and self._stalled_s < math.inf:
             # Not by each clock, which would be set many times in a step.
-            earliest, latest = (
-                time.monotonic() + self._stalled_s,
-                time.monotonic() + self._stalled_s + min_hang_seconds(),
-            )
+            earliest = time.monotonic() + self._stalled_s
+            latest = earliest + min_hang_seconds()
         if not earliest <= self._timer_fires_at <= latest:
             self._set_timer(latest)
 
@@ -317,7 +315,7 @@ class Watchdog:
     def _watch(self) -> None:
         with self._changed:
             while self._running:
-                left, self._next_check_at = None, math.inf
+                left, self._next_check_at = threading.TIMEOUT_MAX, math.inf
                 if self._stalled_s < math.inf:
                     self._schedule()
                     left = min_hang_seconds()
@@ -330,8 +328,7 @@ class Watchdog:
                     if clock.warn_at <= now:
                         self._warn(clock, now)
                         continue
-                    if clock.due < math.inf:
-                        left = clock.due - now if left is None else min(left, clock.due - now)
+                    left = min(left, clock.due - now)
                 self._changed.wait(left)
 
     def _warn(self, clock: _Clock, now: float) -> None:

@@ -35,7 +35,7 @@ class ExpectedError(Exception):
 class InputError(ValueError):
     """An input that cannot be used; a plain ValueError is one of the kind `invalid`."""
 
-    def __init__(self, message: str, kind: Kind) -> None:
+    def __init__(self, message: str, kind: Kind = "invalid") -> None:  # the default is for pickle
         super().__init__(message)
         self.kind = kind
 

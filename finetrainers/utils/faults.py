@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .failures import InputError
 from .launch import launched_rank
 
 if TYPE_CHECKING:
@@ -105,11 +106,12 @@ def _parse(text: str) -> Fault:
         raise ValueError(f"{text!r} is not {_FORM}; for example kill@save.write:2 or nan@loss:5+:rank=1")
     kind, point = match["kind"], match["point"]
     if kind not in KINDS:
-        raise ValueError(f"{text!r}: no kind {kind!r}; there are {', '.join(KINDS)}")
+        raise InputError(f"{text!r}: no kind {kind!r}; there are {', '.join(KINDS)}", "unknown")
     if point not in POINTS:
-        raise ValueError(f"{text!r}: no point {point!r}; there are {', '.join(POINTS)}")
+        raise InputError(f"{text!r}: no point {point!r}; there are {', '.join(POINTS)}", "unknown")
     if kind == "nan" and point not in _POISONED:
-        raise ValueError(f"{text!r}: there is nothing to poison at {point}; nan goes with {', '.join(_POISONED)}")
+        message = f"{text!r}: there is nothing to poison at {point}; nan goes with {', '.join(_POISONED)}"
+        raise InputError(message, "unsupported")
     rank = None if match["rank"] is None else int(match["rank"])
     return Fault(kind, point, int(match["count"] or 1), bool(match["ever"]), rank)
 
@@ -156,15 +158,12 @@ def fault_point(name: str, poison: Iterable[Tensor] = ()) -> None:
     """
     if _faults is None:
         arm_faults()
-    if _faults:
-        _visit(name, poison)
-
-
-def _visit(name: str, poison: Iterable[Tensor]) -> None:
+    if not _faults:
+        return
     assert name in POINTS
     _visits[name] += 1
     visit = _visits[name]
-    for fault in _faults or ():
+    for fault in _faults:
         if fault.point == name and (visit == fault.count or (fault.ever and visit > fault.count)):
             logger.warning("%s: %s at %s, visit %d, process %d", ENVIRONMENT, fault.kind, name, visit, os.getpid())
             sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from .failures import InputError
 from .text import nearest, quoted, shortened
 
 Capability = tuple[int, int]
@@ -124,9 +125,8 @@ def read_gpu(text: str) -> Gpu:
     size = _size(text)
     if size is None:
         near = nearest(_key(text), dict.fromkeys(_key(card.name) for card in CARDS), listed=0)
-        raise ValueError(
-            f"expected a memory size such as 24GB or a card such as h100, got {shortened(quoted(text))}{near}"
-        )
+        message = f"expected a memory size such as 24GB or a card such as h100, got {shortened(quoted(text))}{near}"
+        raise InputError(message, "unknown")
     amount, unit = size
     card = next((card for card in CARDS if unit in ("g", "gb") and card.sold == amount), None)
     return Gpu(f"{amount:g} GiB", amount) if card is None else Gpu(f"{amount:g} GB", card.gib)

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -64,9 +63,7 @@ class HashedFile:
         self._file: BinaryIO = open(self._path, "wb")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from .failures import InputError
 from .text import file_size
 
 _LENGTH_BYTES = 8  # the header follows its length
@@ -44,7 +45,8 @@ def read_header(path: Path) -> Header:
             dtypes = {name: tensor.get_dtype() for name, tensor in slices.items()}
             return Header(shapes, dict(file.metadata() or {}), dtypes)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} {_find_damage(path) or f'is not a safetensors file: {error}'}") from None
+        message = f"{path} {_find_damage(path) or f'is not a safetensors file: {error}'}"
+        raise InputError(message, "unreadable") from None
 
 
 def _find_damage(path: Path) -> str | None:

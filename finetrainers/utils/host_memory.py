@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ _GROUPS = (
     (Path("sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+#: The C library, or None where it is not glibc or another POSIX one.
+_LIBC: Any = ctypes.CDLL(None) if os.name == "posix" else None
 _UNLIMITED = 2**60  # version 1 reports about 2**63
 #: Options of glibc's `mallopt`, their values under `freed_memory_is_reused`, and their values after it: the default
 #: number of mapped blocks, and the highest thresholds that glibc itself sets when a program frees large blocks.
@@ -146,7 +148,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """
     machine = psutil.virtual_memory()
     candidates = [HostMemory(machine.total, machine.available)]
-    for folder, limit_file, used_file, cached_file in _groups(root):
+    for folder, (limit_file, used_file, cached_file) in _groups(root):
         with contextlib.suppress(OSError, ValueError):  # `max` is not a number, or a file is missing
             total = int((folder / limit_file).read_text(encoding="ascii"))
             if total >= _UNLIMITED:
@@ -157,7 +159,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     return min(candidates, key=lambda candidate: candidate.available)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+def _groups(root: Path) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield folders of the control groups of this process, with the names of their files."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -172,14 +174,13 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
         # In a container the path may be that of the host; the mounted group is then the container's.
         for group in (folder, *folder.parents):
             if group.is_relative_to(root / mount):
-                yield group, files[0], files[1], files[2]
+                yield group, files
 
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, so that the next peak does not include it (glibc)."""
-    library: Any = ctypes.CDLL(None) if os.name == "posix" else None
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(ctypes.c_size_t(0))
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(ctypes.c_size_t(0))
 
 
 @contextlib.contextmanager
@@ -190,18 +191,17 @@ def freed_memory_is_reused() -> Iterator[None]:
     fault again: nearly half of the time of a small VAE on one CPU thread. Results do not change. Other C libraries are
     left alone, and so is glibc if the environment configures its mapping (such as `MALLOC_MMAP_THRESHOLD_`).
     """
-    library: Any = ctypes.CDLL(None) if os.name == "posix" else None
     names = [name for name in os.environ if name.startswith("MALLOC_")]
     settings = " ".join([*names, os.environ.get("GLIBC_TUNABLES", "")]).lower()
     is_set = "mmap_" in settings or "trim_threshold" in settings
-    if is_set or not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
+    if is_set or not hasattr(_LIBC, "mallopt") or not hasattr(_LIBC, "malloc_trim"):
         yield
         return
     for option, value in _REUSED.items():
-        library.mallopt(option, value)
+        _LIBC.mallopt(option, value)
     try:
         yield
     finally:
         for option, value in _NOT_REUSED.items():
-            library.mallopt(option, value)
+            _LIBC.mallopt(option, value)
         return_freed_memory()

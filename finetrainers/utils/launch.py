@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .failures import InputError, Kind
+
 #: Variables with an integer, and its minimum.
 _COUNTS = {
     "WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": -1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
@@ -20,14 +22,16 @@ _PRECISIONS = ("no", "fp16", "bf16")
 _FIRST_PRINTS_S = 10.0
 
 
-def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: bool = True) -> list[tuple[str, str]]:
-    """Return problems with the environment variables of a launcher, which may be left over, each with its name.
+def launch_problems(
+    environment: Mapping[str, str] = os.environ, *, joining: bool = True
+) -> list[tuple[str, str, Kind]]:
+    """Return problems with a launcher's environment variables, which may be left over: name, message and kind.
 
     Args:
         environment: the variables.
         joining: whether the processes will join a group, which needs the address.
     """
-    problems = []
+    problems: list[tuple[str, str, Kind]] = []
     numbers: dict[str, int] = {}
     for name, minimum in _COUNTS.items():
         try:
@@ -38,27 +42,28 @@ def launch_problems(environment: Mapping[str, str] = os.environ, *, joining: boo
             message = (
                 f"must be a whole number of at least {minimum}, got {environment[name]!r}; unset it, or launch again"
             )
-            problems.append((name, message))
+            problems.append((name, message, "invalid"))
     if not problems:
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-            problems.append(("RANK", f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"))
+            message = f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"
+            problems.append(("RANK", message, "conflict"))
         elif joining and (numbers["WORLD_SIZE"] > 1 or numbers["LOCAL_RANK"] >= 0):
             missing = [n for n in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
             if missing:
                 variable = "WORLD_SIZE" if numbers["WORLD_SIZE"] > 1 else "LOCAL_RANK"
                 message = (
                     f"says that a launcher started this process, and {', '.join(missing)} is not set; start it by "
+                    f"`accelerate launch` or `torchrun`, or unset {variable}"
                 )
-                problems.append((variable, f"{message}`accelerate launch` or `torchrun`, or unset {variable}"))
+                problems.append((variable, message, "required"))
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if stage not in _ZERO_STAGES:
-        problems.append(
-            ("ACCELERATE_DEEPSPEED_ZERO_STAGE", f"{_stage_message(stage)}; it comes from the launcher's file")
-        )
+        message = f"{_stage_message(stage)}; it comes from the launcher's file"
+        problems.append(("ACCELERATE_DEEPSPEED_ZERO_STAGE", message, "unknown"))
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in _PRECISIONS:
         message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it comes from the launcher's file"
-        problems.append(("ACCELERATE_MIXED_PRECISION", message))
+        problems.append(("ACCELERATE_MIXED_PRECISION", message, "unknown"))
     return problems
 
 
@@ -81,19 +86,16 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
     )
 
 
-def is_enabled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+def is_enabled(name: str) -> bool:
     """Return whether a launcher's variable is set, in any way that accelerate reads."""
-    return environment.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
-def launched_to_split_weights(environment: Mapping[str, str] = os.environ) -> str | None:
+def launched_to_split_weights() -> str | None:
     """Return the strategy in the launcher's file if it shards weights, `FSDP2` or `ZeRO-3`, else None."""
-    if is_enabled("ACCELERATE_USE_FSDP", environment):
+    if is_enabled("ACCELERATE_USE_FSDP"):
         return "FSDP2"
-    if (
-        is_enabled("ACCELERATE_USE_DEEPSPEED", environment)
-        and environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
-    ):
+    if is_enabled("ACCELERATE_USE_DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
         return "ZeRO-3"
     return None
 
@@ -149,7 +151,7 @@ def launcher_environment(path: Path) -> dict[str, str]:
         deepspeed = _table(settings, "deepspeed_config")
         stage = _text(deepspeed.get("zero_stage", 2))
         if stage not in _ZERO_STAGES:
-            raise ValueError(f"zero_stage {_stage_message(stage)}")
+            raise InputError(f"zero_stage {_stage_message(stage)}", "unknown")
         variables["ACCELERATE_USE_DEEPSPEED"] = "true"
         variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = stage
         for name in ("offload_optimizer_device", "offload_param_device"):
@@ -161,13 +163,14 @@ def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
     if not path.is_file():
-        raise ValueError(f"{path} cannot be read: {'not a file' if path.exists() else 'no such file'}")
+        message = f"{path} cannot be read: {'not a file' if path.exists() else 'no such file'}"
+        raise InputError(message, "not_found")
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"{path} cannot be read: {error}", "unreadable") from None
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} is not a config file of `accelerate launch`")
+        raise InputError(f"{path} is not a config file of `accelerate launch`", "unreadable")
     return settings
 
 

@@ -62,7 +62,11 @@ def ethernet(names: Iterable[str], sys: Path = _SYS) -> list[str]:
     In a container no interface may be hardware; then all count. Loopback is excluded, and so is IP over InfiniBand,
     which the port counts.
     """
-    external = [name for name in names if not _is_loopback(name, sys) and _kind(name, sys) != _INFINIBAND]
+    external = [
+        name
+        for name in names
+        if (kind := _kind(name, sys)) not in (_INFINIBAND, _LOOPBACK) and (kind or not name.lower().startswith("lo"))
+    ]
     return [name for name in external if (sys / "net" / name / "device").exists()] or external
 
 
@@ -86,8 +90,3 @@ def _kind(name: str, sys: Path) -> str:
         return (sys / "net" / name / "type").read_text(encoding="ascii").strip()
     except OSError:
         return ""  # not Linux
-
-
-def _is_loopback(name: str, sys: Path) -> bool:
-    kind = _kind(name, sys)
-    return kind == _LOOPBACK if kind else name.lower().startswith("lo")

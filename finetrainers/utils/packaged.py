@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import nearest
 
 SCHEME = "demo://"
@@ -30,7 +31,7 @@ def model_path(name: str) -> str:
     if not name.startswith(SCHEME):
         return name
     if name not in packaged_models():
-        raise ValueError(f"no packaged model {name!r}{nearest(name, packaged_models())}")
+        raise InputError(f"no packaged model {name!r}{nearest(name, packaged_models())}", "unknown")
     return str(_ROOT / name.removeprefix(SCHEME))
 
 

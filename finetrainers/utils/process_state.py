@@ -31,10 +31,11 @@ def restored() -> Iterator[list[str]]:
         Settings of the host that would have changed results, and have no effect within the block.
     """
     with contextlib.ExitStack() as undo:
-        undo.callback(_restore_environment, dict(os.environ))
+        undo.enter_context(environment_restored())
         for name in [None, *logging.Logger.manager.loggerDict]:
             logger = logging.getLogger(name)
-            undo.callback(_restore_logger, logger, logger.level, logger.propagate)
+            undo.callback(logger.setLevel, logger.level)
+            undo.callback(setattr, logger, "propagate", logger.propagate)
         _reset_accelerate(undo)
         settings = [*_reset_modes(undo), *_reset_kernels(undo)]
         _restore_random_later(undo)
@@ -48,18 +49,9 @@ def environment_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore_environment(before)
-
-
-def _restore_environment(before: dict[str, str]) -> None:
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
-
-
-def _restore_logger(logger: logging.Logger, level: int, propagate: bool) -> None:
-    logger.setLevel(level)
-    logger.propagate = propagate
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def _restore_random_later(undo: contextlib.ExitStack) -> None:
@@ -190,8 +182,9 @@ def _set(module: Any, name: str, value: Any) -> None:
 def process_groups() -> list[Any]:
     """Return the process groups of torch.distributed in this process. Imports nothing."""
     dist = sys.modules.get("torch.distributed")
-    is_joined = dist is not None and dist.is_available() and dist.is_initialized()
-    return list(dist.distributed_c10d._world.pg_map) if dist is not None and is_joined else []
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return []
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def leave_groups(excluded: Sequence[Any]) -> None:

@@ -40,10 +40,8 @@ def write_mp4(path: Path, frames: np.ndarray, *, fps: float, comment: str = "") 
             stream.options = {"crf": "18", "x264-params": "mbtree=0"}
             for image in frames:
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image[:height, :width]), format="rgb24")
-                for packet in stream.encode(frame):
-                    container.mux(packet)
-            for packet in stream.encode():
-                container.mux(packet)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
@@ -105,10 +103,8 @@ def web_video(path: Path, *, max_side: int = 512, max_bytes: int = 300_000) -> b
         for index, frame in enumerate(source.decode(video=0)):
             resized = frame.reformat(width=stream.width, height=stream.height, format="yuv420p")
             resized.pts, resized.time_base = index, 1 / Fraction(source_stream.average_rate or 1)
-            for packet in stream.encode(resized):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+            container.mux(stream.encode(resized))
+        container.mux(stream.encode())
     return output.getvalue()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused_command
 
 from finetrainers.cli.main import main
 from finetrainers.data.cache import store
@@ -47,7 +48,7 @@ def test_ls(cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows[1].startswith("text            3")
     assert "0 s-40 d" in rows[1]
     assert rows[2].startswith("all             5")
-    assert rows[3] == "contents of 0 media files are remembered"
+    assert " 0 " in rows[3]
 
     assert main(["cache", "ls", "--json", str(tmp_path / "precomputed")]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -60,8 +61,7 @@ def test_ls(cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert time.time() - shown["groups"][1]["oldest_use"] > 39 * 86400
 
     for command in (["ls"], ["verify"], ["prune", "--older_than", "1"]):
-        assert main(["cache", *command, str(tmp_path / "nothing")]) == 2
-    assert "holds no cache" in capsys.readouterr().err
+        assert refused_command(["cache", *command, tmp_path / "nothing"]) == (2, [("DIR", "not_found")])
 
 
 def test_verify_names_what_is_damaged_and_repairs(
@@ -85,19 +85,18 @@ def test_verify_names_what_is_damaged_and_repairs(
     assert main(["cache", "verify", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "4 entries read, 4 damaged"
-    assert f"{flipped} (0.mp4): its checksum is wrong" in lines
-    assert f"{poisoned} (caption 1): x holds NaN or infinity" in lines
-    assert f"{gone}: listed in the index, and not there" in lines
-    assert any(line.startswith(f"{cut}") for line in lines)
+    for start, reason in (
+        (f"{flipped} (0.mp4): ", "checksum"), (f"{poisoned} (caption 1): x ", "NaN"), (f"{gone}: ", "index"), (cut, ""),
+    ):  # fmt: skip
+        assert [line for line in lines if line.startswith(start) and reason in line], (start, lines)
     assert left.exists()
     assert TensorCache(cache.directory).missing([flipped, cut, gone, poisoned]) == []  # what a run would believe
 
     cache.hold()  # by a run
-    assert main(["cache", "verify", "--repair", str(tmp_path)]) == 2
-    assert "a run uses" in capsys.readouterr().err
+    assert refused_command(["cache", "verify", "--repair", tmp_path]) == (2, [("--repair", "occupied")])
     cache.release()
     assert main(["cache", "verify", "--repair", str(tmp_path)]) == 1
-    assert "removed 4; the next run" in capsys.readouterr().out
+    assert "removed 4;" in capsys.readouterr().out
     assert not left.exists()
     assert fresh.exists()
     assert sorted(TensorCache(cache.directory).missing([flipped, cut, gone, poisoned, cache.key(text=2)])) == sorted(
@@ -114,20 +113,18 @@ def test_prune_removes_what_was_not_used_for_long(
         use(cache, key, days_ago=31)
     use(cache, cache.key(text=1), days_ago=29)
     directory = str(tmp_path)
-    assert main(["cache", "prune", directory]) == 2
-    assert "say what may go" in capsys.readouterr().err
-    assert main(["cache", "prune", directory, "--older_than", "-1"]) == 2
+    assert refused_command(["cache", "prune", directory]) == (2, [("prune", "required")])
+    assert refused_command(["cache", "prune", directory, "--older_than", "-1"]) == (2, [("--older_than", "invalid")])
     capsys.readouterr()
     assert main(["cache", "prune", directory, "--older_than", "30", "--dry_run"]) == 0
     *paths, summary = capsys.readouterr().out.splitlines()
     assert sorted(paths) == sorted(str(cache.path(key)) for key in old)
-    assert summary.endswith("would be removed")
+    assert summary.startswith("2 entries, ")
     assert all(cache.path(key).exists() for key in old)
 
     user = TensorCache(cache.directory)
     user.hold()
-    assert main(["cache", "prune", directory, "--older_than", "30"]) == 2
-    assert "a run uses" in capsys.readouterr().err
+    assert refused_command(["cache", "prune", directory, "--older_than", "30"]) == (2, [("prune", "occupied")])
     user.release()
     # Two more segments, to be merged.
     for k in (5, 6):
@@ -163,7 +160,7 @@ def may_prune(cache: TensorCache) -> bool:
     return main(["cache", "prune", str(cache.directory.parent), "--older_than", "1000", "--dry_run"]) == 0
 
 
-@pytest.mark.parametrize("system", ["a file system without locks", "SDEWindows"])
+@pytest.mark.parametrize("system", ["flock", "SDEWindows"])
 def test_without_locks_only_what_was_long_unused_can_go(
     system: str, cache: TensorCache, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +173,8 @@ def test_without_locks_only_what_was_long_unused_can_go(
         monkeypatch.setattr(fcntl, "flock", no_locks)
     cache.hold()
     use(cache, cache.key(text=0), days_ago=3)
-    assert main(["cache", "prune", str(tmp_path), "--older_than", "1"]) == 2
-    assert "--older_than 2 or more" in capsys.readouterr().err
+    assert refused_command(["cache", "prune", tmp_path, "--older_than", "1"]) == (2, [("prune", "occupied")])
+    assert "--older_than 2 " in capsys.readouterr().err
     assert main(["cache", "prune", str(tmp_path), "--older_than", "2"]) == 0
     assert "1 entry," in capsys.readouterr().out
 
@@ -196,4 +193,4 @@ def test_files_that_are_remembered_are_counted(
     monkeypatch.setattr("finetrainers.data.inspect.file_facts._SETTLED_S", -1.0)
     FileFacts(tmp_path / "precomputed" / "digests").digest(Path(__file__))
     assert main(["cache", "ls", str(tmp_path)]) == 0
-    assert "contents of 1 media files" in capsys.readouterr().out
+    assert " 1 " in capsys.readouterr().out.splitlines()[-1]

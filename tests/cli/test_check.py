@@ -15,6 +15,7 @@ import pytest
 from faulty import MARKUP, OPTIONS, make_faulty
 from markupsafe import escape
 from PIL import Image
+from refusals import refused_command
 
 from finetrainers.cli import check
 from finetrainers.cli.main import main
@@ -52,8 +53,7 @@ def test_the_report_tells_all_and_training_probes_nothing_again(
     arguments = ["check", str(config), "--json", str(json_file), "--html", str(page_file), "--jobs", "1"]
     assert main(arguments) == exit_codes.UNUSABLE_DATA
     out = capfd.readouterr().out
-    assert "cannot be trained on as it is" in out
-    assert "pipe.mp4: is not a regular file but a named pipe" in out
+    assert re.search(r"^  pipe\.mp4: .*pipe", out, re.MULTILINE)
     assert "\x1b[31m" not in out  # of a file's name
     assert r"\x1b[31m.mp4" in out
 
@@ -94,8 +94,8 @@ def test_what_a_check_allows_training_takes(
     arguments = ["check", str(config), "--json", str(tmp_path / "check.json"), "--html", str(tmp_path / "check.html")]
     assert main(arguments) == exit_codes.DONE
     out = capsys.readouterr().out
-    assert "warning: 1 item in the folder, neither media nor a caption of one: photo.heic" in out
-    assert "3 items: 2 trained on, 0 held out, 1 skipped, 0 cannot be used" in out
+    assert re.search(r"^warning: 1 .*: photo\.heic$", out, re.MULTILINE)
+    assert re.search(r"^3 items: 2 .*, 0 .*, 1 .*, 0 ", out, re.MULTILINE)
     report = json.loads((tmp_path / "check.json").read_text())
     assert {item["name"]: item["use"] for item in report["items"]} == {
         "a.mp4": "train",
@@ -110,7 +110,6 @@ def test_what_a_check_allows_training_takes(
     # Two clips make no batch of four, so there would be no step.
     sizes = ["--epoch_end", "drop", "--batch_size", "4"]
     assert main([*arguments[:4], *sizes]) == exit_codes.UNUSABLE_DATA
-    assert "cannot be trained on as it is: nothing to train on" in capsys.readouterr().out
     assert json.loads((tmp_path / "check.json").read_text())["usable"] is False
     assert main([*arguments[:4], "--epoch_end", "drop", "--bucket_batch_sizes", "17x32x64=2"]) == exit_codes.DONE
 
@@ -125,8 +124,12 @@ def test_reports_that_cannot_be_written_are_refused_before_anything_is_looked_at
         ("--html", config / "x.html"),
         ("--json", Path("/proc/nowhere/x.json")),
     ):
-        assert main(["check", str(config), option, str(place)]) == exit_codes.CONFIGURATION
-        assert f"{option}: " in capsys.readouterr().err
+        assert refused_command(["check", config, option, place]) == (2, [(option, "invalid")])
+    file = tmp_path / "mine.json"
+    file.write_text("mine")
+    for option in ("--json", "--html"):
+        assert refused_command(["check", config, option, file]) == (2, [(option, "occupied")])
+    assert file.read_text() == "mine"
 
 
 def test_masks_are_counted_and_shown_below_their_clips(
@@ -146,8 +149,8 @@ def test_masks_are_counted_and_shown_below_their_clips(
     arguments = ["check", str(config), "--json", str(tmp_path / "check.json"), "--html", str(tmp_path / "check.html")]
     main([*arguments, "--max_bad_samples", "1"])
     out = capsys.readouterr().out
-    assert "film.mp4: its mask film.mask.mp4: it has colors; a mask is grey: white counts, black does not" in out
-    assert "note: 1 of 2 clips has a mask, which on average leaves 25 % of the picture's loss weight" in out
+    assert re.search(r"^  film\.mp4: .*film\.mask\.mp4: .*colors", out, re.MULTILINE)
+    assert re.search(r"^note: 1 of 2 clips .* 25 % ", out, re.MULTILINE)
     text = (tmp_path / "check.html").read_text()
     items = {item["name"]: item for item in json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])}
     assert set(items) == {"film.mp4", "plain.mp4", "still.mp4"}
@@ -219,16 +222,17 @@ def test_wrong_configurations_are_told_apart(
     message = capsys.readouterr().err
     assert "--decod" in message
     assert "lr" in message
-    assert main(["check", "--config", str(write_config(tmp_path, data[0], video_resolution_buckets=["16x32x64"]))]) == 2
-    assert "16 frames is not 8" in capsys.readouterr().err
+    wrong = write_config(tmp_path, data[0], video_resolution_buckets=["16x32x64"])
+    code, [(place, _)] = refused_command(["check", "--config", wrong])
+    assert (code, place) == (2, "--video_resolution_buckets")
+    assert "8*k+1" in capsys.readouterr().err
     # A model that is not there is said beside what becomes of the data.
     missing = write_config(tmp_path, data[0], pretrained_model_name_or_path="./nowhere")
     assert main(["check", str(missing)]) == exit_codes.CONFIGURATION
     output = capsys.readouterr()
-    assert "no such directory: ./nowhere" in output.err
-    assert "trained on" in output.out
-    assert main(["check", "--decode", "half", "--jobs", "0", "--decod", "full"]) == exit_codes.CONFIGURATION
-    message = capsys.readouterr().err
-    assert "4 problems" in message  # the model is required
-    for said in ("--decode: unknown value 'half'", "--jobs: must be", "--decod: unknown flag; did you mean --decode?"):
-        assert said in message
+    assert "--pretrained_model_name_or_path" in output.err
+    assert "./nowhere" in output.err
+    assert "bucket" in output.out
+    code, found = refused_command(["check", "--decode", "half", "--jobs", "0", "--decod", "full"])
+    places = ["--decod", "--decode", "--jobs", "--pretrained_model_name_or_path"]
+    assert (code, sorted(place for place, _ in found)) == (exit_codes.CONFIGURATION, places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from refusals import refused_command
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -142,12 +144,12 @@ def test_all_weights_of_a_full_finetuning(
         for name, tensor in load_file(folder / "diffusion_pytorch_model.safetensors").items()
     )
     capsys.readouterr()
-    assert main([*export, "comfyui", "--one_file"]) == 2
-    assert "--one_file: is for networks in diffusers layout" in capsys.readouterr().err
-    assert main(["export", str(root), "--format", "kohya", "merged"]) == 2
+    assert refused_command([*export, "comfyui", "--one_file"]) == (2, [("--one_file", "unsupported")])
+    code, found = refused_command(["export", root, "--format", "kohya", "merged"])
+    assert (code, [place for place, _ in found]) == (2, ["--format", "--format"])
     said = capsys.readouterr().err
-    assert "--format: kohya: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said
-    assert "--format: merged: these are all weights already" in said
+    assert "--format: kohya: " in said
+    assert "--format: merged: " in said
 
 
 def comfyui_prediction(network: Any, file: dict[str, torch.Tensor], x_BTCHW: torch.Tensor) -> torch.Tensor:
@@ -261,10 +263,10 @@ def _check_single_files(
     weights = load_file(file)
     name = "model.diffusion_model.blocks.0.q.weight"
     wrong = {
-        "lacking": ({one: tensor for one, tensor in weights.items() if one != name}, "lacks 1 tensor"),
-        "quantized": ({**weights, f"{name}.absmax": torch.zeros(1)}, "holds quantized weights (states of bitsandbytes"),
+        "lacking": ({one: tensor for one, tensor in weights.items() if one != name}, " 1 tensor"),
+        "quantized": ({**weights, f"{name}.absmax": torch.zeros(1)}, "bitsandbytes"),
     }
-    for what, (tensors, said) in wrong.items():
+    for what, (tensors, value) in wrong.items():
         save_file(tensors, folder / f"{what}.safetensors")
         for command in (
             ["export", "--format", "diffusers"],
@@ -280,7 +282,9 @@ def _check_single_files(
             ]
             assert main(arguments) == 2
             where = "SOURCE" if command[0] == "export" else "TARGET"
-            assert f"{where}: {folder / what}.safetensors {said}" in capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert f"{where}: {folder / what}.safetensors " in said
+            assert value in said
             assert not (folder / what).exists()
 
 
@@ -295,18 +299,18 @@ def test_a_checkpoint_and_a_file(
     )
     save_file(load_file(file), file)  # without the header, which names the model
     capsys.readouterr()
-    assert main(["export", file, "--format", "kohya"]) == 2
-    assert "--pretrained_model_name_or_path: is needed: nothing next to" in capsys.readouterr().err
+    code, [(place, _)] = refused_command(["export", file, "--format", "kohya"])
+    assert (code, place) == (2, "--pretrained_model_name_or_path")
     model = ["--pretrained_model_name_or_path", str(tiny_repo("hunyuan_video"))]
     assert main(["export", file, "--format", "kohya", "--output_dir", str(tmp_path / "out"), *model]) == 0
     said = capsys.readouterr().out
-    assert "musubi-tuner does not read: context_embedder.token_refiner" in said
+    assert ": context_embedder.token_refiner" in said
     found = load_file(tmp_path / "out" / "kohya" / "style.safetensors")
     assert "lora_unet_single_blocks_0_linear1.lora_down.weight" in found
     # Of another model: said before anything is written.
     other = ["--pretrained_model_name_or_path", str(tiny_repo("ltx_video")), "--output_dir", str(tmp_path / "b")]
     assert main(["export", file, "--format", "kohya", *other]) == 2
-    assert "holds no LoRA of a ltx_video transformer, in comfyui format: " in capsys.readouterr().err
+    assert re.search(r" ltx_video .* comfyui ", capsys.readouterr().err)
     assert not (tmp_path / "b").exists()
 
 
@@ -319,7 +323,9 @@ def test_nothing_is_replaced_unasked_and_nothing_half_written_stays(
     file = root / "export" / "comfyui" / "my-ltx_video.safetensors"
     first = file.read_bytes()
     assert main([*command, "--dtype", "bf16"]) == 2
-    assert f"{file.parent} exists; --overwrite replaces it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{file.parent} " in said
+    assert "--overwrite" in said
     assert file.read_bytes() == first
     assert main([*command, "--dtype", "bf16", "--overwrite"]) == 0
     second = file.read_bytes()
@@ -329,7 +335,7 @@ def test_nothing_is_replaced_unasked_and_nothing_half_written_stays(
 
         whole = files.to_stored
         patch.setattr(files, "to_stored", lambda *given: dict([*whole(*given).items()][2:]))
-        with pytest.raises(ValueError, match=r"was read back without 1 layer: transformer_blocks.0.attn1.to_q"):
+        with pytest.raises(ValueError, match=r" 1 layer: transformer_blocks\.0\.attn1\.to_q"):
             list(
                 module.export_formats(
                     module.find_source(str(root), options={}), ["comfyui"], root / "export", overwrite=True
@@ -347,27 +353,32 @@ def test_refusals(a_run: Callable[..., tuple[Path, Any]], tmp_path: Path, capsys
         return capsys.readouterr().err
 
     said = refusal(str(root), "--format", "comfyui", "kohya", "peft")
-    assert "--format: comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone" in said
-    assert "--format: kohya: the format has no place for DoRA's magnitudes; use merged, diffusers or peft" in said
-    assert "peft:" not in said.replace("or peft", "")
+    assert re.search(r"--format: comfyui: .*DoRA", said)
+    assert re.search(r"--format: kohya: .*DoRA", said)
+    assert "peft: " not in said
     assert not (root / "export").exists()
-    assert "--lora_scale: is the strength in merged weights" in refusal(
-        str(root), "--format", "peft", "--lora_scale", "0.5"
-    )
-    assert "SOURCE: " in refusal(str(tmp_path / "none"), "--format", "peft")
-    assert "is a model without training" in refusal("demo://ltx", "--format", "peft")
+    scaled = ["export", root, "--lora_scale"]
+    assert refused_command([*scaled, "0.5", "--format", "peft"]) == (2, [("--lora_scale", "unsupported")])
+    assert refused_command([*scaled, "nan", "--format", "merged"]) == (2, [("--lora_scale", "invalid")])
+    capsys.readouterr()
     (tmp_path / "notes.toml").write_text("")
-    assert "not a safetensors file; give weights" in refusal(str(tmp_path / "notes.toml"), "--format", "peft")
-    for wrong, message in (
-        (["--format", "comfy"], "--format: unknown value 'comfy'; did you mean 'comfyui'? Valid: diffusers, comfyui"),
-        (["--format", "gguf"], "--format: unknown value 'gguf'; valid: diffusers, comfyui"),
-        (["--format", "peft", "--overwirte"], "--overwirte: unknown flag; did you mean --overwrite?"),
-        (["--format", "merged", "--lora_scale", "abc"], "--lora_scale: not a number, got 'abc'"),
-        (["b", "--format", "peft"], "unexpected 'b'"),
+    for source, name in (
+        (tmp_path / "none", "'none'"),
+        ("demo://ltx", "demo://ltx"),
+        (tmp_path / "notes.toml", "toml"),
     ):
-        said = refusal(str(root), *wrong)
-        assert said.startswith(f"error: 1 problem with this command:\n  - {message}"), said
-        assert said.endswith("finetrainers export --help lists the options\n")
+        assert re.search(f"- SOURCE: .*{name}", refusal(str(source), "--format", "peft"))
+    for wrong, place, values in (
+        (["--format", "comfy"], "--format: ", ["'comfy'", "'comfyui'", "diffusers"]),
+        (["--format", "gguf"], "--format: ", ["'gguf'", "diffusers, comfyui"]),
+        (["--format", "peft", "--overwirte"], "--overwirte: ", ["--overwrite"]),
+        (["--format", "merged", "--lora_scale", "abc"], "--lora_scale: ", ["'abc'"]),
+        (["b", "--format", "peft"], "", ["'b'"]),
+    ):
+        _, line, hint = refusal(str(root), *wrong).splitlines()
+        assert line.startswith(f"  - {place}"), line
+        assert [value for value in values if value not in line] == [], line
+        assert "finetrainers export --help" in hint
 
 
 def test_an_exported_file_names_its_base_model(
@@ -398,10 +409,10 @@ def test_an_exported_file_names_its_base_model(
         )
         == 2
     )
-    assert "HunyuanVideoTransformer3DModel, and ltx_video is a LTXVideo" in capsys.readouterr().err
+    assert re.search(r"HunyuanVideoTransformer3DModel.* ltx_video .*LTXVideo", capsys.readouterr().err)
     tensors = load_file(file)
     # Other programs write the name of a file, which nothing can be loaded by.
     for name in ("hunyuan/mp_rank_00.pt", "ltx-video-2b.safetensors", ""):
         save_file(tensors, file, metadata={"ss_sd_model_name": name})
-        assert main(["export", str(file), "--format", "peft", "--output_dir", str(tmp_path / "other")]) == 2
-        assert "--pretrained_model_name_or_path: is needed" in capsys.readouterr().err
+        code, [(place, _)] = refused_command(["export", file, "--format", "peft", "--output_dir", tmp_path / "other"])
+        assert (code, place) == (2, "--pretrained_model_name_or_path")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused_command
 
 from finetrainers import __version__
 from finetrainers.cli.main import _parser, main, train_command
@@ -94,7 +95,7 @@ def test_all_options_are_a_word_away(capsys):
         ("rank", ["rank"], "Also accepted: --lora_rank, --network_dim,"),
         ("Lora-Rank", ["rank"], "Rank of the LoRA"),
         ("lr_scheduler", ["lr_scheduler"], "One of: constant, constant_with_warmup,"),
-        ("parallel", None, "How several processes share the work"),
+        ("parallel", None, "--fsdp"),
         ("optimizer", None, "--max_grad_norm X"),
         ("upcasting", None, "--layerwise_upcasting_modules"),
         ("nccl_timeut", ["nccl_timeout"], "stuck collective"),
@@ -113,7 +114,9 @@ def test_help_on_a_word(word, shown, said, capsys):
 
 def test_help_on_what_does_not_exist(capsys):
     assert main(["train", "--help", "zzz"]) == 2
-    assert "no option is called 'zzz', nor a part of one; sections: model data" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'zzz'" in said
+    assert "model data" in said
 
 
 @pytest.mark.usefixtures("narrow")
@@ -155,8 +158,8 @@ def test_default_lengths_of_the_demonstrations_are_those_of_the_help(capsys):
         ("generate", "`sample RUN --prompts PROMPTS` draws clips"),
         ("resume", "--resume_from_checkpoint latest"),
         ("lora", "`train` trains"),
-        ("trian", "did you mean 'train'?"),
-        ("frobnicate", "there are: train, prepare"),
+        ("trian", "'train'?"),
+        ("frobnicate", "train, prepare"),
     ],
 )
 def test_commands_that_do_not_exist_say_what_to_use(command, said, capsys):
@@ -166,7 +169,9 @@ def test_commands_that_do_not_exist_say_what_to_use(command, said, capsys):
 
 def test_no_arguments_point_to_the_quickstart(capsys):
     assert main(["train"]) == 2
-    assert "finetrainers train --help lists the options. New here? finetrainers quickstart" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "finetrainers train --help" in said
+    assert "finetrainers quickstart" in said
 
 
 def test_the_file_of_options_may_come_first(tmp_path):
@@ -193,57 +198,49 @@ def test_schema_and_docs(capsys):
 def test_tiny_writes_a_loadable_repository(tmp_path, capsys):
     assert main(["tiny", "ltx_video", str(tmp_path / "ltx")]) == 0
     assert (tmp_path / "ltx" / "model_index.json").is_file()
-    assert "wrote a tiny random ltx_video" in capsys.readouterr().out
-    assert main(["tiny", "ltx_vido", str(tmp_path / "x")]) == 2
-    assert "did you mean 'ltx_video'?" in capsys.readouterr().err
+    assert str(tmp_path / "ltx") in capsys.readouterr().out
+    assert refused_command(["tiny", "ltx_vido", tmp_path / "x"]) == (2, [("family", "unknown")])
+    assert "'ltx_video'" in capsys.readouterr().err
+    assert refused_command(["tiny", "ltx_video", tmp_path / "ltx"]) == (2, [("directory", "occupied")])
 
 
-#: Mistakes in every command, and all that is said of them.
+#: Mistakes in every command. For each: the places of its problems, and values and names that a message must contain.
 MISTAKES = {
-    "export": ["SOURCE: is required", "--format: is required"],
-    "export run --fromat comfyui": ["--fromat: unknown flag; did you mean --format?"],
+    "export": ["SOURCE", "--format"],
+    "export run --fromat comfyui": ["--fromat --format"],
     "export nowhere --format comfy --lora_scale nan --output_dir file": [
-        "--format: unknown value 'comfy'", "--lora_scale: not a finite number", "--output_dir: file is a file",
-        "'nowhere'",
+        "--format 'comfy'", "--lora_scale nan", "--output_dir file", "SOURCE 'nowhere'",
     ],
-    "report nowhere run --videos x --output file": ["--videos: 'x'", "RUN: nowhere does not exist",
-        "--output: file would not be opened"],
-    "sync nowhere file --every 0": ["--every: not a number of seconds", "RUN: nowhere", "TARGET: file is a file"],
-    "sync --evrey 5 run x": ["--evrey: unknown flag; did you mean --every?"],
-    "doctor none.toml --hosts nowhere --timeout 0 --disk_mib x": ["--timeout: not a number", "--disk_mib: not a whole",
-        "nowhere does not exist"],
-    "doctor --python /usr/bin/python3": ["--python: is for --hosts, which is not given"],
-    "ckpt lss run": ["ACTION: unknown value 'lss'; did you mean 'ls'?"],
-    "ckpt ls nowhere": ["RUN: nowhere does not exist"],
-    "ckpt verify nowhere run": ["PATH: nowhere does not exist", "PATH: run is neither"],
-    "ckpt diff nowhere run": ["A: nowhere does not exist", "B: run: manifest.json is missing"],
-    "cache prune nowhere --older_than -1": ["--older_than: -1 is no number of days", "DIR: nowhere holds no cache"],
-    "cache ls": ["DIR: is required"],
-    "plot": ["RUN: is required"],
-    "serve-reward brightness=2 --port x --max_mib 0": ["--port: must be", "--max_mib: must be", "weight is said where"],
-    "tiny ltx_vido": ["directory: is required"],
-    "demo vae file --stpes 3": ["--stpes: unknown flag"],
-    "quickstart --steps 0 x y": ["--steps: must be", "unexpected 'y'"],
-    "models --jsn": ["--jsn: unknown flag"],
-    "watch nowhere --presets lo4s --num 0": ["--num: must be at least 1, got '0'", "RUN: nowhere does not exist"],
-    "watch run --onec": ["--onec: unknown flag; did you mean --once?"],
-    "sample nowhere --lora_scale x --compare bsae": ["--lora_scale: not a number", "--compare: unknown value",
-        "'nowhere'"],
-    "sample run --num": ["--num: needs a value: seeds for each prompt"],
-    "check none.toml --decode ful --decod full": ["--decode: unknown", "did you mean --decode?",
-        "no such file: none.toml"],
+    "report nowhere run --videos x --output file": ["--videos 'x'", "RUN nowhere", "RUN run", "--output .html"],
+    "sync nowhere file --every 0": ["--every '0'", "RUN nowhere", "TARGET file"],
+    "sync --evrey 5 run x": ["--evrey --every"],
+    "doctor none.toml --hosts nowhere --timeout 0 --disk_mib x": ["--timeout '0'", "--disk_mib 'x'", "--hosts nowhere"],
+    "doctor --python /usr/bin/python3": ["--python --hosts"],
+    "ckpt lss run": ["ACTION 'lss' 'ls'"],
+    "ckpt ls nowhere": ["RUN nowhere"],
+    "ckpt verify nowhere run": ["PATH nowhere", "PATH run"],
+    "ckpt diff nowhere run": ["A nowhere", "B run: manifest.json"],
+    "cache prune nowhere --older_than -1": ["--older_than -1", "DIR nowhere"],
+    "cache ls": ["DIR"],
+    "plot": ["RUN"],
+    "serve-reward brightness=2 --port x --max_mib 0": ["--port 'x'", "--max_mib '0'", "reward weight"],
+    "tiny ltx_vido": ["directory"],
+    "demo vae file --stpes 3": ["--stpes"],
+    "quickstart --steps 0 x y": ["--steps '0'", "unexpected 'y'"],
+    "models --jsn": ["--jsn"],
+    "watch nowhere --presets lo4s --num 0": ["--num '0'", "RUN nowhere"],
+    "watch run --onec": ["--onec --once"],
+    "sample nowhere --lora_scale x --compare bsae": ["--lora_scale 'x'", "--compare 'bsae'", "TARGET 'nowhere'"],
+    "sample run --num": ["--num seeds"],
+    "check none.toml --decode ful --decod full": ["--decode 'ful'", "--decod --decode", "--config none.toml"],
     "estimate --gpu 24XB --rank x --num_processes 3 --num_machines 2": [
-        "--gpu: expected a memory size", "--rank: not a whole", "--num_processes: 3 processes do not",
-        "--pretrained_model_name_or_path: is req",
+        "--gpu '24XB'", "--rank 'x'", "--num_processes 3 2", "--pretrained_model_name_or_path",
     ],
     "search-batch --gpu 24XB --margin 95 --timed_steps 0 --rank x --estimate_onyl": [
-        "--gpu: expected a memory size", "--margin: must be a number of percent", "--timed_steps: must be a whole",
-        "--rank: not a whole",
-        "--estimate_onyl: unknown flag; did you mean --estimate_only?",
+        "--gpu '24XB'", "--margin '95'", "--timed_steps '0'", "--rank 'x'", "--estimate_onyl --estimate_only",
     ],
     "train --lr --rank x --enable_tiling=maybe -vae_dtype fp16": [
-        "--lr: needs a value", "--rank: not a", "--enable_tiling: takes no value",
-        "-vae_dtype: unknown flag; did you mean --vae_dtype?",
+        "--lr", "--rank 'x'", "--enable_tiling 'maybe'", "-vae_dtype --vae_dtype",
     ],
 }  # fmt: skip
 
@@ -255,11 +252,11 @@ def test_config_errors_exit_with_2_or_65_before_torch_is_imported(tmp_path, tiny
     (tmp_path / "file").write_text("")
     base = ["train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(tiny_repo("ltx_video"))]
     cases = {
-        ("--batch_siz", "2"): "did you mean --batch_size?",
-        ("--data_root", "clips", "--video_resolution_buckets", "10x64x64"): "10 frames is not 8*k+1",
-        ("--data_root", "none"): "none",
-        ("--config", "none.toml"): "no such file",
-        ("--data_root", "clips", "--resume_from_checkpoint", "latest", "--output_dir", "."): "no checkpoint in",
+        ("--batch_siz", "2"): "--batch_siz --batch_size",
+        ("--data_root", "clips", "--video_resolution_buckets", "10x64x64"): "--video_resolution_buckets 10 8*k+1",
+        ("--data_root", "none"): "data none",
+        ("--config", "none.toml"): "--config none.toml",
+        ("--data_root", "clips", "--resume_from_checkpoint", "latest", "--output_dir", "."): "--resume_from_checkpoint",
     }
     lines = [([*base, *arguments], [said]) for arguments, said in cases.items()]
     lines += [(line.split(), said) for line, said in MISTAKES.items()]
@@ -272,7 +269,9 @@ def test_config_errors_exit_with_2_or_65_before_torch_is_imported(tmp_path, tiny
         "    text = said.getvalue()\n"
         "    wanted = 65 if line[-2:] == ['--data_root', 'none'] else 2\n"
         "    assert code == wanted and text.startswith('error: '), (line, code, text)\n"
-        "    assert [one for one in expected if one not in text] == [], (line, text)\n"
+        "    for place, *values in map(str.split, expected):\n"
+        "        problems = [one for one in text.splitlines() if one.startswith(f'  - {place}')]\n"
+        "        assert any(all(value in one for value in values) for one in problems), (line, place, values, text)\n"
         "    assert 'torch' not in sys.modules, line\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
@@ -290,10 +289,10 @@ def test_wrong_values_and_wrong_combinations_are_reported_together(tmp_path, tin
     shown = capsys.readouterr().err
     assert shown.startswith("error: 6 problems")
     for expected in (
-        "must be at least 1, got '0'", "did you mean --optimizer?", "set --eval_num_items",
-        "10 frames is not 8*k+1", "did you mean 'cosine'?", "captions",
+        "--rank: .*'0'", "--optimzer: .*--optimizer", "--eval_steps: .*--eval_num_items",
+        r"--video_resolution_buckets: .*10.*8\*k\+1", "--lr_scheduler: .*'cosine'", "captions",
     ):  # fmt: skip
-        assert expected in shown
+        assert re.search(expected, shown)
 
 
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(tmp_path, capsys):
@@ -302,24 +301,23 @@ def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(tmp_path, capsys):
         prog="train.py",
     )
     assert code == 2
-    assert "no such directory: ./none" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--pretrained_model_name_or_path: " in said
+    assert "directory: ./none" in said
 
 
 def test_without_a_family_the_model_must_be_there(tmp_path, tiny_repo, capsys):
-    for place, said in (
-        ("./none", "no such directory: ./none"),
-        ("some/model", "no config of some/model on this disk"),
-    ):
-        assert main(["train", "--pretrained_model_name_or_path", place, "--data_root", str(tmp_path)]) == 2
-        assert said in capsys.readouterr().err
+    for model, place in (("./none", "--pretrained_model_name_or_path"), ("some/model", "--model_name")):
+        assert main(["train", "--pretrained_model_name_or_path", model, "--data_root", str(tmp_path)]) == 2
+        assert re.search(rf"- {place}: .*{model}", capsys.readouterr().err)
     assert main(["train", "--pretrained_model_name_or_path", str(tiny_repo("cogvideox")), "--flow_shift", "3"]) == 2
-    assert "cogvideox is not a flow-matching model" in capsys.readouterr().err
+    assert re.search("- --flow_shift: .*cogvideox", capsys.readouterr().err)
 
 
 def test_unknown_family_names_the_nearest(tmp_path, capsys):
     arguments = ["--model_name", "ltxvideo", "--pretrained_model_name_or_path", "x", "--data_root", str(tmp_path)]
     assert train_command(arguments, prog="train.py") == 2
-    assert "did you mean 'ltx_video'?" in capsys.readouterr().err
+    assert re.search("- --model_name: .*'ltx_video'", capsys.readouterr().err)
 
 
 def test_public_names_load_lazily():
@@ -342,7 +340,8 @@ def test_what_a_launcher_left_behind_is_a_clear_error(monkeypatch, capsys):
     for command in ("train", "prepare"):
         assert main([command, "--model_name", "ltx_video", "--bestofn", "3", "--method", "grpo"]) == 2
         shown = capsys.readouterr().err
-        assert shown.startswith("error: 1 problem with this environment:\n  - WORLD_SIZE: must be a whole number")
+        assert shown.splitlines()[1].startswith("  - WORLD_SIZE: ")
+        assert "'abc'" in shown
 
 
 @pytest.mark.parametrize("option", ["output_dir", "precompute_dir", "probe_dir", "cache_dir"])
@@ -355,7 +354,7 @@ def test_folders_that_are_files_are_refused_before_anything_is_loaded(option, tm
             "--data_root", str(tmp_path / "clips"), f"--{option}", str(place),
         ]  # fmt: skip
         assert train_command(arguments, prog="train.py") == 2
-        assert f"--{option}: {tmp_path / 'file'} is a file; give a folder" in capsys.readouterr().err
+        assert f"--{option}: {tmp_path / 'file'} " in capsys.readouterr().err
 
 
 def test_names_that_are_read_as_others_are_noted_by_the_first_process_alone(python, tmp_path):
@@ -365,11 +364,10 @@ def test_names_that_are_read_as_others_are_noted_by_the_first_process_alone(pyth
     first, second = (python(*arguments, cwd=tmp_path, **launched, RANK=rank) for rank in "01")
     assert (first.wait(), second.wait()) == (2, 2)
     notes, _ = first.stderr.split("error: ")
-    assert notes.splitlines() == [
-        "note: names of earlier versions are accepted: --framepack_window_size as --sliding_window_size",
-        "note: names of other trainers are accepted: --network_dim as --rank, --load as --resume_from_checkpoint; with "
-        "network_dim alone sd-scripts has an alpha of 1, here it is --lora_alpha 64",
-    ]
+    earlier, other = notes.splitlines()
+    assert earlier.endswith(": --framepack_window_size as --sliding_window_size")
+    assert ": --network_dim as --rank, --load as --resume_from_checkpoint; " in other
+    assert other.endswith("--lora_alpha 64")
     assert second.stderr == first.stdout == ""
 
 
@@ -391,11 +389,11 @@ def test_odd_texts_are_refused_by_name_or_do_no_harm(tmp_path, tiny_repo, monkey
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"learning_rate: 1e-4\nrank: 8\n", "is YAML, and config files are TOML"),
-        (b'{"rank": 8}', "is JSON, and config files are TOML"),
-        ("rank = 8\nid_token = 'caf\u00e9'\n".encode("latin-1"), ":2: the file is not UTF-8; save it as UTF-8 text"),
-        ("rank = 8\n".encode("utf-16"), "the file is UTF-16; save it as UTF-8 text"),
-        (b"rank = \n", "not valid TOML"),
+        (b"learning_rate: 1e-4\nrank: 8\n", "YAML"),
+        (b'{"rank": 8}', "JSON"),
+        ("rank = 8\nid_token = 'caf\u00e9'\n".encode("latin-1"), "run.toml:2: "),
+        ("rank = 8\n".encode("utf-16"), "UTF-16"),
+        (b"rank = \n", "valid TOML"),
     ],
 )
 def test_config_files_of_another_kind_are_refused(content, said, tmp_path, capsys):
@@ -407,7 +405,7 @@ def test_config_files_of_another_kind_are_refused(content, said, tmp_path, capsy
 
 def test_config_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     for path, said in (
-        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path, ": Is a directory"),
         (tmp_path / ("x" * 300), "too long"),
         ("a\0b", "NUL"),
     ):

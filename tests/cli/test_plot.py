@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused_command
 
 from finetrainers.cli.main import main
 from finetrainers.draw.curves import Marks, draw, marks_of, plot_run, read_metrics
@@ -134,10 +135,11 @@ def test_a_picture_for_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = write(tmp_path / "empty")
-    assert main(["plot", str(tmp_path / "none"), str(empty)]) == 2
+    code, found = refused_command(["plot", tmp_path / "none", empty])
+    assert (code, [place for place, _ in found]) == (2, ["RUN", "RUN"])
     said = capsys.readouterr().err
-    assert "is no run directory" in said
-    assert "has no records to draw yet" in said
+    assert str(tmp_path / "none") in said
+    assert str(empty) in said
 
 
 def test_kept_rollouts_and_reward_hacking_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import refused_command
 
 from finetrainers.cli.main import main
 
@@ -37,11 +38,10 @@ def test_a_name_that_says_something_else_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "run")
-    assert main(["report", "run", "--output", name]) == 2
-    assert (
-        f"--output: {name} would not be opened as what it is, an HTML page; give a name that ends in .html"
-        in capsys.readouterr().err
-    )
+    assert refused_command(["report", "run", "--output", name]) == (2, [("--output", "invalid")])
+    said = capsys.readouterr().err
+    assert f"{name} " in said
+    assert ".html" in said.replace(name, "")
     assert not Path(name).exists()
 
 
@@ -54,18 +54,22 @@ def test_what_is_no_run_is_refused_and_nothing_is_written(
     (tmp_path / "clips").mkdir()
     (tmp_path / "a.txt").write_text("")
     arguments = ["runs/mystile", "runs", "runs/mystyle/samples", "clips", "a.txt", "--output", "a.txt/page.html"]
-    assert main(["report", *arguments]) == 2
-    said = capsys.readouterr().err
-    for part in (
-        "runs/mystile does not exist: there is no 'mystile' in",
-        "did you mean 'runs/mystyle'?",
-        "runs is no run directory, but contains some: runs/mystyle",
-        f"runs/mystyle/samples is a folder of a run; give the run directory, {tmp_path / 'runs' / 'mystyle'}",
-        "clips is no run directory: it has none of metrics.jsonl, events.jsonl, config.toml",
-        "a.txt is not a folder but a file",
-        "--output: nothing can be written to",
-    ):
-        assert part in said
+    runs = [("RUN", "not_found"), *[("RUN", "invalid")] * 4]
+    assert refused_command(["report", *arguments]) == (2, [*runs, ("--output", "unavailable")])
+    lines = capsys.readouterr().err.splitlines()[1:]
+    for line, (path, value) in zip(
+        lines,
+        (
+            ("runs/mystile", "'runs/mystyle'"), ("runs", "runs/mystyle"),
+            ("runs/mystyle/samples", str(tmp_path / "runs" / "mystyle")), ("clips", "metrics.jsonl"), ("a.txt", ""),
+            (str(tmp_path / "a.txt"), ""),
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert path in line.split()
+        assert value in line
     assert not (tmp_path / "report.html").exists()
-    assert main(["report", "runs/mystyle", "--videos", "many"]) == 2
-    assert "'many' is neither a number nor none" in capsys.readouterr().err
+    (tmp_path / "mine.html").write_text("mine")
+    assert refused_command(["report", "runs/mystyle", "--output", "mine.html"]) == (2, [("--output", "occupied")])
+    assert refused_command(["report", "runs/mystyle", "--videos", "many"]) == (2, [("--videos", "invalid")])
+    assert "'many'" in capsys.readouterr().err

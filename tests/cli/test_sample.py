@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from refusals import refused_command
 from safetensors.torch import save_file
 
 from finetrainers.cli.main import main
-from finetrainers.cli.sample import _parser
+from finetrainers.cli.sample import own_options
 from finetrainers.config.sample import SampleSection, options_of_runs
 from finetrainers.sampling import run
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.versions import __version__
 
 
@@ -50,18 +53,18 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), ["TARGET: is required"]),
-        (("runs/mystle", *PROMPT), ["there is no 'mystle'", "did you mean 'runs/mystyle'?", "a LoRA in safetensors"]),
-        (("runs/mystyle", *PROMPT), ["holds neither a transformer"]),
-        (("demo://ltxx", *PROMPT), ["no packaged model 'demo://ltxx'; did you mean 'demo://ltx'?"]),
+        ((), ["TARGET"]),
+        (("runs/mystle", *PROMPT), ["TARGET 'mystle' 'runs/mystyle' LoRA"]),
+        (("runs/mystyle", *PROMPT), ["TARGET runs/mystyle transformer"]),
+        (("demo://ltxx", *PROMPT), ["TARGET 'demo://ltxx' 'demo://ltx'"]),
         (
             ("lora.safetensors", *PROMPT),
-            ["--pretrained_model_name_or_path: the base model of lora.safetensors is not known"],
+            ["--pretrained_model_name_or_path lora.safetensors"],
         ),
-        (("MODEL",), ["--prompts: no prompts are given"]),
-        (("MODEL", "--prompts", "a ball"), ["--size: is not known"]),
-        (("MODEL", "--prompts", "empty.txt"), ["holds no prompts"]),
-        (("MODEL", "--prompts", "absent.jsonl"), ["absent.jsonl"]),
+        (("MODEL",), ["--prompts"]),
+        (("MODEL", "--prompts", "a ball"), ["--size"]),
+        (("MODEL", "--prompts", "empty.txt"), ["empty.txt prompts"]),
+        (("MODEL", "--prompts", "absent.jsonl"), ["--prompts absent.jsonl"]),
         (
             (
                 "MODEL",
@@ -75,7 +78,7 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
                 "0.5",
                 "x",
             ),
-            ["--num: must be at least 1", "--lora_scale: "],
+            ["--num '0'", "--lora_scale 'x'"],
         ),
         (
             (
@@ -89,30 +92,49 @@ PROMPT = ("--prompts", "a ball", "--size", "9x32x32")
                 "--compare",
                 "base",
             ),
-            ["--image: no such file: absent.png", "prompt 1, 9x33x32: ", "--lora_scale: has no effect", "--compare: "],
+            ["--image absent.png", "--prompts 9x33x32", "--lora_scale", "--compare"],
         ),
         (
             ("MODEL", *PROMPT, "--num_inference_steps", "1"),
-            ["--num_inference_steps: the scheduler", "at least 2, got 1"],
+            ["--num_inference_steps scheduler 2 1"],
         ),
-        (("MODEL", *PROMPT, "--negative_prompt", "x", "--guidance_scale", "1"), ["--negative_prompt: has no effect"]),
-        (("HUNYUAN", *PROMPT, "--negative_prompt", "blurry"), ["takes guidance as an input"]),
-        (("HUNYUAN", *PROMPT, "--image", __file__), ["takes no first frame"]),
-        (("MODEL", *PROMPT, "--image", "short.png"), ["--image: cannot decode short.png: image file is truncated"]),
-        (("MODEL", *PROMPT, "--image", "empty.txt"), ["--image: cannot decode empty.txt: not an image that PIL"]),
-        (("MODEL", *PROMPT, "--video", "empty.mp4"), ["--video: empty.mp4: the file is empty"]),
-        (("I2V", *PROMPT), ["--image: this checkpoint animates an image; give one for each prompt"]),
-        (("MODEL", *PROMPT, "--lr", "1"), ["--lr: unknown flag; it is an option of training"]),
-        (("MODEL", *PROMPT, "--validation_prompts", "x"), ["here it is --prompts"]),
-        (("MODEL", *PROMPT, "--lora_scales", "1"), ["did you mean --lora_scale?"]),
+        (("MODEL", *PROMPT, "--negative_prompt", "x", "--guidance_scale", "1"), ["--negative_prompt guidance 1"]),
+        (("HUNYUAN", *PROMPT, "--negative_prompt", "blurry"), ["--negative_prompt guidance"]),
+        (("HUNYUAN", *PROMPT, "--image", __file__), ["--image frame"]),
+        (("MODEL", *PROMPT, "--image", "short.png"), ["--image short.png truncated"]),
+        (("MODEL", *PROMPT, "--image", "empty.txt"), ["--image empty.txt PIL"]),
+        (("MODEL", *PROMPT, "--video", "empty.mp4"), ["--video empty.mp4"]),
+        (("I2V", *PROMPT), ["--image checkpoint"]),
+        (("MODEL", *PROMPT, "--lr", "1"), ["--lr training"]),
+        (("MODEL", *PROMPT, "--validation_prompts", "x"), ["--validation_prompts --prompts"]),
+        (("MODEL", *PROMPT, "--lora_scales", "1"), ["--lora_scales --lora_scale?"]),
         (("MODEL", *PROMPT, "--vae_dtype", "fp31"), ["--vae_dtype"]),
-        (("MODEL", *PROMPT, "--output_dir", __file__), ["is a file; give a"]),
-        (("MODEL", "HUNYUAN", *PROMPT), ["sample them one after the other"]),
+        (("MODEL", *PROMPT, "--output_dir", __file__), ["--output_dir test_sample.py"]),
+        (("MODEL", "HUNYUAN", *PROMPT), ["TARGET --pretrained_model_name_or_path"]),
     ],
 )
 def test_refusals(arguments: tuple[str, ...], said: list[str], refused: Callable[..., str]) -> None:
+    """Each of `said` is a place, then values and names that its message must contain."""
     text = refused(arguments)
-    assert [one for one in said if one not in text] == [], text
+    for place, *values in map(str.split, said):
+        problems = [line for line in text.splitlines() if line.startswith(f"  - {place}")]
+        assert any(all(value in line for value in values) for line in problems), (place, values, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), ("TARGET", "required")),
+        (("MODEL", *PROMPT, "--lr", "1"), ("--lr", "unknown")),
+        (("MODEL", *PROMPT, "--validation_prompts", "x"), ("--validation_prompts", "unknown")),
+        (("MODEL", *PROMPT, "--lora_scales", "1"), ("--lora_scales", "unknown")),
+    ],
+)
+def test_kinds_of_wrong_arguments(
+    arguments: tuple[str, ...], expected: tuple[str, Kind], tiny_repo: Callable[..., Path]
+) -> None:
+    given = [tiny_repo("ltx_video") if word == "MODEL" else word for word in arguments]
+    assert refused_command(["sample", *given]) == (2, [expected])
 
 
 def test_a_launcher_that_splits_the_network_is_refused(
@@ -120,13 +142,13 @@ def test_a_launcher_that_splits_the_network_is_refused(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
-    assert "launch with accelerate_configs/ddp.yaml" in refused(("MODEL", *PROMPT))
+    assert "accelerate_configs/ddp.yaml" in refused(("MODEL", *PROMPT))
 
 
 def test_a_lora_of_another_model_is_refused(
     tiny_repo: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, shape, said in (("blocks.7.to_q", 8, "this model does not have"), ("proj_in", 5, "of 5 inputs")):
+    for name, shape, said in (("blocks.7.to_q", 8, "blocks.7.to_q"), ("proj_in", 5, " 5 inputs")):
         weights = {f"transformer.{name}.lora_A.weight": torch.zeros(4, shape)}
         save_file({**weights, f"transformer.{name}.lora_B.weight": torch.zeros(8, 4)}, tmp_path / "lora.safetensors")
         code = main([
@@ -148,7 +170,7 @@ def test_a_dry_run_says_what_would_be_drawn(
     assert "6 clips of" in out
     assert "2 prompts x 1 column x 3 seeds, 1x64x32, 9x32x32, 50 denoising steps" in out
     assert "memory, estimated: " in out
-    assert "clips would be written to samples" in out
+    assert out.splitlines()[-1].split()[-1].startswith("samples")
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +179,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert [name for name in SampleSection.model_fields if f"--{name}" not in text] == []
     assert max(map(len, text.splitlines())) <= 81
-    flags = {action.dest for action in _parser()._actions}
+    flags = {action.dest for action in own_options()._actions}
     assert set(options_of_runs()) <= flags
 
 
@@ -168,11 +190,11 @@ def test_a_run_of_another_version_is_named_where_its_options_are_unknown(
         '[future]\nthing = 3\n[model]\npretrained_model_name_or_path = "demo://ltx"\n'
     )
     save_file({"transformer.proj_in.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "pytorch_lora_weights.safetensors")
-    said = f"{tmp_path}: the run is of finetrainers 9.9, and this is"
+    said = f"{tmp_path}: the run is of finetrainers 9.9, "
     for version, is_said in (("9.9", True), (__version__, False)):
         (tmp_path / "env.json").write_text(json.dumps({"packages": {"finetrainers": version}}))
         for command in (["sample", *PROMPT], ["watch", "--once"], ["export", "--format", "peft"]):
             assert main([command[0], str(tmp_path), *command[1:]]) == 2
             err = capsys.readouterr().err
-            assert "config.toml:1: unknown table [future]" in err
+            assert re.search(r"config\.toml:1: .*\[future\]", err)
             assert (said in err) == is_said

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from real_process import Python
+from refusals import refused_options
 
 from finetrainers.cli import serve_reward
 from finetrainers.config.arguments import ArgumentParser
@@ -82,17 +83,17 @@ def test_the_device_is_an_option_of_the_reward(served: list[Any], monkeypatch: p
     assert run("clip,device=cpu", "--device", "cpu") == 0
     assert run("clip") == 0
     assert made == [{"frames": "2", "device": "cuda:7"}, {"device": "cpu"}, {}]
-    with pytest.raises(ConfigError, match="--device: cuda:7, but the reward says device=cpu"):
+    with refused_options(("--device", "conflict")):
         run("clip,device=cpu", "--device", "cuda:7")
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="device"):
         run("brightness", "--device", "cuda:7")  # it runs where the clips are
 
 
-@pytest.mark.parametrize(("name", "said"), [("gpu7", "is none of torch's"), ("cuda:99", r"this process sees \d+ GPU")])
-def test_a_device_that_is_not_there_is_said(name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("gpu7", "torch"), ("cuda:99", "GPU")])
+def test_a_device_that_is_not_there_is_said(name: str, value: str) -> None:
     assert torch_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
         torch_device(name)
 
 
@@ -104,27 +105,35 @@ def test_a_token_comes_from_the_environment_or_a_flag(served: list[Any], monkeyp
     run("brightness")
     assert [options["token"] for _, options in served] == ["from-outside", "given", None]
     for token in ("", "two words", "l\u00e9on", "a\x1b[31m"):
-        with pytest.raises(ConfigError, match="--token: must be ASCII") as error:
+        with refused_options(("--token", "invalid")) as error:
             run("brightness", f"--token={token}")
         assert not token or token not in str(error.value)  # it is a secret all the same
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "values"),
     [
-        ("brightnes", "did you mean 'brightness'"),
-        ("brightness=0.5", "weight is said where the reward is used"),
-        ("brightness,mean=1,every=2", "every is said where"),
-        ("demo.color", "http://...#color"),
-        ("brightness,color", "'color' is not option=value"),
-        ("brightness,batch_size=none", "batch_size: "),
-        ("color,target=tael", "did you mean 'teal'"),
-        ("color,aim=teal", "aim"),
-        ("nowhere:Reward", "No module named 'nowhere'"),
+        ("brightnes", ["'brightness'"]),
+        ("brightness=0.5", ["weight "]),
+        ("brightness,mean=1,every=2", ["every ", "mean "]),
+        ("demo.color", ["http://...#color"]),
+        ("brightness,color", ["'color' "]),
+        ("brightness,batch_size=none", ["batch_size: "]),
+        ("color,target=tael", ["'teal'"]),
+        ("color,aim=teal", ["aim"]),
+        ("nowhere:Reward", ["No module named 'nowhere'"]),
     ],
 )
-def test_mistakes_are_said(word: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_mistakes_are_said(word: str, values: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(word, "--port", "0")
+    assert [problem.where for problem in caught.value.problems] == ["reward"] * len(values)
+    assert [value for value in values if value not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("word", ["brightness=0.5", "brightness,mean=1", "demo.color"])
+def test_what_belongs_to_training_is_not_served(word: str) -> None:
+    with refused_options(("reward", "unsupported")):
         run(word, "--port", "0")
 
 
@@ -132,13 +141,15 @@ def test_a_taken_port_is_said() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"--host, --port: cannot listen on 127\.0\.0\.1:\d+: .*in use"):
-            run("brightness", "--port", str(taken.getsockname()[1]))
+        port = str(taken.getsockname()[1])
+        with refused_options(("--host, --port", "unavailable")) as caught:
+            run("brightness", "--port", port)
+        assert f"127.0.0.1:{port}: " in str(caught.value)
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http"])
 def test_ports_are_checked(port: str) -> None:
-    with pytest.raises(ConfigError, match="--port: must be a whole number from 0 to 65535"):
+    with refused_options(("--port", "invalid")):
         run("brightness", f"--port={port}")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from refusals import refused_options
 
 from finetrainers.config.document import configuration_page, json_schema
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.grpo import GRPOSection, kernel, step_range, trained_steps
 from finetrainers.config.load import dump_toml, load_config
@@ -47,30 +47,29 @@ def test_rows_of_numbers_have_several_forms(value):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "kind", "value"),
     [
-        ({"window_range": [0.1]}, "window_range"),
-        ({"window_range": "0.1:0.2:0.3"}, "window_range"),
-        ({"window_range": [0.1, 1.2]}, "must be at most 1"),
-        ({"window_range": ["a", "b"]}, "not a number"),
-        ({"nft_decay": "0:1"}, "nft_decay"),
-        ({"rollout_size": "49x512"}, "FRAMESxHEIGHTxWIDTH"),
-        ({"reward": "brightness"}, 'write a list: ["..."]'),
-        ({"reward": ["two words"]}, "is not NAME[=WEIGHT]"),
-        ({"reward": ["brightness=nan"]}, "finite"),
-        ({"sampler": "dence"}, "did you mean 'dance'?"),
-        ({"advantage": "group"}, "did you mean 'group_std'?"),
-        ({"sampling_steps": 1}, "must be at least 2"),
-        ({"timestep_fraction": 0}, "must be above 0"),
-        ({"rollout_cfg": 0.5}, "must be at least 1"),
+        ({"window_range": [0.1]}, "invalid", "got 0.1;"),
+        ({"window_range": "0.1:0.2:0.3"}, "invalid", "at most 2 "),
+        ({"window_range": [0.1, 1.2]}, "invalid", "at most 1,"),
+        ({"window_range": ["a", "b"]}, "invalid", "'a'"),
+        ({"nft_decay": "0:1"}, "invalid", "at least 3 "),
+        ({"rollout_size": "49x512"}, "invalid", "FRAMESxHEIGHTxWIDTH"),
+        ({"reward": "brightness"}, "invalid", '["..."]'),
+        ({"reward": ["two words"]}, "invalid", "NAME[=WEIGHT]"),
+        ({"reward": ["brightness=1,path=a,path=b"]}, "duplicate", ": path "),
+        ({"reward": ["brightness=nan"]}, "invalid", "finite"),
+        ({"sampler": "dence"}, "unknown", "'dance'?"),
+        ({"advantage": "group"}, "unknown", "'group_std'?"),
+        ({"sampling_steps": 1}, "invalid", "at least 2,"),
+        ({"timestep_fraction": 0}, "invalid", "above 0,"),
+        ({"rollout_cfg": 0.5}, "invalid", "at least 1,"),
     ],
 )
-def test_wrong_values_are_named(options, expected):
-    with pytest.raises(ConfigError) as error:
+def test_wrong_values_are_named(options, kind, value):
+    with refused_options((next(iter(options)), kind)) as error:
         load_config(**BASE, **options)
-    [problem] = error.value.problems
-    assert next(iter(options)) in str(problem)
-    assert expected in str(problem)
+    assert value in str(error.value)
 
 
 #: Entries in all shapes: a comma, a blank at the end, or a name of ours among a reward's own options fit in no text.
@@ -187,12 +186,11 @@ def test_nft_was_an_algorithm_of_grpo(given: dict[str, str], caplog, tmp_path: P
     for algorithm, method, now in (("nft", "grpo", "nft"), ("grpo", "grpo", "grpo"), ("grpo", "sft", "sft")):
         file.write_text(f'[training]\nmethod = "{method}"\n[grpo]\nrl_algorithm = "{algorithm}"\n')
         assert load_config(file, **model).training.method == now
-    for values, message in (
-        ({"method": "sft", "rl_algorithm": "nft"}, "nft is a method of its own"),
-        ({"method": "grpo", "rl_algorithm": "ppo"}, "must be grpo or nft, got 'ppo'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_config(**model, **values)
+    with refused_options(("rl_algorithm", "conflict")):
+        load_config(**model, method="sft", rl_algorithm="nft")
+    with refused_options(("rl_algorithm", "unknown")) as error:
+        load_config(**model, method="grpo", rl_algorithm="ppo")
+    assert "'ppo'" in str(error.value)
     checkpoint = {"method": "grpo", "rl_algorithm": "nft", "framepack_window_size": 4}
     assert by_current_names(checkpoint) == {"method": "nft", "rl_algorithm": "nft", "sliding_window_size": 4}
     flags, _ = parse_flags(

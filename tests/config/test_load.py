@@ -5,6 +5,7 @@ import sys
 
 import jsonschema
 import pytest
+from refusals import refused_options
 
 from finetrainers.config.document import configuration_page, json_schema
 from finetrainers.config.errors import ConfigError, Problem
@@ -19,10 +20,6 @@ else:
 
 BASE = {"model_name": "ltx_video", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
 FLAGS = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "repo", "--data_root", "clips"]
-
-
-def messages(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
-    return [str(problem) for problem in error.value.problems]
 
 
 def test_precedence_is_defaults_file_flags(tmp_path):
@@ -57,33 +54,36 @@ def test_negative_numbers_are_values():
 
 
 def test_unknown_flags_and_bad_values_are_reported_together_with_the_nearest_name():
-    with pytest.raises(ConfigError) as error:
+    with refused_options(
+        ("--batch_siz", "unknown"), ("--rank", "invalid"), ("--optimizer", "unknown"), ("--lr", "invalid")
+    ) as error:
         parse_flags([*FLAGS, "--batch_siz", "3", "--rank", "0", "--optimizer", "adamx", "--lr", "abc"])
-    found = messages(error)
-    assert len(found) == 4
-    assert "--batch_siz: unknown flag; did you mean --batch_size?" in found
-    assert any("rank" in m and "must be at least 1" in m and "'0'" in m for m in found)
-    assert any("did you mean 'adam'?" in m for m in found)
-    assert any("lr" in m and "'abc'" in m for m in found)
+    messages = {problem.where: problem.message for problem in error.value.problems}
+    assert messages["--batch_siz"].endswith(" --batch_size?")
+    assert messages["--rank"].endswith(" 1, got '0'")
+    assert " 'adam'?" in messages["--optimizer"]
+    assert "'abc'" in messages["--lr"]
 
 
 def test_file_errors_name_the_line_and_the_nearest_key(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("# a run\n[training]\nrnk = 8\n\n[data]\nlr = 1e-4\n[optimiser]\nx = 1\n")
-    with pytest.raises(ConfigError) as error:
+    with refused_options(
+        (f"{file}:3", "unknown"), (f"{file}:6", "invalid"), (f"{file}:7", "unknown"), ("--seed", "invalid")
+    ) as error:
         parse_flags([*FLAGS, "--config", str(file), "--seed", "-1"])
-    found = messages(error)
-    assert f"{file}:3: unknown option 'rnk'; did you mean 'rank'?" in found
-    assert f"{file}:6: 'lr' belongs in [optimizer], not in [data]" in found
-    assert f"{file}:7: unknown table [optimiser]; did you mean 'optimizer'?" in found
-    assert any(m.startswith("--seed") for m in found)
+    messages = {problem.where: problem.message for problem in error.value.problems}
+    assert messages[f"{file}:3"].endswith(" 'rank'?")
+    assert "'lr' belongs in [optimizer]," in messages[f"{file}:6"]
+    assert messages[f"{file}:7"].endswith(" 'optimizer'?")
 
 
 def test_value_errors_from_a_file_name_its_line(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('\nvideo_resolution_buckets = ["49x512"]\n')
-    with pytest.raises(ConfigError, match=r"run\.toml:2: .*FRAMESxHEIGHTxWIDTH"):
+    with refused_options((f"{file}:2", "invalid")) as error:
         parse_flags([*FLAGS, "--config", str(file)])
+    assert "FRAMESxHEIGHTxWIDTH" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -105,16 +105,17 @@ def test_a_note_names_the_line_of_a_table_or_dotted_key(tmp_path, caplog, text, 
 def test_broken_toml_and_missing_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("rank = \n")
-    with pytest.raises(ConfigError, match="not valid TOML"):
+    with refused_options((file, "unreadable")) as error:
         load_config(file)
-    with pytest.raises(ConfigError, match="no such file"):
+    assert "line 1, column" in str(error.value)
+    with refused_options(("--config", "not_found")) as error:
         load_config(tmp_path / "none.toml")
+    assert "none.toml" in str(error.value)
 
 
 def test_required_options_are_named():
-    with pytest.raises(ConfigError) as error:
+    with refused_options(("--pretrained_model_name_or_path", "required")):
         load_config()
-    assert {p.where for p in error.value.problems} == {"--pretrained_model_name_or_path"}
 
 
 def test_toml_round_trip_keeps_every_option_and_no_secret(tmp_path):

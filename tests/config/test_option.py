@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from pydantic import Field
+from refusals import refused_options
 
 from finetrainers.config import document, flags, load, root
 from finetrainers.config import help as help_module
 from finetrainers.config.base import Section
 from finetrainers.config.document import configuration_page, json_schema
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import is_secret, parse_flags
 from finetrainers.config.help import help_text
 from finetrainers.config.load import dump_toml, load_config
@@ -103,7 +103,7 @@ def test_an_option_must_say_what_a_resumed_run_does_with_it():
     class Forgetful(Section):
         size: int = Field(1, description="Size.")
 
-    with pytest.raises(AssertionError, match="does not say what a resumed run does with it"):
+    with pytest.raises(AssertionError, match=r"option size .* option\(\)"):
         read_option("size", "forgetful", "size", Forgetful.model_fields["size"])
     with pytest.raises(TypeError, match="resume"):
         option(1, "Size.")  # type: ignore[call-arg]
@@ -137,12 +137,13 @@ def test_a_flag_may_name_its_table(flag, option, expected):
 
 
 def test_a_flag_of_another_table_is_refused():
-    with pytest.raises(ConfigError, match=r"--grpo.rank: unknown flag; did you mean --rank\?"):
-        parse_flags([*FLAGS, "--grpo.rank", "8"])
-    with pytest.raises(ConfigError, match=r"--grpo.samplin_steps: unknown flag; did you mean --sampling_steps\?"):
-        parse_flags([*FLAGS, "--grpo.samplin_steps", "8"])
-    with pytest.raises(ConfigError, match=r"'rank' belongs in \[training\], not in \[grpo\]"):
+    for flag, suggestion in (("--grpo.rank", "--rank"), ("--grpo.samplin_steps", "--sampling_steps")):
+        with refused_options((flag, "unknown")) as error:
+            parse_flags([*FLAGS, flag, "8"])
+        assert str(error.value).endswith(f" {suggestion}?")
+    with refused_options(("grpo.rank", "invalid")) as error:
         load_config(**BASE, grpo={"rank": 8})
+    assert "'rank' belongs in [training], " in str(error.value)
     assert is_secret("--run.hub_token=x")
     assert load_config(**BASE, grpo={"eta": 0.5}, **{"training.rank": 8}) == load_config(**BASE, eta=0.5, rank=8)
 
@@ -168,11 +169,11 @@ def test_former_names_are_read_and_said_once(tmp_path, caplog):
         config, _ = parse_flags([*FLAGS, "--config", str(file), "--framepack_window_stride", "3"])
     assert (config.data.sliding_window_size, config.data.sliding_window_stride) == (9, 3)
     assert config.data.bucket_keep_prob == [((9, 64, 64), 0.5)]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"names of earlier versions are accepted: framepack_window_size ({file}:2) as sliding_window_size, "
-        f"bucket_keep ({file}:3) as bucket_keep_prob",
-        "names of earlier versions are accepted: --framepack_window_stride as --sliding_window_stride",
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        f"framepack_window_size ({file}:2) as sliding_window_size, bucket_keep ({file}:3) as bucket_keep_prob",
+        "--framepack_window_stride as --sliding_window_stride",
     ]
+    assert all("earlier versions" in record.getMessage() for record in caplog.records)
     assert by_current_names({"bucket_keep": 1, "rank": 2}) == {"bucket_keep_prob": 1, "rank": 2}
     assert "--frame_conditioning KIND=P,..." in help_text("train", "frame_conditioning")  # not a SIZE
     assert "Also accepted: --framepack_window_size" in " ".join(help_text("train", "sliding_window_size").split())
@@ -216,9 +217,10 @@ def test_a_table_may_be_part_of_its_options_names(tmp_path):
     file.write_text(dump_toml(config))
     assert load_config(file) == config
     file.write_text('pretrained_model_name_or_path = "x"\ntrial.rank = -1')
-    with pytest.raises(ConfigError, match=r"run.toml:2: trial.rank: must be at least 0, got -1"):
+    with refused_options((f"{file}:2", "invalid")) as error:
         load_config(file)
-    with pytest.raises(ConfigError, match=r"--trial.rnk: unknown flag"):
+    assert str(error.value).endswith("0, got -1")
+    with refused_options(("--trial.rnk", "unknown")):
         parse_flags([*FLAGS, "--trial.rnk", "8"])
     assert "--trial.rank X" in help_text("train", "trial")
     assert "Another rank" in help_text("train", "trial.rank")

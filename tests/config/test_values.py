@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import refused_options
 
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.prompts import parse_eval_prompts, parse_validation_prompts
@@ -39,22 +39,22 @@ def test_flags_files_and_dumps_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "kind", "value"),
     [
-        ({"resolutions": ["big"]}, "'big' is neither the side of a square, for example 512, nor HEIGHTxWIDTH"),
-        ({"frame_buckets": [0]}, "must be at least 1"),
-        ({"bucket_keep_prob": ["49x512x768"]}, "'49x512x768' is not BUCKET=VALUE, for example 49x512x768=2"),
-        ({"bucket_keep_prob": ["49x512x768=1.5"]}, "must be at most 1"),
-        ({"bucket_keep_prob": ["49x512x768=0"]}, "must be above 0"),
-        ({"bucket_batch_sizes": ["49x512x768=half"]}, "not a whole number"),
-        ({"bucket_batch_sizes": ["49x512x768=0"]}, "must be at least 1"),
-        ({"epoch_end": "dropp"}, "did you mean 'drop'"),
+        ({"resolutions": ["big"]}, "invalid", "512, nor HEIGHTxWIDTH"),
+        ({"frame_buckets": [0]}, "invalid", "at least 1,"),
+        ({"bucket_keep_prob": ["49x512x768"]}, "invalid", "'49x512x768' is not BUCKET=VALUE,"),
+        ({"bucket_keep_prob": ["49x512x768=1.5"]}, "invalid", "at most 1,"),
+        ({"bucket_keep_prob": ["49x512x768=0"]}, "invalid", "above 0,"),
+        ({"bucket_batch_sizes": ["49x512x768=half"]}, "invalid", "'half'"),
+        ({"bucket_batch_sizes": ["49x512x768=0"]}, "invalid", "at least 1,"),
+        ({"epoch_end": "dropp"}, "unknown", "'drop'?"),
     ],
 )
-def test_mistakes(options: dict, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_mistakes(options: dict, kind: str, value: str) -> None:
+    with refused_options((next(iter(options)), kind)) as caught:
         load_config(**COMMON, **options)
-    assert expected in str(caught.value)
+    assert value in str(caught.value)
 
 
 @pytest.mark.parametrize("option", ["video_resolution_buckets", "image_resolution_buckets", "resolutions",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,9 +94,7 @@ def test_the_ledger_counts_each_clip_once_and_has_a_limit() -> None:
     ledger.agree(bad[:1], None)
     ledger.agree(bad[:2], None)
     assert [event["file"] for event in ledger.events] == ["0.mp4", "1.mp4"]
-    with pytest.raises(
-        BadSamplesError, match=r"3 clips .* more than the 2 that --max_bad_share 0.01 .*0\.mp4.*1\.mp4.*2\.mp4"
-    ):
+    with pytest.raises(BadSamplesError, match=r"^3 .* 2 .* --max_bad_share 0\.01 .*0\.mp4.*1\.mp4.*2\.mp4"):
         ledger.agree(bad, None)
     with pytest.raises(KeyError):
         ledger.agree([], KeyError("whatever"))
@@ -219,8 +218,9 @@ def test_a_pipe_in_the_place_of_a_file_hangs_nothing(make_video: Callable[..., P
             sampler = BatchSampler([replace(one, backend=backend) for one in clips], Segment(0, 2, 1), seed=7)
             [raw] = next(iterate_steps(StepSampler(sampler), DecodeFetch(7, ReplacementClips(sampler.clips))))
             [bad] = raw.bad
-            assert bad.reason == f"cannot decode {clips[1].path}: is not a regular file but a named pipe"
-        with pytest.raises(OSError, match=r"not a regular file but a named pipe.*1\.mp4"):
+            assert f" {clips[1].path}: " in bad.reason
+            assert bad.reason.endswith(" pipe")
+        with pytest.raises(OSError, match=r" pipe.*1\.mp4"):
             FileFacts(tmp_path / "d").digest(clips[1].path)
     finally:
         signal.alarm(0)
@@ -245,9 +245,10 @@ def test_damaged_and_nan_entries_of_the_cache(make_video: Callable[..., Path], t
     keys.cache.put(keys.video(clips[0]), {"moments": torch.full((1, 2, 1, 2, 2), torch.nan)})
     path = keys.cache.path(keys.video(clips[1]))
     path.write_bytes(path.read_bytes()[:-1])
-    for one, what in ((clips[0], "holds NaN"), (clips[1], "no sound entry")):
-        with pytest.raises(CacheError, match=what):
+    for one, is_nan in ((clips[0], True), (clips[1], False)):
+        with pytest.raises(CacheError, match=f" {re.escape(str(one.path))} .*--repair") as caught:
             CacheFetch(keys)(MicroBatch(0, (one,)))
+        assert ("NaN" in str(caught.value)) == is_nan
     raw = CacheFetch(keys, ReplacementClips(clips))(MicroBatch(0, (clips[0], clips[1])))
     assert [one.clip.index for one in raw.bad] == [0, 1, 1]
     assert raw.clips == (clips[2], clips[2])
@@ -299,14 +300,14 @@ def test_lost_workers_are_started_again_at_the_same_batch(
     handler = signal.getsignal(signal.SIGCHLD)
     disturbed = take(3)
     assert signal.getsignal(signal.SIGCHLD) is handler  # a worker's end must not break into a step
-    assert any("they were reading 2.mp4" in why for why in said)
+    assert any(reason.endswith(" 2.mp4") for reason in said)
     assert disturbed == take(3)
     if deed == "hang":
         return
     assert len(said) == 1
     # Always, not a number of times: a dying worker may lose the previous batch too, whose count then starts again.
     (tmp_path / "always").touch()
-    with pytest.raises(WorkersLost, match=r"lost 4 times at the same batch .*reading 2\.mp4"):
+    with pytest.raises(WorkersLost, match=r" 4 .* 2\.mp4\).*--dataloader_num_workers"):
         take(3)
 
 
@@ -330,8 +331,9 @@ def test_the_start_of_workers_is_no_hanging(tmp_path: Path, monkeypatch: pytest.
     assert said == []
     monkeypatch.setattr(workers, "_STARTING_S", 0.3)
     monkeypatch.setattr(workers, "RESTARTS", 0)
-    with pytest.raises(WorkersLost, match="no batch for 1 s; they were reading no file"):
+    with pytest.raises(WorkersLost, match=" 1 s; ") as caught:
         first()
+    assert ".mp4" not in str(caught.value)
 
 
 FAILS_WITH_WORKERS = """
@@ -349,7 +351,7 @@ def main():
     clips = [Clip(0, Path("0"), "", "video", (9, 32, 48), 8.0, 20, 8.0, 48, 32)]
     steps = iterate_steps(StepSampler(BatchSampler(clips, Segment(0, 1, 1), seed=7)), fetch, num_workers=1)
     next(steps)
-    raise ValueError("as in a step")
+    raise ValueError("a step")
 
 main()
 """
@@ -361,4 +363,4 @@ def test_a_process_that_fails_does_not_wait_for_its_workers() -> None:
         [sys.executable, "-c", FAILS_WITH_WORKERS], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: as in a step\n")
+    assert done.stderr.endswith("ValueError: a step\n")

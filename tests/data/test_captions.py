@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.buckets.clip import Clip
 from finetrainers.data.reading.items import DataError, Item, read_dataset
 from finetrainers.data.reading.sources.captions import LONG_CAPTION
+from finetrainers.utils.failures import Kind
 
 
 @pytest.fixture
@@ -60,21 +62,22 @@ def test_policy_for_missing_captions(
     if policy == "skip":
         names = sorted(contents, key=list(contents).index if source == "jsonl" else None)
         listing = ", ".join(f"{name}.mp4" for name in names if name != "full")
-        assert found.warnings[-1:] == [f"3 items without a caption left out: {listing}"]
+        assert found.warnings[-1].startswith("3 ")
+        assert found.warnings[-1].endswith(f": {listing}")
 
 
 def test_a_key_that_is_left_out_counts_as_missing_with_a_policy(root: Path) -> None:
     (root / "m.jsonl").write_text('{"video": "a.mp4", "text": "x"}\n{"video": "b.mp4"}\n')
-    with pytest.raises(DataError, match=r"line 2: no column 'text'"):
+    with refused("not_found", "m.jsonl line 2: ", "'text'", error=DataError):
         read_dataset(DataSection(dataset_file=root / "m.jsonl"))
     items = read_dataset(DataSection(dataset_file=root / "m.jsonl", caption_missing="empty")).items
     assert captions(items) == {"a": ("x",), "b": ("",)}
 
 
-def refusals(root: Path) -> dict[str, str]:
-    return {
-        item.name: item.unusable.reason for item in read_dataset(DataSection(data_root=root)).items if item.unusable
-    }
+def refused_item(root: Path) -> tuple[str, str, str]:
+    """Return name, status and reason of the only item that cannot be used."""
+    [item] = [item for item in read_dataset(DataSection(data_root=root)).items if item.unusable]
+    return item.name, item.unusable.status, item.unusable.reason
 
 
 def test_a_caption_that_is_no_text_and_a_clip_that_is_none_are_refused(root: Path) -> None:
@@ -83,18 +86,22 @@ def test_a_caption_that_is_no_text_and_a_clip_that_is_none_are_refused(root: Pat
     assert [(item.where, item.unusable.status) for item in items] == [
         ("m.jsonl line 1", "caption_missing"), ("m.jsonl line 2", "missing"),
     ]  # fmt: skip
-    assert items[0].unusable.reason == "the caption holds half of a surrogate pair, which is no character"
+    assert "surrogate" in items[0].unusable.reason
 
 
 def test_a_sidecar_in_another_encoding_names_the_byte(root: Path) -> None:
     for name in "abc":
         (root / f"{name}.txt").write_text("x")
     (root / "d.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9")
-    assert refusals(root) == {"d.mp4": "the caption d.txt file is not UTF-8 text: byte 6 is 0xe9"}
+    name, status, reason = refused_item(root)
+    assert (name, status) == ("d.mp4", "caption_missing")
+    assert all(value in reason for value in ("d.txt", " 6 ", "0xe9"))
     (root / "d.txt").write_bytes(b"\xef\xbb\xbf  caf\xc3\xa9 \r\nau lait\r\n")
     assert captions(read_dataset(DataSection(data_root=root)).items)["d"] == ("caf\u00e9 au lait",)
     (root / "d.txt").write_bytes(b"x" * ((1 << 20) + 1))
-    assert refusals(root)["d.mp4"].startswith("the caption d.txt has 1048577 bytes")
+    name, status, reason = refused_item(root)
+    assert (name, status) == ("d.mp4", "caption_missing")
+    assert all(value in reason for value in ("d.txt", " 1048577 ", " 1048576 "))
 
 
 def test_long_captions_are_counted_and_named(root: Path) -> None:
@@ -104,7 +111,8 @@ def test_long_captions_are_counted_and_named(root: Path) -> None:
     found = read_dataset(DataSection(data_root=root))
     assert len(found.items) == 4
     [warning] = found.warnings
-    assert warning.startswith("2 items with a caption of more than 1000 characters")
+    assert warning.startswith("2 ")
+    assert " 1000 " in warning
     assert warning.endswith("b.mp4 (1001), c.mp4 (99999)")
 
 
@@ -115,7 +123,7 @@ def test_a_caption_of_a_column_has_the_bound_of_a_file(root: Path) -> None:
     assert len(first.caption) == 1 << 20
     assert first.unusable is None
     assert second.unusable.status == "caption_missing"
-    assert second.unusable.reason.startswith("the caption has 1048577 characters, more than the 1048576 of any")
+    assert all(value in second.unusable.reason for value in (" 1048577 ", " 1048576 "))
 
 
 def test_files_that_share_a_caption_are_said(root: Path) -> None:
@@ -124,7 +132,9 @@ def test_files_that_share_a_caption_are_said(root: Path) -> None:
         (root / f"{name}.txt").write_text("x")
     found = read_dataset(DataSection(data_root=root))
     assert len(found.items) == 5
-    assert found.warnings == ["1 item sharing a caption file: a.mp4 and a.png (a.txt)"]
+    [warning] = found.warnings
+    assert warning.startswith("1 ")
+    assert warning.endswith(": a.mp4 and a.png (a.txt)")
 
 
 def test_several_captions_from_every_source(root: Path) -> None:
@@ -161,35 +171,34 @@ def test_one_of_several_captions_is_drawn_for_each_epoch_and_item() -> None:
     assert {replace(clip, captions=()).caption_for((epoch, 7), seed=1) for epoch in range(9)} == {"one"}
 
 
-MALFORMED = [
-    ("m.csv", "video\na.mp4\n", "line 1: no column 'text'"),
-    ("m.csv", "video,text,text\na.mp4,x,y\n", "line 1: column 'text' is there twice"),
-    ("m.csv", 'video,text\na.mp4,"two\nlines"\nb.mp4\n', "line 4: fewer fields"),
-    ("m.csv", 'video,text\na.mp4,x\nb.mp4,"never closed\nc.mp4,x\n', "line 4: unexpected end of data"),
-    ("m.csv", 'video,text\na.mp4,"x" y\n', "line 2: ',' expected after '\"'"),
-    ("m.csv", "video,text\n,x\n", "line 2: column 'video' must be a path, got ''"),
-    ("m.jsonl", '{"video": "a.mp4", "text": NaN}\n', "line 1 is not JSON: NaN is no JSON value"),
-    (
-        "m.jsonl",
-        '{"video": "a.mp4", "text": "x", "score": Infinity}\n',
-        "line 1 is not JSON: Infinity is no JSON value",
-    ),
-    ("m.jsonl", '{"video": "a.mp4", "text": "x", "text": "y"}\n', "line 1 is not JSON: the key 'text' is there twice"),
-    ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n\n{"video": "b.mp4",\n', "line 3 is not JSON"),
-    ("m.jsonl", '{"video": "a.mp4", "text": ["x", 1]}\n', "line 1: column 'text' must be text or a list of texts"),
-    ("m.jsonl", '{"video": null, "text": "x"}\n', "line 1: column 'video' must be a path, got None"),
-    ("m.jsonl", "[]\n", r"line 1: must be an object, got \[\]"),
-    ("m.json", '[\n {"video": "a.mp4",\n  "text": }\n]', "is not JSON: .*line 3"),
-    ("m.json", "[" * 100_000, "is not JSON: nested too deeply"),
-    ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video": ' + "[" * 100_000, "line 2 is not JSON"),
-    ("m.json", '[{"video": "a.mp4", "text": -Infinity}]', "is not JSON: -Infinity is no JSON value"),
+MALFORMED: list[tuple[str, str, Kind, tuple[str, ...]]] = [
+    ("m.csv", "video\na.mp4\n", "not_found", ("m.csv line 1: ", "'text'")),
+    ("m.csv", "video,text,text\na.mp4,x,y\n", "duplicate", ("m.csv line 1: ", "'text'")),
+    ("m.csv", 'video,text\na.mp4,"two\nlines"\nb.mp4\n', "invalid", ("m.csv line 4: ",)),
+    ("m.csv", 'video,text\na.mp4,x\nb.mp4,"never closed\nc.mp4,x\n', "unreadable", ("m.csv line 4: ",)),
+    ("m.csv", 'video,text\na.mp4,"x" y\n', "unreadable", ("m.csv line 2: ", "','")),
+    ("m.csv", "video,text\n,x\n", "invalid", ("m.csv line 2: ", "'video'", "''")),
+    ("m.jsonl", '{"video": "a.mp4", "text": NaN}\n', "unreadable", ("m.jsonl line 1 ", "NaN ")),
+    ("m.jsonl", '{"video": "a.mp4", "text": "x", "a": Infinity}\n', "unreadable", ("m.jsonl line 1 ", "Infinity ")),
+    ("m.jsonl", '{"video": "a.mp4", "text": "x", "text": "y"}\n', "duplicate", ("m.jsonl line 1 ", "'text'")),
+    ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n\n{"video": "b.mp4",\n', "unreadable", ("m.jsonl line 3 ",)),
+    ("m.jsonl", '{"video": "a.mp4", "text": ["x", 1]}\n', "invalid", ("m.jsonl line 1: ", "'text'", "['x', 1]")),
+    ("m.jsonl", '{"video": null, "text": "x"}\n', "invalid", ("m.jsonl line 1: ", "'video'", "None")),
+    ("m.jsonl", "[]\n", "invalid", ("m.jsonl line 1: ", "[]")),
+    ("m.json", '[\n {"video": "a.mp4",\n  "text": }\n]', "unreadable", ("m.json ", "line 3")),
+    ("m.json", '[{"video": "a.mp4", "text": "x", "text": "y"}]', "duplicate", ("m.json ", "'text'")),
+    ("m.json", "[" * 100_000, "unreadable", ("m.json ",)),
+    ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video": ' + "[" * 100_000, "unreadable", ("m.jsonl line 2 ",)),
+    ("m.json", '[{"video": "a.mp4", "text": -Infinity}]', "unreadable", ("m.json ", "-Infinity ")),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), MALFORMED)
-def test_malformed_metadata_name_the_line(root: Path, name: str, content: str, message: str) -> None:
+@pytest.mark.parametrize(("name", "content", "kind", "places"), MALFORMED)
+def test_malformed_metadata_name_the_line(
+    root: Path, name: str, content: str, kind: Kind, places: tuple[str, ...]
+) -> None:
     (root / name).write_text(content)
-    with pytest.raises(DataError, match=message):
+    with refused(kind, *places, error=DataError):
         read_dataset(DataSection(dataset_file=root / name))
 
 

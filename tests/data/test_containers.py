@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.reading.items import DataError, Reading, read_dataset
@@ -79,11 +80,11 @@ def test_shards_by_braces_and_wildcards_and_max_items(tmp_path: Path) -> None:
     taken = read(tmp_path, "s-{008..010}.tar", max_items=4, **options).items
     assert [item.path.read_bytes() for item in taken] == [b"8-0", b"8-1", b"8-2", b"9-0"]
     assert [path.name for path in expand(str(tmp_path / "s-{010..009}.tar"))] == ["s-010.tar", "s-009.tar"]
-    with pytest.raises(DataError, match=r"s-011\.tar is not there"):
+    with refused("not_found", "s-{010..012}.tar'", "s-011.tar ", error=DataError):
         read(tmp_path, "s-{010..012}.tar")
-    with pytest.raises(DataError, match="no such file"):
+    with refused("not_found", "t-*.tar'", error=DataError):
         read(tmp_path, "t-*.tar")
-    with pytest.raises(DataError, match="more than 100000"):
+    with refused("too_large", "s-{0..99999999999}.tar'", " 100000 ", error=DataError):
         read(tmp_path, "s-{0..99999999999}.tar")
 
 
@@ -102,21 +103,17 @@ def test_members_that_lead_out_are_refused_and_counted(tmp_path: Path) -> None:
     assert [(item.name, item.caption) for item in found.items if item.unusable is None] == [
         ("evil.tar/good.mp4", "fine"), ("evil.tar/linked.mp4", ""),
     ]  # fmt: skip
-    refused = {item.name: item.unusable for item in found.items if item.unusable is not None}
-    assert {refusal.status for refusal in refused.values()} == {"skipped"}
+    refusals = {item.name: item.unusable for item in found.items if item.unusable is not None}
+    assert {refusal.status for refusal in refusals.values()} == {"skipped"}
     names = ("../../up", "abs", "link", "linked", "many", "text", "latin", "big")
-    assert refused.keys() == {f"evil.tar/{name}" for name in names}
-    assert "latin.txt is not UTF-8 text: byte 3 is 0xe9" in refused["evil.tar/latin"].reason
-    assert "1048577 bytes" in refused["evil.tar/big"].reason
-    told = "\n".join(found.warnings)
-    assert "2 items left out, since its name leads out of its archive: evil.tar/../../up, evil.tar//abs" in told
-    assert (
-        "2 items left out, since it is a link, a device or a pipe in its archive: evil.tar/link, evil.tar/linked"
-        in told
-    )
-    assert "several media files: evil.tar/many" in told
-    assert "it has no media file: evil.tar/text" in told
-    assert "2 items left out, since its caption cannot be read: evil.tar/latin, evil.tar/big" in told
+    assert refusals.keys() == {f"evil.tar/{name}" for name in names}
+    assert all(value in refusals["evil.tar/latin"].reason for value in ("latin.txt ", " 3 ", "0xe9"))
+    assert all(value in refusals["evil.tar/big"].reason for value in ("1048577 ", " 1048576 "))
+    # Each reason once, with the number and the names.
+    assert {warning.rpartition(": ")[2]: warning.split()[0] for warning in found.warnings} == {
+        "evil.tar/../../up, evil.tar//abs": "2", "evil.tar/link, evil.tar/linked": "2", "evil.tar/many": "1",
+        "evil.tar/text": "1", "evil.tar/latin, evil.tar/big": "2",
+    }  # fmt: skip
     after = {path for path in tmp_path.parent.rglob("*") if tmp_path / "media" not in path.parents}
     assert after - before == {tmp_path / "media"}
 
@@ -144,11 +141,11 @@ def test_a_damaged_archive_is_no_shorter_one(tmp_path: Path) -> None:
         middle = len(packed) // 2
         packed[middle : middle + 99] = bytes(range(1, 100))
         (tmp_path / name).write_bytes(packed)
-    with pytest.raises(DataError, match=f"header.tar: cannot be read after 2 samples: damaged at byte {header}"):
+    with refused("unreadable", tmp_path / "header.tar", " 2 ", f" {header}", error=DataError):
         read(tmp_path, "header.tar")
     for name in ("sum.tgz", "packed.tar"):
         for _ in range(2):  # the second start does not take what the first has unpacked for all of it
-            with pytest.raises(DataError, match=rf"{name}: cannot be read after \d samples"):
+            with refused("unreadable", tmp_path / name, error=DataError):
                 read(tmp_path, name)
 
 
@@ -157,9 +154,7 @@ def test_an_archive_that_is_made_to_fill_a_disk_is_refused(tmp_path: Path, monke
     bomb = write_tar(tmp_path / "bomb.tgz", [("0.mp4", bytes(100)), ("1.mp4", bytes(5 << 20))], mode="w:gz")
     assert bomb.stat().st_size < 20_000
     for _ in range(2):  # also when a part of it has been unpacked before
-        with pytest.raises(
-            DataError, match=r"bomb\.tgz: its members up to '1\.mp4' unpack to 5 MiB, over 100 times its own size"
-        ):
+        with refused("too_large", bomb, "'1.mp4'", " 5 MiB", " 100 ", " data_root", error=DataError):
             read(tmp_path, "bomb.tgz")
     assert sum(path.stat().st_size for path in (tmp_path / "media").rglob("*") if path.is_file()) < 1000
     # What a member declares counts, before any of it is read: here there is none.
@@ -167,14 +162,14 @@ def test_an_archive_that_is_made_to_fill_a_disk_is_refused(tmp_path: Path, monke
     content[124:136] = b"77777777777\0"
     content[148:156] = b"%06o\0 " % (sum(content[:148]) + sum(content[156:512]) + 8 * 32)
     (tmp_path / "far.tar").write_bytes(content)
-    with pytest.raises(DataError, match=r"unpack to 8 GiB"):
+    with refused("too_large", tmp_path / "far.tar", " 8 GiB", error=DataError):
         read(tmp_path, "far.tar")
     # And what follows the end of an archive is decompressed, too.
     tail = gzip.decompress(write_tar(tmp_path / "tail.tgz", [("0.mp4", b"x")], mode="w:gz").read_bytes()) + bytes(
         3 << 20
     )
     (tmp_path / "tail.tgz").write_bytes(gzip.compress(tail))
-    with pytest.raises(DataError, match="goes on for more than 1 MiB after its end"):
+    with refused("unreadable", tmp_path / "tail.tgz", " 1 MiB ", error=DataError):
         read(tmp_path, "tail.tgz")
     # Bitmaps of one color shrink a lot: a little is always unpacked.
     write_tar(tmp_path / "plain.tgz", [("0.bmp", bytes(900_000))], mode="w:gz")
@@ -209,7 +204,7 @@ def test_unpacking_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
         return store(self, source, **options)
 
     monkeypatch.setattr(unpacked.MediaFolder, "store", counted)
-    with pytest.raises(DataError, match="cannot be read after 4 samples: power"):
+    with refused("unreadable", tmp_path / "a.tar", " 4 ", ": power", error=DataError):
         read(tmp_path, "a.tar", caption_missing="empty")
     [journal] = (tmp_path / "media" / "journals").glob("*.jsonl")
     with open(journal, "a") as file:  # a line that a kill has cut
@@ -228,7 +223,7 @@ def test_unpacking_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
 def test_an_archive_that_is_cut_off_or_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = write_tar(tmp_path / "a.tar", [("0.mp4", b"x" * 5000), ("1.mp4", b"y" * 5000)]).read_bytes()
     (tmp_path / "a.tar").write_bytes(whole[:7000])
-    with pytest.raises(DataError, match=r"a\.tar: cannot be read after"):
+    with refused("unreadable", tmp_path / "a.tar", error=DataError):
         read(tmp_path, "a.tar", caption_missing="empty")
     (tmp_path / "a.tar").write_bytes(whole)
     assert len(read(tmp_path, "a.tar", caption_missing="empty").items) == 2
@@ -236,7 +231,7 @@ def test_an_archive_that_is_cut_off_or_changed(tmp_path: Path, monkeypatch: pyte
     assert [i.path.read_bytes() for i in read(tmp_path, "a.tar", caption_missing="empty").items] == [b"new"]
     monkeypatch.setattr(unpacked, "_MIN_RESERVE", 1 << 60)
     write_tar(tmp_path / "b.tar", [("0.mp4", b"new")])
-    with pytest.raises(DataError, match=r"no room to unpack .* give another --precompute_dir"):
+    with refused("too_large", tmp_path / "media", "--precompute_dir", error=DataError):
         read(tmp_path, "b.tar")
 
 
@@ -249,14 +244,15 @@ def test_without_the_library_the_extra_is_named(tmp_path: Path) -> None:
         "from finetrainers.data.reading.items import DataError, read_dataset\n"
         f"data = DataSection(dataset_file=Path({str(tmp_path)!r}) / 'a.parquet')\n"
         "try:\n    read_dataset(data, media_dir=Path('m'))\n"
-        "except DataError as error:\n    print(error)\n"
+        "except DataError as error:\n    print(error.kind, error)\n"
         "del sys.modules['datasets']\n"
         "import finetrainers.data.inspect.survey\n"
         "print('LOADED', 'datasets' in sys.modules)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert "pip install datasets" in result.stdout
+    assert result.stdout.startswith("not_installed ")
+    assert "`datasets`" in result.stdout
     assert "LOADED False" in result.stdout
 
 
@@ -285,18 +281,20 @@ def test_parquet_rows_are_unpacked(parquet: Path) -> None:
     found = read(parquet, "rows-*.parquet")
     *usable, skipped = found.items
     assert skipped.unusable is not None
-    assert (skipped.unusable.status, skipped.unusable.reason) == ("skipped", "it is of no known format")
+    assert skipped.unusable.status == "skipped"
     assert [(item.path.suffix, item.kind, item.caption, item.extra) for item in usable] == [
         (".mp4", "video", "first", {"score": 1.5, "depth": "<1000 bytes>"}),
         (".png", "image", "second", {"score": 2.5, "depth": "<9 bytes>"}),
     ]  # fmt: skip
     assert found.items[0].path == parquet / "media" / media(b"....ftypisom", ".mp4")
-    assert found.warnings == [f"1 item left out, since it is of no known format: {parquet}/rows-*.parquet row 2"]
+    [warning] = found.warnings
+    assert warning.startswith("1 ")
+    assert warning.endswith(f"{skipped.unusable.reason}: {parquet}/rows-*.parquet row 2")
     assert len(read(parquet, "rows-0.parquet", max_items=1).items) == 1
-    with pytest.raises(DataError, match=r"no column 'caption'.*it has: video, text, score, depth"):
+    with refused("not_found", "rows-0.parquet: ", "'caption'", ": video, text, score, depth", error=DataError):
         read(parquet, "rows-0.parquet", caption_column="caption")
     (parquet / "broken.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError, match=r"broken\.parquet cannot be read by `datasets`"):
+    with refused("unreadable", parquet / "broken.parquet", "`datasets`", error=DataError):
         read(parquet, "broken.parquet")
 
 
@@ -345,7 +343,7 @@ def test_rows_open_no_place_of_their_own_choice(tmp_path: Path) -> None:
     ):  # fmt: skip
         for reader in (of_hub, of_folder):
             assert taken(reader, path).startswith("its media "), path
-    assert taken(of_hub, str(tmp_path / "secret.mp4")).startswith("its media lies outside")
+    assert "--allow_outside" in taken(of_hub, str(tmp_path / "secret.mp4"))
     assert taken(of_folder, "hf://datasets/x/a.mp4").startswith("its media ")
 
 

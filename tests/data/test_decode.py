@@ -197,10 +197,10 @@ def test_uniform_ignores_the_rate(tmp_path: Path, make_video) -> None:
 
 def test_a_file_that_ends_early_says_how_far_it_got(tmp_path: Path, make_video) -> None:
     path = make_video(tmp_path / "a.mp4", frames=9)
-    with pytest.raises(InvalidSampleError, match=r"a\.mp4 ends early: 2 of 3 wanted frames.*number 12"):
-        read_frames(path, [0, 4, 12], height=32, width=48)
-    with pytest.raises(InvalidSampleError, match="ends early: 0 of 1"):
-        read_frames(path, [99], height=32, width=48)
+    for indices, numbers in (([0, 4, 12], " 2 of 3 .* 12; "), ([99], " 0 of 1 .* 99; ")):
+        with pytest.raises(InvalidSampleError, match=rf"a\.mp4 .*{numbers}") as caught:
+            read_frames(path, indices, height=32, width=48)
+        assert caught.value.status == "damaged"
 
 
 def test_damaged_files_name_the_file(tmp_path: Path, make_video) -> None:
@@ -225,8 +225,9 @@ def test_pictures_that_are_mended_are_an_error(tmp_path: Path, make_video) -> No
     path.write_bytes(content)
     assert read_frames(path, [0, 5], height=64, width=96).shape[0] == 2
     for wanted in ([20], [3, 30], [25, 26, 27]):
-        with pytest.raises(InvalidSampleError, match=r"a\.mp4: frame 20 is damaged"):
+        with pytest.raises(InvalidSampleError, match=r"a\.mp4: frame 20 ") as caught:
             read_frames(path, wanted, height=64, width=96)
+        assert caught.value.status == "damaged"
     assert read_frames(path, [55], height=64, width=96).shape[0] == 1  # a later key frame refers to none of it
 
 

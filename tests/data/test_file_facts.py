@@ -103,9 +103,9 @@ def test_facts_of_the_version_before_are_read(clip: Path) -> None:
     lines = [json.dumps([clip.name, *version, *found]) for found in ((probe, None, None), (probe, bad, "ab" * 20))]
     (folder / f"v{file_facts.PROBE_VERSION}-{av.__version__}-17-ab.jsonl").write_text("\n".join(lines) + "\n")
     assert memory_of(clip).lookup(clip, stat) == Facts(PROBE, InvalidSample("damaged", "decoding fails"))
-    refused = json.dumps([clip.name, *version, ["no_video", "no video stream"], ["still"], None])
+    refused = json.dumps([clip.name, *version, ["no_video", "reason"], ["still"], None])
     (folder / f"v{file_facts.PROBE_VERSION}-{av.__version__}-18-ab.jsonl").write_text(refused + "\n")
-    assert memory_of(clip).lookup(clip, stat) == Facts(InvalidSample("no_video", "no video stream"), ("still",))
+    assert memory_of(clip).lookup(clip, stat) == Facts(InvalidSample("no_video", "reason"), ("still",))
 
     name = hashlib.sha256(json.dumps([str(clip), *version]).encode()).hexdigest()[:32]
     digests = clip.parents[1] / "digests"
@@ -119,7 +119,7 @@ def test_a_memory_that_cannot_be_written_is_said_once(clip: Path, caplog: pytest
     memory = memory_of(clip)
     for _ in range(3):
         memory.store(clip, clip.stat(), Facts(header=PROBE))
-    assert caplog.text.count("cannot be stored") == 1
+    assert caplog.text.count(str(memory.directory)) == 1
     assert memory.lookup(clip, clip.stat()) != NOTHING  # still known here
 
 

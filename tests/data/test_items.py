@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.reading.items import DataError, clean_caption, read_dataset
+from finetrainers.utils.failures import Kind
 
 
 @pytest.fixture
@@ -46,12 +47,12 @@ def test_a_caption_with_a_unicode_line_separator_stays_one_line(root: Path) -> N
 
 
 def test_count_mismatch_names_both_counts(root: Path) -> None:
-    with pytest.raises(DataError, match=r"videos\.txt has 3 lines but .*prompts\.txt has 2 lines"):
+    with refused("mismatch", root / "videos.txt", " 3 ", root / "prompts.txt", " 2 ", error=DataError):
         read_dataset(two_files(root, "a.mp4\nb.mov\nc.PNG", "one\ntwo\n"))
 
 
 def test_a_blank_media_line_with_a_caption_is_named(root: Path) -> None:
-    with pytest.raises(DataError, match=r"videos\.txt line 2 is empty"):
+    with refused("required", "videos.txt line 2 ", "prompts.txt", error=DataError):
         read_dataset(two_files(root, "a.mp4\n\nc.PNG", "one\ntwo\nthree"))
     assert len(read_dataset(two_files(root, "a.mp4\n\nc.PNG", "one\n\nthree")).items) == 2
 
@@ -59,7 +60,7 @@ def test_a_blank_media_line_with_a_caption_is_named(root: Path) -> None:
 def test_one_of_two_files_missing_suggests_the_nearest(root: Path) -> None:
     (root / "videos.txt").write_text("a.mp4")
     (root / "prompt.txt").write_text("one")
-    with pytest.raises(DataError, match=r"holds 'videos.txt' but not 'prompts.txt' \(did you mean 'prompt.txt'\?\)"):
+    with refused("not_found", "'videos.txt'", "'prompts.txt'", "'prompt.txt'", error=DataError):
         read_dataset(DataSection(data_root=root, video_column="videos.txt", caption_column="prompts.txt"))
 
 
@@ -70,9 +71,7 @@ def test_lists_that_no_option_names_are_shown_with_their_options(root: Path) -> 
     for item in read_dataset(bare).items:
         assert item.unusable is not None
         assert item.unusable.status == "caption_missing"
-        assert item.unusable.reason.endswith(
-            "or with --video_column videos.txt --caption_column prompts.txt in prompts.txt"
-        )
+        assert "--video_column videos.txt --caption_column prompts.txt " in item.unusable.reason
     assert [caption for _, caption, _ in listed(data)] == ["first", "second", "third"]
     (root / "prompts.txt").write_text("first\nsecond")
     assert not any("--video_column" in str(item.unusable) for item in read_dataset(bare).items)
@@ -84,17 +83,13 @@ def test_columns_that_are_given_are_there(root: Path) -> None:
         (root / f"{name}.txt").write_text("beside the clip")
     (root / "videos.txt").write_text("a.mp4")
     (root / "prompts.txt").write_text("listed")
-    for given, message in (
-        (
-            {"video_column": "video.txt", "caption_column": "prompt.txt"},
-            "neither 'video.txt' (did you mean 'videos.txt'?) nor 'prompt.txt' (did you mean 'prompts.txt'?) (set by",
-        ),
-        ({"caption_column": "promptz.txt"}, "nor 'promptz.txt' (did you mean 'prompts.txt'?)"),
+    for given, suggestions in (
+        ({"video_column": "video.txt", "caption_column": "prompt.txt"}, ("'videos.txt'", "'prompts.txt'")),
+        ({"caption_column": "promptz.txt"}, ("'prompts.txt'",)),
     ):
-        with pytest.raises(DataError, match=re.escape(message)) as caught:
+        names, options = map(repr, given.values()), " and ".join(f"--{name}" for name in given)
+        with refused("not_found", *names, *suggestions, f" {options} ", error=DataError):
             read_dataset(DataSection(data_root=root, **given))
-        options = " and ".join(f"--{name}" for name in given)
-        assert str(caught.value).endswith(f"leave out {options} if each clip has a text file of its own name")
     assert [caption for _, caption, _ in listed(DataSection(data_root=root))] == ["beside the clip"] * 3
 
 
@@ -104,9 +99,10 @@ def test_media_beside_a_list_that_are_not_listed_are_named(root: Path) -> None:
         (root / name).write_bytes(b"x")
     found = read_dataset(two_files(root, f"./a.mp4\n{root}/sub/e.mp4\ncafe\u0301.mp4", "one\ntwo\nthree"))
     # Folders that hold nothing listed are not walked through: they may be large, and are nobody's business.
-    assert found.warnings == [
-        "3 items in the folder but not listed in videos.txt, so not used: b.mov, c.PNG, sub/d.mp4"
-    ]
+    [warning] = found.warnings
+    assert warning.startswith("3 ")
+    assert " videos.txt, " in warning
+    assert warning.endswith(": b.mov, c.PNG, sub/d.mp4")
 
 
 def records() -> list[dict[str, str]]:
@@ -137,34 +133,39 @@ def test_csv_with_an_unquoted_comma_or_a_short_row_is_named(root: Path) -> None:
     file.write_text("video,text\na.mp4,first, second\nb.mov\n")
     with pytest.raises(DataError) as caught:
         read_dataset(DataSection(dataset_file=file))
-    assert len(caught.value.problems) == 2
-    assert "line 2: more fields" in str(caught.value)
-    assert "line 3: fewer fields" in str(caught.value)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["meta.csv line 2", "meta.csv line 3"]
 
 
 def test_missing_columns_name_those_that_exist(root: Path) -> None:
     file = root / "meta.csv"
     file.write_text("videos,caption\na.mp4,x\nb.mov,y\n")
-    with pytest.raises(DataError, match=r"no column 'video' and 'text'.*videos, caption; did you mean 'videos'"):
+    with refused("not_found", "'video' and 'text'", " videos, caption; ", "'videos'", error=DataError):
         read_dataset(DataSection(dataset_file=file))
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "kind", "places"),
     [
-        ("m.json", '{"video": "a.mp4"}', "must hold a list"),
-        ("m.json", "[", "is not JSON"),
-        ("m.json", '["a.mp4"]', "entry 0: must be an object"),
-        ("m.json", '[{"video": 3, "text": "x"}]', "must be a path, got 3"),
-        ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video"', "m.jsonl line 2 is not JSON"),
-        ("m.txt", "", "must end in .csv, .json, .jsonl, .parquet or .tar"),
-        ("m.csv", "video,text\n", "no items"),
+        ("m.json", '{"video": "a.mp4"}', "invalid", ["m.json ", " dict"]),
+        ("m.json", "[", "unreadable", ["m.json "]),
+        ("m.json", '["a.mp4"]', "invalid", ["m.json entry 0: ", "'a.mp4'"]),
+        ("m.json", '[{"video": 3, "text": "x"}]', "invalid", ["m.json entry 0: ", "'video'", " 3"]),
+        ("m.jsonl", '{"video": "a.mp4", "text": "x"}\n{"video"', "unreadable", ["m.jsonl line 2 "]),
+        ("m.txt", "", "unsupported", ["m.txt'", " .csv, .json, .jsonl, .parquet "]),
+        ("m.csv", "video,text\n", "not_found", ["m.csv: "]),
     ],
 )
-def test_bad_metadata(root: Path, name: str, content: str, message: str) -> None:
+def test_bad_metadata(root: Path, name: str, content: str, kind: Kind, places: list[str]) -> None:
     (root / name).write_text(content)
-    with pytest.raises(DataError, match=message):
+    with refused(kind, *places, error=DataError):
         read_dataset(DataSection(dataset_file=root / name))
+
+
+def test_a_file_of_metadata_is_a_file_that_exists(root: Path) -> None:
+    (root / "folder.csv").mkdir()
+    for name, kind in (("none.csv", "not_found"), ("folder.csv", "invalid")):
+        with refused(kind, f"dataset_file '{root / name}' ", error=DataError):  # type: ignore[arg-type]
+            read_dataset(DataSection(dataset_file=root / name))
 
 
 def test_all_problems_are_collected_and_twenty_shown(root: Path) -> None:
@@ -174,13 +175,13 @@ def test_all_problems_are_collected_and_twenty_shown(root: Path) -> None:
     assert len(caught.value.problems) == 25
     assert "entry19.mp4" in str(caught.value)
     assert "entry20.mp4" not in str(caught.value)
-    assert "and 5 more (25 problems)" in str(caught.value)
+    assert " 5 more (25 " in str(caught.value)
 
 
 def test_latin1_text_names_the_byte(root: Path) -> None:
     data = two_files(root, "a.mp4", "x")
     (root / "prompts.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"prompts\.txt is not UTF-8 text: byte 3 is 0xe9"):
+    with refused("unreadable", root / "prompts.txt", " 3 ", "0xe9", error=DataError):
         read_dataset(data)
 
 
@@ -193,7 +194,7 @@ def test_folder_with_sidecars(tmp_path: Path) -> None:
     (tmp_path / "sub" / odd).with_suffix(".txt").write_text("odd name")
     [lacking] = [item for item in read_dataset(DataSection(data_root=tmp_path)).items if item.unusable]
     assert (lacking.path.name, lacking.unusable.status) == ("b.jpg", "caption_missing")
-    assert lacking.unusable.reason.startswith("no caption; expected it in sub/b.txt")
+    assert "sub/b.txt" in lacking.unusable.reason
     (tmp_path / "sub" / "b.txt").write_text("")
     assert listed(DataSection(data_root=tmp_path)) == [
         ("b.jpg", "", "image"),
@@ -205,12 +206,10 @@ def test_folder_with_sidecars(tmp_path: Path) -> None:
 def test_a_table_in_place_of_a_folder_is_named_with_its_option(tmp_path: Path) -> None:
     table = tmp_path / "captions.jsonl"
     table.touch()
-    with pytest.raises(
-        DataError, match=rf"is not a folder but a file; .* give --dataset_file '{re.escape(str(table))}'"
-    ):
+    with refused("invalid", f"data_root '{table}'", f"--dataset_file '{table}'", error=DataError):
         read_dataset(DataSection(data_root=table))
     table.unlink()
-    with pytest.raises(DataError, match=r"captions\.jsonl' does not exist"):
+    with refused("not_found", f"data_root '{table}'", error=DataError):
         read_dataset(DataSection(data_root=table))
 
 
@@ -232,10 +231,12 @@ def test_what_is_left_alone_in_a_folder_is_said(tmp_path: Path) -> None:
     found = read_dataset(DataSection(data_root=tmp_path))
     assert {item.name: item.unusable is None for item in found.items} == {"a.MP4": True, "b.3gp": False, "c.mts": True}
     left = "b.TXT, photo.heic, photo.txt, sub/d.txt"
-    assert found.warnings == [f"4 items in the folder, neither media nor a caption of one: {left}"]
+    [warning] = found.warnings
+    assert warning.startswith("4 ")
+    assert warning.endswith(f": {left}")
     for name in ("a.MP4", "b.3gp", "c.mts"):
         (tmp_path / name).unlink()
-    with pytest.raises(DataError, match=r"no clips in .*6 items in the folder.*photo\.heic"):
+    with refused("not_found", f"'{tmp_path}'", "; 6 ", ", photo.heic", error=DataError):
         read_dataset(DataSection(data_root=tmp_path))
 
 
@@ -249,15 +250,16 @@ def test_folders_of_runs_are_no_data(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     found = read_dataset(DataSection(data_root=tmp_path))
     assert [item.name for item in found.items] == ["a.mp4", "more/b.mp4"]
-    assert found.warnings[0] == "1 item left out, being the folder of a run: runs/x"
+    assert found.warnings[0].startswith("1 ")
+    assert found.warnings[0].endswith(": runs/x")
 
 
 def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no clips in .*dog\.mp4 and dog\.txt.*--dataset_file.*--video_column"):
+    with refused("not_found", f"'{tmp_path}'", " dog.txt)", "--dataset_file", "--video_column", error=DataError):
         read_dataset(DataSection(data_root=tmp_path))
-    with pytest.raises(DataError, match=r"does not exist: there is no 'absent' in"):
+    with refused("not_found", f"data_root '{tmp_path}/absent'", " 'absent' ", error=DataError):
         read_dataset(DataSection(data_root=tmp_path / "absent"))
-    with pytest.raises(DataError, match="give `data_root`"):
+    with refused("required", "`data_root`", "`hf_dataset`", error=DataError):
         read_dataset(DataSection())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from finetrainers.config.sections import DataSection
 from finetrainers.data.reading.items import DataError, read_dataset
@@ -112,7 +113,7 @@ def test_a_folder_follows_links_out_only_if_allowed(place: Path, tmp_path: Path)
     (tmp_path / "root" / "a.txt").write_text("a")
     (tmp_path / "root" / "linked").symlink_to(tmp_path / "other")
     (tmp_path / "root" / "itself").symlink_to(".")
-    with pytest.raises(DataError, match=r"linked is a link to .*other'; give --allow_outside"):
+    with refused("invalid", "linked ", "other'", "--allow_outside", error=DataError):
         read_dataset(DataSection(data_root=tmp_path / "root"))
     items = read_dataset(DataSection(data_root=tmp_path / "root", allow_outside=True)).items
     assert [(item.name, item.caption) for item in items] == [("a.mp4", "a"), ("linked/b.mp4", "b")]
@@ -139,7 +140,7 @@ def test_lists_of_names_and_captions_do_not_lead_out(place: Path, tmp_path: Path
     (root / "videos.txt").write_text("a.mp4\n")
     (root / "prompts.txt").symlink_to(tmp_path / "private")
     options = {"data_root": root, "video_column": "videos.txt", "caption_column": "prompts.txt"}
-    with pytest.raises(DataError, match=r"prompts\.txt is a link to .* outside the dataset's folder") as raised:
+    with refused("invalid", "prompts.txt ", "private'", "--allow_outside", error=DataError) as raised:
         read_dataset(DataSection(**options))
     assert "a secret" not in str(raised.value)
     assert read_dataset(DataSection(**options, allow_outside=True)).items[0].caption == "a secret"
@@ -159,13 +160,13 @@ def test_pipes_sockets_devices_and_folders_are_never_opened(tmp_path: Path) -> N
     for name in ("pipe", "s", "gone", "null"):
         (tmp_path / f"{name}.txt").write_text("x")
     found = read_dataset(DataSection(data_root=tmp_path, allow_outside=True))
-    assert {item.name: item.unusable.reason for item in found.items} == {
-        "pipe.mp4": "is not a regular file but a named pipe",
-        "s.mp4": "is not a regular file but a socket",
-        "null.mp4": "is not a regular file but a device",
-        "gone.mp4": "is a link to 'nowhere.mp4', which does not exist",
-        "caption.mp4": "the caption caption.txt is not a regular file but a named pipe",
-    }  # a folder that is called like a film is a folder
+    refusals = {item.name: item.unusable for item in found.items}
+    assert {name: (refusal.status, refusal.reason.split()[-1]) for name, refusal in refusals.items()} == {
+        "pipe.mp4": ("not_a_file", "pipe"), "s.mp4": ("not_a_file", "socket"), "null.mp4": ("not_a_file", "device"),
+        "gone.mp4": ("missing", "exist"), "caption.mp4": ("caption_missing", "pipe"),
+    }  # a folder that is called like a film is a folder  # fmt: skip
+    assert "'nowhere.mp4'" in refusals["gone.mp4"].reason
+    assert "caption.txt" in refusals["caption.mp4"].reason
 
 
 ODD = [
@@ -213,8 +214,9 @@ def test_a_name_that_could_be_two_files_is_ambiguous(tmp_path: Path) -> None:
     both = "\u00e9\u00e9"
     (tmp_path / f"{unicodedata.normalize('NFC', both)}.mp4").write_bytes(b"x")
     (tmp_path / f"{unicodedata.normalize('NFD', both)}.mp4").write_bytes(b"x")
-    with pytest.raises(InvalidSampleError, match="ambiguous: 2 names"):
+    with pytest.raises(InvalidSampleError, match=" 2 ") as caught:
         Root(tmp_path).find("\u00e9e\u0301.mp4")
+    assert caught.value.status == "missing"
     assert Root(tmp_path).find(f"{both}.mp4").is_file()  # as it is written on the disk
 
 
@@ -224,5 +226,6 @@ def test_names_that_are_no_text_are_a_problem(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("this file system has text names only")
     [item] = read_dataset(DataSection(data_root=tmp_path, caption_missing="empty")).items
-    assert item.unusable.reason.startswith("is not a file name")
+    assert item.unusable.status == "missing"
+    assert "'utf-8'" in item.unusable.reason
     item.unusable.reason.encode()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from every_family import FAMILIES
 from one_of import OneOf
+from refusals import refused
 from torch import Tensor
 
 from finetrainers.config.sections import DataloaderSection, DataSection, ModelSection
@@ -152,7 +153,7 @@ def test_the_file_at_fault_is_named_out_of_a_batch(clips: list[Clip], tmp_path: 
         return {"moments": moments}
 
     keys = keys_in(tmp_path / "cache", batch_size=3)
-    with pytest.raises(ValueError, match=r"2\.mp4 gave moments with NaN"):
+    with refused("invalid", clips[2].path, " moments ", " NaN ", "--vae_dtype"):
         precompute_video(clips, encode, keys, OneOf(), loading=HERE)
     assert [bool(keys.cache.missing([keys.video(clip)])) for clip in clips] == [False, True, True, True, True]
 
@@ -212,7 +213,7 @@ def test_a_decoder_that_dies_ends_a_worker_and_at_last_names_the_file(
     encode = lambda video, _: {"moments": video[:, :2, :1, :2, :2]}  # noqa: E731
     assert precompute_video(clips, encode, keys, OneOf(), loading=ONE_WORKER).encoded == 5
     always.touch()
-    with pytest.raises(WorkersLost, match=r"4 times at the same batch .*reading .*4\.mp4"):
+    with pytest.raises(WorkersLost, match=r" 4 .*4\.mp4\).*--dataloader_num_workers"):
         precompute_video(clips, encode, keys_in(tmp_path / "other"), OneOf(), loading=ONE_WORKER)
 
 
@@ -281,12 +282,12 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     ).size_bytes
 
     free[0] = int(2.9 * entry)
-    with pytest.raises(OSError, match=r"clips still to be encoded take about .*are free; make room") as refused:
+    with pytest.raises(OSError, match=r"clips .*--precompute_dir") as caught:
         precompute_video(
             clips, lambda video, _: {"moments": video.float().mean(dim=(2,), keepdim=True)}, keys, OneOf(), loading=HERE
         )
-    assert refused.value.errno == errno.ENOSPC
-    assert "--precompute_dir" in str(user_message(refused.value))
+    assert caught.value.errno == errno.ENOSPC
+    assert all(value in str(user_message(caught.value)) for value in (str(tmp_path / "cache"), "--precompute_dir"))
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 1
     free[0] = 3 * entry
     assert (
@@ -297,8 +298,9 @@ def test_a_disk_too_small_for_the_cache_is_told_by_its_first_entries(
     )
 
     free[0] = 0
-    with pytest.raises(OSError, match="captions still to be encoded"):
+    with pytest.raises(OSError, match="captions ") as caught:
         precompute_text("abcdefgh", lambda texts: PromptEmbeds({"text": torch.zeros(len(texts), 4)}), keys, OneOf())
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_clip_with_several_captions_is_encoded_once(clips: list[Clip], tmp_path: Path) -> None:

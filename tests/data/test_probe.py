@@ -68,8 +68,9 @@ def test_a_truncated_file_is_found_without_decoding_it(tmp_path: Path, make_vide
     cut.write_bytes(whole.read_bytes()[: whole.stat().st_size * 2 // 3])
     with av.open(str(cut)) as container:
         assert container.streams.video[0].frames == 32
-    with pytest.raises(InvalidSampleError, match=r"cut off: its index lists 32 frames, but only \d+ are in the file"):
+    with pytest.raises(InvalidSampleError, match=r" 32 .* \d+ ") as caught:
         probe(cut)
+    assert caught.value.status == "cut_off"
 
 
 def test_broken_files(tmp_path: Path, make_video) -> None:
@@ -78,15 +79,15 @@ def test_broken_files(tmp_path: Path, make_video) -> None:
     (tmp_path / "empty.mp4").write_bytes(b"")
     (tmp_path / "text.mp4").write_text("not a video at all\n" * 50)
     (tmp_path / "text.png").write_text("not a picture\n")
-    for name, reason in [
-        ("half.mp4", "cannot read the video"),
-        ("empty.mp4", "the file is empty"),
-        ("text.mp4", "cannot read the video|no video stream"),
+    for name, kind, statuses in [
+        ("half.mp4", "video", {"unreadable"}),
+        ("empty.mp4", "video", {"empty"}),
+        ("text.mp4", "video", {"unreadable", "no_video"}),
+        ("text.png", "image", {"unreadable"}),
     ]:
-        with pytest.raises(InvalidSampleError, match=reason):
-            probe(tmp_path / name)
-    with pytest.raises(InvalidSampleError, match="not an image"):
-        probe(tmp_path / "text.png", kind="image")
+        with pytest.raises(InvalidSampleError) as caught:
+            probe(tmp_path / name, kind=kind)
+        assert caught.value.status in statuses
 
 
 def test_sound_only_has_no_video_stream(tmp_path: Path) -> None:
@@ -97,20 +98,23 @@ def test_sound_only_has_no_video_stream(tmp_path: Path) -> None:
         frame.rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    with pytest.raises(InvalidSampleError, match="no video stream"):
+    with pytest.raises(InvalidSampleError) as caught:
         probe(path)
+    assert caught.value.status == "no_video"
 
 
 def test_a_picture_in_a_format_that_is_a_program_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("PostScript was run"))
     path = tmp_path / "photo.jpg"
     path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n")
-    with pytest.raises(InvalidSampleError, match="not an image"):
-        probe(path, kind="image")
-    with pytest.raises(InvalidSampleError):
-        read_image(path, height=8, width=8)
+    for read in (lambda: probe(path, kind="image"), lambda: read_image(path, height=8, width=8)):
+        with pytest.raises(InvalidSampleError, match=" PIL ") as caught:
+            read()
+        assert caught.value.status == "unreadable"
     assert isinstance(decode_task(str(path), "image", 1), InvalidSample)
-    assert answer(thumbnail_task, (str(path), "image", (8, 8), 8)) == Lost("failed: not an image that PIL can read")
+    lost = answer(thumbnail_task, (str(path), "image", (8, 8), 8))
+    assert isinstance(lost, Lost)
+    assert " PIL " in lost.how
 
 
 def test_a_damaged_picture_rejects_only_its_file(tmp_path: Path) -> None:
@@ -158,20 +162,20 @@ def test_an_error_that_nobody_expects_is_the_status_of_one_file_with_its_type(
     generator = torch.Generator()
 
     def wrong(*_: object, **__: object) -> None:
-        raise KeyError("a mistake in a library,\nor here")
+        raise KeyError("mistake,\nhere or there")
 
     monkeypatch.setattr(av, "open", wrong)
     monkeypatch.setattr(Image, "open", wrong)
     for path, kind in ((video, "video"), (image, "image")):
-        with pytest.raises(InvalidSampleError, match="KeyError: 'a mistake in a library,") as raised:
+        with pytest.raises(InvalidSampleError, match="KeyError: 'mistake,") as raised:
             probe(path, kind=kind)
         assert (raised.value.status, raised.value.lasting) == ("unreadable", False)
-        with pytest.raises(InvalidSampleError, match=rf"cannot decode {path}: KeyError: 'a mistake"):
+        with pytest.raises(InvalidSampleError, match=rf" {path}: KeyError: 'mistake"):
             load_clip(replace(clip, path=path, kind=kind), generator=generator)
         refusal = answer(decode_task, (str(path), kind, 9))
         assert isinstance(refusal, InvalidSample)
-        assert "KeyError: 'a mistake" in refusal.reason
-        assert "KeyError: 'a mistake" in answer(thumbnail_task, (str(path), kind, (32, 48), 24)).how
+        assert "KeyError: 'mistake" in refusal.reason
+        assert "KeyError: 'mistake" in answer(thumbnail_task, (str(path), kind, (32, 48), 24)).how
 
     def empty(*_: object, **__: object) -> None:
         raise MemoryError

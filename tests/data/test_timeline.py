@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
@@ -88,8 +89,9 @@ def test_a_file_that_lost_frames_since_it_was_planned(tmp_path: Path, make_video
     path.with_suffix(".txt").write_text("a")
     [clip] = plan(tmp_path, video_resolution_buckets=["33x32x48"]).clips
     make_video(path, frames=50, fps=30, times=UNEVEN)
-    with pytest.raises(InvalidSampleError, match=r"a\.mp4 ends early: it has 50 frames, and had 70"):
+    with pytest.raises(InvalidSampleError, match=r"a\.mp4 .* 50 .* 70$") as caught:
         load_clip(clip, generator=generator("cpu", 0))
+    assert caught.value.status == "damaged"
 
 
 @settings(max_examples=200, deadline=None)
@@ -140,9 +142,9 @@ def test_chunks_are_consecutive_and_each_is_a_clip(tmp_path: Path, make_video, m
     ]  # fmt: skip
     assert len({clip.index for clip in made.clips}) == 5
     assert [item.examples for item in made.items] == [3, 1, 1]
-    assert made.notes == (
-        "chunks: 3 items give 5 clips; 9.8% of the frames, at ends shorter than a chunk, are not used",
-    )
+    [note] = made.notes
+    assert note.startswith("chunks: 3 ")
+    assert all(value in note for value in (" 5 ", " 9.8% "))
     cuts = [load_clip(clip, generator=generator("cpu", 0)) for clip in made.clips[:3]]
     assert torch.equal(torch.cat(cuts, dim=1), full_decode(long)[:, 0:54:2])
 
@@ -158,7 +160,7 @@ def test_chunks_are_consecutive_and_each_is_a_clip(tmp_path: Path, make_video, m
 def test_chunks_start_where_the_last_one_ends() -> None:
     assert list(window_starts(31, 9, stride=9)) == [0, 9, 18]
     assert list(window_starts(9, 9, stride=9)) == [0]
-    with pytest.raises(ValueError, match="9 frames wanted after frame 24, but only 31 of 61"):
+    with refused("invalid", "9 ", " 24, ", " 31 of 61 ", " 10 fps"):
         select_frames(61, source_fps=20, fps=10, length=9, mode="chunk", start=24)
 
 
@@ -170,9 +172,10 @@ def test_a_backend_that_would_show_other_pixels_leaves_the_clip_to_pyav(tmp_path
         (tmp_path / f"{name}.txt").write_text(name)
     made = plan(tmp_path, video_resolution_buckets=["9x64x96"], video_backend="decord")
     assert {clip.path.stem: clip.backend for clip in made.clips} == {"plain": "decord", "deep": "pyav"}
-    assert made.warnings == (
-        "1 item decoded by PyAV, since decord may show other pixels: deep.mp4 (pixel format yuv420p10le)",
-    )
+    [warning] = made.warnings
+    assert warning.startswith("1 ")
+    assert " decord " in warning
+    assert warning.endswith(": deep.mp4 (pixel format yuv420p10le)")
     for clip in made.clips:
         cut = load_clip(clip, generator=generator("cpu", 0))
         assert torch.equal(cut, full_decode(clip.path)[:, :9])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from every_family import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from one_of import OneOf
+from refusals import refused, refused_options
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.geometry import Geometry
@@ -39,6 +41,7 @@ from finetrainers.data.loading.training_data import TrainingData
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.video.decode import load_clip
 from finetrainers.models.registry import get_family
+from finetrainers.utils.failures import Kind
 
 #: 8k+1 frames, like LTX-Video.
 GEOMETRY = Geometry(temporal=8, spatial=16, patch=1, patch_t=1, fps=8)
@@ -90,10 +93,10 @@ def test_each_window_is_an_example_and_each_item_has_one_report(root: Path) -> N
         ("long.mp4", "train", 24), ("fast.mp4", "train", 2), ("still.png", "train", 1), ("short.mp4", "rejected", 0),
     }  # fmt: skip
     [reason] = [v.reason for v in made.items if v.reason]
-    assert "9 frames at 8 fps, and a window needs 17; lower `sliding_window_size` to 9 or remove" in reason
-    assert made.notes == (
-        "26 sliding windows of 17 frames, 1 frame apart, from 2 clips; each is an example of its own",
-    )
+    assert "`sliding_window_size`" in reason
+    assert re.findall(r"\d+", reason) == ["9", "8", "17", "9"]
+    [note] = made.notes
+    assert re.findall(r"\d+", note) == ["26", "17", "1", "2"]  # windows, their frames and distance, and clips
     # Random numbers are derived from it.
     assert len({clip.index for clip in made.clips}) == len(made.clips) == 27
     assert Counter(item_index(clip.index) for clip in made.clips) == {
@@ -108,7 +111,7 @@ def test_each_window_is_an_example_and_each_item_has_one_report(root: Path) -> N
     finally:
         (root / "copy.mp4").unlink()
         (root / "copy.txt").unlink()
-    assert (left_out[:6], blank) == ("1 item", "1 item has no caption: copy.mp4")
+    assert (left_out[:2], blank[:2], blank.partition(": ")[2]) == ("1 ", "1 ", "copy.mp4")
 
 
 def test_a_longer_bucket_bounds_the_clip(root: Path) -> None:
@@ -125,7 +128,7 @@ def test_a_longer_bucket_bounds_the_clip(root: Path) -> None:
     assert found("1000x32x48 9x64x16") == list(range(32))  # of another size it does not
     made = plan(root, sliding_window_size=9, max_bad_samples=1)  # the size chosen from the clips, all of their frames
     assert starts(made, "long.mp4") == list(range(32))
-    assert made.notes[0].startswith("no buckets were given; chose 9x32x48 from")
+    assert " 9x32x48 " in made.notes[0]
     # A clip of 120 frames and a window of 33.
     data = DataSection(video_resolution_buckets=["120x32x48"], sliding_window_size=33)
     assert len(cut_windows(a_clip(500, 33), 500, data=data, geometry=GEOMETRY)) == 120 - 33 + 1 == 88
@@ -138,13 +141,13 @@ def test_latents_are_cut_where_latent_frames_begin(root: Path) -> None:
     )  # fmt: skip
     assert starts(made, "long.mp4") == [0, 8, 16]  # of 33 frames, the most that 8k+1 allows
     assert {clip.latent_segment for clip in made.clips if clip.path.name == "long.mp4"} == {(0, 33)}
-    assert made.notes[1].startswith("--sliding_window_stride 3 became 8: latents that are cut")
+    assert re.match(r"--sliding_window_stride 3 \w+ 8: ", made.notes[1])
     whole = encoded_clip(made.clips[2])
     assert (whole.bucket, whole.start, whole.latent_segment) == ((33, 32, 48), 0, None)
     latents = torch.arange(5.0).view(1, 1, 5, 1, 1)  # those of 33 frames
     cut = [cut_latents(latents, clip).flatten().tolist() for clip in made.clips if clip.path.name == "long.mp4"]
     assert cut == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
-    with pytest.raises(ValueError, match=r"is not on the grid of the 4 latent frames of 33"):
+    with refused("mismatch", "long.mp4: ", " 4 latent ", " 33 ", "--sliding_window_latents"):
         cut_latents(latents[:, :, :4], made.clips[1])
 
 
@@ -161,7 +164,7 @@ def test_whole_items_are_held_out_and_windows_of_them_do_not_overlap(root: Path)
     expected = {"long.mp4": [0, 9, 18, 27], "fast.mp4": [0, 9], "short.mp4": [0], "still.png": [None]}
     assert seen == {name: expected[name] for name in seen}
     assert {v.name: v.examples for v in made.items if v.use == "eval"} == {n: len(s) for n, s in seen.items()}
-    with pytest.raises(DataError, match="leaves nothing to train on: there are 4 usable items"):
+    with refused("too_large", "`eval_num_items` 4 ", " 4 usable", error=DataError):
         plan(root, **options, eval_num_items=4)
 
 
@@ -176,18 +179,21 @@ def test_the_fingerprint_and_the_options_that_a_checkpoint_keeps(root: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "kind", "places"),
     [
-        ({"sliding_window_size": 33, "video_resolution_buckets": ["17x32x48"]}, "cannot be cut from 17"),
-        ({"sliding_window_size": 18}, r"18 frames is not 8\*k\+1; use 17 or 25"),
         (
-            {"sliding_window_size": 9, "frame_selection": "uniform"},
-            "frame_selection: uniform has no meaning with --sliding_window_size",
+            {"sliding_window_size": 33, "video_resolution_buckets": ["17x32x48"]}, "conflict",
+            ["video_resolution_buckets: 17x32x48: ", " 33 ", " 17; ", "--sliding_window_size"],
+        ),
+        ({"sliding_window_size": 18}, "invalid", ["sliding_window_size: 18 ", "8*k+1", " 17 ", " 25"]),
+        (
+            {"sliding_window_size": 9, "frame_selection": "uniform"}, "conflict",
+            ["frame_selection: uniform ", "--sliding_window_size"],
         ),
     ],
-)
-def test_windows_that_cannot_be_cut(root: Path, options: dict, expected: str) -> None:
-    with pytest.raises(DataError, match=expected):
+)  # fmt: skip
+def test_windows_that_cannot_be_cut(root: Path, options: dict, kind: Kind, places: list[str]) -> None:
+    with refused(kind, *places, error=DataError):
         plan(root, **options)
 
 
@@ -219,7 +225,7 @@ def test_the_pixels_are_those_frames(make_video: Callable[..., Path], tmp_path: 
     pixels = load_clip(clip, generator=torch.Generator().manual_seed(0))
     assert torch.equal(pixels, torch.stack(frames[80:98:2]).permute(3, 0, 1, 2))
     late = Clip(0, path, "", "video", (9, 32, 48), 8.0, 120, 16.0, 48, 32, start=52)
-    with pytest.raises(ValueError, match="9 frames wanted after frame 52, but only 60 of 120 are available"):
+    with refused("invalid", "9 ", " 52, ", " 60 of 120 "):
         load_clip(late, generator=torch.Generator())
 
 
@@ -328,16 +334,18 @@ def test_windows_are_encoded_by_themselves_or_cut(tiny_repo: Callable[..., Path]
 def test_latents_are_not_cut_for_models_that_need_the_first_frame(
     tiny_repo: Callable[..., Path], clips: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"first_frame_conditioning_p: .* set it to 0"):
+    with pytest.raises(ConfigError) as caught:
         source(
             "ltx_video", tiny_repo("ltx_video"), clips, tmp_path, precompute=True, sliding_window_size=9,
             sliding_window_latents="slice",
         )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"prefix:9 would give all of 9 frames"):
+    assert [problem.where for problem in caught.value.problems] == ["--first_frame_conditioning_p"]
+    with refused_options(("--frame_conditioning", "invalid")) as caught:
         source(
             "ltx_video", tiny_repo("ltx_video"), clips, tmp_path, precompute=True, sliding_window_size=9,
             frame_conditioning="prefix:9=1",
         )  # fmt: skip
+    assert "prefix:9 " in str(caught.value)
 
 
 def test_a_broken_file_counts_once_whatever_its_windows(

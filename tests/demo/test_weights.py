@@ -166,7 +166,7 @@ def test_the_card_stands_by_itself(weights: Path) -> None:
 @pytest.mark.rotating("build")
 def test_a_build_goes_on_where_it_was(built: Built, capsys: pytest.CaptureFixture[str]) -> None:
     assert "writing 20 clips" in built.said
-    assert "writing the untrained model" in built.said
+    assert "untrained" in built.said
     measured = json.loads((built.directory / "measured.json").read_text())
     assert {"color", "motion", "shape", "all", "seconds_per_clip"} <= measured.keys()
     first = load_pipeline(built.directory / "weights").transformer.state_dict()
@@ -182,5 +182,5 @@ def test_a_misspelt_name_is_refused_before_anything_is_loaded(tmp_path: Path) ->
     config = load_config(
         model_name="ltx_video", pretrained_model_name_or_path="demo://lxt", data_root=str(tmp_path), output_dir="unused"
     )
-    with pytest.raises(ConfigError, match="did you mean 'demo://ltx'"):
+    with pytest.raises(ConfigError, match=r"--pretrained_model_name_or_path: .*'demo://ltx'"):
         preflight(config)

@@ -33,8 +33,8 @@ def test_a_seed_draws_one_scene() -> None:
 
 
 def test_training_and_held_out_scenes_share_no_combination() -> None:
-    trained = {scene.combination for scene in training_scenes(2000)}
-    held_out = {scene.combination for scene in held_out_scenes(300)}
+    trained = {(scene.color, scene.shape, scene.motion) for scene in training_scenes(2000)}
+    held_out = {(scene.color, scene.shape, scene.motion) for scene in held_out_scenes(300)}
     assert not trained & held_out
     for position, names in enumerate((COLORS, SHAPES, [m for m in MOTIONS if m not in UNSEEN_MOTIONS])):
         # Each word by itself is known from training; only the combination is new.

@@ -229,9 +229,8 @@ def test_dance_recipes(
         grpo.prompts_per_step // gpus * grpo.best_of_n % (config.dataloader.batch_size * grpo.updates_per_rollout) == 0
     )
     assert grpo.prompts_per_step * grpo.best_of_n / grpo.updates_per_rollout == clips_a_step
-    assert f"{config.training.train_steps} optimizer steps, 2 per rollout, of {clips_a_step} clips each" in (
-        recipe.read_text(encoding="ascii")
-    )
+    steps = rf"\b{config.training.train_steps} optimizer steps, 2 per rollout, .* {clips_a_step} clips "
+    assert re.search(steps, recipe.read_text(encoding="ascii"))
 
     if engine == "fsdp2":
         text = " ".join(recipe.read_text(encoding="ascii").replace("\n#", " ").split())
@@ -276,7 +275,7 @@ def test_published_ltx_command_is_read_as_it_was_meant(tmp_path: Path) -> None:
     assert config.optimizer.epsilon == 1e-8
     prompts = (config.validation.validation_prompts or "").split(":::")
     assert [prompt.rpartition("@@@")[2] for prompt in prompts] == ["49x512x768", "129x512x768", "49x512x768"]
-    assert prompts[2].startswith("BW_STYLE A panda, dressed in")
+    assert prompts[2].startswith("BW_STYLE A panda,")
     assert config.run.report_to == ["wandb"]
     assert config.run.nccl_timeout == 1800
 

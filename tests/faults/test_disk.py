@@ -3,6 +3,9 @@ afterwards."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -26,8 +29,8 @@ sys.exit(main(sys.argv[1:]))
 def test_a_disk_that_is_full_costs_the_checkpoint_alone(train: Callable[..., Any], files: Any, straight: Any) -> None:
     failed = train("enospc@save.write:3")
     assert failed.wait() == exit_codes.FAILED
-    assert "error: No space left on device" in failed.stderr
-    assert "continue with --resume_from_checkpoint latest\n(traceback: " in failed.stderr
+    assert f"error: {os.strerror(errno.ENOSPC)}" in failed.stderr
+    assert "--resume_from_checkpoint latest\n(traceback: " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert "OSError: [Errno 28]" in (files.root / "traceback.txt").read_text()
     assert files.checkpoints == [1, 2]
@@ -52,7 +55,7 @@ def test_a_write_that_is_cut_short_publishes_nothing(
 ) -> None:
     failed = python("-c", _SMALL_FILES, *flags(files.root))
     assert failed.wait() == exit_codes.FAILED
-    assert "File too large" in failed.stderr
+    assert os.strerror(errno.EFBIG) in failed.stderr
     assert list((files.root / "checkpoints").iterdir()) == []
 
 
@@ -61,11 +64,10 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(
 ) -> None:
     file = files.root.parent / "file"
     file.touch()
-    places = {"/proc/run": "cannot write to /proc/run: ", file / "run": f"{file} is a file; give a folder"}
-    for place, problem in places.items():
+    for place, named in {"/proc/run": "/proc/run: ", file / "run": f"{file} "}.items():
         refused = python("-m", "finetrainers", *flags(place))
         assert refused.wait() == exit_codes.CONFIGURATION, refused.stderr
-        assert f"--output_dir: {problem}" in refused.stderr
+        assert re.search(rf"--output_dir: .*{re.escape(named)}", refused.stderr)
 
 
 def test_a_folder_that_is_gone_ends_the_run(train: Callable[..., Any], files: Any) -> None:
@@ -75,4 +77,4 @@ def test_a_folder_that_is_gone_ends_the_run(train: Callable[..., Any], files: An
     shutil.rmtree(files.root)
     process.send_signal(signal.SIGCONT)
     assert process.wait() == exit_codes.FAILED
-    assert "No such file or directory" in process.stderr
+    assert os.strerror(errno.ENOENT) in process.stderr

@@ -98,14 +98,14 @@ def test_room_for_the_optimizer_that_is_not_there_is_said_with_advice(limit: Cal
         optimizer=None,
     )
     limit(1 << 30)
-    with pytest.raises(OutOfMemory, match=r"making room for 32\.00 GiB of optimizer state .*--training_type lora"):
+    with pytest.raises(OutOfMemory, match=r" 32\.00 GiB .*--training_type lora"):
         memory_probe._reserve_optimizer_memory(state)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
 def test_loading_what_does_not_fit_is_said_with_advice(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LTXVideoSpec, "load_vae", lambda _: torch.empty(_TOO_MUCH, device="cuda"))
-    with pytest.raises(OutOfMemory, match=r"while loading and encoding \(CUDA out of memory.*--quantize_frozen int8"):
+    with pytest.raises(OutOfMemory, match=r" loading .*\(CUDA .*--quantize_frozen int8"):
         start("cuda")
 
 

@@ -19,10 +19,10 @@ def test_a_test_alone_ends_here_as_it_does_there(tmp_path: Path) -> None:
     path = tmp_path / "test_alone.py"
     path.write_text(
         "import os, pytest\n"
-        "def test_fails(): raise KeyError('no such part')\n"
+        "def test_fails(): raise KeyError('missing part')\n"
         "def test_skips(): os.environ['FINETRAINERS_TEST_ALONE'] == '1' and pytest.skip('needs about 90 GiB')\n"
     )
-    with pytest.raises(pytest.fail.Exception, match="no such part"):
+    with pytest.raises(pytest.fail.Exception, match="missing part"):
         run_alone(f"{path}::test_fails", rootdir=tmp_path)
     with pytest.raises(pytest.skip.Exception, match="needs about 90 GiB"):
         run_alone(f"{path}::test_skips", rootdir=tmp_path)

@@ -169,7 +169,7 @@ def test_slowdown_in_words() -> None:
     assert said(0.0, times[0]) == "none"
     assert said(12.4, times[0]) == "+12 %"
     assert said(2.0, times[1]) == "+35 %"
-    assert said(12.4, times[2]) == "+12 %, rest not measured"
+    assert said(12.4, times[2]).startswith("+12 %, ")
     assert said(0.0, times[2]) == "not measured"
     assert said(-5.0) == "-5 %"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from derived import Setting, derive, make_batch
 from every_family import FAMILIES
+from refusals import problems, refused_options
 from torch import Tensor, nn
 
 from finetrainers.config.errors import ConfigError
@@ -172,26 +174,30 @@ def test_bad_pairs_are_refused_together_before_anything_is_loaded(folder: Path) 
         {"prompt": "lengths", "chosen": "a.mp4", "rejected": "short.mp4"},
         {"prompt": "twice", "chosen": "c.mp4", "rejected": "c.mp4"},
     ]
-    with pytest.raises(ConfigError) as caught:
+    with refused_options(("data", "invalid")) as caught:
         preflight(configured(folder, rows))
     text = str(caught.value)
-    assert "4 of 5 pairs cannot be used; leave them out with --max_bad_samples 4" in text
+    assert "4 of 5 pairs" in text
+    assert "--max_bad_samples 4" in text
     for line, reason in (
-        (2, "rejected gone.mp4: does not exist"), (3, "chosen damaged.mp4: "),
-        (4, "a.mp4 and short.mp4 get the buckets 17x64x64 and 9x64x64"), (5, "chosen and rejected are both c.mp4"),
+        (2, "rejected gone.mp4: "), (3, "chosen damaged.mp4: "),
+        (4, "a.mp4 and short.mp4 .*17x64x64 and 9x64x64"), (5, "chosen and rejected .*c.mp4"),
     ):  # fmt: skip
-        assert f"pairs.jsonl line {line}: {reason}" in text
+        assert re.search(f"pairs.jsonl line {line}: {reason}", text)
     plan: Any = preflight(configured(folder, rows, max_bad_samples=4)).plan
     assert (plan.count, list(plan.rejected), [clip.path.name for clip in plan.encoded_clips()]) == (
         1, [0], ["a.mp4", "b.mp4"],
     )  # fmt: skip
-    assert "4 pairs cannot be used: pairs.jsonl line 2: " in plan.warnings[0]
+    assert plan.warnings[0].startswith("4 pairs ")
+    assert ": pairs.jsonl line 2: " in plan.warnings[0]
     uses = ["train", "skipped", "rejected", "skipped", "skipped"]
     assert [item.use for item in plan.items] == [*uses, "train", "rejected", "skipped", "skipped", "skipped"]
     with pytest.raises(ConfigError) as caught:
         preflight(configured(folder, [{"prompt": "x", "chosen": "a.mp4"}, {"chosen": "a.mp4", "rejected": "b.mp4"}]))
-    assert "line 1: no column 'rejected'" in str(caught.value)
-    assert "line 2: no column 'prompt'" in str(caught.value)
+    [problem] = caught.value.problems
+    assert problem.where == "data"
+    for line, column in ((1, "rejected"), (2, "prompt")):
+        assert re.search(f"line {line}: .*'{column}'", problem.message)
 
 
 def test_options_that_pairs_have_no_use_for(folder: Path) -> None:
@@ -201,17 +207,12 @@ def test_options_that_pairs_have_no_use_for(folder: Path) -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         preflight(configured(folder, [row], **given))
-    for name in (
-        "--video_column: the columns of pairs are",
-        "--sliding_window_size: both clips",
-        "--frame_selection chunk",
-        "--unmasked_weight: pairs are compared as whole clips",
-    ):
-        assert name in str(caught.value)
+    names = ("--video_column", "--sliding_window_size", "--frame_selection chunk", "--unmasked_weight")
+    assert {(name, "unsupported") for name in names} <= set(problems(caught.value))
     plan: Any = preflight(configured(folder, [{**row, "mask": "a.png"}])).plan
-    assert plan.notes.count("the column 'mask' is not read, so no loss is masked") == 1
+    assert sum("'mask'" in note for note in plan.notes) == 1
     assert all(clip.mask is None for clip in plan.encoded_clips())
-    with pytest.raises(ConfigError, match=r"sft has no use for --dpo.beta; add --method dpo"):
+    with pytest.raises(ConfigError, match=r"sft .*--dpo\.beta.*--method dpo"):
         preflight(load_config(model_name="ltx_video", pretrained_model_name_or_path="demo://ltx", dpo={"beta": 3.0}))
 
 
@@ -242,5 +243,6 @@ def test_a_pair_that_cannot_be_read_is_substituted_as_a_whole(folder: Path) -> N
         assert raw.sample_keys == ((4, 0), (4, 0), (4, 1), (4, 1))
         assert {(one.clip.index, one.clip not in plan.clips) for one in raw.bad} == broken
     lost = {(k, True) for k in range(3)}
-    with pytest.raises(InvalidSampleError, match="no pair of this size can be read: damaged"):
+    with pytest.raises(InvalidSampleError, match=": damaged") as unread:
         pairs(MicroBatch(4, plan.clips[:1]))
+    assert unread.value.status == "damaged"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from finetrainers.methods import registry
 from finetrainers.methods.spec import MethodSpec
@@ -19,7 +20,7 @@ def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     registry.register_method("other", "collections:OrderedDict")
     assert registry.load_method("other").__name__ == "OrderedDict"
-    with pytest.raises(ValueError, match="registered already"):
+    with refused("duplicate", "'other'"):
         registry.register_method("other", "collections:Counter")
 
 

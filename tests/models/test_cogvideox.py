@@ -18,6 +18,7 @@ from diffusers import (
     DiffusionPipeline,
 )
 from peft import LoraConfig, get_peft_model_state_dict
+from refusals import refused
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.cogvideox import CogVideoXSpec
@@ -206,7 +207,7 @@ def test_noise_and_velocity_equal_the_schedulers_in_float64(checkpoint_of, versi
 
 def test_other_predictions_are_refused(checkpoint_of):
     scheduler = CogVideoXDDIMScheduler(prediction_type="epsilon")
-    with pytest.raises(ValueError, match="epsilon"):
+    with refused("unsupported", "'epsilon'", '"v_prediction"'):
         checkpoint_of("5b").spec.process(scheduler)
 
 
@@ -317,7 +318,7 @@ def test_clean_latents_are_padded_as_the_pipelines_latents_are(checkpoint_of, ve
         assert front == (frames % 2 if version.startswith("1.5") else 0)
         assert torch.equal(padded[:, :, :front], x0[:, :, :front])
     if version.startswith("1.5"):
-        with pytest.raises(ValueError, match="3 latent frames are not whole patches of 2"):
+        with refused("invalid", "3 latent frames", "patches of 2", "`padded`"):
             spec.predict(checkpoint.transformer, latents(3), torch.tensor([4]), checkpoint.conditions.rows([0]), META)
 
 
@@ -426,7 +427,7 @@ def test_the_config_decides_whether_a_first_frame_is_taken(checkpoint_of, versio
 def test_a_first_frame_for_a_text_to_video_checkpoint_is_refused(checkpoint_of):
     checkpoint = checkpoint_of("5b")
     meta = VideoMeta(fps=META.fps, extra={"first_frame": latents(1)})
-    with pytest.raises(ValueError, match="takes no first frame"):
+    with refused("unsupported", "cogvideox", "first frame"):
         checkpoint.spec.predict(
             checkpoint.transformer, latents(), torch.tensor([4]), checkpoint.conditions.rows([0]), meta
         )
@@ -438,20 +439,20 @@ def test_unknown_channels_are_refused(checkpoint_of, tmp_path):
     CogVideoXTransformer3DModel.from_config(config).save_pretrained(str(tmp_path))
     spec = get_family("cogvideox").load(checkpoint.config.model_copy(update={"transformer_id": str(tmp_path)}))
     for load in (lambda: spec.load_transformer(torch.float32), spec.transformer_on_meta, lambda: spec.facts):
-        with pytest.raises(ValueError, match="33 input channels"):
+        with refused("unsupported", "33 input channels"):
             load()
 
 
 @pytest.mark.parametrize(
-    ("version", "shape", "message"),
+    ("version", "shape", "values"),
     [
-        ("i2v", (3, 8, 10), "a clip of 64x80: .* learned for 64x64 "),
-        ("1.5", (2, 302, 4), "a clip of 2416x32: .* up to 2400x2400 "),
+        ("i2v", (3, 8, 10), (" 64x80: ", " 64x64 ")),
+        ("1.5", (2, 302, 4), (" 2416x32: ", " 2400x2400 ")),
     ],
 )
-def test_sizes_without_positions_are_refused(checkpoint_of, version, shape, message):
+def test_sizes_without_positions_are_refused(checkpoint_of, version, shape, values):
     checkpoint = checkpoint_of(version)
-    with pytest.raises(ValueError, match=message):
+    with refused("invalid", *values):
         checkpoint.spec.predict(
             checkpoint.transformer, latents(*shape), torch.tensor([4]), checkpoint.conditions.rows([0]), META
         )
@@ -467,7 +468,7 @@ def test_lengths_without_learned_positions_are_said_once(checkpoint_of, caplog):
             checkpoint.spec.predict(checkpoint.transformer, latents(2), *arguments)
     records = [record for record in caplog.records if record.name.startswith("finetrainers")]
     assert len(records) == 1
-    assert "learned for 9 frames" in records[0].message
+    assert " 9 frames" in records[0].message
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -546,11 +547,11 @@ def test_the_pipelines_own_guidance_is_used_unless_asked_otherwise(checkpoint_of
 def test_images_and_checkpoints_must_match(checkpoint_of):
     text, image = checkpoint_of("5b"), checkpoint_of("i2v")
     rows = (text.conditions.rows([0]), text.conditions.rows([1]))
-    with pytest.raises(ValueError, match="cannot start from an image"):
+    with refused("unsupported", "cogvideox", "validation_images"):
         text.spec.pipeline(text.transformer, None, None, image_to_video=True)
-    with pytest.raises(ValueError, match="cannot start from an image"):
+    with refused("unsupported", "cogvideox", "validation_images"):
         text.spec.pipeline_call(*rows, sample_request(text, image=torch.zeros(1, 3, 64, 64)))
-    with pytest.raises(ValueError, match="needs an image"):
+    with refused("required", "cogvideox", "validation_images"):
         image.spec.pipeline_call(*rows, sample_request(image, image=None))
 
 

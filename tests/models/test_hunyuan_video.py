@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, HunyuanVideoTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from peft import LoraConfig, get_peft_model_state_dict
+from refusals import refused
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching
@@ -112,7 +113,7 @@ def test_a_tokenizer_that_pads_left_is_refused(spec, repo, tmp_path):
     tokenizer = spec.load_text_encoders().modules["tokenizer"]
     tokenizer.padding_side = "left"
     tokenizer.save_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match="pads prompts on the left"):
+    with refused("unsupported", '"padding_side": "right"'):
         get_family("hunyuan_video").load(section(repo, tokenizer_id=str(tmp_path))).load_text_encoders()
 
 
@@ -351,7 +352,7 @@ def test_a_prompt_without_tokens_is_an_error(spec, transformer, conditions):
     mask = conditions["prompt_attention_mask"].clone()
     mask[1] = False
     empty = PromptEmbeds({**conditions.tensors, "prompt_attention_mask": mask})
-    with pytest.raises(ValueError, match="row 1 of the batch has no text tokens"):
+    with refused("invalid", "row 1 "):
         spec.predict(transformer, latents(2), torch.tensor([0.3, 0.3]), empty, META)
 
 
@@ -415,7 +416,7 @@ def test_an_image_is_seen_as_its_pipeline_shows_it(skyreels, conditions, pipelin
 
 def test_a_first_frame_for_a_text_to_video_checkpoint_is_refused(spec, transformer, conditions):
     meta = VideoMeta(fps=META.fps, extra={"first_frame": latents()[:, :, :1]})
-    with pytest.raises(ValueError, match="takes no first frame"):
+    with refused("unsupported", "hunyuan_video", "first frame"):
         spec.predict(transformer, latents(), torch.tensor([0.4]), conditions.rows([0]), meta)
 
 
@@ -446,9 +447,9 @@ def test_the_pipeline_takes_prompts_when_given_encoders(spec, transformer):
 
 
 def test_images_are_refused(spec, transformer, conditions):
-    with pytest.raises(ValueError, match="cannot start from an image"):
+    with refused("unsupported", "hunyuan_video", "validation_images"):
         spec.pipeline(transformer, None, None, image_to_video=True)
-    with pytest.raises(ValueError, match="cannot start from an image"):
+    with refused("unsupported", "hunyuan_video", "validation_images"):
         spec.pipeline_call(conditions.rows([0]), conditions.rows([1]), request(image=object()))
 
 

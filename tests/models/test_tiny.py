@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, HunyuanVideoPipeline
 from every_family import CHECKPOINTS, FAMILIES
+from refusals import refused
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models import tiny
@@ -141,5 +142,5 @@ def test_published_scheduler_facts(tiny_repo):
 
 
 def test_unknown_version_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"unknown CogVideoX version '7b'; valid: 2b, 5b, 1.5, i2v"):
+    with refused("unknown", "CogVideoX version '7b'", "2b, 5b, 1.5, i2v"):
         tiny.build_cogvideox(tmp_path, version="7b")

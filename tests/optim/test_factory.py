@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -237,12 +238,12 @@ def test_use_8bit_bnb_maps(name: str) -> None:
 
 
 def test_use_8bit_bnb_refuses_others() -> None:
-    with pytest.raises(ValueError, match="use_8bit_bnb works with optimizer adam or adamw, got 'lion'"):
+    with refused("unsupported", "use_8bit_bnb", "adam or adamw,", "'lion'"):
         build(LowRank(torch.float32), "lion", use_8bit_bnb=True)
 
 
 def test_muon_counts_what_it_cannot_train() -> None:
-    with pytest.raises(ValueError, match="2 of 3 trainable parameters are not two-dimensional"):
+    with refused("unsupported", "'muon'", " 2 of 3 "):
         build(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, bias=False)), "muon")
 
 
@@ -250,7 +251,7 @@ def test_frozen_parameters_are_left_out_and_none_is_an_error() -> None:
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
     assert build(model, "adamw").param_groups[0]["params"] == [model.weight]
-    with pytest.raises(ValueError, match="no trainable parameters"):
+    with refused("invalid", "target_modules"):
         build(model.requires_grad_(False), "adamw")
 
 
@@ -307,13 +308,13 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
     monkeypatch.setattr(factory, "import_module", missing)
-    with pytest.raises(ImportError, match=r"'prodigy' needs the package 'prodigyopt'.*pip install prodigyopt"):
+    with pytest.raises(ImportError, match=r"'prodigy' .*'prodigyopt'.*`pip install prodigyopt`"):
         build(LowRank(torch.float32), "prodigy")
 
 
 def test_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.optim.Muon")
-    with pytest.raises(ImportError, match=r"'muon' needs a newer torch: this one has no torch\.optim\.Muon"):
+    with pytest.raises(ImportError, match=r"'muon' .* newer torch: .*torch\.optim\.Muon"):
         build(LowRank(torch.float32), "muon")
 
 

@@ -101,7 +101,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
     SFT.loss = poisoned(options.pop("_poisoned", 0))  # type: ignore[method-assign]
 
     def fail(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
+        raise OSError("disk full")
 
     def dawdle(*arguments: Any, **options: Any) -> Any:
         time.sleep(slow)
@@ -118,7 +118,7 @@ def run_job(options: dict[str, Any], seen: list[float]) -> dict[str, Any]:
         state = run(preflight(load_config(**options)))
         assert state is not None
     except ConfigError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "places": [problem.where for problem in error.problems]}
     except Exception as error:
         if failing_rank is None:
             raise

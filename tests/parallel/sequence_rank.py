@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from random_predictions import predict, spec_of
+from refusals import problems
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
@@ -148,7 +149,7 @@ def refused(repository: str) -> dict[str, Any]:
     try:
         networks(spec_of(Path(repository), "hunyuan_video", "auto"), dist.group.WORLD)
     except ConfigError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "problems": problems(error)}
     return {"error": None}
 
 

@@ -125,8 +125,8 @@ def prepared(workplace: Path, python_of_module: Python) -> Path:
 def test_the_command_of_the_guide_trains(prepared: Path, python: Python) -> None:
     _, guide, _ = shown()
     run, said = trained(python, prepared, smaller(guide, GUIDE))
-    assert "--gradient_accumulation_steps 3 exceeds the 2 clips" in said
-    assert "--max_train_steps 2 and --checkpointing_steps 1 count rollouts, of 1 optimizer step each" in said
+    assert re.search("--gradient_accumulation_steps 3 .* 2 clips", said)
+    assert re.search("--max_train_steps 2 .*--checkpointing_steps 1 .* 1 optimizer step ", said)
     records = [json.loads(line) for line in lines(run / "metrics.jsonl")]
     steps = [record for record in records if "reward/videoalign.vq" in record]
     assert [record["step"] for record in steps] == [1, 2]
@@ -141,7 +141,7 @@ def test_the_command_of_the_guide_trains(prepared: Path, python: Python) -> None
         assert [f"{float(line):.4g}" for line in lines(run / f"{name}.txt")] == expected
     assert sorted(path.name for path in (run / "videos").iterdir()) == [f"hunyuan_0_{n}.mp4" for n in range(3)]
     log = (run / "train.log").read_text()
-    assert "2 processes (fsdp2, on the host" in log
+    assert "2 processes (fsdp2, " in log
     assert log.count("vq_reward") == 2
     assert "step 2/2" in log
 
@@ -152,7 +152,7 @@ def test_the_command_of_the_guide_trains(prepared: Path, python: Python) -> None
 def test_the_command_of_the_published_script_trains(prepared: Path, python: Python) -> None:
     _, _, script = shown()
     run, said = trained(python, prepared, smaller(script, SCRIPT))
-    assert "--max_train_steps 1 and --checkpointing_steps 1 count rollouts, of 2 optimizer steps each" in said
+    assert re.search("--max_train_steps 1 .*--checkpointing_steps 1 .* 2 optimizer steps ", said)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2"]
     assert (run / "checkpoint-1-0").resolve() == (run / "checkpoints/step-2/transformer").resolve(), "of rollout 1"
     assert [len(lines(run / f"{name}_reward.txt")) for name in ("vq", "mq")] == [1, 1]

@@ -147,10 +147,9 @@ def test_all_samples_are_written(stage: int, jobs: Jobs) -> None:
 
 def test_an_average_of_shards_is_refused(jobs: Jobs) -> None:
     for rank in jobs["averaged 3"]:
-        assert "--use_ema: averages need whole weights" in rank["error"]
-        assert "--async_checkpointing: DeepSpeed writes its own files" in rank["error"]
-        assert "--on_nonfinite rollback: weights that the strategy splits" in rank["error"]
-        assert "--quantize_frozen: ZeRO-3 splits floating-point weights alone" in rank["error"]
+        expected = {"--use_ema", "--async_checkpointing", "--on_nonfinite rollback", "--quantize_frozen"}
+        assert expected <= {*rank["places"]}
+        assert "--quantize_frozen: ZeRO-3 " in rank["error"]
 
 
 @pytest.mark.rotating

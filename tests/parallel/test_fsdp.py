@@ -14,6 +14,7 @@ import torch
 from diffusers import LTXVideoTransformer3DModel
 from rank_jobs import Jobs
 from real_process import Python
+from refusals import refused
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -217,7 +218,7 @@ def test_swapped_blocks_change_nothing(jobs: Jobs) -> None:
 def test_weights_are_computed_with_in_bf16_and_kept_in_fp32(jobs: Jobs, single: Callable[[str], Path]) -> None:
     """Norm layers see rounded weights here and none under autocast alone, so that the two agree to bf16's precision."""
     rank, _ = jobs["offloaded"]
-    assert "(fsdp2, on the host) on cpu:0, bf16 mixed precision" in rank["kind"]
+    assert "(fsdp2, on the host) on cpu:0, bf16 " in rank["kind"]
     found, expected = rank["metrics"], read(single("offloaded"))
     torch.testing.assert_close(
         curve(found, "loss", "grad_norm"), curve(expected, "loss", "grad_norm"), rtol=2e-3, atol=0
@@ -333,8 +334,9 @@ def test_every_byte_of_a_checkpoint_is_read_by_one_process(jobs: Jobs) -> None:
 
 def test_a_part_that_cannot_be_written_ends_the_run_on_all_ranks(jobs: Jobs) -> None:
     first, second = jobs["a part fails"]
-    assert "no space left on device" in second["error"]
-    assert "failed on another rank: rank 1: no space left" in first["error"]
+    assert second["error"] == "OSError('disk full')"
+    assert first["error"].startswith("RemoteRankError(")
+    assert " rank 1: disk full" in first["error"]
     assert list((jobs.directory("a part fails") / "checkpoints").iterdir()) == []
 
 
@@ -355,10 +357,12 @@ def test_parts_are_continued_by_one_process(
 
 
 def test_what_parts_cannot_do_is_refused(jobs: Jobs) -> None:
-    for refused, uneven in zip(jobs["refused"], jobs["uneven"], strict=True):
-        assert "--use_ema: averages need whole weights" in refused["error"]
-        assert "--optimizer: lion needs whole weights" in refused["error"]
-        assert "--fsdp_group_size: 2 processes do not divide into groups of 3" in uneven["error"]
+    for refusal, uneven in zip(jobs["refused"], jobs["uneven"], strict=True):
+        assert {"--use_ema", "--optimizer"} <= {*refusal["places"]}
+        assert "--optimizer: lion " in refusal["error"]
+        assert uneven["places"] == ["--fsdp_group_size"]
+        assert " 2 processes " in uneven["error"]
+        assert " groups of 3;" in uneven["error"]
 
 
 @pytest.mark.rotating
@@ -406,7 +410,7 @@ def test_a_module_of_two_dtypes_is_refused() -> None:
     assert modules_of_another_dtype(block) == [block[1]]
     assert modules_of_another_dtype(block.float()) == []
     block[0].weight.data = block[0].weight.data.bfloat16()
-    with pytest.raises(ValueError, match=r"cannot split 0.bias, which is torch.float32 next to torch.bfloat16"):
+    with refused("unsupported", " 0.bias,", "torch.float32 ", "torch.bfloat16 ", "--master_weights fp32"):
         modules_of_another_dtype(block)
 
 

@@ -179,7 +179,7 @@ def test_two_ranks_are_one(name: str, ranks: Jobs, alone: Callable[[str], Path])
 
 def test_a_policy_that_is_swapped_in_whole_is_refused_in_shards(ranks: Jobs) -> None:
     for rank in ranks[REFUSED]:
-        assert "--method nft: the sampling policy is swapped in as whole weights" in rank["error"]
+        assert rank["places"] == ["--method nft"]
 
 
 @pytest.mark.rotating
@@ -200,4 +200,5 @@ def test_gradients_taken_while_sampling_are_those_of_replay(
 
 def test_deepspeed_has_no_gradients_of_one_process(ranks: Jobs) -> None:
     for rank in ranks["drawn, zero-2, reweighted"]:
-        assert "--rollout_gradients: DeepSpeed takes gradients from its own backward pass alone" in rank["error"]
+        assert rank["places"] == ["--rollout_gradients"]
+        assert "DeepSpeed" in rank["error"]

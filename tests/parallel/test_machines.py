@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,7 +85,7 @@ def kill_in_step(pair: Machines, killed: list[Any]) -> None:
     pair.kill(1)
     code, _ = wait_for(killed[0], TIMEOUT_S)  # and not --nccl_timeout, which is 600 s
     assert code == 1
-    assert "error: another process of the run has ended: its own output says why" in pair.said("killed", 0)
+    assert re.search("error: another process .* ended: .*output", pair.said("killed", 0))
     assert "[rank0]: Traceback" not in pair.said("killed", 0)
 
 
@@ -133,4 +134,4 @@ def test_a_machine_that_vanishes_ends_the_wait_of_the_others(pair: Machines, pyt
     assert waits.wait(60) == 1
     seconds, sentence = waits.stdout.split(" ", 1)
     assert float(seconds) < 30
-    assert sentence.startswith("another process of the run does not answer: it hangs, or its machine is lost (")
+    assert re.match("another process .* not answer: .*machine .*lost", sentence)

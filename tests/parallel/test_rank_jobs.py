@@ -17,7 +17,7 @@ from rank_jobs import served
 
 def do(job):
     if job["name"] == "bad" and rank == 1:
-        raise ValueError("no such layer")
+        raise ValueError("missing layer")
     (Path(job["output_dir"]) / f"{{job['name']}}-{{rank}}").touch()
     return {{"done": job["name"], "rank": rank, "pid": os.getpid()}}
 
@@ -53,7 +53,7 @@ def test_ranks_do_what_is_looked_at_and_what_it_needs(jobs: Jobs, tmp_path: Path
 
 def test_a_job_that_ends_a_rank_says_why_and_the_next_one_gets_others(jobs: Jobs) -> None:
     before = jobs["first"]
-    with pytest.raises(AssertionError, match="no such layer"):
+    with pytest.raises(AssertionError, match="missing layer"):
         jobs["bad"]
     after = jobs["second"]
     assert [rank["done"] for rank in after] == ["second"] * 2

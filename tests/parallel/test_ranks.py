@@ -46,7 +46,7 @@ found["together"] = parallel.one_at_a_time("loading", together, together=True)
 
 def fail_on_rank_0():
     if parallel.is_main:
-        raise KeyError("no such part")
+        raise KeyError("missing part")
 
 try:
     parallel.one_at_a_time("loading the VAE", fail_on_rank_0)
@@ -76,8 +76,10 @@ def test_idle_ranks_wait_longer_than_a_step_may_take(python: Python, tmp_path: P
         assert found["together"] == [0, 1]
         (_, end), (begin, _) = sorted(found["turns"])
         assert begin >= end  # one at a time
-    assert first["failed"] == "KeyError('no such part')"
-    assert "loading the VAE failed on another rank: rank 0: 'no such part'" in second["failed"]
+    assert first["failed"] == "KeyError('missing part')"
+    assert second["failed"].startswith("RemoteRankError(")
+    assert "the VAE " in second["failed"]
+    assert " rank 0: 'missing part'" in second["failed"]
     assert second["hang"] == "seen"
 
 

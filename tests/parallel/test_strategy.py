@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,7 +49,8 @@ def test_alone(make: Callable[..., Strategy]) -> None:
     assert (parallel.data_rank, parallel.data_size) == (0, 1)
     assert not parallel.forward_is_collective
     assert parallel.why_no_retry is None
-    assert parallel.describe().startswith("1 process on cpu, ")
+    assert parallel.describe().startswith("1 process ")
+    assert " cpu, " in parallel.describe()
     assert parallel.gather_objects([1, 2]) == [1, 2]
     assert parallel.broadcast_object({"a": 1}) == {"a": 1}
     assert parallel.mean({}) == {}
@@ -76,7 +78,7 @@ def test_processes_that_do_not_see_each_other_are_refused(
     monkeypatch.setattr("finetrainers.parallel.strategy.Accelerator", alone)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launched_processes() == 2
-    with pytest.raises(RuntimeError, match="started 2 processes, but this one sees 1"):
+    with pytest.raises(RuntimeError, match=r"\b2 processes, .*\b1: .*ACCELERATE_USE_CPU"):
         make()
 
 
@@ -261,10 +263,11 @@ def test_a_frozen_copy_is_split_and_computes_the_same_numbers(
 
 def test_an_optimizer_state_of_another_strategy_is_refused(make: Callable[..., Strategy], tmp_path: Path) -> None:
     """DeepSpeed itself would warn and start its optimizer anew."""
-    with pytest.raises(ValueError, match="was saved without DeepSpeed"):
+    with refused("mismatch", tmp_path, "DDP or FSDP2"):
         object.__new__(ZeRO).load_own_files(tmp_path)
     parallel = make()
     parallel.load_own_files(tmp_path)
     (tmp_path / "deepspeed").mkdir()
-    with pytest.raises(ValueError, match="was saved under DeepSpeed"):
+    with refused("mismatch", tmp_path, "DeepSpeed") as caught:
         parallel.load_own_files(tmp_path)
+    assert "FSDP2" not in str(caught.value)

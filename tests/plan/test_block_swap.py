@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from published_networks import NETWORKS, published_repository
+from refusals import refused_options
 from safetensors.torch import load_file
 
-from finetrainers.config.errors import ConfigError
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.memory.automatic import with_blocks_to_swap
 from finetrainers.memory.estimate import GIB
@@ -104,10 +106,10 @@ def test_a_reference_without_the_adapter_and_rollouts(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"blocks_to_swap": 2}, "the GPU holds two of the swapped blocks, so 2 saves nothing; use 3 or more"),
-        ({"blocks_to_swap": "auto", "training_type": "full-finetune"}, "so it needs --training_type lora"),
-        ({"blocks_to_swap": 3, "deepspeed": True}, "use DDP or --fsdp full"),
-        ({"blocks_to_swap": 3, "fsdp": "full", "fsdp_cpu_offload": True}, "remove one of them"),
+        ({"blocks_to_swap": 2}, " 3 or more"),
+        ({"blocks_to_swap": "auto", "training_type": "full-finetune"}, "--training_type lora"),
+        ({"blocks_to_swap": 3, "deepspeed": True}, "DeepSpeed"),
+        ({"blocks_to_swap": 3, "fsdp": "full", "fsdp_cpu_offload": True}, "--fsdp_cpu_offload"),
     ],
 )
 def test_what_cannot_swap_is_refused(changes: dict[str, Any], expected: str, options: Callable[..., dict]) -> None:
@@ -117,25 +119,29 @@ def test_what_cannot_swap_is_refused(changes: dict[str, Any], expected: str, opt
 
 def test_more_blocks_than_there_are(options: Callable[..., dict]) -> None:
     for more in ({}, {"dry_run": True}):
-        with pytest.raises(ConfigError, match="--blocks_to_swap: 3 of 2 blocks: the network has no more"):
+        with refused_options(("--blocks_to_swap", "too_large")) as caught:
             train(load_config(**options(blocks_to_swap=3, **more)))
+        assert "3 of 2 blocks" in str(caught.value)
 
 
 def test_engines_and_devices_that_cannot_swap(options: Callable[..., dict]) -> None:
     config = load_config(**options(blocks_to_swap=3))
     compiled = SimpleNamespace(state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend="INDUCTOR")))
 
-    def said(**changes: Any) -> list[str]:
+    def refusals(**changes: Any) -> list[Problem]:
         strategy = SimpleNamespace(
             **{"why_no_swap": None, "device": torch.device("cpu"), "accelerator": compiled, **changes}
         )
-        problems = init_distributed._swap_problems(config, strategy)  # type: ignore[arg-type]
-        return [problem.message for problem in problems]
+        return list(init_distributed._swap_problems(config, strategy))  # type: ignore[arg-type]
 
-    [message] = said()
-    assert "launch without torch.compile" in message
-    assert any("copies on streams of CUDA, and the device is xpu" in one for one in said(device=torch.device("xpu")))
-    assert ZeRO.why_no_swap in said(why_no_swap=ZeRO.why_no_swap)
+    [compiled_problem] = refusals()
+    assert (compiled_problem.where, compiled_problem.kind) == ("--blocks_to_swap", "conflict")
+    assert "dynamo_backend" in compiled_problem.message
+    [device_problem] = [problem for problem in refusals(device=torch.device("xpu")) if problem != compiled_problem]
+    assert device_problem.kind == "unsupported"
+    assert "xpu" in device_problem.message
+    expected = Problem("--blocks_to_swap", str(ZeRO.why_no_swap), "unsupported")
+    assert refusals(why_no_swap=ZeRO.why_no_swap) == [expected, compiled_problem]
     assert FSDP.why_no_swap is None
 
 
@@ -210,7 +216,7 @@ def test_what_the_estimate_says_of_auto(published: Callable[..., Any]) -> None:
     assert counted.plan.peaks == everything.peaks
     assert counted.plan.peak < found.plan.peak <= 16 * GIB / 1.15
     said = "\n".join(memory_lines(unknown, counted))
-    assert "--blocks_to_swap auto: no GPU is known, all 60 blocks count as swapped;" in said
+    assert re.search(r"--blocks_to_swap auto: .*\b60 blocks", said)
     assert f"--blocks_to_swap auto: {found.swapped} of 60 blocks" in memory_lines(known, found)
     assert as_json(known, found, read_gpu("16"), None)["blocks_to_swap"] == {
         "blocks": found.swapped,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused_options
 from torch import nn
 
 from finetrainers.config.errors import ConfigError
@@ -53,9 +54,10 @@ def test_offloading_in_validation_needs_whole_weights(
 def test_a_gpu_that_cannot_be_used_ends_the_run_before_it_begins(
     config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init_distributed, "device_problem", lambda: "the driver is too old")
-    with pytest.raises(ConfigError, match="GPU: the driver is too old"):
+    monkeypatch.setattr(init_distributed, "device_problem", lambda: "driver 470")
+    with refused_options(("GPU", "unavailable")) as caught:
         init_distributed.make_strategy(config())
+    assert "driver 470" in str(caught.value)
 
 
 def test_accelerates_switch_counts_where_there_is_a_gpu(
@@ -67,7 +69,7 @@ def test_accelerates_switch_counts_where_there_is_a_gpu(
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     assert trains_on_cpu()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ConfigError, match="ACCELERATE_USE_CPU: accelerate leaves DeepSpeed out"):
+    with pytest.raises(ConfigError, match=r"ACCELERATE_USE_CPU: .*DeepSpeed"):
         ZeRO(config(), ParallelSection(deepspeed=True))
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused_options
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.target import TargetDevice
+from finetrainers.memory.advice import OTHER_REMEDIES
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import RESERVE, with_reserve
 from finetrainers.methods.registry import method_spec
@@ -28,6 +30,9 @@ from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.plan.trainable import network_without_weights
 from finetrainers.rewards.clip_models import CLIPScore
 from finetrainers.utils.gpus import read_gpu
+
+#: Names of parts of a phase.
+NETWORKS, SCORING, DECODER = "networks of rewards", "activations of rewards", "the VAE's decoder and its backward"
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def test_reward_finetuning_has_rollouts(checked: Callable[..., ResolvedRun]) -> 
     assert plan.phases["rollout"]["the VAE at work"] > 0
     assert plan.unknown == ()
     absent = RunMemory(checked(family="hunyuan_video", **{**options, "reward": ["pickscore,path=a/b"]})).plan()
-    assert absent.unknown == ("networks of rewards",)
+    assert absent.unknown == (NETWORKS,)
 
 
 def test_processes_share(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +153,7 @@ def test_several_processes_are_advised_to_share_clips(
     memory, halves = RunMemory(checked(**small)), needed(2, **small)
     assert memory.advice(1.01 * halves) is not None
     assert memory.advice(0.9 * halves) is None
-    with pytest.raises(ConfigError, match="1x32x64, which has 2 latent tokens; use 1 or 2, or larger clips"):
+    with pytest.raises(ConfigError, match=r"--sp_size: .* 1x32x64,.* 2 .* 1 or 2,"):
         checked(**small, sp_size=3, sp_mode="ring")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert memory.advice(1.01 * halves) is None
@@ -207,13 +212,14 @@ def test_a_budget_chooses(checked: Callable[..., ResolvedRun], capsys: pytest.Ca
         return memory_plan.replace(run, config=config)
 
     assert within_budget(with_budget(2 * needed)).config.memory.activation_memory is None
-    assert "no option is changed" in capsys.readouterr().out
+    assert f" of {2 * needed:g} GiB " in capsys.readouterr().out
     advice = RunMemory(with_budget(0.8 * needed)).advice(0.8 * needed)
     assert advice is not None
     assert (1 + RESERVE) * advice.outcome.peak <= 0.8 * needed * GIB
     assert RunMemory(run, gpu_gib=0.8 * needed).plan(advice.config).peaks == pytest.approx(dict(advice.outcome.peaks))
-    with pytest.raises(ConfigError, match=r"smaller or shorter clips"):
+    with refused_options(("--memory_budget", "too_large")) as caught:
         within_budget(with_budget(1e-6))
+    assert all(remedy in str(caught.value) for remedy in OTHER_REMEDIES)
 
 
 def test_advice_that_would_be_refused_is_not_given(checked: Callable[..., ResolvedRun]) -> None:
@@ -242,7 +248,7 @@ def test_host_memory_decides_too(checked: Callable[..., ResolvedRun]) -> None:
     assert large.machine is not None
     assert large.machine.host == 0.75 * 64 * GIB
     assert small.machine == replace(large.machine, host=large.machine.host / 2)
-    assert "more host memory" in "\n".join(fit_lines(large.plan(), read_gpu("0.001"), None))
+    assert "--host 64GB" in "\n".join(fit_lines(large.plan(), read_gpu("0.001"), None))
 
 
 def test_the_network_is_built_once(
@@ -280,10 +286,10 @@ def test_another_expert_is_in_it(checked: Callable[..., ResolvedRun], monkeypatc
 def test_rewards_at_work(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"method": "grpo", "rollout_size": "17x128x128", "mixed_precision": "bf16", "reward": ["clipscore=1"]}
     plan = RunMemory(checked(family="hunyuan_video", **options)).plan()
-    scoring = plan.phases["reward"]["activations of rewards"]
+    scoring = plan.phases["reward"][SCORING]
     assert scoring == 8 * 4 * 16.6 * 257 * 1024 * 4
     together = RunMemory(checked(family="hunyuan_video", overlap_rewards=True, **options)).plan()
-    assert together.phases["rollout"]["activations of rewards"] == scoring
+    assert together.phases["rollout"][SCORING] == scoring
     assert together.peaks["rollout"] == pytest.approx(plan.peaks["rollout"] + scoring)
     small = {**options, "family": "hunyuan_video", "rollout_size": "17x64x64"}  # scoring takes most
     least = with_reserve(RunMemory(checked(reward_device="cpu", **small)).plan().peak) / GIB
@@ -291,9 +297,9 @@ def test_rewards_at_work(checked: Callable[..., ResolvedRun], monkeypatch: pytes
     assert advice is not None
     assert "--reward_device cpu" in [one.switch.flags for one in advice.switches]
     elsewhere = checked(family="hunyuan_video", overlap_rewards=True, reward_device="cuda:1", **options)
-    assert "activations of rewards" not in RunMemory(elsewhere).plan().phases["rollout"]
+    assert SCORING not in RunMemory(elsewhere).plan().phases["rollout"]
     monkeypatch.setattr(CLIPScore, "working_bytes", classmethod(lambda *args, **kwargs: None))
-    assert "activations of rewards" in RunMemory(checked(family="hunyuan_video", **options)).plan().unknown
+    assert SCORING in RunMemory(checked(family="hunyuan_video", **options)).plan().unknown
 
 
 def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., ResolvedRun]) -> None:
@@ -310,17 +316,17 @@ def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Res
     scores = graph + 2 * 4 * 3 * pixels * 4.0
     decoder = 2 * (4610 + 36) * pixels
     one_frame = plan(reward_frames=1).phases["reward"]
-    assert one_frame["activations of rewards"] == pytest.approx(scores)
-    assert "the VAE's decoder and its backward" not in one_frame  # its turn is when those are gone
+    assert one_frame[SCORING] == pytest.approx(scores)
+    assert DECODER not in one_frame  # its turn is when those are gone
     both = plan(reward_frames=1, reward=["clipscore=1", "aesthetic=1", "brightness=1"]).phases["reward"]
-    assert both["activations of rewards"] == pytest.approx(scores)  # one network after the other is recomputed
+    assert both[SCORING] == pytest.approx(scores)  # one network after the other is recomputed
     alone = plan(reward=["brightness"]).phases["reward"]
-    assert alone["the VAE's decoder and its backward"] == pytest.approx(decoder)
+    assert alone[DECODER] == pytest.approx(decoder)
     few = plan(reward=["brightness"], reward_frames=2).phases["reward"]
-    assert few["the VAE's decoder and its backward"] == pytest.approx(decoder * 5 / 17)
+    assert few[DECODER] == pytest.approx(decoder * 5 / 17)
     stored = plan(checkpoint_vae=False).phases["reward"]
-    assert stored["the VAE's decoder and its backward"] == pytest.approx(2 * 18100 * pixels)
-    assert stored["activations of rewards"] > scores / 2
+    assert stored[DECODER] == pytest.approx(2 * 18100 * pixels)
+    assert stored[SCORING] > scores / 2
     latents = 16 * 5 * 16 * 16 * 4.0
     assert alone["sampled trajectories"] == pytest.approx(4 * 2 * latents)
     deep = plan(reward=["brightness"], draft_k=3)
@@ -332,7 +338,8 @@ def test_reward_gradients_decode_with_a_backward_pass(checked: Callable[..., Res
 
 def test_compiling_is_left_out_and_said(checked: Callable[..., ResolvedRun]) -> None:
     memory = RunMemory(checked(compile="regional"))
-    assert "compiled blocks store less" in "\n".join(memory_lines(memory, memory.choose()))
+    lines = memory_lines(memory, memory.choose())
+    assert any(line.startswith("compiled blocks ") for line in lines)
 
 
 def test_a_run_records_its_plan(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:

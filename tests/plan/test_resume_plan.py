@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from itertools import takewhile
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused_options
 from safetensors.torch import load_file, save_file
 
-from finetrainers.config.errors import ConfigError
+from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import critical_options
 from finetrainers.methods.sft import SFT
@@ -22,6 +24,7 @@ from finetrainers.plan.preflight import preflight
 from finetrainers.plan.resume_plan import changed_options, changes
 from finetrainers.rundir.manifest import write_manifest
 from finetrainers.training.checkpoints.restore import check_restorable
+from finetrainers.utils.failures import Kind
 
 EMA = "ema.safetensors"
 
@@ -89,17 +92,15 @@ def test_each_part_by_itself(
 
     plain, order, printed = again()
     assert order == straight[2:]
-    assert printed == {
-        "weights": f"step 2 of {old}", "optimizer": "step 2", "learning rate schedule": "step 2", "data": "step 2",
-        "noise": "seed 42", "moving average": "step 2", "step": "step 2",
-    }  # fmt: skip
+    resumed = ("optimizer", "learning rate schedule", "data", "moving average", "step")
+    assert printed == {**dict.fromkeys(resumed, "step 2"), "weights": f"step 2 of {old}", "noise": "seed 42"}
     curve = plain.curve("loss", "lr")
     assert [entry[2] for entry in curve] == lr[2:]
 
     # The first loss comes from the weights, which no reset touches; what differs after it is the reset's doing.
     done, order, printed = again("data", lr=0.0)
     assert order == straight[:2]
-    assert printed["data"] == "from the beginning"
+    assert printed["data"].startswith("from ")
     assert "lr 0.01 -> 0.0" in printed["changed options"]
 
     done, order, printed = again("optimizer", optimizer="adamw")
@@ -108,7 +109,7 @@ def test_each_part_by_itself(
     assert done.curve("loss")[1] != plain.curve("loss")[1]
     steps = torch.load(done.root / "checkpoints" / "step-4" / "optimizer.pt", weights_only=True)["state"][0]["step"]
     assert steps == 2
-    assert printed["optimizer"] == "new, no moments"
+    assert printed["optimizer"].startswith("new, ")
 
     done, order, printed = again("scheduler")
     assert [entry[1] for entry in done.curve("lr")] == pytest.approx([1e-2, 5e-3])  # of a run of two steps
@@ -119,13 +120,13 @@ def test_each_part_by_itself(
     done, order, printed = again("rng", seed=7)
     assert order == straight[2:]  # the epoch that has begun keeps its order
     assert done.curve("loss")[0] != plain.curve("loss")[0]
-    assert printed["noise"] == "seed 7, as set now"
+    assert printed["noise"].startswith("seed 7, ")
 
     done, order, printed = again("ema", lr=0.0, weight_decay=0.0)
     average = load_file(done.root / "checkpoints" / "step-4" / EMA)
     assert all(torch.equal(average[name.replace("transformer.", "").replace(".weight", ".default.weight")], tensor)
                for name, tensor in weights.items())  # fmt: skip
-    assert printed["moving average"] == "from the weights of now"
+    assert printed["moving average"].startswith("from ")
     done, order, printed = again("ema", use_ema=False, output_dir=str(tmp_path / "let go"))
     assert printed["moving average"] == "let go"
     assert not (done.root / "checkpoints" / "step-4" / EMA).exists()
@@ -164,28 +165,32 @@ def test_what_a_reset_allows_and_what_has_no_effect(
 ) -> None:
     run(**options(clips=2, train_steps=2))
 
-    def refusal(**changes: Any) -> str:
+    def refusal(**changes: Any) -> Problem:
         with pytest.raises(ConfigError) as caught:
             preflight(load_config(**options(clips=changes.pop("clips", 2), **changes)))
-        return str(caught.value)
+        [problem] = caught.value.problems
+        return problem
 
+    def refused_reset(kind: Kind, *values: object, **changes: Any) -> str:
+        problem = refusal(resume_from_checkpoint="latest", **changes)
+        assert (problem.where, problem.kind) == ("--resume_from_checkpoint", kind)
+        assert all(str(value) in problem.message for value in values)
+        return problem.message
+
+    assert str(refusal(reset=["data"], output_dir=str(tmp_path / "n"))).startswith("--reset: data: ")
+    assert refusal(resume_from_checkpoint="auto", reset=["data"]).where == "--reset"
+    refused_reset("conflict", "--reset rng ", " 42,", reset=["rng"])
+    refused_reset("conflict", "--reset ema ", reset=["ema"])
+    refused_reset("occupied", "--reset step ", tmp_path / "run", reset=["step"])
+    other: dict[str, Any] = {"clips": 3, "seed": 3, "use_ema": True, "optimizer": "lion"}
+    message = refused_reset("mismatch", "--reset data ema optimizer rng ", **other, reset=["data", "rng"])
+    assert "seed" not in message
     latest = {"resume_from_checkpoint": "latest"}
-    assert "--reset: data: a new run has nothing to reset" in refusal(reset=["data"], output_dir=str(tmp_path / "n"))
-    assert "they would repeat the reset" in refusal(resume_from_checkpoint="auto", reset=["data"])
-    assert "--reset rng has no effect: the seed is still 42" in refusal(**latest, reset=["rng"])
-    assert "--reset ema has no effect" in refusal(**latest, reset=["ema"])
-    said = refusal(**latest, reset=["step"])
-    assert "holds checkpoints of the earlier count" in said
-    said = refusal(**latest, clips=3, seed=3, use_ema=True, optimizer="lion", reset=["data", "rng"])
-    assert "--reset data ema optimizer rng allows them" in said
-    assert "seed" not in said
-    checked = preflight(
-        load_config(**options(**latest, clips=3, seed=3, use_ema=True, optimizer="lion",
-                              reset=["data", "rng", "ema", "optimizer", "scheduler"]))
-    )  # fmt: skip
-    assert any("--reset scheduler has no effect with --lr_scheduler constant" in text for text in checked.warnings)
+    resets = ["data", "rng", "ema", "optimizer", "scheduler"]
+    checked = preflight(load_config(**options(**latest, **other, reset=resets)))
+    assert any(re.search("--reset scheduler .*--lr_scheduler constant", text) for text in checked.warnings)
     checked = preflight(load_config(**options(**latest, clips=2, train_steps=2)))
-    assert any("nothing is left to train" in text for text in checked.warnings)
+    assert any(re.search("step 2, .*--train_steps is 2", text) for text in checked.warnings)
 
 
 def test_more_steps_raise_the_rate_of_a_schedule_and_that_is_told(halfway: Callable[..., dict]) -> None:
@@ -213,13 +218,12 @@ def test_other_packages_and_other_batches_are_told(
     assert warnings(1) == ""
     assert warnings(3, gradient_accumulation_steps=1) == ""  # as many clips as before
     said = warnings(2)
-    assert "optimizer steps had 6 clips and have 12 from here on" in said
+    assert re.search(r"\b6 clips .* 12 ", said)
     assert "--batch_size 1 --gradient_accumulation_steps 3" in said
     assert "--batch_size 2 --gradient_accumulation_steps 1" in warnings(3)
-    assert "6 clips cannot be dealt out evenly to 4 processes" in warnings(4)
+    assert re.search(r"\b6 clips .* 4 processes", warnings(4))
     monkeypatch.setattr("finetrainers.plan.resume_plan.package_versions", lambda: {"torch": "9.9", "new": "1"})
-    assert "other packages, so numbers may differ: torch 2." in warnings(1)
-    assert "then, 9.9 now" in warnings(1)
+    assert re.search(r": torch 2\..* then, 9\.9 now", warnings(1))
 
 
 def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
@@ -229,23 +233,21 @@ def test_another_engines_optimizer_is_refused_and_ranks_must_agree(
     done = run(**options(train_steps=1))
     directory = done.root / "checkpoints" / "step-1"
     state = json.loads((directory / "state.json").read_text())
-    assert state["engine"] == "DDP, FSDP2 or one process"
+    assert state["engine"].startswith("DDP, ")
     (directory / "state.json").write_text(json.dumps({**state, "engine": "DeepSpeed ZeRO-2 (processes: 4)"}))
     (directory / "manifest.json").unlink()
     write_manifest(directory, facts={})
     more = {**options(train_steps=2), "resume_from_checkpoint": "latest"}
-    with pytest.raises(
-        ConfigError,
-        match=r"is that of DeepSpeed ZeRO-2 \(processes: 4\), and this run is DDP, FSDP2 or one .*reset opt",
-    ):
+    with refused_options(("--resume_from_checkpoint", "mismatch")) as caught:
         run(**more)
+    assert re.search(r"ZeRO-2 \(processes: 4\).* DDP.*--reset optimizer", str(caught.value))
     assert run(**more, reset=["optimizer"]).state.step == 2
     events = [event for event in done.events if event["event"] == "origin"]
-    assert [(event["step"], event["optimizer"]) for event in events] == [(1, "new, no moments")]
+    assert [(event["step"], event["optimizer"][:3]) for event in events] == [(1, "new")]
 
     start = preflight(load_config(**more)).start
     other = SimpleNamespace(rank=1, broadcast_object=lambda value: "elsewhere", raise_if_any_failed=raise_error)
-    with pytest.raises(RuntimeError, match=r"rank 1 would start from .*, rank 0 from elsewhere"):
+    with pytest.raises(RuntimeError, match=r"rank 1 .* rank 0 .*elsewhere"):
         check_restorable(start, other)
 
 
@@ -273,13 +275,15 @@ def test_encoders_that_have_changed_are_named(
     preflight(load_config(**values))
     (weights,) = (path.name for path in (model / "vae").glob("*.safetensors"))
     change("vae", weights)
-    with pytest.raises(ConfigError, match=r"vae: the VAE is not that of then .*\(--reset data\)") as refusal:
+    with refused_options(("--resume_from_checkpoint", "mismatch")) as refusal:
         preflight(load_config(**values))
+    assert re.search(r"vae: .*--vae_id\) \(--reset data\)", str(refusal.value))
     assert "text_encoders" not in str(refusal.value)
     settings = json.loads((model / "text_encoder" / "config.json").read_text())
     (model / "text_encoder" / "config.json").write_text(json.dumps({**settings, "layer_norm_epsilon": 1e-3}))
-    with pytest.raises(ConfigError, match=r"text_encoders: the text encoders or tokenizers are not those of then"):
+    with refused_options(("--resume_from_checkpoint", "mismatch")) as refusal:
         preflight(load_config(**values))
+    assert re.search(r"text_encoders: .*--tokenizer_id\)", str(refusal.value))
     preflight(load_config(**values, reset=["data"]))
     # A checkpoint that is older than the fact, and a model that is moved.
     state_file = tmp_path / "run" / "checkpoints" / "step-1" / "state.json"

@@ -11,6 +11,7 @@ import torch
 import yaml
 from diffusers import LTXPipeline
 from PIL import Image
+from safetensors.torch import load_file
 
 from finetrainers.cli.main import main
 from finetrainers.config.errors import ConfigError
@@ -19,7 +20,9 @@ from finetrainers.config.prompts import ValidationPrompt
 from finetrainers.plan.preflight import preflight
 from finetrainers.results import export as module
 from finetrainers.results.card_facts import write_grid
+from finetrainers.results.export_formats import export_formats, find_source
 from finetrainers.training.callbacks.samples import write_sample
+from finetrainers.utils.phases import label
 from finetrainers.utils.video import write_mp4
 
 
@@ -102,14 +105,13 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
     assert "<Gallery />" in card
     assert "![a fox: at night](samples/00-a-fox-at-night-0.png)" in card
     assert "| 9x64x96 | 3 |" in card
-    assert "| training steps took | 2 min on 2 x CPU |" in card
-    assert (
-        "| peak memory of a training step | 12.35 GiB allocated, 13.50 GiB reserved on the GPU; "
-        "3.00 GiB of host memory, per process |" in card
+    assert " took | 2 min on 2 x CPU |" in card
+    assert re.search(
+        r"\| peak memory .* \| 12\.35 GiB .*, 13\.50 GiB .* GPU; 3\.00 GiB .* host .*, per process \|", card
     )
-    assert "memory before training" not in card
-    assert "| samples | 50 denoising steps, the pipeline's own guidance, seed 42, 25 fps |" in card
-    assert "| measured on held-out clips | step 0 | step 12 | best |\n|---|---|---|---|\n" in card
+    assert label("memory_before_training") not in card
+    assert re.search(r"\| samples \| 50 .* steps, .* guidance, seed 42, 25 fps \|", card)
+    assert " clips | step 0 | step 12 | best |\n|---|---|---|---|\n" in card
     assert "|\n| `eval_loss` | 0.5 | 0.25 | 0.125 (step 5) |\n" in card
     assert (
         "\n\n| phase | GPU, allocated | GPU, reserved | host |\n|---|---|---|---|\n"
@@ -119,13 +121,13 @@ def test_card_names_base_model_prompts_samples_and_changed_settings_only(tmp_pat
         "\n\n| base model | [owner/base](https://huggingface.co/owner/base) |\n|---|---|\n| strength | 1.0 is as"
         in card
     )
-    assert "less weakens it (LoRA of rank 8, alpha 64) |\n| trained at | 9x64x96 (frames x height x width) |\n" in card
-    assert "| license of the base model | unknown: the base model's own page tells |\n\n" in card
+    assert " (LoRA of rank 8, alpha 64) |\n| trained at | 9x64x96 (frames x height x width) |\n" in card
+    assert re.search(r"\| license .* \| unknown: .* \|\n\n", card)
     assert "finetrainers export . --format comfyui" in card
     assert "finetrainers train --config config.toml --output_dir repeated" in card
     assert "grid.jpg" not in card  # there is none
     assert "12 steps on 3 clips" in card.replace("\n", " ")
-    assert "Put `MY` before your prompt" in card
+    assert " `MY` before your prompt" in card
     assert "secret-token" not in card
     assert "/private/clips" not in card
 
@@ -147,8 +149,8 @@ def test_the_license_is_the_base_models(tmp_path, card, expected):
     state, checked = finished(tmp_path, pretrained=str(base))
     text = module.model_card(state, checked)
     header = yaml.safe_load(text.split("---")[1])
-    said = "[ltxv](https://x.y)" if expected else "unknown: the base model's own page tells"
-    assert f"| license of the base model | {said} |" in text
+    license_pattern = r"\[ltxv\]\(https://x\.y\)" if expected else "unknown: .*"
+    assert re.search(rf"\| license .* \| {license_pattern} \|", text)
     assert {name: header.get(name) for name in header if name.startswith("license")} == expected
     assert "base_model" not in header
     assert header["library_name"] == "diffusers"
@@ -231,6 +233,20 @@ def test_comfyui_is_named_only_where_it_reads_the_result(tmp_path, options):
     assert "DoRA of rank 8" in card or "LoRA of rank 8" in card
 
 
+def test_a_checkpoint_of_full_finetuning_is_exported_as_its_average(options, run, tmp_path):
+    root = run(
+        **options(training_type="full-finetune", use_ema=True, ema_decay=0.5, train_steps=2, checkpointing_steps=2)
+    ).root
+    checkpoint = root / "checkpoints" / "step-2"
+    averages = load_file(checkpoint / "ema.safetensors")
+    for use_ema in (True, False):
+        source = find_source(str(checkpoint), options={}, use_ema=use_ema)
+        [exported] = export_formats(source, ["diffusers"], tmp_path / str(use_ema), dtype="fp32")
+        [file] = exported.path.glob("*.safetensors")
+        written = load_file(file)
+        assert all(torch.equal(written[name], average) for name, average in averages.items()) == use_ema
+
+
 def test_push_uploads_results_and_nothing_else(tmp_path, monkeypatch):
     calls = {}
 
@@ -258,8 +274,6 @@ def test_formats_that_cannot_be_written_are_refused_before_training(options):
             preflight(load_config(**options(**changes)))
         return str(caught.value)
 
-    assert "--export_formats: comfyui: ComfyUI divides DoRA's magnitudes" in refusal(
-        use_dora=True, export_formats=["comfyui"]
-    )
-    said = refusal(training_type="full-finetune", export_formats=["peft", "diffusers"])
-    assert "--export_formats: peft: it holds a LoRA, and these are all weights; use diffusers or comfyui" in said
+    assert re.search("--export_formats: comfyui: .* DoRA", refusal(use_dora=True, export_formats=["comfyui"]))
+    message = refusal(training_type="full-finetune", export_formats=["peft", "diffusers"])
+    assert re.search("--export_formats: peft: .* LoRA.* weights; .* comfyui$", message)

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from PIL import Image
+from refusals import refused
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -146,11 +147,11 @@ def test_the_question_as_the_network_reads_it(reward: HPSv3) -> None:
 
 
 def test_what_is_refused(published: Published, reward: HPSv3, videos: Tensor, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a prompt must not contain it"):
+    with refused("invalid", f"{MARK} occurs 2"):
         reward.score(videos[:1], [f"a dog {MARK}"], fps=8)
-    with pytest.raises(ValueError, match="holds none of: HPSv3"):
+    with refused("not_found", tmp_path, "HPSv3.safetensors"):
         HPSv3(path=str(tmp_path), base=str(published.base), device="cpu")
     save_file({"rm_head.weight": torch.zeros(3, 32)}, tmp_path / "HPSv3.safetensors")
-    with pytest.raises(ValueError, match="Missing key"):
+    with refused("mismatch", tmp_path / "HPSv3.safetensors", "Missing key"):
         HPSv3(path=str(tmp_path), base=str(published.base), device="cpu")
     assert reward_problems(RewardEntry(**parse_reward("hpsv3=0.5,path=some/x,base=some/y,frames=2"))) == []

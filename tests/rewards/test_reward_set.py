@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import av
 import pytest
 import torch
 from pydantic import TypeAdapter
+from refusals import refused
 from torch import Tensor
 
 from finetrainers.config.rewards import Reward as Entry
@@ -22,6 +24,7 @@ from finetrainers.rewards.movement import Motion
 from finetrainers.rewards.pixels import Brightness, Color
 from finetrainers.rewards.registry import register_reward
 from finetrainers.rewards.reward_set import RewardError, RewardSet
+from finetrainers.utils.failures import Kind
 
 CALLS: list[tuple[str, int]] = []
 
@@ -163,17 +166,17 @@ def test_rewards_are_scored_only_when_due() -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
+    ("text", "kind", "values"),
     [
-        (["two"], "two gives several numbers; name one: two.mean, two.range"),
-        (["two.median"], "two gives no 'median'; did you mean 'mean'"),
-        (["brightnes"], "unknown reward 'brightnes'; did you mean 'brightness'"),
-        (["two.mean,size=3"], "takes no option 'size'"),
+        ("two", "required", ["two.mean, two.range"]),
+        ("two.median", "unknown", ["'median'", "'mean'"]),
+        ("brightnes", "unknown", ["'brightnes'", "'brightness'"]),
+        ("two.mean,size=3", "unknown", ["'size'"]),
     ],
 )
-def test_wrong_entries_are_refused(texts: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        panel(*texts)
+def test_wrong_entries_are_refused(text: str, kind: Kind, values: list[str]) -> None:
+    with refused(kind, *values):
+        panel(text)
 
 
 # ---- each clip for itself ------------------------------------------------------------------------------------------
@@ -216,29 +219,29 @@ def changed(value: float, *, clip: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("videos", "message"),
+    ("videos", "kind", "values"),
     [
-        (changed(1.001), r"clip 12, prompt 'a red thing 2': values .* to 1.001 are not in \[0, 1\]; clamp"),
-        (changed(-0.5), r"clip 12, .*: values -0.5 to .* clamp decoded clips"),
-        (changed(math.nan, clip=5), r"clip 15, prompt 'a red thing 5': values nan to nan .* has diverged"),
-        (changed(math.inf), "to inf are not in .* has diverged"),
-        (clips()[0], r"must be \[B, T, 3, H, W\], got \[4, 3, 24, 32\]"),
-        (clips().transpose(1, 2), r"got \[6, 3, 4, 24, 32\]; the channels come third"),
-        (clips().permute(0, 1, 3, 4, 2), r"got \[6, 4, 24, 32, 3\]; the channels come third"),
-        (clips()[:, :0], r"got \[6, 0, 3, 24, 32\]"),
-        ((clips() * 255).to(torch.uint8), "floating point in .*, got torch.uint8"),
-        (clips(5), "5 clips to be scored, but 6 prompts"),
+        (changed(1.001), "invalid", ["clip 12", "'a red thing 2'", "to 1.001 ", "[0, 1]", "clamp"]),
+        (changed(-0.5), "invalid", ["clip 12", "-0.5 to ", "clamp"]),
+        (changed(math.nan, clip=5), "invalid", ["clip 15", "'a red thing 5'", "nan to nan", "diverged"]),
+        (changed(math.inf), "invalid", ["to inf", "diverged"]),
+        (clips()[0], "invalid", ["[B, T, 3, H, W]", "[4, 3, 24, 32]"]),
+        (clips().transpose(1, 2), "invalid", ["[6, 3, 4, 24, 32];", "third"]),
+        (clips().permute(0, 1, 3, 4, 2), "invalid", ["[6, 4, 24, 32, 3];", "third"]),
+        (clips()[:, :0], "invalid", ["[6, 0, 3, 24, 32]"]),
+        ((clips() * 255).to(torch.uint8), "invalid", ["torch.uint8"]),
+        (clips(5), "mismatch", ["5 clips", "6 prompts"]),
     ],
 )
-def test_clips_of_another_form_are_refused(videos: Tensor, message: str) -> None:
+def test_clips_of_another_form_are_refused(videos: Tensor, kind: Kind, values: list[str]) -> None:
     """Also where failing rewards are masked: this is no failure of a reward."""
-    with pytest.raises(ValueError, match=message):
+    with refused(kind, *values):
         panel("brightness", on_error="mask").score(videos, words(), fps=8.0, first_clip=10)
 
 
 @pytest.mark.parametrize("fps", [0.0, -1.0, math.nan, math.inf])
 def test_a_frame_rate_is_needed(fps: float) -> None:
-    with pytest.raises(ValueError, match="frame rate above 0"):
+    with refused("invalid", f"fps={fps}"):
         panel("brightness").score(clips(), words(), fps=fps)
 
 
@@ -251,9 +254,8 @@ def test_an_exception_names_reward_clip_and_prompt_and_saves_the_clip(tmp_path: 
     with pytest.raises(RewardError) as caught:
         made.score(clips(), words(c2="please explode", c5="explode"), fps=8.0, rollout=7, first_clip=30)
     path = tmp_path / "failures" / "rollout-000007-clip-0032-two.mp4"
-    assert str(caught.value) == (
-        f"reward two failed on clip 32 of rollout 7, prompt 'please explode': KeyError: 'boom 0' (the clip is {path})"
-    )
+    for value in ("reward two", "clip 32", "rollout 7", "'please explode'", "KeyError: 'boom 0'", path):
+        assert str(value) in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -265,7 +267,7 @@ def test_an_exception_names_reward_clip_and_prompt_and_saves_the_clip(tmp_path: 
 
 @pytest.mark.parametrize("word", ["nan", "inf"])
 def test_a_score_that_is_not_finite_names_the_head(word: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=rf"two gave {word} as 'range' of clip 3 of rollout 0, prompt '{word}'"):
+    with pytest.raises(RewardError, match=rf"two .*{word} .*'range' .*clip 3 .*rollout 0, .*'{word}'"):
         panel("two.mean", "two.range", failures=tmp_path).score(clips(), words(c3=word), fps=8.0)
     assert (tmp_path / "rollout-000000-clip-0003-two.mp4").is_file()
     found = panel("two.mean").score(clips(), words(c3=word), fps=8.0)
@@ -275,19 +277,19 @@ def test_a_score_that_is_not_finite_names_the_head(word: str, tmp_path: Path) ->
 def test_without_a_folder_no_clip_is_saved() -> None:
     with pytest.raises(RewardError) as caught:
         panel("two.mean").score(clips(), words(c0="explode"), fps=8.0)
-    assert "the clip is" not in str(caught.value)
+    assert ".mp4" not in str(caught.value)
 
 
 def test_a_clip_that_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RewardError, match=r"KeyError: 'boom 0' \(saving the clip failed: (FileExists|NotADirectory)"):
+    with pytest.raises(RewardError, match=r"KeyError: 'boom 0' .*(FileExists|NotADirectory)"):
         panel("two.mean", failures=tmp_path / "file").score(clips(), words(c0="explode"), fps=8.0)
 
 
 def test_a_server_that_is_gone_is_not_asked_for_every_clip(tmp_path: Path) -> None:
     made = panel("two.mean", failures=tmp_path)
     CALLS.clear()
-    with pytest.raises(RewardError, match="two failed on clips 0 to 3 of rollout 0: ConnectionError: nobody"):
+    with pytest.raises(RewardError, match=r"two .*clips 0 to 3 .*rollout 0: ConnectionError: nobody"):
         made.score(clips(), words(c3="offline"), fps=8.0)
     assert CALLS == [("two", 4)]
     assert not list(tmp_path.iterdir())
@@ -305,9 +307,13 @@ def test_masked_failures_are_counted_and_warned_of(caplog: pytest.LogCaptureFixt
             assert scores.isnan().nonzero().flatten().tolist() == lost
             assert torch.equal(scores[~scores.isnan()], intact[~scores.isnan()])
     assert found.failed.tolist() == [index in (1, 4, 6, 7) for index in range(8)]
-    assert "reward two failed on clip 9 of rollout 2, prompt 'explode': KeyError: 'boom 0'" in caplog.text
-    assert "reward two.range: 4 clips of 8 in rollout 2 left without a score, the first being clip 9" in caplog.text
-    assert "reward two.mean: 2 clips of 8" in caplog.text
+    expected = [
+        ["reward two ", "clip 9 ", "rollout 2", "'explode'", "KeyError: 'boom 0'"],
+        ["reward two.range: ", "4 clips of 8 ", "rollout 2", "clip 9 "],
+        ["reward two.mean: ", "2 clips of 8 "],
+    ]
+    for values in expected:
+        assert any(all(value in message for value in values) for message in caplog.messages), values
     assert not list(tmp_path.iterdir())
 
 
@@ -323,9 +329,7 @@ def test_a_batch_that_fails_where_no_clip_does_is_scored_one_by_one(caplog: pyte
     assert torch.equal(
         found.heads["two.mean"].raw, panel("two.mean").score(clips(), words(), fps=8.0).heads["two.mean"].raw
     )
-    assert (
-        "two failed on clips 0 to 3 of rollout 0 together, trying one by one: ValueError: one at a time" in caplog.text
-    )
+    assert re.search("two .*clips 0 to 3 .*rollout 0 .*ValueError: one at a time", caplog.text)
 
 
 def test_an_offline_server_masks_its_batch() -> None:
@@ -334,24 +338,26 @@ def test_an_offline_server_masks_its_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "value"),
     [
-        ({"score": torch.zeros(6, 1)}, r"gave a tensor \[6, 1\] as 'score' of 6 clips; wanted a tensor \[6\]"),
-        ({"score": torch.tensor(1.0)}, r"gave a tensor \[\] as 'score'"),
-        ({"score": [0.0] * 6}, "gave list as 'score'"),
-        ({"scores": torch.zeros(6)}, r"gave no 'score' but \['scores'\]"),
-        (torch.zeros(6), "gave no 'score' but Tensor"),
-        (None, "gave no 'score' but NoneType"),
-        ({"score": torch.zeros(6, dtype=torch.complex64)}, "one number a clip"),
+        ({"score": torch.zeros(6, 1)}, "tensor [6, 1]"),
+        ({"score": torch.tensor(1.0)}, "tensor []"),
+        ({"score": [0.0] * 6}, " list "),
+        ({"scores": torch.zeros(6)}, "['scores']"),
+        (torch.zeros(6), " Tensor "),
+        (None, " NoneType "),
+        ({"score": torch.zeros(6, dtype=torch.complex64)}, "a tensor [6] as "),
     ],
 )
 @pytest.mark.parametrize("on_error", ["raise", "mask"])
 def test_what_is_no_score_is_never_masked(
-    answer: object, message: str, on_error: str, monkeypatch: pytest.MonkeyPatch
+    answer: object, value: str, on_error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Answers, "answer", answer)
-    with pytest.raises(RewardError, match=f"reward answers {message}" if message.startswith("gave") else message):
+    with pytest.raises(RewardError) as caught:
         panel("answers", on_error=on_error).score(clips(), words(), fps=8.0)
+    for part in ("reward answers ", "'score'", "6 clips", value):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.bool])
@@ -362,7 +368,7 @@ def test_scores_of_any_real_type_are_numbers(dtype: torch.dtype, monkeypatch: py
 
 def test_a_reward_may_not_change_the_clips() -> None:
     """Those after it would score others."""
-    with pytest.raises(RewardError, match="greedy changed the clips"):
+    with pytest.raises(RewardError, match="greedy changed"):
         panel("greedy", "brightness", on_error="mask").score(clips(), words(), fps=8.0)
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 import safetensors.torch
 import torch
+from refusals import refused
 from torch import Tensor
 
 from finetrainers.config.rewards import RewardEntry
@@ -147,13 +148,12 @@ def test_images_that_clips_start_from_reach_rewards_that_ask() -> None:
             panel = RewardSet([RewardEntry(name=name, batch_size=2)])
             found = panel.score(videos, [""] * 3, fps=8, images=images).heads[name].raw
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-            with pytest.raises(RewardError, match="needs the image that clips start from"):
+            with pytest.raises(RewardError, match="image"):
                 panel.score(videos, [""] * 3, fps=8)
-        assert (lambda s, e: (s, e[:10]))(*post(url, Request(*_bytes(videos), images=images).pack())) == (
-            400,
-            "images are",
-        )
-        assert post(url, Request(*_bytes(videos)).pack())[1].endswith("needs the images that clips start from")
+        status, error = post(url, Request(*_bytes(videos), images=images).pack())
+        assert (status, "images" in error, "torch.float32 [3, 3, 4, 6]" in error) == (400, True, True)
+        status, error = post(url, Request(*_bytes(videos)).pack())
+        assert (status, "images" in error) == (422, True)
     plain = RewardSet([RewardEntry(name="brightness")])
     assert plain.score(videos, [""] * 3, fps=8, images=images).heads["brightness"].raw.isfinite().all()
     assert [image_use(RewardEntry(name=name)) for name in (entry.reward, "brightness", "nobody")] == [
@@ -251,21 +251,21 @@ def test_an_address_alone_contacts_nobody(url: str, monkeypatch: pytest.MonkeyPa
     "url", ["http://", "http://:80", "http://a:b", "http://a:99999", "http://a/?x=1", "http://u:p@a", "ftp://a", "a:80"]
 )
 def test_other_addresses_are_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is no address of a reward server"):
+    with refused("invalid", repr(url)):
         ServedReward.at(url)
 
 
 @pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"pause": -1.0}, {"timeout": math.nan}])
 def test_options_out_of_range_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+    with refused("invalid", *(f"{name}={value}" for name, value in options.items())):
         ServedReward.at("http://127.0.0.1:9")(**options)
 
 
 def test_one_of_several_heads_must_be_named() -> None:
     with serving(Talkative()) as url:
-        with pytest.raises(ValueError, match=f"gives several numbers; name one: {url}#light, {url}#length"):
+        with refused("required", f"{url}#light, {url}#length"):
             ServedReward.at(url)()
-        with pytest.raises(ValueError, match="gives no 'width'; name one"):
+        with refused("unknown", "'width'", f"{url}#light, {url}#length"):
             ServedReward.at(f"{url}#width")()
 
 
@@ -288,15 +288,15 @@ def test_the_clients_error_is_the_servers_message() -> None:
     reward = Talkative()
     with serving(reward) as url:
         served = ServedReward.at(f"{url}#light")(retries=5, pause=0.0)
-        with pytest.raises(ValueError, match=r"the prompt 'forbidden' is refused \(status 422\)"):
+        with refused("unavailable", url, "'forbidden'", 422):
             served.score(clips(1), ["forbidden"], fps=8.0)
-        with pytest.raises(RuntimeError, match=r"KeyError: 'nothing here' \(status 500\)"):
+        with pytest.raises(RuntimeError, match=r"KeyError: 'nothing here' .*500"):
             served.score(clips(1), ["broken"], fps=8.0)
-        with pytest.raises(ValueError, match="2 videos, but 1 prompts"):
+        with refused("unavailable", "2 videos", "1 prompt", 400):
             served.score(clips(2), ["one"], fps=8.0)
         assert float(served.score(clips(1), ["fine"], fps=8.0)["score"]) > 0
     assert reward.sizes == [1, 1, 1]  # not tried again, and the server goes on
-    with serving(Lame()) as url, pytest.raises(RuntimeError, match=r"no 'score' of shape \[1\]"):
+    with serving(Lame()) as url, pytest.raises(RuntimeError, match=r"'score' .*\[1\]"):
         ServedReward.at(url)().score(clips(1), [""], fps=8.0)
 
 
@@ -306,45 +306,43 @@ def request(videos: Tensor | None = None, **metadata: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "value"),
     [
-        (b"", "no safetensors file"),
-        (b"\xff" * 64, "no safetensors file"),
-        (request()[:-1], "no safetensors file"),
-        (safetensors.torch.save({"videos": torch.zeros(1)}), "the metadata 'prompts' and 'fps'"),
-        (
-            safetensors.torch.save({"clips": torch.zeros(1)}, metadata={"prompts": "[]", "fps": "8"}),
-            "wanted: the tensor",
-        ),
+        (b"", "safetensors"),
+        (b"\xff" * 64, "safetensors"),
+        (request()[:-1], "safetensors"),
+        (safetensors.torch.save({"videos": torch.zeros(1)}), "'prompts'"),
+        (safetensors.torch.save({"clips": torch.zeros(1)}, metadata={"prompts": "[]", "fps": "8"}), "'videos'"),
         (request(torch.zeros(1, 2, 4, 4, 3)), r"torch.float32 [1, 2, 4, 4, 3]; wanted: uint8 [B, T, H, W, 3]"),
         (request(torch.zeros(1, 2, 3, 4, 4, dtype=torch.uint8)), "[1, 2, 3, 4, 4]; wanted"),
         (request(torch.zeros(0, 2, 4, 4, 3, dtype=torch.uint8), prompts="[]"), "[0, 2, 4, 4, 3]; wanted"),
-        (request(prompts="a"), "no JSON list of texts"),
-        (request(prompts="[1]"), "no JSON list of texts"),
+        (request(prompts="a"), "JSON"),
+        (request(prompts="[1]"), "JSON"),
         (request(prompts="[]"), "1 videos, but 0 prompts"),
-        (request(fps="0"), "fps is 0"),
-        (request(fps="NaN"), "fps is NaN"),
-        (request(fps="fast"), "fps is fast"),
-        (request(fps="9" * 400), "fps is 99999999999999999999... (400 characters); wanted: a positive number"),
-        (request(fps="9" * 5000), "fps is 9"),
-        (request(fps="true"), "fps is true"),
-        (request(prompts="[" * 100_000), "no JSON list of texts"),
-        (request(prompts='["' + "[" * 100_000 + '"]', fps="{" * 100_000), "fps is {"),
+        (request(fps="0"), " 0;"),
+        (request(fps="NaN"), " NaN;"),
+        (request(fps="fast"), " fast;"),
+        (request(fps="9" * 400), " 99999999999999999999... (400 characters);"),
+        (request(fps="9" * 5000), " 9999"),
+        (request(fps="true"), " true;"),
+        (request(prompts="[" * 100_000), "JSON"),
+        (request(prompts='["' + "[" * 100_000 + '"]', fps="{" * 100_000), " {{{"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
+def test_malformed_bodies_are_refused(body: bytes, value: str) -> None:
     with serving(Brightness()) as url:
         status, error = post(url, body)
     assert status == 400
-    assert said in error
+    assert value in error
 
 
 def test_other_requests_are_refused_in_json() -> None:
     with serving(Brightness()) as url:
         assert post(url, b"", headers={})[0] == 411
         assert post(url, b"", headers={"Content-Length": "-1"})[0] == 411
-        assert post(url, b"xx", path="/other") == (404, "there is no /other to post to; clips go to /score")
+        status, error = post(url, b"xx", path="/other")
+        assert (status, "/other" in error, "/score" in error) == (404, True, True)
         connection = HTTPConnection(urlsplit(url).netloc, timeout=10)
         for method, path, status in (("GET", "/score", 404), ("PUT", "/score", 501), ("DELETE", "/", 501)):
             connection.request(method, path)
@@ -357,10 +355,8 @@ def test_other_requests_are_refused_in_json() -> None:
 def test_odd_lengths_are_refused(length: str) -> None:
     with serving(Brightness()) as url:
         status, error = post(url, b"", headers={"Content-Length": length.encode("latin-1")})
-    assert (status, error) in (
-        (411, "the request must say the length of its body"),
-        (413, f"the body has a length of {len(length)} digits, the limit is 1073741824 bytes"),
-    )
+    if status != 411:
+        assert (status, f" {len(length)} digits" in error, "1073741824" in error) == (413, True, True)
 
 
 def test_more_clips_than_allowed_are_refused_by_both_ends() -> None:
@@ -368,10 +364,11 @@ def test_more_clips_than_allowed_are_refused_by_both_ends() -> None:
     reward = Talkative()
     with serving(reward, max_clips=3) as url:
         served = ServedReward.at(f"{url}#light")()
-        with pytest.raises(ValueError, match=r"4 clips, and http.* takes 3 at once; lower this reward's batch_size"):
+        with refused("too_large", "4 clips", url, " 3 ", "batch_size"):
             served.score(torch.zeros(4, 1, 3, 1, 1), [""] * 4, fps=8.0)
         body = request(torch.zeros(4, 1, 1, 1, 3, dtype=torch.uint8), prompts='["", "", "", ""]')
-        assert post(url, body) == (413, "4 clips, the limit is 3; send fewer at once")
+        status, error = post(url, body)
+        assert (status, "4 clips" in error, " 3;" in error) == (413, True, True)
         assert served.score(torch.zeros(3, 1, 3, 1, 1), [""] * 3, fps=8.0)["score"].shape == (3,)
     assert reward.sizes == [2, 1]
 
@@ -379,15 +376,14 @@ def test_more_clips_than_allowed_are_refused_by_both_ends() -> None:
 def test_a_token_is_wanted_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with serving(Brightness(), token="s3cret") as url:
-        with pytest.raises(
-            ValueError, match=r"this server wants a token; set FINETRAINERS_REWARD_TOKEN \(status 401\)"
-        ):
+        with refused("unavailable", url, TOKEN_VARIABLE, 401) as missing:
             ServedReward.at(url)()
         assert post(url, request())[0] == 401
         assert post(url, request(), headers={"Authorization": "Bearer S3CRET"})[0] == 401
         monkeypatch.setenv(TOKEN_VARIABLE, "other")
-        with pytest.raises(ValueError, match="the token is not this server's"):
+        with refused("unavailable", url, TOKEN_VARIABLE, 401) as wrong:
             ServedReward.at(url)()
+        assert str(wrong.value) != str(missing.value)
         monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
         assert float(ServedReward.at(url)().score(clips(1), [""], fps=8.0)["score"]) > 0
 
@@ -423,7 +419,7 @@ def test_connections_that_trickle_do_not_keep_others_out(monkeypatch: pytest.Mon
         try:
             served = ServedReward.at(url)(timeout=10, retries=0)
             assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
-            assert all(b"the body came too slowly" in received(raw) for raw in slow[1:])
+            assert all(b" 408 " in received(raw) for raw in slow[1:])
             assert received(slow[0]) == b""  # not even its headers ended
         finally:
             stop.set()
@@ -459,7 +455,7 @@ def test_nothing_of_a_request_reaches_the_terminal_raw(caplog: pytest.LogCapture
         post(url, request(prompts=evil))
         with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
             raw.sendall(b"POST /\x1b[31m HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
-            assert b"there is no /\\\\x1b[31m to post to" in raw.makefile("rb").read()
+            assert b" /\\\\x1b[31m " in raw.makefile("rb").read()
         with socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
             raw.sendall(b"\x1b[31m nonsense\r\n\r\n")
             raw.makefile("rb").read()
@@ -473,21 +469,21 @@ def test_a_body_that_ends_early_is_refused() -> None:
     with serving(Brightness()) as url, socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=10) as raw:
         raw.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc")
         raw.shutdown(socket.SHUT_WR)
-        assert b"the body ends after 3 of 100 bytes" in raw.makefile("rb").read()
+        answered = raw.makefile("rb").read()
+        assert b" 400 " in answered
+        assert b" 3 of 100 " in answered
 
 
 def test_too_large_requests_are_refused_by_both_ends() -> None:
     reward = Talkative()
     with serving(reward, max_bytes=1000) as url:
-        with pytest.raises(
-            ValueError, match=r"3 clips are \d+ bytes, and http.* takes 1000 at once; lower .* batch_size"
-        ):
+        with refused("too_large", "3 clips", " bytes", url, " 1000 ", "batch_size"):
             ServedReward.at(f"{url}#light")().score(torch.zeros(3, 9, 3, 8, 8), [""] * 3, fps=8.0)
         assert post(url, b"\0" * 1000)[0] == 400
     # More than the network buffers: it must be read for the answer to arrive.
     with serving(reward, max_bytes=2**22) as url:
         status, error = post(url, b"\0" * 2**24)
-    assert (status, error) == (413, "the body has 16777216 bytes, the limit is 4194304; send fewer clips at once")
+    assert (status, "16777216" in error, "4194304" in error) == (413, True, True)
     assert reward.sizes == []
 
 
@@ -522,10 +518,10 @@ def test_there_is_an_end_to_retries() -> None:
         answer(handler, 503, {"error": "loading"})
 
     with acting(busy) as (url, times):
-        with pytest.raises(ConnectionError, match=r"loading \(status 503\), after 3 tries"):
+        with pytest.raises(ConnectionError, match=r"loading .*503.* 3 tries"):
             ServedReward.at(url)(retries=2, pause=0.0)
         assert len(times) == 3
-    with pytest.raises(ConnectionError, match=r"no connection: .* after 1 tries"):
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1.* 1 tries"):
         ServedReward.at(url)(retries=0)
 
 
@@ -554,7 +550,7 @@ def test_other_errors_are_final(status: int) -> None:
 
     with acting(act) as (url, times):
         served = ServedReward.at(url)(retries=5, pause=0.0)
-        with pytest.raises(ValueError if status < 500 else RuntimeError, match=rf"no and no \(status {status}\)"):
+        with pytest.raises(ValueError if status < 500 else RuntimeError, match=rf"and no .*{status}"):
             served.score(clips(1), [""], fps=8.0)
     assert len(times) == 2
 
@@ -571,26 +567,18 @@ def test_a_slow_server_is_not_asked_twice() -> None:
     with acting(act) as (url, times):
         served = ServedReward.at(url)(timeout=0.2, retries=5, pause=0.0)
         start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"did not answer in 0.2 s; give it a longer timeout"):
+        with pytest.raises(TimeoutError, match=r" 0\.2 s; .*timeout"):
             served.score(clips(1), [""], fps=8.0)
         assert time.monotonic() - start < 5
         done.set()
     assert len(times) == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"<html>", "is no reward server of protocol 1"),
-        ([1], "is no reward server of protocol 1"),
-        ({**DESCRIPTION, "protocol": 2}, "is no reward server of protocol 1"),
-        ({**DESCRIPTION, "heads": {}}, "is no reward server of protocol 1"),
-    ],
-)
-def test_other_servers_are_told_apart(content: Any, said: str) -> None:
+@pytest.mark.parametrize("content", [b"<html>", [1], {**DESCRIPTION, "protocol": 2}, {**DESCRIPTION, "heads": {}}])
+def test_other_servers_are_told_apart(content: Any) -> None:
     with (
         acting(lambda handler, number: answer(handler, 200, content)) as (url, _),
-        pytest.raises(ValueError, match=said),
+        refused("mismatch", url, "protocol 1"),
     ):
         ServedReward.at(url)()
 
@@ -598,7 +586,7 @@ def test_other_servers_are_told_apart(content: Any, said: str) -> None:
 def test_what_does_not_speak_http_is_told_apart() -> None:
     with (
         acting(lambda handler, number: handler.wfile.write(b"SSH-2.0-x\r\n") and None) as (url, _),
-        pytest.raises(RuntimeError, match="does not speak HTTP"),
+        pytest.raises(RuntimeError, match="HTTP: BadStatusLine"),
     ):
         ServedReward.at(url)()
 
@@ -608,7 +596,7 @@ def test_answers_without_the_scores_are_refused(scores: Any) -> None:
     def act(handler: BaseHTTPRequestHandler, number: int) -> None:
         answer(handler, 200, DESCRIPTION if number == 1 else scores)
 
-    with acting(act) as (url, _), pytest.raises(RuntimeError, match="answered without 2 scores for 'score'"):
+    with acting(act) as (url, _), pytest.raises(RuntimeError, match=f"{url} .*2 scores .*'score'"):
         ServedReward.at(url)().score(clips(2), ["", ""], fps=8.0)
 
 
@@ -646,7 +634,7 @@ def test_too_many_requests_are_told_to_come_back(monkeypatch: pytest.MonkeyPatch
         with ExitStack() as taken:
             for _ in range(8):
                 taken.enter_context(server.places.place("another"))
-            with pytest.raises(ConnectionError, match="busy with other requests"):
+            with pytest.raises(ConnectionError, match=r"busy .*503"):
                 served.score(clips(1), [""], fps=8.0)
         assert float(served.score(clips(1), [""], fps=8.0)["score"]) > 0
 

@@ -6,9 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from finetrainers.rundir.manifest import damage, is_sealed, parse_manifest, read_manifest, total_size, write_manifest
 
@@ -41,29 +43,37 @@ def test_one_flipped_bit_is_found(checkpoint: Path) -> None:
     content[9_000_000] ^= 1
     file.write_bytes(content)
     assert damage(checkpoint, contents=False) is None
-    assert damage(checkpoint, contents=True) == "inner/weights.bin is not what was saved: its SHA-256 differs"
+    problem = damage(checkpoint, contents=True)
+    assert problem is not None
+    assert re.match(r"inner/weights\.bin .*SHA-256", problem)
 
 
 def test_missing_and_cut_files_are_found_by_looking(checkpoint: Path) -> None:
     (checkpoint / "state.json").write_text("{ }")
-    assert damage(checkpoint, contents=False) == "state.json has 3 bytes instead of 2"
+    problem = damage(checkpoint, contents=False)
+    assert problem is not None
+    assert re.fullmatch(r"state\.json \D* 3 \D* 2", problem)
     (checkpoint / "inner" / "weights.bin").unlink()
-    assert damage(checkpoint, contents=False) == "inner/weights.bin is missing"
+    problem = damage(checkpoint, contents=False)
+    assert problem is not None
+    assert re.fullmatch(r"inner/weights\.bin [^\d(]*", problem)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": {"a": {}}}', '{"files": {"a": 1}}', "\x00"])
 def test_a_manifest_that_is_none_is_damage(checkpoint: Path, text: str) -> None:
     (checkpoint / "manifest.json").write_text(text)
-    found = damage(checkpoint, contents=True)
-    assert found is not None
-    assert found.startswith("manifest.json cannot be read (")
+    with refused("unreadable") as refusal:
+        read_manifest(checkpoint)
+    assert damage(checkpoint, contents=True) == str(refusal.value)
+    assert str(refusal.value).startswith("manifest.json ")
 
 
 def test_no_manifest_is_damage(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
-    assert damage(checkpoint, contents=False) == (
-        "manifest.json is missing: not written to the end, or by an earlier version"
-    )
+    with refused("not_found") as refusal:
+        read_manifest(checkpoint)
+    assert damage(checkpoint, contents=False) == str(refusal.value)
+    assert str(refusal.value).startswith("manifest.json ")
 
 
 def test_the_manifest_is_json_that_others_can_read(checkpoint: Path) -> None:
@@ -98,36 +108,42 @@ def test_a_manifest_without_its_own_checksum_is_read(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "name"),
     [
-        ({}, "it does not list state.json"),
-        ({"state.json": {"size": 2, "sha256": "x"}, "../a": {"size": 1, "sha256": "x"}},
-         "'../a' leads out of the checkpoint"),
-        ({"state.json": {"size": 2, "sha256": "x"}, "/etc/a": {"size": 1, "sha256": "x"}},
-         "leads out of the checkpoint"),
+        ({}, "state.json"),
+        ({"state.json": {"size": 2, "sha256": "x"}, "../a": {"size": 1, "sha256": "x"}}, "'../a'"),
+        ({"state.json": {"size": 2, "sha256": "x"}, "/etc/a": {"size": 1, "sha256": "x"}}, "'/etc/a'"),
     ],
-)  # fmt: skip
-def test_a_manifest_that_vouches_for_nothing_is_damage(checkpoint: Path, files: dict, message: str) -> None:
+)
+def test_a_manifest_that_vouches_for_nothing_is_damage(checkpoint: Path, files: dict, name: str) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
-    found = damage(checkpoint, contents=True)
-    assert found is not None
-    assert message in found
+    with refused("unreadable", "manifest.json", name) as refusal:
+        read_manifest(checkpoint)
+    assert damage(checkpoint, contents=True) == str(refusal.value)
 
 
 def test_links_pipes_and_devices_are_not_read(checkpoint: Path) -> None:
     """A link to a device without an end would fill the memory."""
+
+    def check_refused(name: str, file_type: str) -> None:
+        problem = damage(checkpoint, contents=True)
+        assert problem is not None
+        assert (problem.split()[0], problem.split()[-1]) == (name, file_type)
+
     (checkpoint / "empty").unlink()
     (checkpoint / "empty").symlink_to("/dev/zero")
-    assert damage(checkpoint, contents=True) == "empty is not a regular file but a link"
+    check_refused("empty", "link")
     (checkpoint / "empty").unlink()
     os.mkfifo(checkpoint / "empty")
-    assert damage(checkpoint, contents=True) == "empty is not a regular file but a named pipe"
+    check_refused("empty", "pipe")
     (checkpoint / "empty").unlink()
     (checkpoint / "empty").touch()
     (checkpoint / "inner").rename(checkpoint.with_name("elsewhere"))
     (checkpoint / "inner").symlink_to(checkpoint.with_name("elsewhere"))
-    assert damage(checkpoint, contents=True) == "inner is a link"
+    check_refused("inner", "link")
     (checkpoint / "inner").unlink()
     (checkpoint / "manifest.json").unlink()
     (checkpoint / "manifest.json").symlink_to("/dev/zero")
-    assert damage(checkpoint, contents=True) == "manifest.json is not a regular file but a link"
+    check_refused("manifest.json", "link")
+    with refused("unreadable", "manifest.json"):
+        read_manifest(checkpoint)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 import finetrainers
@@ -121,22 +124,22 @@ def test_a_copy_without_optimizer_state_can_be_sampled_from_and_not_resumed(tmp_
     assert damage(root / "step-2", contents=True, weights_only=True) is None
     assert not lacks_optimizer(root / "step-2")
     assert not lacks_optimizer(root / "step-1")
-    with pytest.raises(ValueError, match=r"is damaged: optimizer\.pt has 3 bytes"):
+    with refused("unreadable", root / "step-2", "optimizer.pt", 3):
         find_checkpoint("2", tmp_path)
     (root / "step-2" / "optimizer.pt").unlink()
     shutil.rmtree(root / "step-2" / "deepspeed")
     assert lacks_optimizer(root / "step-2")
     assert find_checkpoint("latest", tmp_path, weights_only=True) == root / "step-2"
     assert find_checkpoint("latest", tmp_path) == root / "step-1"
-    with pytest.raises(ValueError, match=r"step-2 has no optimizer state: it is a copy .* --init_from"):
+    with refused("not_found", root / "step-2", "--init_from"):
         find_checkpoint("2", tmp_path)
     shutil.rmtree(root / "step-1")
     for wanted in ("latest", "auto"):
-        with pytest.raises(ValueError, match=r"every checkpoint in .* has no optimizer state: it is a copy"):
+        with refused("not_found", root, "--init_from"):
             find_checkpoint(wanted, tmp_path)
     break_file(tmp_path, 2)
     assert not lacks_optimizer(root / "step-3")
-    with pytest.raises(ValueError, match="damaged"):
+    with refused("unreadable", root, "step-2"):
         find_checkpoint("latest", tmp_path, weights_only=True)
 
 
@@ -159,7 +162,7 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
     make(tmp_path, 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**30))
     publish.reserve(tmp_path / "checkpoints" / "step-2", needed=2**30)
-    with pytest.raises(OSError, match=r"needs about 12 GiB and .*checkpoints has 1 GiB free.* are intact"):
+    with pytest.raises(OSError, match=r" 12 GiB .*checkpoints .* 1 GiB "):
         publish.reserve(tmp_path / "checkpoints" / "step-3", needed=12 * 2**30)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
 
@@ -174,19 +177,18 @@ def test_latest_falls_back_to_the_newest_that_verifies(tmp_path: Path, caplog: p
     (root / "step-8" / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint("latest", tmp_path) == root / "step-4"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2
-    assert "step-8: manifest.json is missing" in said[0]
-    assert "step-6: state.json is not what was saved" in said[1]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "step-8: manifest.json " in first
+    assert re.search(r"step-6: state\.json .*SHA-256", second)
     assert steps_of(tmp_path) == [2, 4, 6]
     # Who names a checkpoint gets that one or none.
-    with pytest.raises(ValueError, match=r"step-6 is damaged: state.json is not what was saved"):
+    with refused("unreadable", root / "step-6", "state.json", "SHA-256"):
         find_checkpoint("6", tmp_path)
-    with pytest.raises(ValueError, match=r"step-8 is damaged: manifest.json is missing"):
+    with refused("unreadable", root / "step-8", "manifest.json"):
         find_checkpoint(str(root / "step-8"), tmp_path)
     for step in (2, 4):
         break_file(tmp_path, step)
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged \(step-8: .*step-2: "):
+    with refused("unreadable", root, *(f"step-{step}: " for step in (2, 4, 6, 8))):
         find_checkpoint("latest", tmp_path)
 
 
@@ -225,13 +227,13 @@ def test_damage_is_found_before_anything_is_loaded(
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"step-4 is damaged: optimizer.pt"):
+    with pytest.raises(ConfigError, match=r"--resume_from_checkpoint: .*step-4 .*optimizer\.pt"):
         run(**values, resume_from_checkpoint="4")
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+    with pytest.raises(ConfigError, match=r"--output_dir: .*--resume_from_checkpoint latest"):
         run(**values)
     with caplog.at_level(logging.WARNING):
         resumed = run(**values, resume_from_checkpoint="latest")
-    assert "newer checkpoint is damaged: step-4: optimizer.pt" in caplog.text
+    assert "step-4: optimizer.pt" in caplog.text
     assert resumed.steps_done == 2
     assert resumed.curve("loss", "grad_norm") == straight
     # The damaged one is put aside, not removed.
@@ -243,7 +245,7 @@ def test_damage_is_found_before_anything_is_loaded(
 def test_a_run_is_not_restarted_over_damaged_checkpoints(options: Callable[..., dict], run: Callable[..., Any]) -> None:
     done = run(**options(train_steps=1))
     (done.root / "checkpoints" / "step-1" / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+    with pytest.raises(ConfigError, match=r"--output_dir: .*--resume_from_checkpoint latest"):
         run(**options(train_steps=1))
 
 
@@ -265,7 +267,7 @@ def test_what_is_not_finite_is_not_published(
 
     monkeypatch.setattr("finetrainers.training.trainer.save_checkpoint", poison)
     values = options(train_steps=4, checkpointing_steps=1, checkpointing_limit=2, use_ema=True)
-    with pytest.raises(FloatingPointError, match="holds NaN or Inf at step 4") as refusal:
+    with pytest.raises(FloatingPointError, match="step 4") as refusal:
         run(**values)
     assert str(refusal.value).startswith(f"{poisoned[0]} ({where}) ")
     root = Path(values["output_dir"])
@@ -278,9 +280,10 @@ def test_no_room_leaves_older_checkpoints(
     free = iter([2**40] * 4 + [1000])  # at the start, and before each checkpoint
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
     values = options(train_steps=4, checkpointing_steps=1, checkpointing_limit=2)
-    with pytest.raises(OSError, match="a checkpoint needs about"):
-        run(**values)
     root = Path(values["output_dir"])
+    with pytest.raises(OSError, match=re.escape(str(root / "checkpoints"))) as refusal:
+        run(**values)
+    assert refusal.value.errno == errno.ENOSPC
     assert sorted(path.name for path in (root / "checkpoints").iterdir()) == ["step-2", "step-3"]
     assert find_checkpoint("latest", root) == root / "checkpoints" / "step-3"
 
@@ -315,7 +318,7 @@ def test_a_pickle_that_acts_is_not_loaded(options: Callable[..., dict], run: Cal
     torch.save({"state": Payload()}, directory / "optimizer.pt")
     (directory / "manifest.json").unlink()
     write_manifest(directory, facts={})
-    with pytest.raises(Exception, match="Weights only load failed"):
+    with pytest.raises(pickle.UnpicklingError):
         run(**options(train_steps=2), resume_from_checkpoint="latest")
     assert Payload.ran is False
 

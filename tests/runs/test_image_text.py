@@ -75,16 +75,15 @@ def test_all_weights_are_trained_and_samples_start_from_an_image(
 
 
 def test_what_an_image_in_the_text_leaves_no_choice_in(options: Callable[..., dict], tmp_path: Path) -> None:
-    def problems(**changes: Any) -> str:
+    def places(**changes: Any) -> list[str]:
         with pytest.raises(ConfigError) as caught:
             preflight(load_config(**options("hunyuan_video", version="token_replace", **changes)))
-        return str(caught.value)
+        return [problem.where for problem in caught.value.problems]
 
-    assert "so every clip is given its first frame; remove it" in problems(first_frame_conditioning_p=0.5)
-    assert "prior prompts are not encoded" in problems(prior_preservation_weight=1.0, class_prompt="a ball")
-    assert "give one for each validation prompt" in problems(validation_prompts="a@@@9x64x64", validation_steps=1)
+    assert places(first_frame_conditioning_p=0.5) == ["--first_frame_conditioning_p"]
+    assert places(prior_preservation_weight=1.0, class_prompt="a ball") == ["--prior_preservation_weight"]
+    assert places(validation_prompts="a@@@9x64x64", validation_steps=1) == ["--validation_images"]
     (tmp_path / "prompts.txt").write_text("a cat\n")
-    said = problems(method="grpo", prompts=str(tmp_path / "prompts.txt"), reward=["brightness"], rollout_size="9x64x64",
-                    rollout_cfg=3.0, data_root=None, video_resolution_buckets=None)  # fmt: skip
-    assert "the empty prompt has none" in said
-    assert "this checkpoint animates an image" in said
+    rollouts = places(method="grpo", prompts=str(tmp_path / "prompts.txt"), reward=["brightness"], rollout_cfg=3.0,
+                      rollout_size="9x64x64", data_root=None, video_resolution_buckets=None)  # fmt: skip
+    assert {"--rollout_cfg", "--prompts"} <= set(rollouts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import socket
 import threading
@@ -135,7 +136,7 @@ def test_an_interrupt_saves_what_can_be_saved(
     with pytest.raises(SystemExit):
         train(load_config(**values), handle_signals=False, callbacks=[At(on_log=(2, exit_in_update))])
     assert steps_saved(tmp_path / "torn") == []
-    assert "steps 1 to 2 are not saved: weights were being changed" in caplog.text
+    assert re.search("steps 1 to 2 .*: weights ", caplog.text)
 
 
 def interrupted_loss(patch: pytest.MonkeyPatch, *, step: int) -> None:

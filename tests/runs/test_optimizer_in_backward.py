@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused_options
 
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.plan.preflight import preflight
 from finetrainers.training.guards.memory import OutOfMemory
@@ -33,11 +33,12 @@ def test_a_run_is_the_same_and_resumes_exactly(
         resumed = run(**{**values, **changes, **folder(name)}, resume_from_checkpoint=str(half))
         assert all(resumed.weights[key].equal(tensor) for key, tensor in plain.weights.items())
     monkeypatch.setenv("FINETRAINERS_FAULT", "oom@loss")
-    with pytest.raises(OutOfMemory, match="--optimizer_in_backward has changed weights in this step already"):
+    with pytest.raises(OutOfMemory, match="--optimizer_in_backward "):
         run(**{**values, **FULL, **folder("oom")})
 
 
 def test_accumulation_is_refused(options: Callable[..., dict]) -> None:
     config = load_config(**options(**FULL, gradient_accumulation_steps=2))
-    with pytest.raises(ConfigError, match=r"--optimizer_in_backward: frees each gradient .*accumulation_steps 1"):
+    with refused_options(("--optimizer_in_backward", "conflict")) as caught:
         preflight(config)
+    assert "--gradient_accumulation_steps 1" in str(caught.value)

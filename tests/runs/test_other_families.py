@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from refusals import refused_options
 from torch import Tensor
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel, T5EncoderModel, T5TokenizerFast
 
@@ -155,21 +156,22 @@ def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
         assert predicted[2] == width
         assert done.state.step == 1
 
-    def refused(*part: str) -> str:
-        with pytest.raises(ConfigError) as caught:
+    def refuse(pattern: str, *part: str) -> None:
+        with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**values | {"part": list(part)}))
-        return str(caught.value)
 
-    assert "--part: animated has no part 'image_encodr'; did you mean 'image_encoder'?" in refused("image_encodr=x/y")
-    assert "--part: vae has options of its own; use --vae_id and --vae_dtype" in refused("vae=x/y")
-    assert "--part: image_processor has no weights, so no dtype" in refused("image_processor=,fp32")
-    assert "--part: image_encoder is named more than once" in refused("image_encoder=,fp32", "image_encoder=,bf16")
-    assert "is not NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE" in refused("image_encoder")
-    assert f"--part: no such directory: {tmp_path}/none" in refused(f"image_encoder={tmp_path}/none")
+    refuse("--part: .*'image_encodr';.*'image_encoder'", "image_encodr=x/y")
+    refuse("--part: vae .*--vae_id and --vae_dtype", "vae=x/y")
+    refuse("--part: image_processor .*fp32$", "image_processor=,fp32")
+    refuse("--part: image_encoder .*once", "image_encoder=,fp32", "image_encoder=,bf16")
+    refuse("NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE", "image_encoder")
+    with refused_options(("--part", "not_found")) as caught:
+        preflight(load_config(**values | {"part": [f"image_encoder={tmp_path}/none"]}))
+    assert f"{tmp_path}/none" in str(caught.value)
     (repo / "image_encoder" / "model.safetensors").unlink()
-    assert "has no model.safetensors" in refused()
+    refuse(r"image_encoder .*model\.safetensors")
     shutil.rmtree(repo / "image_processor")
-    assert "no folder 'image_processor'" in refused()
+    refuse("'image_processor'")
 
 
 # ---- two experts, as Wan 2.2's ---------------------------------------------------------------------------------------
@@ -310,17 +312,15 @@ def test_rewards_train_one_expert_at_its_noise_levels(
     assert all((t >= BOUNDARY) == (expert == "high") for _, t in rest)
     assert len(rest) >= 1
     if method == "grpo":
-        with pytest.raises(ConfigError, match=r"a window of 6 steps does not fit: .* the trained expert denoises"):
+        with pytest.raises(ConfigError, match=r" 6 steps .* expert .*--window_range"):
             run(**values | {"output_dir": str(tmp_path / "other"), "window_size": 6, "window_range": [0.0, 1.0]})
 
 
 def test_an_expert_is_chosen_and_replaced(wan: Path, options: Callable[..., dict], tmp_path: Path) -> None:
     values = options() | {"model_name": "wan", "pretrained_model_name_or_path": str(wan)}
-    with pytest.raises(
-        ConfigError, match=r"--expert: is not set, and this model has two networks: `high` .* from 0.875 on"
-    ):
+    with pytest.raises(ConfigError, match=r"--expert: .* `high` .* 0\.875 .*`low`"):
         preflight(load_config(**values))
-    with pytest.raises(ConfigError, match="--expert: this model has one network"):
+    with pytest.raises(ConfigError, match=r"--expert: [^`]*$"):
         preflight(load_config(**options(expert="low")))
 
     shutil.copytree(wan / "transformer", tmp_path / "mine" / "transformer_2")

@@ -78,22 +78,20 @@ def test_prior_prompts_are_captions_without_triggers_or_drawn() -> None:
 
 
 def test_what_cannot_be_preserved_is_refused(options: Callable[..., dict], tmp_path: Path) -> None:
-    for given, message in (
+    for given, pattern in (
         ({}, "--class_prompt TEXT, --prior_prompts FILE"),
-        ({"class_prompt": "a dog", "prior_prompts": "p.txt"}, "drop one of them"),
-        ({"prior_prompts": str(tmp_path / "gone.txt")}, "cannot be read"),
-        ({"class_prompt": "a dog", "method": "dpo"}, "dpo has no use for --prior_preservation_weight"),
+        ({"class_prompt": "a dog", "prior_prompts": "p.txt"}, "--class_prompt: .*--prior_prompts "),
+        ({"prior_prompts": str(tmp_path / "gone.txt")}, "data: .*gone.txt"),
+        ({"class_prompt": "a dog", "method": "dpo"}, "--method: dpo .*--prior_preservation_weight"),
         (
             {"class_prompt": "", "training_type": "full-finetune", "optimizer_in_backward": True},
-            "several micro-batches",
+            "--optimizer_in_backward: .*--gradient_accumulation_steps 1",
         ),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**options(prior_preservation_weight=1.0, **given)))
-        assert message in str(caught.value), str(caught.value)
-    assert "while --prior_preservation_weight is 0" in " ".join(
-        preflight(load_config(**options(class_prompt="a"))).warnings
-    )
+    warnings = preflight(load_config(**options(class_prompt="a"))).warnings
+    assert any("--prior_preservation_weight is 0" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])

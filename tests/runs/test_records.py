@@ -14,15 +14,16 @@ import pytest
 from every_family import FAMILIES
 from PIL import Image
 from real_process import Python
+from refusals import refused_options
 from safetensors.torch import load_file
 
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.config.root import changed_options, fields
 from finetrainers.rundir.run_records import read_run
 from finetrainers.runs.training import train
 from finetrainers.training.callbacks.samples import write_sample
 from finetrainers.training.callbacks.validation import Validation
+from finetrainers.utils.failures import Kind
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,11 +60,11 @@ def test_a_checkpoint_is_written_before_sampling_can_fail(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> None:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("sampling")
 
     monkeypatch.setattr(Validation, "sample", out_of_memory)
     values = options(train_steps=2)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="sampling"):
         run(**values, validation_prompts="a@@@9x64x64", checkpointing_steps=2)
     assert (Path(values["output_dir"]) / "checkpoints" / "step-2" / "state.json").is_file()
 
@@ -125,20 +126,20 @@ def test_what_a_run_leaves(options: Callable[..., dict], run: Callable[..., Any]
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("targets", "kind", "named"),
     [
-        (["to_qq"], "--target_modules: 'to_qq' matches no layer; did you mean 'to_q'?"),
-        (["to_q", "blocks.0"], "--target_modules: 'blocks.0' matches no layer"),
-        ([r"single_blocks\..*to_q"], r"the expression 'single_blocks\\..*to_q' matches no layer in full"),
+        (["to_qq"], "unknown", ["'to_qq'", "'to_q'"]),
+        (["to_q", "blocks.0"], "unknown", ["'blocks.0'"]),
+        ([r"single_blocks\..*to_q"], "not_found", [r"'single_blocks\\..*to_q'", "['"]),
     ],
 )
 @pytest.mark.parametrize("dry", [True, False])
 def test_unknown_lora_targets_are_refused(
-    targets: list[str], message: str, dry: bool, options: Callable[..., dict], tmp_path: Path
+    targets: list[str], kind: Kind, named: list[str], dry: bool, options: Callable[..., dict], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError) as refusal:
+    with refused_options(("--target_modules", kind)) as refusal:
         train(load_config(**options(target_modules=targets), dry_run=dry))
-    assert message in str(refusal.value)
+    assert all(name in str(refusal.value) for name in named)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -157,18 +158,18 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     train(load_config(**values))
     printed = capsys.readouterr().out
     lines = printed.splitlines()
-    assert lines[0] == f"dry run: sft lora of {family} ({values['pretrained_model_name_or_path']}) on 3 clips"
+    assert lines[0].endswith(f" {family} ({values['pretrained_model_name_or_path']}) on 3 clips")
     assert "9x64x64" in printed
     assert "M weights" in printed
-    assert "memory of a process, estimated" in printed
+    assert "< peak" in printed
     assert "encoding clips" in printed
     changed = changed_options(load_config(**values))
     chosen = {*changed, *([] if family == "cogvideox" else ["validation_frame_rate"])} - {
         "dry_run"
     }  # that of the clips
     assert [name for name in fields() if f"\n{name} = " in printed] == [name for name in fields() if name in chosen]
-    assert re.search(r"disk: \d+ x [\d.]+ KiB of checkpoints, result [\d.]+ KiB", printed)
-    assert lines[-1] == ("everything checks out" if family == "cogvideox" else "everything checks out, with 1 warning")
+    assert re.search(r"disk: \d+ x [\d.]+ KiB .*, result [\d.]+ KiB", printed)
+    assert re.search("checks out$" if family == "cogvideox" else "checks out.* 1 warning$", lines[-1])
     assert set(tmp_path.rglob("*")) == before
 
     train(load_config(**values, verbose=True, precompute_conditions=True))

@@ -120,7 +120,7 @@ AFTER = {
         data/loading/batch_sampler.py: BatchSampler.__init__ 2, BatchSampler._find,
             BatchSampler.steps_for_epochs
         data/loading/order.py: _datasets 2
-        data/loading/training_data.py: _check_options 3
+        data/loading/training_data.py: _check_options 2
         training/sampling.py: prompt_request
         memory/casting.py: enable_layerwise_upcasting
         memory/checkpointing.py: set_activation_memory
@@ -153,7 +153,6 @@ AFTER = {
         models/registry.py: build_tiny 2
         models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
-        parallel/strategy.py: Strategy.shapes
         parallel/zero.py: ZeRO.load_optimizer
         rewards/base.py: Reward.differentiate
         rewards/registry.py: register_reward.add 2
@@ -190,8 +189,8 @@ def _collect(node: ast.AST, module: str, function: str, line: int, path: str, fo
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             within = f"{function}.{child.name}".lstrip(".")
             begins = min([child.lineno, *(one.lineno for one in child.decorator_list)])
-        is_raise = isinstance(child, ast.Raise) and isinstance(child.exc, ast.Call)
-        is_problem = isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "Problem"
+        is_raise = isinstance(child, ast.Raise) and any(isinstance(part, ast.Call) for part in ast.walk(child))
+        is_problem = isinstance(child, ast.Call) and ast.unparse(child.func) in ("Problem", "Problem.from_error")
         if is_raise or is_problem:
             name = f"{module}:{function}"
             count = found.get(name, (0, path, line))[0]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from PIL import Image
+from refusals import refused_options
 
 from finetrainers import Callback, ConfigError, load_config, train
 from finetrainers.cli.main import main
@@ -22,6 +23,7 @@ from finetrainers.methods.spec import MethodSpec
 from finetrainers.plan import check_upload, ready
 from finetrainers.results import export
 from finetrainers.utils import fetch
+from finetrainers.utils.failures import Kind
 
 Refused = Callable[..., list[str]]
 
@@ -107,19 +109,26 @@ def test_an_upload_that_would_fail_is_refused_and_one_that_fails_loses_nothing(
 ) -> None:
     asked: list[str | None] = [None]
     push = {"push_to_hub": True, "hub_model_id": "me/lora", "hub_token": "good"}
+
+    def refused_upload(where: str, kind: Kind, **changes: Any) -> None:
+        assert refused(**{**push, **changes}) == [where]
+        given = {name: value for name, value in {**push, **changes}.items() if value is not None}
+        with refused_options((where, kind)):
+            check_upload.check_upload(load_config(**options(**given)))
+
     with monkeypatch.context() as patch:
-        assert refused(**push) == ["--push_to_hub"]  # HF_HUB_OFFLINE, as always in tests
+        refused_upload("--push_to_hub", "unavailable")  # HF_HUB_OFFLINE, as always in tests
         patch.setattr(check_upload, "ask", lambda _: asked[0])
         patch.setattr("huggingface_hub.HfApi", Hub)
         patch.setattr("huggingface_hub.get_token", lambda: None)
-        assert refused(**{**push, "hub_token": None}) == ["--push_to_hub"]
-        assert refused(**{**push, "hub_token": "expired"}) == ["--hub_token"]
+        refused_upload("--push_to_hub", "required", hub_token=None)
+        refused_upload("--hub_token", "unavailable", hub_token="expired")
         for name in ("club/lora", "someone/lora"):
-            assert refused(**{**push, "hub_model_id": name}) == ["--hub_model_id"]
+            refused_upload("--hub_model_id", "unavailable", hub_model_id=name)
         for name in ("me/lora", "lab/lora", "lora"):
             train(load_config(**options(**{**push, "hub_model_id": name}, dry_run=True)))
         patch.setattr(Hub, "role", "read")
-        assert refused(**push) == ["--hub_token"]
+        refused_upload("--hub_token", "invalid")
     monkeypatch.undo()
 
     monkeypatch.setattr(check_upload, "check_upload", lambda _: None)
@@ -142,7 +151,7 @@ class Watching(Callback):
 
     def on_step(self, state: Any) -> None:
         if "step" in self.fails:
-            raise KeyError("the first error")
+            raise KeyError("on_step")
 
     def on_stop(self, state: Any) -> None:
         if "stop" in self.fails:
@@ -163,11 +172,11 @@ def test_callbacks_of_the_wrong_kind_are_refused_and_the_first_error_is_raised(
     with pytest.raises(ConfigError) as error:
         train(config, callbacks=wrong)
     assert [problem.where for problem in error.value.problems] == [f"callbacks[{index}]" for index in range(5)]
-    assert "did you mean 'on_step'" in str(error.value)
+    assert "'on_step'" in error.value.problems[3].message
     with pytest.raises(ConfigError):
         train(config, callbacks=Watching())  # type: ignore[arg-type]
     monkeypatch.undo()
-    with pytest.raises(KeyError, match="the first error"):
+    with pytest.raises(KeyError, match="on_step"):
         train(config, callbacks=[Watching("step", "stop"), Watching()])
 
 
@@ -240,7 +249,7 @@ def test_images_that_cannot_be_fetched_are_refused_by_name(
     flags = ["--prompts", "a@@@9x64x64", "--image", wrong[3], "--dry_run"]
     for command in ("sample", "watch"):
         assert main([command, run, *flags]) == 2
-        assert f"--image: {wrong[3]} cannot be fetched" in capsys.readouterr().err
+        assert f"--image: {wrong[3]} " in capsys.readouterr().err
 
 
 class Halfway:
@@ -302,7 +311,7 @@ def test_prompts_that_name_files_are_read_as_files_or_refused(
     for text in ("a cat. A dog", "version 2.5", "look at https://a.b/c"):
         config = load_config(**options(validation_prompts=text))
         assert [prompt.prompt for prompt in parse_validation_prompts(config.validation)] == [text]
-    with pytest.raises(ConfigError, match=r"did you mean 'PROMPTS.TXT'"):
+    with pytest.raises(ConfigError, match=r"'PROMPTS\.TXT'"):
         parse_validation_prompts(load_config(**options(validation_prompts=str(tmp_path / "prompt.txt"))).validation)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import torch
 from every_family import FAMILIES
 from published import DANCEGRPO
+from refusals import refused_options
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
@@ -255,7 +257,7 @@ def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[s
     train(load_config(**options(checkpointing_steps=2)))
 
     def refusal(**changes: Any) -> str:
-        with pytest.raises(ConfigError, match="cannot continue") as caught:
+        with refused_options(("--resume_from_checkpoint", "mismatch")) as caught:
             preflight(load_config(**options(train_steps=4, resume_from_checkpoint="latest", **changes)))
         return str(caught.value)
 
@@ -269,7 +271,7 @@ def test_a_checkpoint_of_other_rollouts_is_refused(options: Callable[..., dict[s
     assert "data:" not in said
     prompts.write_text("a red ball\n")
     said = refusal()
-    assert "data: prompts are not those of then" in said
+    assert "data: prompts " in said
     assert "then, " not in said
 
 
@@ -285,10 +287,7 @@ def test_a_dry_run_tells_of_prompts_and_rollouts(
     }
     assert train(load_config(**options(**changes, dry_run=True))).weights is None
     printed = capsys.readouterr().out
-    assert (
-        "2 steps of 2 clips over all processes (rollouts of 2 prompts x 4 clips, of which 2 are trained on, 2 steps"
-        in printed
-    )
+    assert re.search(r"\b2 steps of 2 clips .*\(rollouts of 2 prompts x 4 clips, .*\b2 .*, 2 steps", printed)
     for text in ("copies of the policy", "sampled trajectories", "\n  rollout ", "\n  VAE ", "prompts\n", "trained on"):
         assert text in printed
     assert "data\n" not in printed
@@ -315,7 +314,7 @@ def test_dancegrpos_published_command_passes_a_dry_run(
     assert config is not None
     train(config)
     printed = capsys.readouterr().out
-    assert "404 steps of 128 clips over all processes (rollouts of 32 prompts x 24 clips, of which 8" in printed
+    assert re.search(r"404 steps of 128 clips .*\(rollouts of 32 prompts x 24 clips, .*\b8 ", printed)
 
 
 def test_rewards_without_a_gradient_are_refused(options: Callable[..., dict[str, Any]]) -> None:
@@ -323,7 +322,7 @@ def test_rewards_without_a_gradient_are_refused(options: Callable[..., dict[str,
     given = options(method="refl", num_generations=1, reward=["compressibility", "contrast=0.5", "demo.all=0"])
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(**given))
-    assert "--reward: compressibility gives no gradient. These do: aesthetic, brightness," in str(caught.value)
+    assert re.search("--reward: compressibility .*: aesthetic, brightness,", str(caught.value))
     assert "demo" not in str(caught.value)
 
 
@@ -331,13 +330,13 @@ def test_what_is_missing_is_said_at_once(options: Callable[..., dict[str, Any]],
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(**options(reward=["brightnes"], prompts=str(tmp_path / "none.txt"), num_generations=1)))
     said = str(caught.value)
-    assert "did you mean 'brightness'" in said
+    assert "'brightness'" in said
     assert "none.txt" in said
     assert "num_generations" in said
 
 
 def test_prompts_that_come_once_cannot_be_skipped(options: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(ConfigError, match="2 rollouts of 1 prompt take each of the 3 once at most"):
+    with pytest.raises(ConfigError, match=r"--selective_rollouts: .* 2 rollouts of 1 prompt .* 3 "):
         train(load_config(**options(selective_rollouts=0.5, prompts_per_step=1)))
 
 
@@ -370,7 +369,7 @@ def test_a_checkpoint_with_a_multistep_solver(
     diffusers.DPMSolverMultistepScheduler(**solvers).save_pretrained(repo / "scheduler")  # from 0.999 on
     given |= {"pretrained_model_name_or_path": str(repo), "output_dir": str(tmp_path / "no")}
     for dry_run in (False, True):
-        with pytest.raises(ConfigError, match=r"--sampler: does not go .* adds noise of std .*use a lower --eta"):
+        with pytest.raises(ConfigError, match=r"--sampler: .* std .*--eta"):
             train(load_config(**given, dry_run=dry_run))
 
 
@@ -443,9 +442,9 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
         None,
         "cpu",
     ]
-    for changes, message in (
-        ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: no reward is a network"),
-        ({"reward_device": "gpu"}, "--reward_device: gpu is none of auto, cpu, cuda"),
+    for changes, pattern in (
+        ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: "),
+        ({"reward_device": "gpu"}, "--reward_device: gpu .* auto, cpu, cuda"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**{k: v for k, v in {**given, **changes}.items() if v is not None}))

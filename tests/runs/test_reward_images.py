@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -219,14 +220,14 @@ def test_what_cannot_start_from_images_is_refused_before_anything_is_loaded(opti
     (tmp_path / "none.txt").write_text("a cat\na dog\n")
     (tmp_path / "some.jsonl").write_text('{"prompt": "a cat", "image": "0.png"}\n{"prompt": "a dog"}\n')
     none, some = str(tmp_path / "none.txt"), str(tmp_path / "some.jsonl")
-    assert "this checkpoint takes no first frame; remove the images" in problems("hunyuan_video")
+    assert re.search("--prompts: .* image-to-video ", problems("hunyuan_video"))
     said = problems("cogvideox", "i2v", prompts=none, eval_prompts=some)
-    assert "--prompts: this checkpoint animates an image; give one with each prompt" in said
+    assert re.search("--prompts: .* animates ", said)
     assert "none.txt line 1, none.txt line 2 without" in said
     assert "some.jsonl line 2 without" in said
     said = problems("ltx_video", prompts=some)
-    assert "either all prompts bring an image or none does" in said
+    assert "--prompts: either all " in said
     assert "some.jsonl line 2 without" in said
-    assert "nothing is left to sample; give more frames" in problems("ltx_video", rollout_size="1x64x64")
+    assert "--rollout_size: 1x64x64: " in problems("ltx_video", rollout_size="1x64x64")
     said = problems("ltx_video", prompts=none, eval_prompts=none)
-    assert "likeness needs the image that clips start from" in said
+    assert re.search("--reward: .*likeness ", said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from published_networks import NETWORKS
+from refusals import refused_options
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -199,13 +201,12 @@ def test_what_is_wrong_with_single_files_is_said_at_once(
     vae = load_file(files / "vae.safetensors")
     save_file({n: t for n, t in vae.items() if "mid." not in n}, files / "vae.safetensors")
     problems = said(transformer_id=str(path), vae_id=str(files / "vae.safetensors"), text_encoder_id=str(path))
-    assert problems[0].startswith(f"--text_encoder_id: {path} holds none of the network's tensors")
+    assert len(problems) == 4
+    assert re.match(rf"--text_encoder_id: {path} .* none ", problems[0])
     assert problems[1].startswith(f"--vae_id: {files / 'vae.safetensors'} lacks 52 tensors: ")
-    assert problems[2:] == [
-        f"--transformer_id: {path} lacks 1 tensor: {name} (it has {name.replace('qkv', 'qkw')})",
-        f"--transformer_id: model.model.single_blocks.0.linear1.bias in {path} has shape (5,), and "
-        f"{tiny_repo('hunyuan_video')}/transformer/config.json asks for (224,)",
-    ]
+    assert re.match(rf"--transformer_id: {path} .* 1 tensor: {name} \(.* {name.replace('qkv', 'qkw')}\)", problems[2])
+    assert problems[3].startswith(f"--transformer_id: model.model.single_blocks.0.linear1.bias in {path} ")
+    assert re.search(rf" \(5,\), .*{tiny_repo('hunyuan_video')}/transformer/config.json .*\(224,\)", problems[3])
 
     def quantized(extra: dict[str, Tensor], *, file: str = "transformer.safetensors") -> str:
         save_file({**state, **extra}, files / file)
@@ -216,23 +217,24 @@ def test_what_is_wrong_with_single_files_is_said_at_once(
     scaled = quantized(
         {f"{first}.weight": state[f"{first}.weight"].to(torch.float8_e4m3fn), f"{first}.scale_weight": torch.ones(1)}
     )
-    assert f"as in ComfyUI's fp8 files: {first}.scale_weight), and these are not read; give the unquantized" in scaled
+    assert f"fp8 files: {first}.scale_weight)" in scaled
     state_name = f"{first}.weight.quant_state.bitsandbytes__nf4"
-    assert "(states of bitsandbytes: " in quantized({state_name: torch.zeros(3, dtype=torch.uint8)})
+    assert "bitsandbytes: " in quantized({state_name: torch.zeros(3, dtype=torch.uint8)})
     assert "(integers of I8: " in quantized({f"{first}.weight": torch.zeros(4, 4, dtype=torch.int8)})
     (files / "t.gguf").write_bytes(b"GGUF" + bytes(64))
-    assert "holds quantized weights (GGUF), and these" in said(transformer_id=str(files / "t.gguf"))[0]
+    assert "(GGUF)" in said(transformer_id=str(files / "t.gguf"))[0]
     (files / "t.pt").write_bytes(bytes(64))
-    assert "is a pickle, and these are not loaded" in said(transformer_id=str(files / "t.pt"))[0]
-    assert said(transformer_id="nowhere/t.safetensors") == ["--transformer_id: no such file: nowhere/t.safetensors"]
-    assert "is a file, and the tokenizer is a folder" in said(tokenizer_id=str(path))[0]
+    assert "pickle" in said(transformer_id=str(files / "t.pt"))[0]
+    (problem,) = said(transformer_id="nowhere/t.safetensors")
+    assert re.match("--transformer_id: .* nowhere/t.safetensors$", problem)
+    assert said(tokenizer_id=str(path))[0].startswith(f"--tokenizer_id: {path} ")
     bare = without_weights(
         tiny_repo("hunyuan_video"), tmp_path / "bare", keep=("vae", "text_encoder", "text_encoder_2")
     )
     (bare / "transformer" / "config.json").unlink()
     save_file(state, path)
     (problem,) = said(transformer_id=str(path), pretrained_model_name_or_path=str(bare))
-    assert f"their config is read from {bare}/transformer/config.json, which is not there. Download" in problem
+    assert f" {bare}/transformer/config.json, " in problem
 
 
 def test_a_cast_to_8_bits_is_read_and_said(options: Callable[..., dict], files: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_cast_to_8_bits_is_read_and_said(options: Callable[..., dict], files: 
     save_file(cast, path)
     checked = preflight(load_config(**options("hunyuan_video", transformer_id=str(path))))
     warnings = examine_weights(checked).warnings
-    assert any("were cast to 8 bits (F8_E4M3), without scales: they are read" in text for text in warnings)
+    assert any("8 bits (F8_E4M3)" in text for text in warnings)
     network = checked.family.load(checked.config.model).load_transformer(torch.bfloat16)
     expected = cast["model.model.double_blocks.0.img_attn.proj.weight"].to(torch.bfloat16)
     assert torch.equal(network.transformer_blocks[0].attn.to_out[0].weight, expected)
@@ -260,8 +262,9 @@ def test_weights_of_a_single_file_are_part_of_what_is_resumed(
     state = load_file(file)
     state = {name: tensor + 1 for name, tensor in state.items()}
     save_file(state, file)
-    with pytest.raises(ConfigError, match=r"the transformer's weights are not those of then"):
+    with refused_options(("--resume_from_checkpoint", "mismatch")) as caught:
         run(**{**more, "train_steps": 3})
+    assert ": base: " in str(caught.value)
     other = files / "clip_l.safetensors"
     checked = preflight(
         load_config(**options("hunyuan_video", text_encoder_2_id=str(other), output_dir=str(files / "none")))
@@ -272,7 +275,7 @@ def test_weights_of_a_single_file_are_part_of_what_is_resumed(
     save_file(load_file(other), files / "next.safetensors")
     (files / "next.safetensors").replace(other)
     assert recall_files(folder, spec) is None  # encodings of other weights are not taken for theirs
-    with pytest.raises(ConfigError, match=r"--init_from: .* holds none of the network's tensors, such as x_embedder"):
+    with pytest.raises(ConfigError, match=rf"--init_from: {other} .* none .* x_embedder"):
         run(**options("hunyuan_video", init_from=str(other), output_dir=str(files / "none")))
     begun = options(
         "hunyuan_video",

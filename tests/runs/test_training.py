@@ -23,6 +23,7 @@ import torch
 import transformers
 from diffusers import CogVideoXPipeline
 from huggingface_hub.utils import are_progress_bars_disabled
+from refusals import refused
 from safetensors.torch import load_file
 
 from finetrainers import Callback, TrainState, load_config, train
@@ -137,7 +138,7 @@ def test_a_callback_stops_a_run_and_full_weights_load(options: Callable[..., dic
     values = options(training_type="full-finetune", train_steps=2)
     stopped = train(load_config(**values), callbacks=[Watcher(stop_after=1)])
     assert (stopped.step, stopped.stopped_by, stopped.weights) == (1, "the watcher", None)
-    with pytest.raises(ValueError, match=r"no trained weights in .*: stopped by the watcher; resume it"):
+    with refused("not_found", stopped.run_dir, "the watcher"):
         stopped.pipeline()
     result = train(load_config(**values, resume_from_checkpoint="latest"))
     assert result.step == 2
@@ -178,7 +179,7 @@ def test_what_does_not_change_during_a_run_is_not_asked_again_at_each_step(
 def test_a_dry_run_has_trained_nothing(options: Callable[..., dict], capsys: pytest.CaptureFixture[str]) -> None:
     result = train(load_config(**options(), dry_run=True))
     assert (result.step, result.metrics, result.samples, result.weights) == (0, [], [], None)
-    with pytest.raises(ValueError, match="a dry run trains nothing"):
+    with refused("not_found", result.run_dir, "dry run"):
         result.pipeline()
 
 
@@ -237,7 +238,7 @@ def test_a_fresh_process_says_first_what_it_will_do_and_libraries_say_nothing(op
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     text, had_torch, importers, loaded = json.loads(lines[-1])
-    assert text.startswith("sft lora of ltx_video (")
+    assert re.match(r"sft lora .* ltx_video \(", text)
     assert not had_torch
     assert re.match(r"to load: text encoder [\d.]+ KiB, VAE [\d.]+ MiB, transformer [\d.]+ KiB$", lines[1])
     for name in ("text encoder", "VAE", "transformer"):

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from refusals import refused_command, refused_options
 
 from finetrainers.cli import sync as command
 from finetrainers.cli.main import main
-from finetrainers.config.errors import ConfigError
 from finetrainers.rundir import publish
 from finetrainers.rundir.best import mark_best
 from finetrainers.rundir.find import find_checkpoint, scan_checkpoints
@@ -25,6 +25,7 @@ from finetrainers.rundir.manifest import damage
 from finetrainers.tools import sync as syncing
 from finetrainers.tools.sync import Sync, TransferError
 from finetrainers.utils import faults
+from finetrainers.utils.failures import Kind
 
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
@@ -75,7 +76,7 @@ def test_a_copy_over_ssh(run: Path, ssh: str, tmp_path: Path, capsys: pytest.Cap
     assert names(there) == small | copied
     assert [one.damage for one in scan_checkpoints(there, weights_only=True)] == [None, None]
     assert damage(there / "checkpoints" / "step-2", contents=True, weights_only=True) is None
-    with pytest.raises(ValueError, match="no optimizer state: it is a copy"):
+    with pytest.raises(ValueError, match=rf"{there}/checkpoints .*optimizer.*--init_from"):
         find_checkpoint("latest", there)
 
     # Pruned here, and there only if asked; what is best there stays, as does what is none of ours.
@@ -109,8 +110,8 @@ def test_the_manifest_comes_last_and_a_replaced_step_waits(
     monkeypatch.setattr(syncing, "fault_point", look)
     sync = Sync(run, str(there))
     assert [one.name for one in sync.transfer()] == ["step-1", "step-2"]
-    assert [[one and one.split(":")[0] for one in state] for state in states] == [
-        ["manifest.json is missing"], [None, "manifest.json is missing"],
+    assert [[one and one.split()[0] for one in state] for state in states] == [
+        ["manifest.json"], [None, "manifest.json"],
     ]  # fmt: skip
     assert sync.transfer() == []
     make(run, 2, content="another one")
@@ -118,7 +119,7 @@ def test_the_manifest_comes_last_and_a_replaced_step_waits(
     assert [one.name for one in sync.transfer()] == ["step-2"]
     [[_, replaced]] = states
     assert replaced is not None
-    assert "bytes instead of" in replaced or "SHA-256" in replaced
+    assert "bytes" in replaced or "SHA-256" in replaced
     assert damage(there / "checkpoints" / "step-2", contents=True, weights_only=True) is None
 
     # A checkpoint that is pruned while it is copied costs nothing.
@@ -151,8 +152,8 @@ def test_failures_are_retried_with_a_growing_pause(
     assert main(broken) == 1
     assert pauses == [5, 10, 20]
     err = capsys.readouterr().err
-    assert err.count("rsync to nobody@nowhere:x failed with exit code") == 4
-    assert "; retry 1 in 5 s" in err
+    assert err.count("rsync to nobody@nowhere:x ") == 4
+    assert " 1 in 5 s" in err
     # Without --once it goes on for ever, here until the connection is there.
     pauses.clear()
     copy = Sync.transfer
@@ -192,14 +193,12 @@ def test_a_target_that_does_not_answer_ends_the_transfer(
         monkeypatch.delenv("RSYNC_RSH", raising=False)
         with pytest.raises(TransferError, match="timed out"):
             Sync(run, "me@127.0.0.1:x").transfer()
-    with pytest.raises(
-        TransferError, match=r"Permission denied \(publickey.*let `ssh me@127.0.0.1` work without a question"
-    ):
+    with pytest.raises(TransferError, match=r"Permission denied \(publickey.*`ssh me@127.0.0.1`.*--rsh"):
         Sync(run, "me@127.0.0.1:x", ssh.replace("/user ", "/host ")).transfer()
     there = tmp_path / "file"
     there.touch()
     # Rsync loses its own message where the target's end closes the connection before it has been read.
-    with pytest.raises(TransferError, match=r"Not a directory|rsync error: error in file IO"):
+    with pytest.raises(TransferError, match=r"Not a directory|\(code 11\)"):
         Sync(run, f"{getpass.getuser()}@127.0.0.1:{there}/x", ssh).transfer()
     assert Sync(run, "rsync://host/x")._connection() == Sync(run, "host::x")._connection() == ["--contimeout=20"]
     monkeypatch.setenv("RSYNC_RSH", "mine")
@@ -210,15 +209,20 @@ def test_what_cannot_be_copied_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    text = str(Sync(tmp_path / "none", "me@host:").problems())
-    for part in ("RUN", "does not exist", "names no folder", "apt-get install rsync", "apt-get install openssh-client"):
-        assert part in text
-    assert "is the run itself" in str(Sync(run, str(run)).problems())
-    assert "neither config" in str(Sync(tmp_path, "x").problems())
-    assert main(["sync", str(run), __file__, "--every", "0"]) == 2
+    missing: list[tuple[str, Kind]] = [("rsync", "not_installed"), ("ssh", "not_installed")]
+
+    def kinds(source: Path, target: str) -> list[tuple[str, Kind]]:
+        return [(problem.where, problem.kind) for problem in Sync(source, target).problems()]
+
+    assert kinds(tmp_path / "none", "me@host:") == [("RUN", "not_found"), ("TARGET", "required"), *missing]
+    assert kinds(run, str(run)) == [("TARGET", "conflict"), *missing[:1]]
+    assert kinds(tmp_path, "x") == [("RUN", "not_found"), *missing[:1]]
+    assert kinds(Path(__file__), "x") == [("RUN", "invalid"), *missing[:1]]
+    code, found = refused_command(["sync", run, __file__, "--every", "0"])
+    assert (code, [place for place, _ in found]) == (2, ["--every", "TARGET", "rsync"])
     said = capsys.readouterr().err
-    assert "--every: not a number of seconds above 0, got '0'" in said
-    assert f"TARGET: {__file__} is a file; give a folder" in said
+    assert "'0'" in said
+    assert f"TARGET: {__file__} " in said
     assert "sync.manifest" in faults.POINTS
 
 
@@ -261,19 +265,25 @@ def test_another_run_is_never_overwritten(
     (mine / "README.md").write_text("mine")
     targets = [begin(tmp_path / "b", 2, 3, start=5), begin(tmp_path / "c", 2, 3, start=6, identity=False), mine]
 
+    def command_of(source: Path, target: Path) -> list[str]:
+        return ["sync", str(source), f"{host}{target}", "--once", "--rsh", rsh]
+
     def sync(source: Path, target: Path, *more: str) -> int:
-        return main(["sync", str(source), f"{host}{target}", "--once", "--rsh", rsh, *more])
+        return main([*command_of(source, target), *more])
 
     for source in (a, before):
         for target in targets:
             theirs = content(target)
-            assert sync(source, target, "--prune") == 2, target
-            assert "TARGET: " in capsys.readouterr().err
+            code, [(place, kind)] = refused_command([*command_of(source, target), "--prune"])
+            assert (code, place) == (2, "TARGET"), target
+            assert kind == ("occupied" if target == mine else "mismatch"), (source, target)
             assert content(target) == theirs
     # A directory that a run trains in, even of this very run.
     with exclusive(targets[0], ALONE):
         theirs = content(targets[0])
-        assert sync(targets[0], targets[0] if host else tmp_path / "b", "--prune") == 2
+        used = command_of(targets[0], targets[0])
+        kind = "occupied" if host else "conflict"
+        assert refused_command([*used, "--prune"]) == (2, [("TARGET", kind)])
         assert content(targets[0]) == theirs
 
     # Mirrors are made, and synchronized again: also where the run has lost checkpoints, and was begun again since.
@@ -298,7 +308,7 @@ def test_another_run_is_never_overwritten(
 
     # Not the other way around; nor into a copy that was trained itself.
     ours = content(a)
-    assert sync(copies[a], a, "--prune") == 2
+    assert refused_command([*command_of(copies[a], a), "--prune"]) == (2, [("TARGET", "conflict")])
     assert content(a) == ours
     trained = copies[a]
     take_identity(trained)
@@ -309,7 +319,7 @@ def test_another_run_is_never_overwritten(
     with open(full / "events.jsonl", "a") as events:
         events.write(json.dumps({"time": 11, "event": "start", "step": 3}) + "\n")
     theirs = content(full)
-    assert sync(a, full, "--prune") == 2
+    assert refused_command([*command_of(a, full), "--prune"]) == (2, [("TARGET", "mismatch")])
     assert content(full) == theirs
     # The run behind the path is another one while it is followed.
     following = Sync(before, f"{host}{copies[before]}", rsh)
@@ -317,7 +327,7 @@ def test_another_run_is_never_overwritten(
     shutil.rmtree(before)
     begin(before, 1, start=20)
     theirs = content(copies[before])
-    with pytest.raises(ConfigError, match="another run"):
+    with refused_options(("TARGET", "mismatch")):
         following.transfer()
     assert content(copies[before]) == theirs
 
@@ -342,7 +352,7 @@ def test_a_copy_of_an_earlier_version_is_known_by_its_checkpoints_or_its_metrics
         other = begin(tmp_path / f"other {step}", step, start=30, identity=False)
         (other / "events.jsonl").unlink()
         (other / "metrics.jsonl").write_text(metrics)
-        with pytest.raises(ConfigError, match="neither empty nor a copy"):
+        with refused_options(("TARGET", "occupied")):
             Sync(source, str(other)).transfer()
 
 
@@ -354,13 +364,12 @@ def test_targets_that_no_transfer_can_reach_are_not_tried_again(
     before = content(run)
     (tmp_path / "link").symlink_to(run)
     for target in (run, run / "sub", tmp_path / "link" / "checkpoints" / "x"):
-        assert main(["sync", str(run), str(target), "--once"]) == 2
-        assert "is the run itself" in capsys.readouterr().err
-    assert main(["sync", str(run), "--once", "--", "-e x:y"]) == 2
-    assert "begins with a hyphen" in capsys.readouterr().err
+        assert refused_command(["sync", run, target, "--once"]) == (2, [("TARGET", "conflict")])
+    assert refused_command(["sync", run, "--once", "--", "-e x:y"]) == (2, [("TARGET", "invalid")])
+    assert "./-e x:y" in capsys.readouterr().err
     assert content(run) == before
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "rsync").write_text("#!/bin/sh\necho 'rsync: --mkpath: unknown option' >&2\nexit 1\n")
     (tmp_path / "rsync").chmod(0o755)
-    assert main(["sync", str(run), "host:x", "--once", "--rsh", rsh]) == 2
-    assert "unknown option" in capsys.readouterr().err
+    assert refused_command(["sync", run, "host:x", "--once", "--rsh", rsh]) == (2, [("TARGET", "unsupported")])
+    assert "--mkpath" in capsys.readouterr().err

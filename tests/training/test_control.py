@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -15,10 +16,10 @@ from typing import Any
 
 import pytest
 from real_process import Python
+from refusals import refused_options
 from safetensors.torch import load_file
 
 from finetrainers.cli.main import train_command
-from finetrainers.config.errors import ConfigError
 from finetrainers.config.load import load_config
 from finetrainers.rundir.find import scan_checkpoints
 from finetrainers.runs.training import train
@@ -57,9 +58,9 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     process = python("train.py", *flags_of(values), "--dataloader_num_workers", "1")
     process.wait_until(lambda: steps_taken(root) >= 3)
     process.send_signal(signal.SIGSTOP)  # however fast its steps are, it is not done before it was looked at
-    with pytest.raises(ConfigError, match=f"is in use by another run \\(process {process.pid} on ") as refusal:
+    with refused_options(("--output_dir", "occupied")) as refusal:
         train(load_config(**values))
-    assert refusal.value.problems[0].where == "--output_dir"
+    assert f"(process {process.pid} on " in str(refusal.value)
     assert train_command(flags_of(values), prog="train.py") == exit_codes.CONFIGURATION
     process.signal_group(signal.SIGTERM)  # also to the worker that decodes, as Slurm does
     process.send_signal(signal.SIGCONT)
@@ -70,7 +71,7 @@ def test_a_signal_stops_the_run_and_resuming_changes_nothing(
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     last = {k: v for k, v in events[-1].items() if k != "time"}
     assert last == {"event": "stopped", "step": stopped_at, "by": "SIGTERM"}
-    assert "SIGTERM: stopping after this step" in process.stderr
+    assert "SIGTERM: " in process.stderr
     # The command that is printed continues the run; here in this process.
     command = f"finetrainers train --config {root / 'config.toml'} --resume_from_checkpoint latest"
     assert f"To continue: {command}\n" in process.stderr
@@ -141,7 +142,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_a_process_that_is_stuck()
         process.send_signal(number)
         assert process.wait(20) == exit_codes.killed_by(number)
         assert process.stderr is not None
-        assert f"{number.name} again: stopping at once" in process.stderr.read()
+        assert f"{number.name} again: " in process.stderr.read()
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, *commands: str) -> None:
@@ -231,7 +232,7 @@ def test_only_commands_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (files.folder / "halt").touch()
         assert files.take() == {"save"}
         assert files.take() == set()
-        assert caplog.text.count("halt is not a command; there are stop, save, sample") == 1
+        assert [record.args for record in caplog.records] == [(files.folder / "halt", ", ".join(control.COMMANDS))]
         (files.folder / "halt").unlink()
     assert not files.folder.exists()
 
@@ -245,7 +246,7 @@ def test_commands_that_are_folders_and_a_folder_that_is_a_file(
         (files.folder / "save" / "inner").mkdir(parents=True)
         assert files.take() == {"stop", "save"}
         assert files.take() == set(), "a command counts once, also where it cannot be removed"
-        assert caplog.text.count("save is taken as a command, and cannot be removed (") == 1
+        assert [record.args for record in caplog.records] == [(files.folder / "save", os.strerror(errno.ENOTEMPTY))]
         (files.folder / "save" / "inner").rmdir()
         (files.folder / "save").rmdir()
         assert files.take() == set()
@@ -255,7 +256,7 @@ def test_commands_that_are_folders_and_a_folder_that_is_a_file(
     files.folder.touch()
     with files.watched():
         assert files.take() == set()
-    assert "control is no folder (File exists): this run takes no commands by file" in caplog.text
+    assert caplog.records[-1].args == (files.folder, os.strerror(errno.EEXIST))
     assert files.folder.is_file()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -50,9 +51,9 @@ def test_a_gpu_by_nvidia_smi(smi: Callable[[str], None]) -> None:
     smi(SMI)
     read = GpuReader(1)
     assert read() == read() == Reading(dict(zip(NAMES, (512.34, 61.0, 97.0), strict=True)))
-    assert GpuReader(2)().problems["gpu_power_w"].startswith("nvidia-smi failed with exit code 6: No devices")
+    assert re.match(r"nvidia-smi .* 6: No devices", GpuReader(2)().problems["gpu_power_w"])
     smi(SMI.replace("512.34", "[N/A]"))
-    assert read().problems == {"gpu_power_w": "nvidia-smi does not know it"}
+    assert read().problems.keys() == {"gpu_power_w"}
     assert read().values.keys() == {"gpu_temperature_c", "gpu_utilization_percent"}
 
 
@@ -61,7 +62,7 @@ def test_a_machine_without_either(smi: Callable[[str], None], tmp_path: Path, mo
     found = GpuReader(0)()
     assert not found.values
     assert list(found.problems) == NAMES
-    assert "nvidia-smi is not installed, or not in PATH. `pip install nvidia-ml-py`" in found.problems["gpu_power_w"]
+    assert re.search("PATH.*nvidia-ml-py", found.problems["gpu_power_w"])
 
 
 def test_a_gpu_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +206,7 @@ def test_a_run_records_what_was_read_and_survives_the_rest(
         state = next(states, "lost")
         if state == "lost":
             read.set()
-            raise OSError("GPU is lost")
+            raise OSError("lost")
         known = {"gpu_power_w": 512.5} if state == "fine" else {}
         problems = {} if known else {"gpu_power_w": "Not Supported"}
         return Reading({**known, "gpu_temperature_c": 61.0, "gpu_utilization_percent": 97.0}, problems)
@@ -226,10 +227,10 @@ def test_a_run_records_what_was_read_and_survives_the_rest(
         done = run(**options(train_steps=2))
     assert done.curve(*NAMES) == [(1, 512.5, 61.0, 97.0), (2, 512.5, 61.0, 97.0)]
     assert not any(thread.name == "hardware" for thread in threading.enumerate())
-    assert [record.getMessage() for record in caplog.records if record.name == "finetrainers.training.hardware"] == [
-        "rank 0: metrics are without network: PermissionError: /proc/net/dev",
-        "rank 0: metrics are without gpu_power_w: Not Supported",
-        "rank 0: metrics are without gpu_temperature_c, gpu_utilization_percent: OSError: GPU is lost",
+    assert [record.args for record in caplog.records if record.name == "finetrainers.training.hardware"] == [
+        (0, "network", "PermissionError: /proc/net/dev"),
+        (0, "gpu_power_w", "Not Supported"),
+        (0, "gpu_temperature_c, gpu_utilization_percent", "OSError: lost"),
     ]
     page = (done.root / "report.html").read_text()
     assert "GPU power" in page

@@ -27,7 +27,7 @@ def test_ranks_that_have_found_other_data_do_not_begin() -> None:
 
     plan = SimpleNamespace(fingerprint="one", fingerprint_of="files")
     checked: object = SimpleNamespace(config=None, plan=plan)
-    with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 have found other data, .* other files, or what is"):
+    with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 .* files, .*--probe_dir"):
         load_text_conditioning(checked, None, Differing(0, 3), None)  # type: ignore[arg-type]
 
 
@@ -53,10 +53,10 @@ def test_parts_load_on_all_processes_at_once_where_each_of_them_is_mapped(
     with pytest.raises(Asked) as asked:
         load_inputs.load_batch_source(checked, spec, Asking(), watchdog, None)  # type: ignore[arg-type]
     parts = ("vae", "image_encoder") if encodes or images else ("vae",)
-    assert asked.value.args == ("loading the VAE", ("m", *parts))
+    assert asked.value.args[1] == ("m", *parts)
     with pytest.raises(Asked) as asked:
         load_inputs._load_or_encode(checked, spec, Asking(), watchdog, texts=None, sampling_dtype=None)  # type: ignore[arg-type]
-    assert asked.value.args == ("loading the text encoders", ("m", "tokenizer", "text_encoder"))
+    assert asked.value.args[1] == ("m", "tokenizer", "text_encoder")
     monkeypatch.setattr(sampler, "are_mapped", load_inputs.are_mapped)
     sampling: Any = SimpleNamespace(config=checked.config, spec=spec, parallel=Asking())
     with pytest.raises(Asked) as again:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,8 +50,8 @@ def test_a_hang_leaves_stacks_and_an_exit_code(tmp_path: Path, python: Python) -
         assert "in hanging_step" in stacks
         assert "in other_thread" in stacks
         if where == "Python":
-            assert "the section 'step' took longer than its limit of 0.5 s (--step_timeout)" in stacks
-            assert f"the stacks are in {tmp_path / where / 'rank-3.txt'}" in hanging[where].stderr
+            assert re.search(r"'step' .* 0\.5 s \(--step_timeout\)", stacks)
+            assert str(tmp_path / where / "rank-3.txt") in hanging[where].stderr
 
 
 _BESIDE = """
@@ -76,7 +77,7 @@ def test_a_thread_has_a_clock_of_its_own(tmp_path: Path, python: Python) -> None
     done = python("-c", _BESIDE, str(tmp_path / "hangs"))
     assert done.wait(25) == exit_codes.HUNG, done.stderr
     stacks = (tmp_path / "hangs" / "rank-3.txt").read_text()
-    assert "the section 'checkpoint' took longer than its limit of 1.5 s (--checkpoint_timeout)" in stacks
+    assert re.search(r"'checkpoint' .* 1\.5 s \(--checkpoint_timeout\)", stacks)
     assert "in save" in stacks
 
 
@@ -107,7 +108,7 @@ def test_what_goes_on_and_what_waits_its_turn_is_not_ended(tmp_path: Path, pytho
     done = python("-c", _ALIVE, str(tmp_path / "hangs"))
     assert done.wait(25) == exit_codes.HUNG, done.stderr
     assert done.stdout == "alive\n"
-    assert "the section 'step' took longer" in done.stderr
+    assert re.search(r"'step' .* 0\.6 s \(--step_timeout\)", done.stderr)
 
 
 @pytest.fixture

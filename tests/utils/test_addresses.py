@@ -27,7 +27,7 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems_of(reward: str) -> list[str]:
-    return reward_problems(RewardEntry.model_validate(parse_reward(reward)))
+    return [str(error) for error in reward_problems(RewardEntry.model_validate(parse_reward(reward)))]
 
 
 def test_modules_of_the_working_directory_are_found(working_directory: Path) -> None:
@@ -39,9 +39,12 @@ def test_modules_of_the_working_directory_are_found(working_directory: Path) -> 
 
 def test_what_is_missing_is_named(working_directory: Path) -> None:
     [problem] = problems_of("my_scroes:redness")
-    assert problem == "reward 'my_scroes:redness': No module named 'my_scroes'"
+    assert problem.startswith("reward 'my_scroes:redness': ")
+    assert problem.endswith(" 'my_scroes'")
     assert str(working_directory) not in sys.path
     [problem] = problems_of("my_broken:redness")
-    assert problem == "reward 'my_broken:redness': No module named 'my_missing'"
+    assert problem.startswith("reward 'my_broken:redness': ")
+    assert problem.endswith(" 'my_missing'")
     [problem] = problems_of("my_scores:blueness")
-    assert problem == "reward 'my_scores:blueness': module my_scores has no 'blueness'"
+    assert problem.startswith("reward 'my_scores:blueness': ")
+    assert problem.endswith(" my_scores has no 'blueness'")

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from finetrainers.utils import faults
 
@@ -69,5 +70,5 @@ def test_what_hangs_at_exit_does_not_keep_a_process(tmp_path: Path) -> None:
 def test_patience_is_a_number_of_seconds(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert faults.min_hang_seconds() == 600
     monkeypatch.setenv(faults.PATIENCE, wrong)
-    with pytest.raises(ValueError, match=faults.PATIENCE):
+    with refused("invalid", faults.PATIENCE, repr(wrong)):
         faults.min_hang_seconds()

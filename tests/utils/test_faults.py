@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused
 
 from finetrainers.cli.main import main
 from finetrainers.utils import faults
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.faults import Fault, fault_point, parse_faults
 
 PACKAGE = Path(faults.__file__).parents[1]
@@ -38,19 +40,19 @@ def test_the_grammar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "kind", "values"),
     [
-        ("kill", r"'kill' is not KIND@POINT\[:COUNT\]\[:rank=RANK\]"),
-        ("kill@save:0", "'kill@save:0' is not"),
-        ("kill@save:rank=one", "'kill@save:rank=one' is not"),
-        ("kill@save,", "'' is not"),
-        ("kil@save", "no kind 'kil'; there are kill, term, hang, raise, oom, enospc, nan"),
-        ("kill@writing", "no point 'writing'; there are start, load, resume, precompute, data, step, .*export"),
-        ("nan@save", "nothing to poison at save; nan goes with loss, backward, reward"),
+        ("kill", "invalid", ("'kill'", "KIND@POINT[:COUNT][:rank=RANK]")),
+        ("kill@save:0", "invalid", ("'kill@save:0'", "KIND@POINT")),
+        ("kill@save:rank=one", "invalid", ("'kill@save:rank=one'", "KIND@POINT")),
+        ("kill@save,", "invalid", ("''", "KIND@POINT")),
+        ("kil@save", "unknown", ("'kil'", *faults.KINDS)),
+        ("kill@writing", "unknown", ("'writing'", *faults.POINTS)),
+        ("nan@save", "unsupported", ("'nan@save'", "loss", "backward", "reward")),
     ],
 )
-def test_what_means_nothing_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_means_nothing_is_refused(text: str, kind: Kind, values: tuple[str, ...]) -> None:
+    with refused(kind, *values):
         parse_faults(f"hang@data,{text}")
 
 
@@ -60,14 +62,14 @@ def test_a_command_refuses_it_before_anything_else_happens(
     monkeypatch.setenv(faults.ENVIRONMENT, "kill@writing")
     flags = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "demo://ltx", "--data_root", str(tmp_path)]
     assert main(["train", *flags, "--output_dir", str(tmp_path / "run")]) == 2
-    assert "FINETRAINERS_FAULT: 'kill@writing': no point 'writing'; there are start, " in capsys.readouterr().err
+    assert "FINETRAINERS_FAULT: 'kill@writing'" in capsys.readouterr().err
 
 
 def test_times_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     arm(monkeypatch, "raise@step:2,raise@data:3+,raise@save:rank=1")
     fault_point("step")
     fault_point("save")
-    with pytest.raises(RuntimeError, match="fault injected at step"):
+    with pytest.raises(RuntimeError, match="step"):
         fault_point("step")
     fault_point("step")
     hit = []
@@ -78,13 +80,13 @@ def test_times_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             hit.append(visit)
     assert hit == [3, 4, 5]
     arm(monkeypatch, "raise@save:rank=1", rank=1)
-    with pytest.raises(RuntimeError, match="at save"):
+    with pytest.raises(RuntimeError, match="save"):
         fault_point("save")
 
 
 def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     arm(monkeypatch, "enospc@save,oom@step,nan@loss,nan@backward")
-    with pytest.raises(OSError, match="No space left on device") as full:
+    with pytest.raises(OSError, match=r"\(.* save\)") as full:
         fault_point("save")
     assert full.value.errno == errno.ENOSPC
     with pytest.raises(torch.OutOfMemoryError):
@@ -94,7 +96,7 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     fault_point("loss", (loss,))
     assert loss.isnan()
     loss.backward()  # autograd is not disturbed
-    with pytest.raises(RuntimeError, match="nothing to poison here"):
+    with pytest.raises(RuntimeError, match="backward: "):
         fault_point("backward")
 
 

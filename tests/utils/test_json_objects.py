@@ -88,7 +88,7 @@ def test_options_come_back_whole() -> None:
 
 @pytest.mark.parametrize("value", [object(), json, lambda: None, 1j, b"bytes"])
 def test_other_objects_are_not_written(value: Any) -> None:
-    with pytest.raises(TypeError, match="is no dataclass, named tuple or table of options of finetrainers"):
+    with pytest.raises(TypeError, match=rf"{type(value).__module__}:{type(value).__qualname__} .*finetrainers"):
         to_json([value])
 
 
@@ -96,5 +96,5 @@ def test_other_objects_are_not_written(value: Any) -> None:
     "kind", ["os:system", "builtins:eval", "finetrainers.utils.files:folder_problem", "finetrainers.cli.main:main"]
 )
 def test_nothing_else_is_called(kind: str) -> None:
-    with pytest.raises(TypeError, match="is no dataclass"):
+    with pytest.raises(TypeError, match=f"{kind} .*finetrainers"):
         from_json(json.dumps([kind, "echo no"]))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refused
 
 from finetrainers.cli.main import main
 from finetrainers.utils import exit_codes
-from finetrainers.utils.launch import launch_problems, restart_warning
+from finetrainers.utils.launch import launch_problems, launcher_environment, restart_warning
 
 TORCHRUN = {
     "WORLD_SIZE": "2",
@@ -64,28 +65,58 @@ def test_a_refusal_is_printed_by_the_first_process_and_the_others_wait_for_it(co
 
 
 @pytest.mark.parametrize(
-    ("environment", "name", "said"),
+    ("environment", "name", "kind", "values"),
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE", "must be a whole number of at least 1, got 'abc'"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "at least 1, got '0'"),
-        (TORCHRUN | {"RANK": "one"}, "RANK", "at least 0, got 'one'"),
-        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT", "whole number"),
-        ({"RANK": "1"}, "RANK", "1 is none of 1 processes"),
-        (TORCHRUN | {"RANK": "2"}, "RANK", "2 is none of 2 processes"),
-        ({"LOCAL_RANK": "0"}, "LOCAL_RANK", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE", "invalid", ("1", "'abc'")),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "invalid", ("1", "'0'")),
+        (TORCHRUN | {"RANK": "one"}, "RANK", "invalid", ("0", "'one'")),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT", "invalid", ("1", "'http'")),
+        ({"RANK": "1"}, "RANK", "conflict", ("1", "WORLD_SIZE")),
+        (TORCHRUN | {"RANK": "2"}, "RANK", "conflict", ("2", "WORLD_SIZE")),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK", "required", ("WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT", "torchrun")),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
             "WORLD_SIZE",
-            "MASTER_ADDR, MASTER_PORT is not set; start it by `accelerate launch`",
+            "required",
+            ("MASTER_ADDR, MASTER_PORT", "`accelerate launch`"),
         ),
-        ({"ACCELERATE_MIXED_PRECISION": "bogus"}, "ACCELERATE_MIXED_PRECISION", "one of no, fp16, bf16, got 'bogus'"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION", "got 'fp8'"),
-        ({"LOCAL_SIZE": "abc"}, "LOCAL_SIZE", "whole number"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "x"}, "PARALLELISM_CONFIG_TP_SIZE", "whole number"),
-        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "9"}, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "one of 0, 1, 2, 3, got '9'"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "bogus"},
+            "ACCELERATE_MIXED_PRECISION",
+            "unknown",
+            ("no, fp16, bf16", "'bogus'"),
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "ACCELERATE_MIXED_PRECISION", "unknown", ("'fp8'",)),
+        ({"LOCAL_SIZE": "abc"}, "LOCAL_SIZE", "invalid", ("1", "'abc'")),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "x"}, "PARALLELISM_CONFIG_TP_SIZE", "invalid", ("1", "'x'")),
+        (
+            {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "9"},
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+            "unknown",
+            ("0, 1, 2, 3", "'9'"),
+        ),
     ],
 )
-def test_what_cannot_be_right_is_named(environment, name, said):
-    [(found, message)] = launch_problems(environment)
-    assert found == name
-    assert said in message
+def test_what_cannot_be_right_is_named(environment, name, kind, values):
+    [(place, message, problem_kind)] = launch_problems(environment)
+    assert (place, problem_kind) == (name, kind)
+    assert [value for value in values if value not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "value"),
+    [
+        (None, "not_found", "gone.yaml"),
+        ("a: [", "unreadable", "gone.yaml"),
+        ("- a list", "unreadable", "`accelerate launch`"),
+        ("num_processes: none", "invalid", "num_processes"),
+        ("distributed_type: FSDP\nfsdp_config: 7", "invalid", "fsdp_config"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "unknown", "zero_stage"),
+    ],
+)
+def test_files_of_launchers_that_cannot_be_read_are_refused(tmp_path, content, kind, value):
+    path = tmp_path / "gone.yaml"
+    if content is not None:
+        path.write_text(content)
+    with refused(kind, value):
+        launcher_environment(path)

@@ -79,7 +79,7 @@ def test_counters_that_are_not_there(machine: Path) -> None:
     (machine / "infiniband/mlx5_1/ports/1/counters/port_xmit_data").unlink()
     (machine / "infiniband/mlx5_1/ports/1/counters/port_rcv_data").write_text("N/A")
     traffic = read_traffic(machine)
-    assert traffic.problem == "counters of InfiniBand ports cannot be read: mlx5_1:1"
+    assert traffic.problem.endswith(": mlx5_1:1")
     assert [name for direction, name in traffic.counted if direction == "infiniband_sent"] == ["mlx5_0:1"]
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from refusals import refused
 
 from finetrainers.utils.packaged import model_path, packaged_models
 
@@ -19,5 +19,5 @@ def test_other_names_pass_through() -> None:
 
 
 def test_a_misspelt_name_is_told_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'demo://ltx'"):
+    with refused("unknown", "'demo://ltx'", "'demo://ltxx'"):
         model_path("demo://ltxx")

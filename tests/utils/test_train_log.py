@@ -21,11 +21,11 @@ def test_what_is_printed_and_logged_is_in_the_file(tmp_path: Path, capsys: pytes
         console.print("step 1/2\nstep 2/2  ")
         logging.getLogger("finetrainers.anywhere").warning("careful")
     with pytest.raises(RuntimeError, match="gone"), train_log(path):
-        raise RuntimeError("the disk is gone")
+        raise RuntimeError("disk gone")
     console.print("after")
     lines = path.read_text().splitlines()
     assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in lines] == [
-        "step 1/2", "step 2/2", "WARNING finetrainers.anywhere: careful", "ended by RuntimeError: the disk is gone",
+        "step 1/2", "step 2/2", "WARNING finetrainers.anywhere: careful", "ended by RuntimeError: disk gone",
     ]  # fmt: skip
     assert all(re.match(r"\d{4}-", line) for line in lines)
     assert capsys.readouterr().out == ""  # the file is all that becomes of it

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import av
@@ -56,8 +57,8 @@ def test_jsonl_is_appended(tmp_path, monkeypatch):
 
 
 def test_nearest_and_plural():
-    assert nearest("batch_siz", ["batch_size", "rank"]) == "; did you mean 'batch_size'?"
-    assert nearest("zzz", ["a", "b"]) == "; valid: a, b"
+    assert nearest("batch_siz", ["batch_size", "rank"]).endswith(" 'batch_size'?")
+    assert nearest("zzz", ["a", "b"]).endswith(": a, b")
     assert nearest("zzz", [str(i) for i in range(20)]) == ""
     assert (plural(1, "clip"), plural(2, "clip")) == ("1 clip", "2 clips")
 
@@ -164,14 +165,16 @@ def test_the_guess_of_the_device(build, signs, environment, expected, monkeypatc
 def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
     """With a driver that is too old, say, torch says that there is no GPU, and a run would be one on the CPU."""
 
+    reason = "The NVIDIA driver is too old (found version 11040)"
+
     def refuse():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+        raise RuntimeError(f"{reason}. Please update it.")
 
     monkeypatch.setattr(device, "likely_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", refuse)
     problem = device.device_problem()
-    assert "cannot use a GPU: The NVIDIA driver on your system is too old (found version 11040). Update" in problem
+    assert f": {reason}. Update" in problem
     assert "ACCELERATE_USE_CPU=true" in problem
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device.device_problem() is None
@@ -180,32 +183,25 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "folder", "said"),
+    ("path", "folder", "names"),
     [
-        ("clipz", True, "does not exist: there is no 'clipz' in the working directory '{here}'; did you mean 'clips'?"),
-        ("clips/sup/x", True, "does not exist: there is no 'sup' in '{here}/clips'; did you mean 'clips/sub'?"),
-        (
-            "{here}/clips/sup",
-            True,
-            "does not exist: there is no 'sup' in '{here}/clips'; did you mean '{here}/clips/sub'?",
-        ),
-        ("/nowhere-at-all/x", True, "does not exist: there is no 'nowhere-at-all' in '/'"),
-        (
-            "table.cvs",
-            False,
-            "does not exist: there is no 'table.cvs' in the working directory '{here}'; did you mean 'table.csv'?",
-        ),
-        ("table.cvs", True, "does not exist: there is no 'table.cvs' in the working directory '{here}'"),
-        ("table.csv", True, "is not a folder but a file; give the folder that contains it, '.'"),
-        ("clips", False, "is a folder, not a file"),
-        ("C:\\Users\\me", True, "is a path of Windows, and this is another system; in WSL it is '/mnt/c/Users/me'"),
+        ("clipz", True, ["clipz", "{here}", "clips"]),
+        ("clips/sup/x", True, ["sup", "{here}/clips", "clips/sub"]),
+        ("{here}/clips/sup", True, ["sup", "{here}/clips", "{here}/clips/sub"]),
+        ("/nowhere-at-all/x", True, ["nowhere-at-all", "/"]),
+        ("table.cvs", False, ["table.cvs", "{here}", "table.csv"]),
+        ("table.cvs", True, ["table.cvs", "{here}"]),
+        ("table.csv", True, ["."]),
+        ("clips", False, []),
+        ("C:\\Users\\me", True, ["/mnt/c/Users/me"]),
     ],
 )
-def test_a_path_that_leads_nowhere(tmp_path, monkeypatch, path, folder, said):
+def test_a_path_that_leads_nowhere(tmp_path, monkeypatch, path, folder, names):
     (tmp_path / "clips" / "sub").mkdir(parents=True)
     (tmp_path / "table.csv").touch()
     monkeypatch.chdir(tmp_path)
-    assert files.missing_path_problem(Path(path.format(here=tmp_path)), folder=folder) == said.format(here=tmp_path)
+    problem = files.missing_path_problem(Path(path.format(here=tmp_path)), folder=folder)
+    assert re.findall("'(.*?)'", problem) == [name.format(here=tmp_path) for name in names]
 
 
 def test_only_regular_files_are_opened(tmp_path):
@@ -214,6 +210,6 @@ def test_only_regular_files_are_opened(tmp_path):
         assert file.read() == b"content"
     os.mkfifo(tmp_path / "pipe")
     for name, kind in (("pipe", "a named pipe"), ("/dev/zero", "a device"), (".", "a folder")):
-        with pytest.raises(OSError, match=f"not a regular file but {kind}") as raised:
+        with pytest.raises(OSError, match=kind) as raised:
             files.open_regular(tmp_path / name)
-        assert raised.value.filename == str(tmp_path / name)
+        assert (raised.value.errno, raised.value.filename) == (errno.EINVAL, str(tmp_path / name))

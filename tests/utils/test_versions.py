@@ -35,9 +35,10 @@ def test_what_is_too_old_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
         "tomli>=2; python_version < '3'",
         "rich; extra == 'x'",
     ]
-    assert versions.version_problem(needed) == (
-        "peft 0.17.0, no av installed, which cannot work; run: pip install 'peft>=0.18' 'av>=17.1'"
-    )
+    problem = versions.version_problem(needed)
+    assert problem is not None
+    assert problem.startswith("peft 0.17.0, no av ")
+    assert problem.endswith(": pip install 'peft>=0.18' 'av>=17.1'")
     assert versions.version_problem(["torch>=2.13"]) is None
 
 
@@ -46,14 +47,11 @@ def test_a_run_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(versions, "_own_problem", versions._own_problem.__wrapped__)  # which remembers its answer
     monkeypatch.setattr(versions, "requires", lambda name: ["packaging>=99"])
     config = load_config(model_name="ltx_video", pretrained_model_name_or_path="someone/model", data_root="clips")
-    with pytest.raises(
-        ConfigError, match=r"packaging .* installed, which cannot work; run: pip install 'packaging>=99'"
-    ):
+    with pytest.raises(ConfigError, match=r"packaging \d.* pip install 'packaging>=99'"):
         preflight(config)
     for command in (["train", "--lr", "1e-4"], ["prepare"], ["quickstart", "nowhere"]):
         assert main(command) == exit_codes.CONFIGURATION
-        said = capsys.readouterr().err
-        assert re.search(r"1 problem with this environment:\n  - packaging .*; run: pip install 'packaging>=99'", said)
+        assert re.search(r"\b1 problem .*:\n  - packaging \d.* pip install 'packaging>=99'", capsys.readouterr().err)
 
 
 def test_this_environment_has_what_the_package_asks_for() -> None:

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from ..facts import Facts
 from ..root import TrainConfig, fields
 from ..sections import DataSection
-from .findings import Findings
+from .findings import Finding, Findings, check_needs
 from .frames import check_frames
 from .windows import window_warnings
 
 _TABLES = (".csv", ".json", ".jsonl", ".parquet")
 
 
-def check_data(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+def check_data(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Check the options that only training on clips reads."""
     data = config.data
-    names = [name for name in type(data).model_fields if config.changed(name)]
-    check_dataset(data, given=names, found=findings)
-    findings.warnings += window_warnings(config)
+    yield from _check_dataset(data, [name for name in type(data).model_fields if config.changed(name)])
+    yield from window_warnings(config)
     others = [name for name, _ in data.extra_columns if name not in facts.media]
     if others and facts.first_frame != "unknown":
         takes = " and ".join(facts.media) or "nothing but clips"
-        findings.warnings.append(f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}")
-    _check_precomputation(config, findings)
-    _check_batch_sizes(config, findings)
-    check_frames(config, facts, findings)
+        yield f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}"
+    yield from _check_precomputation(config)
+    yield from _check_batch_sizes(config)
+    yield from check_frames(config, facts)
     if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
-        message = "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward"
-        findings.error("eval_steps", message)
-    if data.eval_num_items and not config.validation.eval_steps:
-        findings.warnings.append(
-            f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
+        yield (
+            "eval_steps",
+            "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward",
+            "required",
         )
+    if data.eval_num_items and not config.validation.eval_steps:
+        yield f"--eval_num_items {data.eval_num_items} are held out, but evaluated only at the end; set --eval_steps"
 
 
-def _check_precomputation(config: TrainConfig, findings: Findings) -> None:
+def _check_precomputation(config: TrainConfig) -> Iterator[Finding]:
     data = config.data
     if not data.precompute_conditions:
         return
     if config.changed("precompute_batch_size") and config.model.enable_slicing:
-        findings.warnings.append(
-            "--precompute_batch_size saves little with --enable_slicing: the VAE takes the clips one by one"
-        )
+        yield "--precompute_batch_size saves little with --enable_slicing: the VAE takes the clips one by one"
     if data.frame_selection == "random" or data.video_reshape_mode == "random":
-        findings.warnings.append(
-            "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
-        )
+        yield "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
 
 
-def _check_batch_sizes(config: TrainConfig, findings: Findings) -> None:
+def _check_batch_sizes(config: TrainConfig) -> Iterator[Finding]:
     if config.optimizer.scale_lr and config.dataloader.bucket_batch_sizes:
-        findings.warnings.append("--scale_lr follows --batch_size alone, not --bucket_batch_sizes")
+        yield "--scale_lr follows --batch_size alone, not --bucket_batch_sizes"
     for option, entries in (
         ("bucket_batch_sizes", config.dataloader.bucket_batch_sizes),
         ("bucket_keep_prob", config.data.bucket_keep_prob),
     ):
-        buckets = [bucket for bucket, _ in entries]
-        for bucket in sorted({bucket for bucket in buckets if buckets.count(bucket) > 1}):
-            findings.error(option, f"{'x'.join(map(str, bucket))} is named twice")
+        for bucket, count in sorted(Counter(bucket for bucket, _ in entries).items()):
+            if count > 1:
+                yield option, f"{'x'.join(map(str, bucket))} is named twice", "duplicate"
 
 
 def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:
@@ -71,34 +68,37 @@ def check_dataset(data: DataSection, *, given: Collection[str], found: Findings)
         given: names of those that were given.
         found: gets errors and warnings.
     """
+    found.add(_check_dataset(data, given))
+
+
+def _check_dataset(data: DataSection, names: Collection[str]) -> Iterator[Finding]:
     if data.video_resolution_buckets:
-        for option in ("resolutions", "frame_buckets"):
-            if option in given:
-                found.error(option, "--video_resolution_buckets names every size and length already; give one of them")
+        for name in ("resolutions", "frame_buckets"):
+            if name in names:
+                message = "--video_resolution_buckets names every size and length already; give one of them"
+                yield name, message, "conflict"
     if data.min_ar > data.max_ar:
-        found.error("min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}")
+        yield "min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}", "conflict"
     if data.dataset is None:
-        _check_source(data, given, found)
-        for name in (name for name, option in fields().items() if option.scope == "dataset" and name in given):
-            found.check_needs(name, partial(getattr, data))
+        yield from _check_source(data, names)
+        for option in fields().values():
+            if option.scope == "dataset" and option.name in names:
+                yield from check_needs(option.name, partial(getattr, data))
         return
     for name in ("data_root", "dataset_file", "hf_dataset"):
         if getattr(data, name) is not None:
-            found.error(name, "--dataset FILE names the datasets; name it there, or drop --dataset")
+            yield name, "--dataset FILE names the datasets; name it there, or drop --dataset", "conflict"
 
 
-def _check_source(data: DataSection, names: Collection[str], findings: Findings) -> None:
+def _check_source(data: DataSection, names: Collection[str]) -> Iterator[Finding]:
     if not data.is_named:
-        findings.error("data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset")
+        yield "data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset", "required"
     if data.hf_dataset is not None and data.dataset_file is not None:
-        findings.error("hf_dataset", "--dataset_file names another dataset; give one of them")
+        yield "hf_dataset", "--dataset_file names another dataset; give one of them", "conflict"
     if data.caption_columns and "caption_column" in names:
-        findings.error("caption_columns", "they take the place of --caption_column; give one of them")
+        yield "caption_columns", "they take the place of --caption_column; give one of them", "conflict"
     is_table = data.dataset_file is not None and data.dataset_file.suffix.lower() in _TABLES
     if data.caption_lines and (is_table or data.hf_dataset is not None):
-        findings.warnings.append(
-            "--caption_lines has no effect without .txt files next to the clips; several captions are a list there"
-        )
+        yield "--caption_lines has no effect without .txt files next to the clips; several captions are a list there"
     if data.caption_columns and data.dataset_file is None and data.hf_dataset is None:
-        message = "--caption_columns has no effect without columns: a .csv, .json, .jsonl, .parquet or .tar file"
-        findings.warnings.append(message)
+        yield "--caption_columns has no effect without columns: a .csv, .json, .jsonl, .parquet or .tar file"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,9 @@ from finetrainers.utils.failures import Kind
 
 from ..errors import Problem
 from ..root import fields
+
+#: Finding of a rule: a warning; or an error, as a problem or as its option, message and kind.
+Finding = str | Problem | tuple[str, str] | tuple[str, str, Kind]
 
 
 @dataclass
@@ -23,15 +26,27 @@ class Findings:
         """Record an error about an option; `kind` and `is_local`: see `Problem`."""
         self.errors.append(Problem(f"--{option}", message, kind, is_local=is_local))
 
+    def add(self, *rules: Iterable[Finding]) -> None:
+        """Record what rules find."""
+        for rule in rules:
+            for finding in rule:
+                if isinstance(finding, str):
+                    self.warnings.append(finding)
+                elif isinstance(finding, Problem):
+                    self.errors.append(finding)
+                else:
+                    self.error(*finding)
+
     def allow_local(self) -> None:
         """Turn errors that only this machine has into warnings, for a run on another machine."""
         self.warnings += [f"{problem} (on the machine that trains)" for problem in self.errors if problem.is_local]
         self.errors = [problem for problem in self.errors if not problem.is_local]
 
-    def check_needs(self, name: str, get_value: Callable[[str], Any]) -> None:
-        """Warn of an option that was given without the one that it needs."""
-        if (lacks := _unmet(name, get_value)) is not None:
-            self.warnings.append(f"--{name} has no effect {lacks}")
+
+def check_needs(name: str, get_value: Callable[[str], Any]) -> Iterator[Finding]:
+    """Warn of an option that was given without the one that it needs."""
+    if (lacks := _unmet(name, get_value)) is not None:
+        yield f"--{name} has no effect {lacks}"
 
 
 def _unmet(name: str, get_value: Callable[[str], Any]) -> str | None:

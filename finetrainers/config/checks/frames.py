@@ -5,84 +5,112 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from finetrainers.utils.failures import Kind
+
+from ..errors import Problem
 from ..facts import Facts
 from ..frame_conditioning import FrameConditioning, select_conditioning_modes
 from ..prompts import ValidationPrompt
 from ..root import TrainConfig
 from ..sections import DataSection
-from .findings import Findings
+from .findings import Finding
 
-Problems = Iterator[tuple[str, str]]
 Bucket = tuple[int, int, int]
+#: Problem with a medium of prompts: its name, the reason, and the kind.
+MediumProblem = tuple[str, str, Kind]
 
 
-def check_frames(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+def check_frames(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Check the options of frame conditioning against the model."""
     data, model = config.data, config.model.model_name
     if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
-        findings.warnings.append(
-            f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels"
-        )
+        yield f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels"
     if data.frame_conditioning is not None and data.first_frame_conditioning_p is not None:
-        findings.error(
-            "frame_conditioning", "says how often the first frame is given, too; give one of the two options"
+        yield (
+            "frame_conditioning",
+            "says how often the first frame is given, too; give one of the two options",
+            "conflict",
         )
     if facts.first_frame == "none" and data.first_frame_conditioning_p:
-        findings.error("first_frame_conditioning_p", f"this {model} takes no first frame; remove it")
-    for problem in frame_problems(data, facts, model=model):
-        findings.error(*problem)
+        yield "first_frame_conditioning_p", f"this {model} takes no first frame; remove it", "unsupported"
+    yield from frame_problems(data, facts, model=model)
 
 
-def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Problems:
-    """Yield (option, reason) for frame conditioning that a model or the windows of a dataset do not support."""
+def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[Problem]:
+    """Yield a problem for frame conditioning that a model or the windows of a dataset do not support."""
     kinds = data.frame_conditioning or ()
     others = [kind.label for kind in kinds if kind.name != "first"]
     way_out = "--list_models says which models take any"
     if facts.first_frame == "none" and kinds:
-        yield "frame_conditioning", f"this {model} takes no given frames; {way_out}"
+        yield Problem("--frame_conditioning", f"this {model} takes no given frames; {way_out}", "unsupported")
     elif others and not facts.any_frame:
-        yield "frame_conditioning", f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}"
+        yield Problem(
+            "--frame_conditioning",
+            f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}",
+            "unsupported",
+        )
     else:
         for kind in kinds:
             if reason := kind.grid_problem(facts.geometry.temporal):
-                yield "frame_conditioning", reason
+                yield Problem("--frame_conditioning", reason)
     if data.window_context and not facts.any_frame:
-        yield "window_context", f"this {model} cannot be given frames before a window; {way_out}"
+        yield Problem(
+            "--window_context", f"this {model} cannot be given frames before a window; {way_out}", "unsupported"
+        )
     yield from _slice_problems(data, facts)
 
 
-def _slice_problems(data: DataSection, facts: Facts) -> Problems:
-    """Yield (option, reason) for conditioning that windows cut from the latents of a whole clip cannot have."""
+def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
+    """Yield a problem for conditioning that windows cut from the latents of a whole clip cannot have."""
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     if not has_windows or data.sliding_window_latents == "encode":
         return
-    kinds = data.frame_conditioning or ()
-    at_start = [kind.label for kind in kinds if kind.name not in ("last", "suffix")]
     if facts.first_frame == "channels":
-        yield (
-            "sliding_window_latents",
+        yield Problem(
+            "--sliding_window_latents",
             "this checkpoint is given each window's first frame, which must be encoded alone; use encode",
+            "unsupported",
         )
     elif facts.first_frame == "tokens":
         reason = "a window's first latent stands for several frames, so it cannot be given as the first frame"
         if data.frame_conditioning is None and data.first_frame_conditioning_p != 0:
-            yield "first_frame_conditioning_p", f"with --sliding_window_latents slice, {reason}; set it to 0"
-        for label in at_start:
-            yield "frame_conditioning", f"{label}: with --sliding_window_latents slice, {reason}; remove it"
+            yield Problem(
+                "--first_frame_conditioning_p",
+                f"with --sliding_window_latents slice, {reason}; set it to 0",
+                "conflict",
+            )
+        for kind in data.frame_conditioning or ():
+            if kind.name not in ("last", "suffix"):
+                message = f"{kind.label}: with --sliding_window_latents slice, {reason}; remove it"
+                yield Problem("--frame_conditioning", message, "conflict")
 
 
-def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Problems:
-    """Yield (medium, reason) for each conditioning input of the prompts that a model does not support; each once."""
+def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
+    """Yield media that the prompts lack, and those that the model does not take, without the remedy."""
+    if facts.media and any(prompt.video is None for prompt in prompts):
+        yield "video", f"this checkpoint takes {' and '.join(facts.media)}", "required"
+    if facts.needs_image and any(not (prompt.image or prompt.video or prompt.video_prefix) for prompt in prompts):
+        yield "image", "this checkpoint animates an image", "required"
+    if facts.first_frame == "none" and any(prompt.image or (prompt.video and not facts.media) for prompt in prompts):
+        yield "image", f"this {model} takes no first frame", "unsupported"
+
+
+def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
+    """Yield each conditioning input of the prompts that a model does not support, once."""
     media = [name for name in ("last_image", "video_prefix") if any(getattr(prompt, name) for prompt in prompts)]
     if not facts.any_frame:
         for name in media:
-            yield name, f"this {model} can be given no frame but the first; --list_models says which models take any"
+            message = f"this {model} can be given no frame but the first; --list_models says which models take any"
+            yield name, message, "unsupported"
     elif any(prompt.video_prefix and (prompt.image or prompt.video) for prompt in prompts):
-        yield "video_prefix", "is what the sample begins with, and so is an image or a video; give a prompt one of them"
+        message = "is what the sample begins with, and so is an image or a video; give a prompt one of them"
+        yield "video_prefix", message, "conflict"
 
 
-def length_problems(data: DataSection, facts: Facts, buckets: Iterable[Bucket], windows: Iterable[Bucket]) -> Problems:
-    """Yield (option, reason) for frame-conditioning modes that clips are too short for; images have none.
+def length_problems(
+    data: DataSection, facts: Facts, buckets: Iterable[Bucket], windows: Iterable[Bucket]
+) -> Iterator[Problem]:
+    """Yield a problem for frame-conditioning modes that clips are too short for; images have none.
 
     Args:
         data: the options.
@@ -97,11 +125,12 @@ def length_problems(data: DataSection, facts: Facts, buckets: Iterable[Bucket], 
     for kind in kinds if facts.any_frame else ():
         reasons = [reason for frames in lengths if (reason := kind.problem(frames, facts.geometry.temporal))]
         if reasons:
-            yield "frame_conditioning", reasons[0]
+            yield Problem("--frame_conditioning", reasons[0])
     has_windows = data.sliding_window_size is not None or data.dataset is not None
     shortest = min((facts.geometry.latent_shape(*bucket)[0] for bucket in windows if has_windows), default=math.inf)
     if shortest <= data.window_context:
-        yield (
-            "window_context",
+        yield Problem(
+            "--window_context",
             f"leaves nothing to train of windows of {shortest} latent frames; give at most {shortest - 1}",
+            "conflict",
         )

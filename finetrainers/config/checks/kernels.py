@@ -7,11 +7,13 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.gpus import Capability
 
 from ..attention import AUTO, BACKENDS
+from ..errors import Problem
 from ..root import TrainConfig
-from .findings import Findings
+from .findings import Finding, Findings
 
 #: Environment variable with diffusers' default attention backend for the whole process.
 DEFAULT_BACKEND = "DIFFUSERS_ATTN_BACKEND"
@@ -32,93 +34,116 @@ def kernel_problems(
         dtype_bytes: bytes of a number in the dtype that the network computes in.
         capability: compute capability of the GPU, or None if it is not known.
     """
-    findings, name = Findings(), config.model.attn_backend
-    default = os.environ.get(DEFAULT_BACKEND, "native").lower()
-    if name == AUTO and default != "native":
-        findings.warnings.append(
-            f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
-        )
-    if name != AUTO:
-        _check_attention(config, findings, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability)
-    if name == "_native_math":
-        findings.warnings.append(
-            "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory "
-            "estimate leaves out; it is for comparisons at small sizes"
-        )
-    if capability is not None and capability < (8, 0) and config.training.mixed_precision == "bf16":
-        findings.warnings.append(
-            f"--mixed_precision bf16 is emulated on a GPU of compute capability {_dotted(capability)}, and slow; use "
-            "fp16"
-        )
-    if config.memory.compile != "none":
-        for problem in _compile_problems(config):
-            findings.error("compile", problem)
-        for problem in _missing_compilers(device_type):
-            findings.error("compile", problem, is_local=True)
-        if config.training.use_dora:
-            findings.warnings.append(
-                "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
-            )
+    findings = Findings()
+    findings.add(
+        _check_attention(config, device_type=device_type, dtype_bytes=dtype_bytes, capability=capability),
+        _check_compile(config, device_type) if config.memory.compile != "none" else (),
+    )
     return findings
 
 
 def _check_attention(
-    config: TrainConfig, findings: Findings, *, device_type: str, dtype_bytes: int, capability: Capability | None
-) -> None:
+    config: TrainConfig, *, device_type: str, dtype_bytes: int, capability: Capability | None
+) -> Iterator[Finding]:
     """Refuse an attention backend that the device or the other options do not allow, or that is not installed."""
     name = config.model.attn_backend
-    backend = BACKENDS[name]
-    if device_type != "cpu" and backend.missing is not None:
-        findings.error("attn_backend", f"{name} {backend.missing}", is_local=True)
-    for problem in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
-        findings.error("attn_backend", f"{name} {problem}")
-    if capability is not None and capability < backend.capability:
-        message = (
-            f"{name} requires a GPU of compute capability {_dotted(backend.capability)}, got {_dotted(capability)}"
+    default = os.environ.get(DEFAULT_BACKEND, "native").lower()
+    if name == AUTO and default != "native":
+        yield f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
+    if name != AUTO:
+        backend = BACKENDS[name]
+        if device_type != "cpu" and backend.missing is not None:
+            yield Problem("--attn_backend", f"{name} {backend.missing}", "not_installed", is_local=True)
+        for problem, kind in _attention_problems(config, name, device_type=device_type, dtype_bytes=dtype_bytes):
+            yield "attn_backend", f"{name} {problem}", kind
+        if capability is not None and capability < backend.capability:
+            yield (
+                "attn_backend",
+                f"{name} requires a GPU of compute capability {_dotted(backend.capability)}, got "
+                f"{_dotted(capability)}; use native",
+                "unsupported",
+            )
+    if name == "_native_math":
+        yield (
+            "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory "
+            "estimate leaves out; it is for comparisons at small sizes"
         )
-        findings.error("attn_backend", f"{message}; use native")
+    if capability is not None and capability < (8, 0) and config.training.mixed_precision == "bf16":
+        yield (
+            f"--mixed_precision bf16 is emulated on a GPU of compute capability {_dotted(capability)}, and slow; use "
+            "fp16"
+        )
 
 
-def _attention_problems(config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int) -> Iterator[str]:
+def _attention_problems(
+    config: TrainConfig, name: str, *, device_type: str, dtype_bytes: int
+) -> Iterator[tuple[str, Kind]]:
     backend, compiles = BACKENDS[name], config.memory.compile != "none"
     if device_type == "cpu" and not backend.on_cpu:
-        yield "needs a CUDA GPU, and this run trains on the CPU; use native"
+        yield "needs a CUDA GPU, and this run trains on the CPU; use native", "unsupported"
         return
     if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
-        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native"
+        yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native", "conflict"
     if backend.fuses_compiled and not compiles:
-        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional"
+        yield "stores the scores of all pairs of tokens unless it is compiled; add --compile regional", "required"
     if compiles and not backend.one_graph:
         fixed = name.replace("_varlen", "")
-        yield f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or leave out --compile"
+        yield (
+            f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or leave out --compile",
+            "conflict",
+        )
     if name == "_native_math" and config.memory.stored == "keep_attention":
-        yield "is no single operator, whose result --activation_memory keep_attention could keep; use native"
+        yield (
+            "is no single operator, whose result --activation_memory keep_attention could keep; use native",
+            "conflict",
+        )
 
 
 def _dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
 
 
-def _compile_problems(config: TrainConfig) -> Iterator[str]:
+def _check_compile(config: TrainConfig, device_type: str) -> Iterator[Finding]:
     memory = config.memory
     if os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no":
-        yield "regional: the launcher's file compiles, too (dynamo_config); choose one of them"
+        yield (
+            "compile",
+            "regional: the launcher's file compiles, too (dynamo_config); choose one of them",
+            "conflict",
+        )
     if memory.layerwise_upcasting_modules:
         yield (
+            "compile",
             "regional does not go with --layerwise_upcasting_modules, which replaces weights within a block; use "
-            "--quantize_frozen"
+            "--quantize_frozen",
+            "conflict",
         )
     if memory.blocks_to_swap:
-        yield "regional does not go with --blocks_to_swap, which exchanges the weights of a block; drop one of them"
+        yield (
+            "compile",
+            "regional does not go with --blocks_to_swap, which exchanges the weights of a block; drop one of them",
+            "conflict",
+        )
     if memory.stored not in ("none", "checkpoint"):
         yield (
+            "compile",
             f"regional does not go with --activation_memory {memory.stored}, which does not see the operators of a "
-            "compiled block; use checkpoint"
+            "compiled block; use checkpoint",
+            "conflict",
         )
-
-
-def _missing_compilers(device_type: str) -> Iterator[str]:
     if not any(map(shutil.which, _COMPILERS)) and not {"CC", "CXX"} & os.environ.keys():
-        yield "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)"
+        yield Problem(
+            "--compile",
+            "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)",
+            "not_installed",
+            is_local=True,
+        )
     if device_type == "cuda" and find_spec("triton") is None:
-        yield "regional needs the package triton, which is not installed: pip install triton"
+        yield Problem(
+            "--compile",
+            "regional needs the package triton, which is not installed: pip install triton",
+            "not_installed",
+            is_local=True,
+        )
+    if config.training.use_dora:
+        yield "--compile regional gains little with --use_dora, whose layers break each block into many graphs"

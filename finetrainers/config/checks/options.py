@@ -14,13 +14,13 @@ from ..geometry import Geometry
 from ..grpo import REWARD_METHODS
 from ..parallel import groups_problem, heads_problem, ring_problem
 from ..prompts import MEDIA_OPTIONS, ValidationPrompt
+from ..rewards import RewardEntry
 from ..root import TrainConfig, fields, sections
 from ..sections import MemorySection, ModelSection
 from ..values import check_hub_id, split_part
 from .data import check_data
-from .findings import Findings
-from .frames import prompt_problems
-from .grpo import check_grpo, check_rewards
+from .findings import Finding, Findings, check_needs
+from .frames import media_problems, prompt_problems
 from .windows import window_problems
 
 _FLOW_OPTIONS = (
@@ -49,70 +49,78 @@ def check_config(
         unread: options that the method does not read, each with its replacement or ''; default: none.
     """
     findings = Findings()
-    geometry = facts.geometry
-    _check_sizes(config, geometry, prompts, findings)
-    _check_model(config, facts, findings)
-    _check_training(config, findings)
-    _check_block_swap(config, findings)
-    _check_resume(config, findings)
     processes = launched_processes() if world_size is None else world_size
-    _check_parallel(config, findings)
-    _check_sequence_parallel(config, facts, findings, processes=processes)
-    _check_validation(config, facts, prompts, findings)
-    _check_scored(config, facts, prompts, scored, findings)
-    _check_run(config, findings)
-    _check_method(config, findings)
-    _check_needs(config, unread or {}, findings)
-    if facts.media and config.training.method != "sft":
-        takes = " and ".join(facts.media)
-        findings.error("method", f"this checkpoint takes {takes} with each clip, which only --method sft reads")
-    _check_image_text(config, facts, findings)
-    if config.training.method in REWARD_METHODS:
-        check_grpo(config, facts, findings, world_size=config.parallel.data_size(processes))
-        return findings
-    _check_eval_reward(config, findings)
-    _check_diffusion(config, facts, findings)
-    check_data(config, facts, findings)
+    findings.add(
+        _check_sizes(config, facts.geometry, prompts),
+        _check_model(config, facts),
+        _check_training(config),
+        _check_block_swap(config),
+        _check_parallel(config),
+        _check_sequence_parallel(config, facts, processes=processes),
+        _check_validation(config, facts, prompts),
+        _check_scored(config, facts, prompts, scored),
+        _check_run(config),
+        _check_method(config),
+        _check_needs(config, unread or {}),
+        _check_media(config, facts),
+    )
+    if config.training.method not in REWARD_METHODS:  # these have their own rules
+        findings.add(_check_eval_reward(config), _check_diffusion(config, facts), check_data(config, facts))
     return findings
 
 
-def _check_image_text(config: TrainConfig, facts: Facts, findings: Findings) -> None:
-    """Refuse options that text encoders that see the image leave no choice in."""
+def _check_media(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
+    """Refuse options that media of the checkpoint, or text encoders that see the image, leave no choice in."""
+    if facts.media and config.training.method != "sft":
+        takes = " and ".join(facts.media)
+        yield "method", f"this checkpoint takes {takes} with each clip, which only --method sft reads", "unsupported"
     if not facts.text_sees_image:
         return
     reason = "the text encoder of this checkpoint sees the image"
     if config.data.first_frame_conditioning_p not in (None, 1.0):
-        findings.error("first_frame_conditioning_p", f"{reason}, so every clip is given its first frame; remove it")
+        yield (
+            "first_frame_conditioning_p",
+            f"{reason}, so every clip is given its first frame; remove it",
+            "unsupported",
+        )
     if config.data.frame_conditioning is not None:
-        findings.error("frame_conditioning", f"{reason}, so every clip is given its first frame; remove it")
+        yield "frame_conditioning", f"{reason}, so every clip is given its first frame; remove it", "unsupported"
     if config.sft.prior_preservation_weight > 0:
-        findings.error("prior_preservation_weight", f"{reason}, with which prior prompts are not encoded; set it to 0")
+        yield (
+            "prior_preservation_weight",
+            f"{reason}, with which prior prompts are not encoded; set it to 0",
+            "unsupported",
+        )
     if config.grpo.rollout_cfg != 1.0:
-        findings.error(
-            "rollout_cfg", f"{reason}, and the empty prompt has none; use --rollout_guidance, or leave it out"
+        yield (
+            "rollout_cfg",
+            f"{reason}, and the empty prompt has none; use --rollout_guidance, or leave it out",
+            "unsupported",
         )
 
 
 def check_sampling(config: TrainConfig, *, facts: Facts, prompts: list[ValidationPrompt]) -> Findings:
     """Check the rules between the options that samples depend on; see `check_config`."""
     findings = Findings()
-    _check_prompt_sizes(facts.geometry, prompts, findings)
-    _check_model(config, facts, findings)
-    _check_validation(config, facts, prompts, findings)
+    findings.add(
+        _check_prompt_sizes("validation_prompts", facts.geometry, prompts),
+        _check_model(config, facts),
+        _check_validation(config, facts, prompts),
+    )
     return findings
 
 
-def _check_method(config: TrainConfig, findings: Findings) -> None:
+def _check_method(config: TrainConfig) -> Iterator[Finding]:
     """Refuse options of other methods."""
     method = config.training.method
     for table, section in sections().items():
         flags = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
         if section.methods and method not in section.methods and flags:
             way_out = f"add --method {section.methods[0]} or remove them"
-            findings.error("method", f"{method} has no use for {', '.join(flags)}; {way_out}")
+            yield "method", f"{method} has no use for {', '.join(flags)}; {way_out}", "unsupported"
 
 
-def _check_needs(config: TrainConfig, unread: Mapping[str, str], findings: Findings) -> None:
+def _check_needs(config: TrainConfig, unread: Mapping[str, str]) -> Iterator[Finding]:
     """Warn of options that the method does not read, or that lack the option they need."""
     method = config.training.method
     for name, option in fields().items():
@@ -121,108 +129,115 @@ def _check_needs(config: TrainConfig, unread: Mapping[str, str], findings: Findi
             continue
         if name in unread:
             hint = f"; {unread[name]}" if unread[name] else ""
-            findings.warnings.append(f"--{name} has no effect with --method {method}{hint}")
+            yield f"--{name} has no effect with --method {method}{hint}"
         elif option.scope == "dataset" or needed in unread:
             continue  # `check_data` checks those of datasets; an option whose need is not read needs nothing
         elif option.method is not None and method not in option.method.split("|"):
             if method in sections()[option.section].methods:
-                findings.warnings.append(f"--{name} has no effect with --method {method}")
+                yield f"--{name} has no effect with --method {method}"
         elif config.data.dataset is None or fields()[needed].scope == "run":  # else each dataset may have its own
-            findings.check_needs(name, config.get)
+            yield from check_needs(name, config.get)
 
 
-def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt], findings: Findings) -> None:
+def _check_sizes(config: TrainConfig, geometry: Geometry, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     windows = config.data.sliding_window_size is not None
     for bucket in config.data.video_resolution_buckets:
         # Windows are cut from clips of any length.
         for problem in geometry.problems(1 if windows else bucket[0], *bucket[1:]):
-            findings.error("video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}")
+            yield "video_resolution_buckets", f"{'x'.join(map(str, bucket))}: {problem}"
     for option, problem in window_problems(config.data, geometry):
-        findings.error(option, problem)
+        yield option, problem, "invalid" if option == "sliding_window_size" else "conflict"
     for image in config.data.image_resolution_buckets:
         for problem in geometry.problems(1, *image):
-            findings.error("image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}")
-    _check_prompt_sizes(geometry, prompts, findings)
+            yield "image_resolution_buckets", f"{'x'.join(map(str, image))}: {problem}"
+    yield from _check_prompt_sizes("validation_prompts", geometry, prompts)
 
 
-def _check_prompt_sizes(geometry: Geometry, prompts: list[ValidationPrompt], findings: Findings) -> None:
+def _check_prompt_sizes(option: str, geometry: Geometry, prompts: Sequence[ValidationPrompt]) -> Iterator[Finding]:
     for number, prompt in enumerate(prompts, start=1):
         for problem in geometry.problems(*prompt.size) if prompt.size else ():
-            findings.error("validation_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
+            yield option, f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}"
 
 
-def _check_model(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     model = config.model
     if facts.boundary is None and model.expert is not None:
-        findings.error("expert", "this model has one network for all noise levels; remove it")
+        yield "expert", "this model has one network for all noise levels; remove it", "unsupported"
     if facts.boundary is not None and model.expert is None:
-        findings.error(
+        yield (
             "expert",
             f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and "
             "`low` for those below; train one, and the other in a run of its own",
+            "required",
         )
-    _check_parts(model, facts, findings)
+    yield from _check_parts(model, facts)
     if model.text_encoder_3_dtype is not None:
-        findings.error("text_encoder_3_dtype", "no supported model family has a third text encoder; remove it")
+        yield "text_encoder_3_dtype", "no supported model family has a third text encoder; remove it", "unsupported"
     if "text_encoder_2" not in facts.parts:
         for option in ("text_encoder_2_id", "tokenizer_2_id", "text_encoder_2_dtype"):
             if config.changed(option):
-                findings.error(option, f"{config.model.model_name} has one text encoder; remove it")
-    _check_activation_memory(config.memory, findings)
+                yield option, f"{config.model.model_name} has one text encoder; remove it", "unsupported"
+    yield from _check_activation_memory(config.memory)
     if config.memory.layerwise_upcasting_modules and config.training.training_type != "lora":
-        findings.error(
-            "layerwise_upcasting_modules", "stores frozen weights in 8 bits, so it needs --training_type lora"
+        yield (
+            "layerwise_upcasting_modules",
+            "stores frozen weights in 8 bits, so it needs --training_type lora",
+            "conflict",
         )
     if model.transformer_dtype.startswith("float8"):
-        findings.error(
+        yield (
             "transformer_dtype",
             f"{model.transformer_dtype} cannot compute; use bf16, and --quantize_frozen fp8 or "
             "--layerwise_upcasting_modules transformer, which store the frozen weights in 8 bits",
+            "unsupported",
         )
-    _check_lora_autocast(config, findings)
-    _check_quantization(config, findings)
+    yield from _check_lora_autocast(config)
+    yield from _check_quantization(config)
 
 
-def _check_lora_autocast(config: TrainConfig, findings: Findings) -> None:
+def _check_lora_autocast(config: TrainConfig) -> Iterator[Finding]:
     if config.memory.lora_autocast:
         return
     dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
     if config.training.training_type != "lora":
-        findings.error(
-            "lora_autocast", "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast"
-        )
+        message = "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast"
     elif precision in ("bf16", "fp16"):
-        findings.error(
-            "lora_autocast", f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
-        )
+        message = f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
     elif dtype == "fp16":
-        findings.error(
-            "lora_autocast", "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
-        )
+        message = "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
     elif config.training.use_dora:
-        findings.error(
-            "lora_autocast", "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
-        )
-    elif dtype != "bf16":
-        findings.warnings.append(f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16")
+        message = "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
+    else:
+        if dtype != "bf16":
+            yield f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16"
+        return
+    yield "lora_autocast", message, "conflict"
 
 
-def _check_quantization(config: TrainConfig, findings: Findings) -> None:
+def _check_quantization(config: TrainConfig) -> Iterator[Finding]:
     if config.model.quantize_text_encoders != "none":
         for name in ("text_encoder_dtype", "text_encoder_2_dtype"):
             if str(config.get(name)).startswith("float8"):
-                findings.error(name, "the weights are quantized already by --quantize_text_encoders; drop one of them")
+                yield (
+                    name,
+                    "the weights are quantized already by --quantize_text_encoders; drop one of them",
+                    "conflict",
+                )
     if config.memory.quantize_frozen == "none":
         return
     if config.training.training_type != "lora":
-        findings.error("quantize_frozen", "quantized weights are not trained, so it needs --training_type lora")
+        yield "quantize_frozen", "quantized weights are not trained, so it needs --training_type lora", "conflict"
     if config.memory.layerwise_upcasting_modules:
-        findings.error(
-            "layerwise_upcasting_modules", "the weights are quantized already by --quantize_frozen; drop one of them"
+        yield (
+            "layerwise_upcasting_modules",
+            "the weights are quantized already by --quantize_frozen; drop one of them",
+            "conflict",
         )
     if config.training.use_dora:
-        findings.error(
-            "use_dora", "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them"
+        yield (
+            "use_dora",
+            "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them",
+            "conflict",
         )
 
 
@@ -239,145 +254,156 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
         where = f"--{name} nf4"
         if device_type != "cuda":
             yield Problem(
-                where, f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere"
+                where,
+                f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere",
+                "unsupported",
             )
         elif find_spec("bitsandbytes") is None:
-            message = (
-                "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8"
+            yield Problem(
+                where,
+                "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8",
+                "not_installed",
+                is_local=True,
             )
-            yield Problem(where, message, is_local=True)
 
 
-def _check_activation_memory(memory: MemorySection, findings: Findings) -> None:
+def _check_activation_memory(memory: MemorySection) -> Iterator[Finding]:
     if memory.activation_memory == "auto" and memory.selective_checkpointing is not None:
-        findings.error("selective_checkpointing", "--activation_memory auto chooses the share of the blocks; drop one")
+        yield (
+            "selective_checkpointing",
+            "--activation_memory auto chooses the share of the blocks; drop one",
+            "conflict",
+        )
     if memory.activation_memory != "none":
         return
     for other in ("gradient_checkpointing", "selective_checkpointing"):
         if getattr(memory, other):
-            findings.error("activation_memory", f"none stores all activations, and --{other} recomputes them; drop one")
+            yield (
+                "activation_memory",
+                f"none stores all activations, and --{other} recomputes them; drop one",
+                "conflict",
+            )
 
 
-def _check_parts(model: ModelSection, facts: Facts, findings: Findings) -> None:
+def _check_parts(model: ModelSection, facts: Facts) -> Iterator[Finding]:
     """Refuse a `--part` that the model does not have, that has separate options, or that is named twice."""
     names = [split_part(text)[0] for text in model.part]
     for name, (_, _, dtype) in zip(names, map(split_part, model.part), strict=True):
         prefix = "transformer" if name == facts.trained else name
         if name not in facts.parts:
-            findings.error("part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}")
+            yield "part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}", "unknown"
         elif f"{prefix}_id" in type(model).model_fields:
-            findings.error("part", f"{name} has options of its own; use --{prefix}_id and --{prefix}_dtype")
+            yield "part", f"{name} has options of its own; use --{prefix}_id and --{prefix}_dtype", "unsupported"
         elif dtype is not None and not is_network(name):
-            findings.error("part", f"{name} has no weights, so no dtype; remove {dtype}")
+            yield "part", f"{name} has no weights, so no dtype; remove {dtype}"
         elif names.count(name) > 1:
-            findings.error("part", f"{name} is named more than once; give its place and its dtype together")
+            yield "part", f"{name} is named more than once; give its place and its dtype together", "duplicate"
 
 
-def _check_diffusion(config: TrainConfig, facts: Facts, findings: Findings) -> None:
+def _check_diffusion(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     diffusion = config.diffusion
     if not facts.is_flow:
         for option in _FLOW_OPTIONS:
             if config.changed(option):
-                findings.error(
+                yield (
                     option,
                     f"{config.model.model_name} is not a flow-matching model, so shift has no meaning; remove it",
+                    "unsupported",
                 )
         if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
-            findings.error(
+            yield (
                 "flow_weighting_scheme",
                 f"{diffusion.flow_weighting_scheme} weights flow-matching losses; {config.model.model_name} predicts "
                 "v, use none, logit_normal or mode",
+                "unsupported",
             )
         return
     if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
-        findings.error(
-            "flow_shift", f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one"
+        yield (
+            "flow_shift",
+            f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one",
+            "conflict",
         )
     base, top = diffusion.flow_base_seq_len, diffusion.flow_max_seq_len
     if base is not None and top is not None and base >= top:
-        findings.error("flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}")
+        yield "flow_max_seq_len", f"must be above --flow_base_seq_len {base}, got {top}", "conflict"
 
 
-def _check_resume(config: TrainConfig, findings: Findings) -> None:
+def _check_training(config: TrainConfig) -> Iterator[Finding]:
     training = config.training
+    if training.lora_dropout and training.use_dora:
+        yield "--lora_dropout slows down --use_dora: PEFT then computes the base layer twice"
+    if config.changed("train_epochs") and training.train_steps is not None:
+        yield f"--train_epochs {training.train_epochs} is overridden by --train_steps"
     if training.reset and training.resume_from_checkpoint is None:
-        findings.error(
-            "reset", f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint"
+        yield (
+            "reset",
+            f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint",
+            "required",
         )
     elif training.reset and training.resume_from_checkpoint == "auto":
-        findings.error(
+        yield (
             "reset",
             "--resume_from_checkpoint auto is for commands that are repeated, and they would repeat the reset; resume "
             "once from `latest`, a step or a directory",
+            "conflict",
         )
     if training.async_checkpointing and training.checkpointing_steps == 0:
-        findings.warnings.append(
-            "--async_checkpointing has no effect with --checkpointing_steps 0: the run waits for its last checkpoint"
-        )
+        yield "--async_checkpointing has no effect with --checkpointing_steps 0: the run waits for its last checkpoint"
     if training.checkpointing_limit == 1:
-        findings.warnings.append(
-            "--checkpointing_limit 1 keeps no other checkpoint to resume from if the newest is damaged; use 2"
-        )
+        yield "--checkpointing_limit 1 keeps no other checkpoint to resume from if the newest is damaged; use 2"
     if training.on_nonfinite == "rollback":
         every, steps = training.checkpointing_steps, training.train_steps
         if every == 0 or (steps is not None and every >= steps):
-            findings.error("on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps")
+            yield "on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps", "conflict"
 
 
-def _check_training(config: TrainConfig, findings: Findings) -> None:
-    training = config.training
-    if training.lora_dropout and training.use_dora:
-        findings.warnings.append("--lora_dropout slows down --use_dora: PEFT then computes the base layer twice")
-    if config.changed("train_epochs") and training.train_steps is not None:
-        findings.warnings.append(f"--train_epochs {training.train_epochs} is overridden by --train_steps")
-
-
-def _check_block_swap(config: TrainConfig, findings: Findings) -> None:
+def _check_block_swap(config: TrainConfig) -> Iterator[Finding]:
     number = config.memory.blocks_to_swap
     if number == 0:
         return
     if config.training.training_type != "lora":
-        findings.error("blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora")
+        yield "blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora", "conflict"
     if number in (1, 2):
-        findings.error(
-            "blocks_to_swap", f"the GPU holds two of the swapped blocks, so {number} saves nothing; use 3 or more"
-        )
+        yield "blocks_to_swap", f"the GPU holds two of the swapped blocks, so {number} saves nothing; use 3 or more"
     if config.parallel.deepspeed:
-        findings.error("blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full")
+        yield "blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full", "conflict"
     if config.parallel.fsdp_cpu_offload:
-        findings.error(
-            "blocks_to_swap", "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them"
+        yield (
+            "blocks_to_swap",
+            "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them",
+            "conflict",
         )
 
 
-def _check_parallel(config: TrainConfig, findings: Findings) -> None:
+def _check_parallel(config: TrainConfig) -> Iterator[Finding]:
     """Check the rules that hold under every launcher. The launcher's settings are checked when the processes join."""
     parallel = config.parallel
     if parallel.fsdp and parallel.deepspeed:
-        findings.error("deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp")
+        yield "deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp", "conflict"
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
-        findings.error("fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out")
+        yield "fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out", "conflict"
     if (
         parallel.sync_each_batch
         and config.training.gradient_accumulation_steps == 1
         and config.training.method not in REWARD_METHODS
     ):
-        findings.warnings.append("--sync_each_batch has no effect without --gradient_accumulation_steps")
+        yield "--sync_each_batch has no effect without --gradient_accumulation_steps"
 
 
-def _check_sequence_parallel(config: TrainConfig, facts: Facts, findings: Findings, *, processes: int) -> None:
+def _check_sequence_parallel(config: TrainConfig, facts: Facts, *, processes: int) -> Iterator[Finding]:
     """Check the rules of clips that several processes share. One process is not an error: it may only plan."""
     size, mode = config.parallel.sp_size, config.parallel.sp_mode
     if size == 1:
         if mode != "ulysses":
-            findings.warnings.append("--sp_mode has no effect while --sp_size is 1")
+            yield "--sp_mode has no effect while --sp_size is 1"
         return
     if processes > 1 and processes % size:
-        findings.error("sp_size", groups_problem(processes, size))
+        yield "sp_size", groups_problem(processes, size), "conflict"
     if mode == "ulysses" and facts.heads is not None and facts.heads % size:
-        findings.error("sp_size", heads_problem(facts.heads, size))
+        yield "sp_size", heads_problem(facts.heads, size), "unsupported"
     if mode == "ring" and (problem := ring_problem(config.model.attn_backend)) is not None:
-        findings.error("sp_mode", problem)
+        yield "sp_mode", problem, "conflict"
 
 
 def check_shared_sizes(
@@ -406,32 +432,25 @@ def check_shared_sizes(
         "sp_size",
         f"{sp_size} processes cannot share a clip of {'x'.join(map(str, smallest))}, which has "
         f"{plural(tokens, 'latent token')}; use {' or '.join(fitting)}, or larger clips",
+        "too_large",
     )
 
 
-def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt], findings: Findings) -> None:
+def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     validation = config.validation
-    every = validation.validation_steps or validation.validation_epochs
-    if every and not prompts:
-        findings.error("validation_prompts", "validation is scheduled but there are no prompts; give some")
+    if (validation.validation_steps or validation.validation_epochs) and not prompts:
+        yield "validation_prompts", "validation is scheduled but there are no prompts; give some", "required"
     if prompts and validation.validation_inference_steps < facts.least_steps:
-        findings.error(
+        yield (
             "validation_inference_steps",
             f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
             f"{validation.validation_inference_steps}",
         )
-    conditioned = any(p.image or (p.video and not facts.media) for p in prompts)
-    if facts.media and any(p.video is None for p in prompts):
-        takes = " and ".join(facts.media)
-        findings.error("validation_videos", f"this checkpoint takes {takes}; give one for each validation prompt")
-    if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in prompts):
-        findings.error("validation_images", "this checkpoint animates an image; give one for each validation prompt")
-    if facts.first_frame == "none" and conditioned:
-        findings.error(
-            "validation_images", f"this {config.model.model_name} takes no first frame; remove the images and videos"
-        )
-    for medium, problem in prompt_problems(prompts, facts, model=config.model.model_name):
-        findings.error(MEDIA_OPTIONS[medium], problem)
+    for medium, problem, kind in media_problems(prompts, facts, model=config.model.model_name):
+        remedy = "give one for each validation prompt" if kind == "required" else "remove the images and videos"
+        yield MEDIA_OPTIONS[medium], f"{problem}; {remedy}", kind
+    for medium, problem, kind in prompt_problems(prompts, facts, model=config.model.model_name):
+        yield MEDIA_OPTIONS[medium], problem, kind
 
 
 def _check_scored(
@@ -439,49 +458,61 @@ def _check_scored(
     facts: Facts,
     prompts: list[ValidationPrompt],
     scored: Sequence[ValidationPrompt],
-    findings: Findings,
-) -> None:
+) -> Iterator[Finding]:
     """Check the prompts of `eval_prompts`, and how they are sampled; where there are none, others are scored."""
-    for number, prompt in enumerate(scored, start=1):
-        for problem in facts.geometry.problems(*prompt.size) if prompt.size else ():
-            findings.error("eval_prompts", f"prompt {number}, {'x'.join(map(str, prompt.size or ()))}: {problem}")
+    yield from _check_prompt_sizes("eval_prompts", facts.geometry, scored)
     steps = config.validation.validation_inference_steps
     if scored and not prompts and steps < facts.least_steps:
-        message = f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {steps}"
-        findings.error("validation_inference_steps", message)
-    if facts.media and any(p.video is None for p in scored):
-        takes = " and ".join(facts.media)
-        findings.error("eval_prompts", f"this checkpoint takes {takes}; use a .jsonl file with `video` for each prompt")
-    if facts.needs_image and any(not (p.image or p.video or p.video_prefix) for p in scored):
-        findings.error(
-            "eval_prompts", "this checkpoint animates an image; use a .jsonl file with `image` for each prompt"
+        yield (
+            "validation_inference_steps",
+            f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got {steps}",
         )
-    if facts.first_frame == "none" and any(p.image or (p.video and not facts.media) for p in scored):
-        findings.error("eval_prompts", f"this {config.model.model_name} takes no first frame; remove images and videos")
-    for medium, problem in prompt_problems(scored, facts, model=config.model.model_name):
-        findings.error("eval_prompts", f"{medium}: {problem}")
+    for medium, problem, kind in media_problems(scored, facts, model=config.model.model_name):
+        remedy = f"use a .jsonl file with `{medium}` for each prompt"
+        yield "eval_prompts", f"{problem}; {remedy if kind == 'required' else 'remove images and videos'}", kind
+    for medium, problem, kind in prompt_problems(scored, facts, model=config.model.model_name):
+        yield "eval_prompts", f"{medium}: {problem}", kind
 
 
-def _check_eval_reward(config: TrainConfig, findings: Findings) -> None:
+def check_rewards(option: str, entries: Sequence[RewardEntry]) -> Iterator[Finding]:
+    """Check that no reward is given twice, and that rewards for training have an effect."""
+    seen = set()
+    for entry in entries:
+        key = (entry.name, tuple(sorted(entry.options.items())))
+        if key in seen:
+            yield option, f"{entry.name} is given twice; give it once, with one weight", "duplicate"
+        seen.add(key)
+    if option != "reward" or not entries:
+        return
+    counted = [entry for entry in entries if entry.weight]
+    if not counted:
+        yield option, "every weight is 0, so nothing is learned; give one another weight"
+    elif all(entry.every > 1 for entry in counted):
+        yield option, "no reward with a weight scores every rollout; leave `every` out of one"
+
+
+def _check_eval_reward(config: TrainConfig) -> Iterator[Finding]:
     """Check the rewards of held-out prompts, of methods that do not need rewards."""
     validation = config.validation
-    check_rewards("eval_reward", validation.eval_reward, findings)
+    yield from check_rewards("eval_reward", validation.eval_reward)
     if not validation.eval_reward:
         if validation.eval_prompts is not None:
-            findings.warnings.append("--eval_prompts has no effect without --eval_reward")
+            yield "--eval_prompts has no effect without --eval_reward"
         return
     if validation.eval_prompts is None and validation.validation_prompts is None:
-        findings.error(
-            "eval_reward", "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts"
+        yield (
+            "eval_reward",
+            "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts",
+            "required",
         )
     if validation.eval_steps is None:
-        findings.warnings.append("--eval_reward scores before and after training only; set --eval_steps")
+        yield "--eval_reward scores before and after training only; set --eval_steps"
 
 
-def _check_run(config: TrainConfig, findings: Findings) -> None:
+def _check_run(config: TrainConfig) -> Iterator[Finding]:
     run = config.run
     if run.push_to_hub and run.hub_model_id is None:
         try:
             check_hub_id(run.output_dir.resolve().name)
         except ValueError as error:
-            findings.error("hub_model_id", f"the name of --output_dir is not a valid repository name: {error}")
+            yield "hub_model_id", f"the name of --output_dir is not a valid repository name: {error}"

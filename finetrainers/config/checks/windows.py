@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..geometry import Geometry
 from ..root import TrainConfig
 from ..sections import DataSection
 
 
-def window_problems(data: DataSection, geometry: Geometry) -> list[tuple[str, str]]:
-    """Return (option, reason) for each reason why the windows of a dataset cannot be cut."""
+def window_problems(data: DataSection, geometry: Geometry) -> Iterator[tuple[str, str]]:
+    """Yield (option, reason) for each reason why the windows of a dataset cannot be cut."""
     size = data.sliding_window_size
     if size is None:
-        return []
-    problems = [("sliding_window_size", problem) for problem in geometry.length_problems(size)]
+        return
+    for problem in geometry.length_problems(size):
+        yield "sliding_window_size", problem
     lengths = [("video_resolution_buckets", f"{'x'.join(map(str, b))}: ", b[0]) for b in data.video_resolution_buckets]
-    lengths += [("frame_buckets", "", frames) for frames in data.frame_buckets]
-    for option, bucket, frames in lengths:
+    for option, bucket, frames in [*lengths, *(("frame_buckets", "", frames) for frames in data.frame_buckets)]:
         if 1 < frames < size:
-            message = f"{bucket}windows of {size} frames cannot be cut from {frames}; give a longer length, or none"
-            problems.append((option, f"{message}, or a smaller --sliding_window_size"))
+            yield (
+                option,
+                f"{bucket}windows of {size} frames cannot be cut from {frames}; give a longer length, or none, or a "
+                "smaller --sliding_window_size",
+            )
     if data.frame_selection not in ("head", "middle"):
-        message = "has no meaning with --sliding_window_size, whose windows start everywhere in a clip; leave it out"
-        problems.append(("frame_selection", f"{data.frame_selection} {message}"))
-    return problems
+        yield (
+            "frame_selection",
+            f"{data.frame_selection} has no meaning with --sliding_window_size, whose windows start everywhere in a "
+            "clip; leave it out",
+        )
 
 
-def window_warnings(config: TrainConfig) -> list[str]:
+def window_warnings(config: TrainConfig) -> Iterator[str]:
     """Warn if every bucket is as long as a window."""
     data = config.data
     listed = (*(frames for frames, *_ in data.video_resolution_buckets), *data.frame_buckets)
-    if {frames for frames in listed if frames > 1} != {data.sliding_window_size}:
-        return []
-    return [
-        f"every bucket of videos cuts clips to {data.sliding_window_size} frames, which is one window of "
-        "--sliding_window_size; give the buckets the length of the clips"
-    ]
+    if {frames for frames in listed if frames > 1} == {data.sliding_window_size}:
+        yield (
+            f"every bucket of videos cuts clips to {data.sliding_window_size} frames, which is one window of "
+            "--sliding_window_size; give the buckets the length of the clips"
+        )

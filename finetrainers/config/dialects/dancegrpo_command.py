@@ -6,7 +6,6 @@ flags.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,9 +62,11 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
     place = next(source.where["model_type"] for source in sources if "model_type" in source.values)
     set_names = {*values, *(our_options.get(name) for name in values)} - {None}
     fixed = {name: value for name, value in _FIXED.items() if name not in set_names}
+    has_fsdp = values.get("fsdp") or values.get("fsdp_sharding_startegy", "none") != "none"
     if _splits(values):
-        fixed["fsdp"] = "full"
-    if _shards(values) and "sync_each_batch" not in set_names:
+        fixed["fsdp"], has_fsdp = "full", True
+    has_fsdp = has_fsdp or launched_to_split_weights() == "FSDP2"
+    if launched_processes() > 1 and has_fsdp and "sync_each_batch" not in set_names:
         fixed["sync_each_batch"] = True  # its trainer never defers the reduction of gradients (`no_sync`)
     left_out = {name: value for name, value in _DEFAULTS.items() if not {name, our_options.get(name)} & set_names}
     settings = RawOptions({**fixed, **left_out}, dict.fromkeys(fixed, place) | {name: f"--{name}" for name in left_out})
@@ -91,13 +92,7 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
     return settings
 
 
-def _shards(values: dict[str, Any]) -> bool:
-    """Return whether FSDP2 shards the weights."""
-    has_fsdp = values.get("fsdp") or values.get("fsdp_sharding_startegy", "none") != "none"
-    return launched_processes() > 1 and (_splits(values) or bool(has_fsdp) or launched_to_split_weights() == "FSDP2")
-
-
 def _splits(values: dict[str, Any]) -> bool:
     """Return whether to shard all weights, as its trainer does, since neither the options nor the launcher say how."""
-    is_stated = any(values.get(name) for name in _SPLIT) or is_enabled("ACCELERATE_USE_DEEPSPEED", os.environ)
+    is_stated = any(values.get(name) for name in _SPLIT) or is_enabled("ACCELERATE_USE_DEEPSPEED")
     return launched_processes() > 1 and not is_stated and launched_to_split_weights() is None

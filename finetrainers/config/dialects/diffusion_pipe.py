@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.packaged import published_base
 from finetrainers.utils.text import nearest
 
@@ -132,8 +133,9 @@ def translate_document(document: Mapping[str, Any], options: RawOptions, locate:
                 continue
             names = [key.removeprefix(f"{name}.") for key in _KNOWN if key.startswith(f"{name}.")]
             for key in unknown_keys:
-                message = f"{key}: unknown option {key!r}{nearest(key, names)}"
-                options.problems.append(Problem(locate(name, key), message))
+                options.problems.append(
+                    Problem(locate(name, key), f"{key}: unknown option {key!r}{nearest(key, names)}", "unknown")
+                )
         elif name in _KNOWN:
             external[name] = value
         else:
@@ -185,9 +187,9 @@ class _Translation:
         table, _, name = key.rpartition(".")
         return self.locate(table, name), name
 
-    def refuse(self, key: str, message: str) -> None:
+    def refuse(self, key: str, message: str, kind: Kind = "unsupported") -> None:
         where, name = self.locate_key(key)
-        self.options.problems.append(Problem(where, f"{name}: {message}"))
+        self.options.problems.append(Problem(where, f"{name}: {message}", kind))
 
     def note(self, key: str, message: str) -> None:
         where, name = self.locate_key(key)
@@ -200,7 +202,7 @@ class _Translation:
         """Set options to our value for a key's; it is a problem if there is none."""
         value = self.external.get(key)
         if value is not None and str(value) not in choices:
-            self.refuse(key, f"{value!r} is none of: {', '.join(choices)}")
+            self.refuse(key, f"{value!r} is none of: {', '.join(choices)}", "unknown")
         elif value is not None:
             for option in options:
                 self.put(key, option, choices[str(value)])
@@ -211,8 +213,7 @@ class _Translation:
             self.refuse("micro_batch_size_per_gpu", _BATCHES)
         elif size is not None:
             self.put("micro_batch_size_per_gpu", "batch_size", size)
-        stages = self.external.get("pipeline_stages", 1)
-        if stages != 1:
+        if (stages := self.external.get("pipeline_stages", 1)) != 1:
             self.refuse("pipeline_stages", f"{stages}: {_STAGES}")
         checkpointing = self.external.get("activation_checkpointing")
         if checkpointing is not None:
@@ -222,8 +223,7 @@ class _Translation:
         if self.external.get("video_clip_mode") == "multiple_overlapping":
             self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride")
         else:
-            modes = {"single_beginning": "head", "single_middle": "middle"}
-            self.choose("video_clip_mode", modes, "frame_selection")
+            self.choose("video_clip_mode", {"single_beginning": "head", "single_middle": "middle"}, "frame_selection")
 
     def _schedule(self) -> None:
         """Translate schedule and warmup; constant with warmup is a separate schedule here."""
@@ -238,8 +238,7 @@ class _Translation:
             self.put("warmup_steps" if warmup else "lr_scheduler", "lr_warmup_steps", warmup)
 
     def _model(self) -> None:
-        kind = self.external.get("model.type")
-        if kind is not None:
+        if (kind := self.external.get("model.type")) is not None:
             self.put("model.type", "model_name", str(kind).replace("-", "_"))
         self.choose("model.dtype", _DTYPES, "transformer_dtype", "vae_dtype", "text_encoder_dtype")
         if "model.clip_path" in self.external and "text_encoder_dtype" in self.options.values:
@@ -252,8 +251,7 @@ class _Translation:
             self.choose(key, {**_DTYPES, **_FLOAT8}, "transformer_dtype")
         schemes = {"logit_normal": "logit_normal", "uniform": "none"}
         self.choose("model.timestep_sample_method", schemes, "flow_weighting_scheme")
-        guidance = self.external.get("model.guidance", 1)
-        if guidance != 1:
+        if (guidance := self.external.get("model.guidance", 1)) != 1:
             self.refuse("model.guidance", f"{guidance}: networks that take guidance are trained at 1; remove it")
 
     def _places(self) -> None:
@@ -270,12 +268,12 @@ class _Translation:
         ):
             if key not in self.external:
                 continue
-            locate_key = Path(str(self.external[key]))
-            self.put(key, option, str(locate_key))
-            if tokenizer is not None and any((locate_key / file).is_file() for file in _TOKENIZER_FILES):
-                self.put(key, tokenizer, str(locate_key))
+            path = Path(str(self.external[key]))
+            self.put(key, option, str(path))
+            if tokenizer is not None and any((path / file).is_file() for file in _TOKENIZER_FILES):
+                self.put(key, tokenizer, str(path))
             if base is None:
-                base = next((f for f in (locate_key.parent, locate_key) if (f / "model_index.json").is_file()), None)
+                base = next((f for f in (path.parent, path) if (f / "model_index.json").is_file()), None)
         if "pretrained_model_name_or_path" in {*self.options.values, *self.own}:
             return
         published = published_base(str(self.options.values.get("model_name")))
@@ -294,14 +292,14 @@ class _Translation:
     def _windows(self) -> None:
         is_framepack, has_size = self.external.get("model.framepack"), "model.framepack_window_size" in self.external
         if is_framepack and not has_size:
-            self.refuse("model.framepack", "needs framepack_window_size, the frames of a window")
+            self.refuse("model.framepack", "needs framepack_window_size, the frames of a window", "required")
         elif is_framepack:
-            message = (
+            self.note(
+                "model.framepack",
                 "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
                 "compression of what came before; --sliding_window_batching clip trains all windows of a clip in one "
-                "step"
+                "step",
             )
-            self.note("model.framepack", message)
         elif has_size:
             self.options.values.pop("sliding_window_size", None)
             self.note("model.framepack_window_size", "has no effect without framepack = true")
@@ -318,11 +316,11 @@ class _Translation:
         alpha = "adapter.alpha" if "adapter.alpha" in self.external else "adapter.rank"
         if alpha in self.external:
             self.put(alpha, "lora_alpha", self.external[alpha])
-        message = (
+        self.note(
+            "adapter.type",
             "adapts the attention's projections; diffusion-pipe adapts every linear layer of the blocks, see "
-            "--target_modules"
+            "--target_modules",
         )
-        self.note("adapter.type", message)
         if self.external.get("adapter.dtype", "float32") != "float32":
             self.note("adapter.dtype", "has no effect: LoRA weights are trained in fp32")
 
@@ -331,8 +329,11 @@ class _Translation:
         if kind in _OPTIMIZERS:
             self.put("optimizer.type", "optimizer", _OPTIMIZERS[kind])
         elif kind:
-            message = f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer"
-            self.refuse("optimizer.type", message)
+            self.refuse(
+                "optimizer.type",
+                f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer",
+                "unknown",
+            )
         if kind in ("adamw_optimi", "adamw8bitkahan"):
             self.note("optimizer.type", _KAHAN)
         betas = self.external.get("optimizer.betas", [])
@@ -340,7 +341,7 @@ class _Translation:
             for number, beta in enumerate(betas[:3], start=1):
                 self.put("optimizer.betas", f"beta{number}", beta)
         else:
-            self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}")
+            self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}", "invalid")
         if self.external.get("monitoring.enable_wandb"):
             self.put("monitoring.enable_wandb", "report_to", "wandb")
         else:

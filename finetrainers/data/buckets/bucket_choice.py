@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
@@ -14,6 +14,8 @@ from ..reading.items import DataError, Kind
 from .buckets import Bucket, area_sizes, bucket_text, default_buckets, default_lengths, legal_lengths, nearest_bucket
 
 Value = TypeVar("Value", int, float)
+#: Buckets by resolution, largest first.
+Resolutions: TypeAlias = tuple[tuple[Bucket, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class BucketSet:
         notes: messages about buckets that were chosen or rounded.
     """
 
-    by_kind: Mapping[Kind, tuple[tuple[Bucket, ...], ...]]
+    by_kind: Mapping[Kind, Resolutions]
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,7 +66,12 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
         if data.resolutions:
             by_kind = _resolution_buckets(data, geometry, lengths, notes, videos=clips["video"])
         else:
-            by_kind = {kind: _clip_buckets(kind, sizes, geometry, lengths, notes) for kind, sizes in clips.items()}
+            by_kind = dict.fromkeys(clips, ())
+            for kind, sizes in ((kind, sizes) for kind, sizes in clips.items() if sizes):
+                buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
+                listing = ", ".join(map(bucket_text, buckets))
+                notes.append(f"no buckets were given; chose {listing} from the sizes of {plural(len(sizes), kind)}")
+                by_kind[kind] = (buckets,)
     except ValueError as error:
         raise DataError("sizes that this model cannot train on", [str(error)]) from None
     bucket_set = BucketSet(
@@ -87,7 +94,7 @@ def _check_buckets(buckets: Sequence[Bucket], geometry: Geometry) -> None:
 
 def _resolution_buckets(
     data: DataSection, geometry: Geometry, lengths: list[int], notes: list[str], *, videos: Sequence[Bucket]
-) -> dict[Kind, tuple[tuple[Bucket, ...], ...]]:
+) -> dict[Kind, Resolutions]:
     sizes: dict[tuple[tuple[int, int], ...], None] = {}
     for resolution in sorted(data.resolutions, key=lambda resolution: -resolution[0] * resolution[1]):
         shapes, rounding_notes = area_sizes(
@@ -111,17 +118,6 @@ def _resolution_buckets(
     }
 
 
-def _clip_buckets(
-    kind: Kind, sizes: Sequence[Bucket], geometry: Geometry, lengths: list[int], notes: list[str]
-) -> tuple[tuple[Bucket, ...], ...]:
-    if not sizes:
-        return ()
-    buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
-    listing = ", ".join(map(bucket_text, buckets))
-    notes.append(f"no buckets were given; chose {listing} from the sizes of {plural(len(sizes), kind)}")
-    return _as_resolutions(buckets)
-
-
 def named_buckets(
     option: str, entries: Sequence[tuple[Bucket, Value]], buckets: Sequence[Bucket]
 ) -> dict[Bucket, Value]:
@@ -136,9 +132,9 @@ def named_buckets(
         if bucket not in buckets and buckets
     ]
     if unknown:
-        raise DataError(f"`{option}` names buckets that are not there", unknown)
+        raise DataError(f"`{option}` names buckets that are not there", unknown, "unknown")
     return dict(entries)
 
 
-def _as_resolutions(buckets: tuple[Bucket, ...]) -> tuple[tuple[Bucket, ...], ...]:
+def _as_resolutions(buckets: tuple[Bucket, ...]) -> Resolutions:
     return (buckets,) if buckets else ()

@@ -59,7 +59,8 @@ def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequen
         sizes.add(geometry.fitted(height * shrink, width * shrink))
     bucket_lengths = lengths or default_lengths([clip[0] for clip in clips], geometry)
     buckets = [(frames, *sides) for frames in bucket_lengths for sides in sizes]
-    used = {choose_bucket(*clip, buckets) for clip in clips} - {None}
+    chosen = (choose_bucket(*clip, buckets) for clip in clips)
+    used = {bucket for bucket in chosen if bucket is not None}
     return sorted(used or buckets, key=lambda bucket: (bucket[0], _area(bucket), bucket), reverse=True)
 
 
@@ -203,7 +204,7 @@ def bucket_probabilities(buckets: Sequence[Bucket], keep: Mapping[Bucket, float]
 
 def num_batches(count: float, size: int, epoch_end: EpochEnd) -> int:
     """Return the number of batches of a bucket in an epoch; for `wrap`, without clips of the epoch before."""
-    return math.ceil(count / size) if epoch_end in ("keep", "pad") else math.floor(count / size)
+    return (math.ceil if epoch_end in ("keep", "pad") else math.floor)(count / size)
 
 
 def nearest_bucket(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:

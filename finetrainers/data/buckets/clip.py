@@ -110,6 +110,11 @@ class Clip:
         return self.path, *(medium.path for medium in self.further)
 
     @property
+    def is_random(self) -> bool:
+        """Whether its start or its crop is drawn."""
+        return "random" in (self.frame_selection, self.reshape_mode)
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets that it may be cut to, in order."""
         return self.bucket, *(bucket for bucket, _ in self.lower)

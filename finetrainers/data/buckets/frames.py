@@ -92,13 +92,10 @@ def select_frames(
         return [(num_frames - 1) // 2], source_fps
     ratio = (num_frames - 1) / (length - 1) if is_uniform else source_fps / fps
     fps = source_fps / ratio if is_uniform else fps
+    # In mean periods of the source.
     moments = [(start + k) * ratio + 0.5 for k in range(length)]
-    frame_numbers = [_shown_at(moment, source_fps=source_fps, times=times) for moment in moments]
-    return [min(number, num_frames - 1) for number in frame_numbers], fps
-
-
-def _shown_at(moment: float, *, source_fps: float, times: Sequence[float] | None) -> int:
-    """Return the frame that is shown at a moment, which is counted in mean periods of the source."""
     if times is None:  # rounded half up; `round` rounds half to even, which makes strides uneven
-        return math.floor(moment)
-    return bisect_right(times, moment / source_fps + 1e-6) - 1  # adds a microsecond, since times may be rounded
+        numbers = [math.floor(moment) for moment in moments]
+    else:  # adds a microsecond, since times may be rounded
+        numbers = [bisect_right(times, moment / source_fps + 1e-6) - 1 for moment in moments]
+    return [min(number, num_frames - 1) for number in numbers], fps

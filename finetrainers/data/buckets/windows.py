@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import plural
 
-from .buckets import Bucket
+from .buckets import Bucket, legal_length
 from .clip import Clip
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def cut_windows(clip: Clip, available: int, *, data: DataSection, geometry: Geom
     first = (available - frames) // 2 if data.frame_selection == "middle" else 0
     segment = None
     if data.sliding_window_latents == "slice":
-        frames = (frames - 1) // geometry.temporal * geometry.temporal + 1
+        frames = legal_length(frames, geometry)
         segment = (first, frames)
     starts = window_starts(frames, size, stride=effective_stride(data, geometry))
     return _examples(replace(clip, frame_selection="head", latent_segment=segment), [first + start for start in starts])
@@ -224,8 +225,9 @@ def cut_latents(latents: Tensor, clip: Clip) -> Tensor:
     ratio, rest = divmod(frames - 1, max(latents.shape[2] - 1, 1))
     offset, length = clip.start - first, clip.bucket[0] - 1
     if rest or offset % ratio or length % ratio:
-        raise ValueError(
+        raise InputError(
             f"{clip.path}: a window of frames {clip.start} to {clip.start + length} is not on the grid of the "
-            f"{latents.shape[2]} latent frames of {frames} frames; use --sliding_window_latents encode"
+            f"{latents.shape[2]} latent frames of {frames} frames; use --sliding_window_latents encode",
+            "mismatch",
         )
     return latents[:, :, offset // ratio : (offset + length) // ratio + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import DataSection, ModelSection
 from finetrainers.utils.seeding import generator
 
-from ..buckets.buckets import Bucket
+from ..buckets.buckets import Bucket, bucket_text
 from ..buckets.clip import Clip, ConditioningImage, TextImageSource
 from ..inspect.file_facts import FileFacts
 from ..video.decode import load_clip, read_covering
@@ -113,19 +114,17 @@ class CacheKeys:
     def video(self, clip: Clip) -> str:
         """Return the key of a clip's moments. It covers the files' content, but neither their names nor captions."""
         noise = self.vae.first_frame_noise if self.data.first_frame_noise else None
+        digests = {medium.name: self.digests.digest(medium.path) for medium in clip.further}
+        further = {"further": digests} if digests else {}
         return self.cache.key(
             kind="video",
             vae=self.vae.identity,
             file=self.digests.digest(clip.path),
             first_frame=[*noise, self.seed] if noise else self.vae.with_first_frame,
             version=PIXELS_VERSION,
-            **(
-                {"further": {medium.name: self.digests.digest(medium.path) for medium in clip.further}}
-                if clip.further
-                else {}
-            ),
-            **({"tiled": True} if self.tiled(clip.bucket) else {}),
             **self.cut(clip),
+            **further,
+            **self._tiling(clip.bucket),
         )
 
     def mask(self, clip: Clip) -> str:
@@ -134,7 +133,6 @@ class CacheKeys:
         The key of the clip's moments does not depend on the mask, so that another mask does not encode them again.
         """
         assert clip.mask is not None, "the clip has no mask"
-        is_random = "random" in (clip.frame_selection, clip.reshape_mode)
         return self.cache.key(
             kind="mask",
             file=self.digests.digest(clip.mask.path),
@@ -142,7 +140,7 @@ class CacheKeys:
             grid=clip.mask.grid,
             # The values that decide which of its pixels are those of the clip.
             source=(clip.num_frames, clip.source_fps, clip.height, clip.width),
-            times=self.digests.digest(clip.path) if clip.is_variable or is_random else None,
+            times=self.digests.digest(clip.path) if clip.is_variable or clip.is_random else None,
             version=PIXELS_VERSION,
             **self.cut(clip),
         )
@@ -154,15 +152,17 @@ class CacheKeys:
             vae=self.vae.identity,
             image=self.shown(image),
             first_frame=self.vae.with_first_frame,
-            **({"tiled": True} if self.tiled((1, *image.size)) else {}),
+            **self._tiling((1, *image.size)),
         )
+
+    def _tiling(self, bucket: Bucket) -> dict[str, bool]:
+        return {"tiled": True} if self.tiled(bucket) else {}
 
     def cut(self, clip: Clip) -> dict[str, object]:
         """Return all values that decide which pixels are taken from the clip's file.
 
         This is the only place where they are listed; `pixels` must use nothing else. JSON values.
         """
-        is_random = "random" in (clip.frame_selection, clip.reshape_mode)
         return {
             "media": clip.kind,
             "bucket": clip.bucket,
@@ -170,7 +170,7 @@ class CacheKeys:
             "frame_selection": clip.frame_selection,
             "start": clip.start,
             "reshape_mode": clip.reshape_mode,
-            "seed": self.seed if is_random else None,
+            "seed": self.seed if clip.is_random else None,
         }
 
     def pixels(self, clip: Clip) -> Tensor:
@@ -196,22 +196,20 @@ class CacheKeys:
         """Return a description of a clip's entry for users, with the file's name without its directories."""
         description = self.vae_description + (", tiled" if self.tiled(clip.bucket) else "")
         description += ", tiled after an OOM" if self.tiled_late(clip.bucket) else ""
-        about = self._about("video", Path(clip.path).name, description, self.vae.identity)
-        return {**about, "bucket": "x".join(map(str, clip.bucket))}
+        return self._about("video", clip.path.name, description, self.vae.identity, clip.bucket)
 
     def about_mask(self, clip: Clip) -> dict[str, str]:
         """Return a description of a mask's entry for users."""
         assert clip.mask is not None, "the clip has no mask"
-        about = self._about("mask", clip.mask.path.name, "", "")
-        return {**about, "bucket": "x".join(map(str, clip.bucket))}
+        return self._about("mask", clip.mask.path.name, "", "", clip.bucket)
 
     def about_image(self, image: ConditioningImage) -> dict[str, str]:
         """Return a description of an image's entry for users."""
-        about = self._about("image", image.path.name, self.vae_description, self.vae.identity)
-        return {**about, "bucket": "x".join(map(str, (1, *image.size)))}
+        return self._about("image", image.path.name, self.vae_description, self.vae.identity, (1, *image.size))
 
-    def _about(self, kind: str, source: str, model: str, identity: str) -> dict[str, str]:
-        return {"kind": kind, "of": source, "model": model, "identity": identity[:12], "versions": library_versions()}
+    def _about(self, kind: str, source: str, model: str, identity: str, bucket: Bucket | None = None) -> dict[str, str]:
+        about = {"kind": kind, "of": source, "model": model, "identity": identity[:12], "versions": library_versions()}
+        return about | {"bucket": bucket_text(bucket)} if bucket else about
 
 
 @cache
@@ -222,24 +220,23 @@ def library_versions() -> str:
     """
     versions = []
     for package in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
     return ", ".join(versions)
 
 
 def describe_model(model: ModelSection, part: Part) -> str:
     """Return a short description of a component, without the machine's directories: `FAMILY VAE of org/model, bf16`."""
     options = encoder_options(model, part)
-    component_id = options.get("vae_id" if part == "vae" else "text_encoder_id")
+    is_vae = part == "vae"
+    component_id = options.get("vae_id" if is_vae else "text_encoder_id")
     source = str(component_id or model.pretrained_model_name_or_path)
     name = Path(source).name if Path(source).exists() else source
-    dtype = options["vae_dtype" if part == "vae" else "text_encoder_dtype"]
-    tiled = ", tiled" if part == "vae" and model.enable_tiling else ""
+    dtype = options["vae_dtype" if is_vae else "text_encoder_dtype"]
+    tiled = ", tiled" if is_vae and model.enable_tiling else ""
     quantization = options.get("quantize_text_encoders")
     quantized = f", quantized to {quantization}" if quantization else ""
-    return f"{model.model_name} {'VAE' if part == 'vae' else 'text'} of {name}, {dtype}{tiled}{quantized}"
+    return f"{model.model_name} {'VAE' if is_vae else 'text'} of {name}, {dtype}{tiled}{quantized}"
 
 
 def encoder_options(model: ModelSection, part: Part) -> dict[str, object]:

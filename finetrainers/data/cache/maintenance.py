@@ -172,8 +172,7 @@ class CacheMaintenance:
         # The index first: an entry that is not listed is searched for, one that is listed and missing fails when read.
         self.cache.rewrite_index(self.cache.indexed().difference(keys))
         with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(lambda key: self.cache.path(key).unlink(missing_ok=True), keys):
-                pass
+            list(pool.map(lambda key: self.cache.path(key).unlink(missing_ok=True), keys))
 
     def _sweep(self) -> None:
         for file in self._files():

@@ -53,11 +53,6 @@ def _update_from_module(digest: Any, module: nn.Module) -> None:
     for name, tensor in sorted(module.state_dict().items()):
         if isinstance(tensor, Tensor):
             digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(_sample(tensor))
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """Return the bytes of evenly spaced elements."""
-    flat = tensor.detach().flatten()
-    sample = flat[:: max(flat.numel() // _SAMPLED, 1)].cpu().contiguous()
-    return sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""
+            flat = tensor.detach().flatten()
+            sample = flat[:: max(flat.numel() // _SAMPLED, 1)].cpu().contiguous()  # evenly spaced elements
+            digest.update(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"")

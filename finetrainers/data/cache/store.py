@@ -113,16 +113,13 @@ class TensorCache:
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         """Return the entry, on the CPU, or None if it is missing or damaged; a damaged one is removed and logged."""
-        path = self.path(key)
         try:
-            tensors = read_entry(path)
+            return read_entry(self.path(key))
         except FileNotFoundError:
             self._doubt(key)
-            return None
         except ValueError as error:
             self._remove_damaged(key, error)
-            return None
-        return tensors
+        return None
 
     def peek(self, key: str, name: str) -> Tensor | None:
         """Return one tensor of an entry, or None as `get` does.
@@ -150,20 +147,15 @@ class TensorCache:
         for key in order:
             if bytes.fromhex(key) not in self._complete:
                 unknown[key[:2]].append(key)
-        missing: set[str] = set()
         complete: list[str] = []
         for folder, folder_keys in unknown.items():
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 names = {entry.name for entry in os.scandir(self.directory / folder)}
-            except FileNotFoundError:
-                names = set()
-            for key in folder_keys:
-                is_complete = self.path(key).name in names and self._opens(key)
-                (complete.append if is_complete else missing.add)(key)
+                complete += [key for key in folder_keys if self.path(key).name in names and self._opens(key)]
         self._complete.update(map(bytes.fromhex, complete))
         # A line cannot take back a doubt, since there is no order between writers.
         self._note(_COMPLETE + key for key in complete if bytes.fromhex(key) not in self._doubted)
-        return [key for key in order if key in missing]
+        return [key for key in order if bytes.fromhex(key) not in self._complete]
 
     def hold(self) -> None:
         """Hold a shared lock as long as this object lives; wait while entries are being removed."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from finetrainers.config.checks.windows import window_problems
+from finetrainers.config.errors import Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import plural
@@ -75,7 +76,10 @@ def assign_buckets(
         DataError: there are illegal buckets or windows.
     """
     data, target_fps = dataset.data, dataset.data.target_fps or geometry.fps
-    problems = [f"{option}: {problem}" for option, problem in window_problems(data, geometry)]
+    problems = [
+        Problem(option, problem, "invalid" if option == "sliding_window_size" else "conflict")
+        for option, problem in window_problems(data, geometry)
+    ]
     if problems:
         raise DataError("windows that cannot be cut", problems)
     probed = _probe(reading, data, options)
@@ -201,9 +205,12 @@ def _make_clip(
     bucket, buckets = choose(item.kind, entry.available, header.height, header.width)
     if bucket is None:
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)
-    too_narrow = _too_narrow(header, bucket, data)
-    if too_narrow is not None:
+    if (too_narrow := _too_narrow(header, bucket, data)) is not None:
         return too_narrow
+    mask = None
+    if (medium := entry.mask) is not None:
+        grid = geometry.temporal, geometry.spatial
+        mask = Mask(medium.item.path, medium.item.kind, grid, data.unmasked_weight, medium.backend)
     return Clip(
         index=item.index,
         path=item.path,
@@ -223,15 +230,8 @@ def _make_clip(
         backend=entry.backend,
         captions=item.captions if len(item.captions) > 1 else (),
         further=tuple(ControlInput(name, other.item.path, other.backend) for name, other in entry.further),
-        mask=_make_mask(entry, data, geometry),
+        mask=mask,
     )
-
-
-def _make_mask(entry: ProbedItem, data: DataSection, geometry: Geometry) -> Mask | None:
-    if (mask := entry.mask) is None:
-        return None
-    grid = geometry.temporal, geometry.spatial
-    return Mask(mask.item.path, mask.item.kind, grid, data.unmasked_weight, mask.backend)
 
 
 def _too_narrow(header: Probe, bucket: Bucket, data: DataSection) -> InvalidSample | None:

@@ -43,11 +43,12 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
     varies: dict[Bucket, bool] = defaultdict(bool)
     total = dropped = 0.0
     for (buckets, repeats), num_clips in Counter((clip.buckets, clip.repeats) for clip in clips).items():
-        total += num_clips * repeats
+        num_samples = num_clips * repeats
+        total += num_samples
         shares = bucket_probabilities(buckets, keep)
-        dropped += num_clips * repeats * (1.0 - sum(shares))
+        dropped += num_samples * (1.0 - sum(shares))
         for bucket, share in zip(buckets, shares, strict=True):
-            counts[bucket] += num_clips * repeats * share
+            counts[bucket] += num_samples * share
             varies[bucket] |= share < 1.0 or repeats != int(repeats)
     batches_by_bucket, unfilled, dropped_buckets = {}, 0.0, []
     for bucket, count in counts.items():
@@ -60,7 +61,8 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
         if rounded < size:
             dropped_buckets.append(f"{bucket_text(bucket)} ({plural(round(rounded), 'clip')} for batches of {size})")
     warnings, notes = [], []
-    about = "about " if any(varies.values()) else ""
+    is_estimate = any(varies.values())
+    about = "about " if is_estimate else ""
     quantity = f"{about}{unfilled:.0f} of {about}{total:.0f} clips"
     if epoch_end == "drop" and unfilled:
         warnings.append(f"--epoch_end drop leaves out {quantity} an epoch, others each time, that do not fill a batch")
@@ -78,5 +80,5 @@ def count_batches(clips: Iterable[Clip], config: TrainConfig) -> BatchCounts:
             "events.jsonl counts them (left_out)"
         )
     # If epochs differ, one of them may have a batch.
-    has_batches = epoch_end != "drop" or len(dropped_buckets) < len(counts) or any(varies.values())
+    has_batches = epoch_end != "drop" or len(dropped_buckets) < len(counts) or is_estimate
     return BatchCounts(batches_by_bucket, tuple(warnings), tuple(notes), has_batches)

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 
 from ..reading.items import Kind
 from ..reading.media import decode_frames, error_reason, open_container, open_image, video_stream
-from ..reading.status import InvalidSample, Mark
+from ..reading.status import Decoded, InvalidSample
 
 R = TypeVar("R")
 
@@ -76,12 +76,12 @@ def _bound_memory() -> None:
     )
 
 
-def decode_task(path: str, kind: Kind, declared: int) -> InvalidSample | tuple[Mark, ...]:
+def decode_task(path: str, kind: Kind, declared: int) -> Decoded:
     """Decode a file from end to end; return the reason why it cannot be used, or its marks (`black`, `still`)."""
     return _decode_image(path) if kind == "image" else _decode_video(path, declared)
 
 
-def _decode_image(path: str) -> InvalidSample | tuple[Mark, ...]:
+def _decode_image(path: str) -> Decoded:
     try:
         with open_image(path) as image:
             grey = np.asarray(image.convert("L"))[::_STEP, ::_STEP]
@@ -92,7 +92,7 @@ def _decode_image(path: str) -> InvalidSample | tuple[Mark, ...]:
     return ("black",) if grey.mean() < _BLACK else ()
 
 
-def _decode_video(path: str, declared: int) -> InvalidSample | tuple[Mark, ...]:
+def _decode_video(path: str, declared: int) -> Decoded:
     count = broken = 0
     first: np.ndarray | None = None
     black, still = True, True

@@ -30,7 +30,7 @@ from finetrainers.utils.append_log import AppendLog
 from finetrainers.utils.files import file_sha256
 
 from ..reading.sources.rows import parse_json
-from ..reading.status import InvalidSample, Mark
+from ..reading.status import Decoded, InvalidSample
 from .probe import PROBE_VERSION, Probe
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Facts(NamedTuple):
     """
 
     header: Probe | InvalidSample | None = None
-    full: InvalidSample | tuple[Mark, ...] | None = None
+    full: Decoded | None = None
     digest: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")] | None = None
     white: float | InvalidSample | None = None
 
@@ -145,15 +145,12 @@ class FileFacts:
         if stored is None:
             self.refresh()
             stored = self.lookup(path, stat).digest
-        return self._read_digest(path, stat) if stored is None else stored
+        return stored or self._read_digest(path, stat)
 
     def _read_digest(self, path: Path, stat: os.stat_result) -> str:
         digest = file_sha256(path)
-        after = path.stat()
-        if (
-            _name(*file_version(path, stat)) == _name(*file_version(path, after))
-            and abs(time.time() - stat.st_ctime) > _SETTLED_S
-        ):
+        is_settled = abs(time.time() - stat.st_ctime) > _SETTLED_S
+        if is_settled and file_version(path, stat) == file_version(path, path.stat()):
             self.store(path, stat, Facts(digest=digest))
         return digest
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..reading.items import Kind
-from ..reading.status import InvalidSample, Mark
+from ..reading.status import Decoded, InvalidSample
 from .decode_worker import Lost, decode_task, serve
 from .probe import Probe
 
@@ -30,7 +30,7 @@ _STARTING_S = 60.0
 
 def decode_files(
     tasks: Sequence[tuple[Path, Kind, Probe]], *, jobs: int | None = None
-) -> Iterator[tuple[Path, InvalidSample | tuple[Mark, ...]]]:
+) -> Iterator[tuple[Path, Decoded]]:
     """Decode files from end to end, in processes; yield them in the order of completion.
 
     Args:
@@ -44,9 +44,8 @@ def decode_files(
     calls = [(str(path), kind, header.frames) for path, kind, header in tasks]
     for position, result in run_isolated(decode_task, calls, limits_s=limits, jobs=jobs):
         if isinstance(result, Lost):
-            yield tasks[position][0], InvalidSample("decoder_failed", f"the decoder {result.how}")
-        else:
-            yield tasks[position][0], result
+            result = InvalidSample("decoder_failed", f"the decoder {result.how}")
+        yield tasks[position][0], result
 
 
 def run_isolated(

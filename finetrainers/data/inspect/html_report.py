@@ -75,17 +75,16 @@ def _make_thumbnails(
     """Return thumbnails of items, and of masks, by index: base64 and sizes. The processes that make them may crash."""
     selected = [item for item in items if item["width"] and item["status"] not in _WITHOUT_THUMBNAIL][:MAX_THUMBNAILS]
     height = next(height for limit, height in _HEIGHTS if len(selected) <= limit)
-    masked = [item for item in selected if item.get("mask_white") is not None]
-    mask_calls = [(item["mask"], media_kind(item["mask"]), (item["height"], item["width"]), height) for item in masked]
-    calls = [(item["path"], item["kind"], (item["height"], item["width"]), height) for item in selected] + mask_calls
+    files = [(item, item["path"], item["kind"]) for item in selected]
+    files += [(item, item["mask"], media_kind(item["mask"])) for item in selected if item.get("mask_white") is not None]
+    calls = [(path, kind, (item["height"], item["width"]), height) for item, path, kind in files]
     thumbnails: tuple[ThumbnailsByIndex, ThumbnailsByIndex] = ({}, {})
     results = run_isolated(thumbnail_task, calls, limits_s=[_PATIENCE_S] * len(calls), jobs=jobs)
     for done, (position, thumbnail) in enumerate(results, start=1):
         if thumbnail is not None and not isinstance(thumbnail, Lost):
             data = base64.b64encode(thumbnail.content).decode("ascii")
-            is_mask = position >= len(selected)
-            item = masked[position - len(selected)] if is_mask else selected[position]
-            thumbnails[is_mask][item["index"]] = {**thumbnail._asdict(), "content": data}
+            by_index = thumbnails[position >= len(selected)]
+            by_index[files[position][0]["index"]] = {**thumbnail._asdict(), "content": data}
         progress("made pictures", done, len(calls))
     return thumbnails
 
@@ -100,10 +99,10 @@ def shares_of(counts: dict[str, Any]) -> list[dict[str, Any]]:
         {"name": "eval", "text": "held out", "count": counts["eval"], "color": "held"},
         {"name": "skipped", "text": "skipped", "count": counts["skipped"], "color": "soft"},
     ]
-    rejected = [status for status in STATUSES if status not in ("used", "skipped") and status in counts["statuses"]]
     segments += [
-        {"name": status, "text": status.replace("_", " "), "count": counts["statuses"][status], "color": "bad"}
-        for status in rejected
+        {"name": status, "text": status.replace("_", " "), "count": counts["statuses"].get(status), "color": "bad"}
+        for status in STATUSES
+        if status not in ("used", "skipped")
     ]
     return [segment for segment in segments if segment["count"]]
 

@@ -10,12 +10,11 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from PIL import ImageOps
 
 from finetrainers.utils.text import plural
 
 from ..reading.items import Item, Kind
-from ..reading.media import error_reason, is_lasting, is_out_of_memory, open_image
+from ..reading.media import error_reason, is_lasting, is_out_of_memory, open_image, to_rgb
 from ..reading.sources.rows import printable_name
 from ..reading.status import InvalidSample, InvalidSampleError, Status
 from ..video.pyav import PyavReader
@@ -54,8 +53,7 @@ def probe_masks(
         entries, probe_items(mask_items, facts=facts, max_pixels=max_pixels, options=options), strict=True
     ):
         entry.mask = mask
-        if entry.unusable is None:
-            entry.unusable = _mismatch(entry, mask)
+        entry.unusable = entry.unusable or _mismatch(entry, mask)
     sound = [entry for entry in entries if entry.unusable is None]
     with facts.kept_open():
         for entry, brightness in in_threads(
@@ -152,13 +150,9 @@ def _read_images(path: Path, kind: Kind) -> Iterator[np.ndarray]:
                 yield pixels
         return
     with open_image(path) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.has_transparency_data and np.asarray(upright.convert("RGBA"))[..., 3].min() < 255:
+        if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
             raise InvalidSampleError("it has transparency; a mask is grey: white counts, black does not", "mismatch")
-        if upright.mode.startswith("I"):
-            yield np.repeat((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8)[..., None], 3, axis=2)
-        else:
-            yield np.asarray(upright.convert("RGB"))
+        yield np.asarray(to_rgb(image))
 
 
 def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str]:

@@ -90,7 +90,7 @@ class DatasetPlan:
     @property
     def size(self) -> Bucket:
         """The training bucket with most pixels, `(frames, height, width)`."""
-        return max((clip.bucket for clip in self.clips), key=lambda b: b[0] * b[1] * b[2])
+        return max((clip.bucket for clip in self.clips), key=math.prod)
 
     def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
         """Return the bucket whose batches have most pixels, and the number of clips in each."""

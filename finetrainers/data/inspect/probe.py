@@ -65,7 +65,12 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
     """
     size = require_file(path).st_size
     try:
-        return _probe_image(path) if kind == "image" else _probe_video(path, size=size)
+        if kind == "video":
+            return _probe_video(path, size=size)
+        with open_image(path) as image:
+            is_rotated = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            width, height = reversed(image.size) if is_rotated else image.size
+        return Probe(frames=1, fps=0.0, width=width, height=height, duration=0.0)
     except InvalidSampleError:
         raise
     except Exception as error:
@@ -74,13 +79,6 @@ def probe(path: Path, *, kind: Kind = "video") -> Probe:
         raise InvalidSampleError(
             f"cannot read the {kind}: {error_reason(error)}", "unreadable", lasting=is_lasting(error)
         ) from error
-
-
-def _probe_image(path: Path) -> Probe:
-    with open_image(path) as image:
-        is_rotated = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-        width, height = reversed(image.size) if is_rotated else image.size
-    return Probe(frames=1, fps=0.0, width=width, height=height, duration=0.0)
 
 
 def _probe_video(path: Path, *, size: int) -> Probe:
@@ -128,9 +126,8 @@ def _declared_times(container: av.container.InputContainer, stream: av.VideoStre
     A guess from the duration does not suffice: a clip that turns out one frame shorter would stop the training.
     """
     entries = read_index(container, stream)
-    if not entries or len(entries) < stream.frames:
-        return None
-    if stream.frames == 0:  # Matroska indexes key frames only
+    # Matroska declares no number of frames, and indexes key frames only.
+    if not stream.frames or len(entries) < stream.frames:
         return None
     inside = sum(entry.pos + entry.size <= size for entry in entries)
     if inside < len(entries):

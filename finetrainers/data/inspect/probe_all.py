@@ -17,7 +17,7 @@ from finetrainers.utils.progress import StageProgress, Stages
 
 from ..buckets.clip import Clip
 from ..reading.items import Item
-from ..reading.status import InvalidSample, InvalidSampleError, Mark
+from ..reading.status import Decoded, InvalidSample, InvalidSampleError, Mark
 from .file_facts import Facts, FileFacts
 from .full_decode import decode_files
 from .probe import NO_PROBE, Probe, probe
@@ -82,7 +82,7 @@ class ProbedItem:
     white: float | None = None
     clip: Clip | None = None
 
-    def update(self, finding: Probe | InvalidSample | tuple[Mark, ...] | None) -> None:
+    def update(self, finding: Probe | Decoded | None) -> None:
         """Store the result of probing a file's header, or of decoding all of it."""
         if isinstance(finding, Probe):
             self.header = finding
@@ -111,11 +111,7 @@ def probe_items(items: Sequence[Item], *, facts: FileFacts, max_pixels: int, opt
         stored = [facts.lookup(item.path, item.state) for item in items]
         for entry, item_facts in zip(probed, stored, strict=True):
             entry.update(_check_size(item_facts.header, max_pixels))
-        unprobed = [
-            entry
-            for entry, item_facts in zip(probed, stored, strict=True)
-            if entry.unusable is None and item_facts.header is None
-        ]
+        unprobed = [entry for entry in probed if entry.unusable is None and entry.header is NO_PROBE]
         for entry, header in in_threads(
             lambda entry: _probe_header(entry.item, facts), unprobed, "read headers", options.progress
         ):

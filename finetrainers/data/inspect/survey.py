@@ -20,8 +20,8 @@ from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import item_index, non_overlapping
-from ..reading.datasets import Dataset, epoch_repeats, media_dir, read_all, read_datasets
-from ..reading.items import TABLES, DataError, Item, Reading
+from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
+from ..reading.items import TABLES, DataError, Item
 from ..reading.sources.masks import MASK
 from ..reading.sources.rows import printable_name, summarize_items
 from .assign_buckets import Part, assign_buckets
@@ -55,10 +55,14 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
     data = config.data
     datasets = read_datasets(data)
     readings = read_all(datasets, media_dir(config))
-    parts = [
-        _assign_part(dataset, reading, number, geometry, options)
-        for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True))
-    ]
+    parts = []
+    for number, (dataset, reading) in enumerate(zip(datasets, readings, strict=True)):
+        try:
+            parts.append(assign_buckets(dataset, reading, number, geometry=geometry, options=options))
+        except DataError as error:
+            if not dataset.name:
+                raise
+            raise DataError(f"{dataset.prefix}{error}", kind=error.kind) from error
     buckets = tuple(dict.fromkeys(bucket for part in parts for bucket in part.buckets))
     named_buckets("bucket_keep_prob", data.bucket_keep_prob, buckets)
     named_buckets("bucket_batch_sizes", config.dataloader.bucket_batch_sizes, buckets)
@@ -80,7 +84,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         buckets=buckets,
         notes=(
             *collect(attrgetter("notes")),
-            *collect(_mask_notes),
+            *collect(lambda part: describe_masks(part.reports, part.dataset.data.unmasked_weight)),
             *collect(_unused_bucket_notes),
             *collect(_unread_column_notes),
             *batches.notes,
@@ -92,16 +96,6 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         problem=_problem(items, data, has_batches=batches.any),
         dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
     )
-
-
-def _assign_part(dataset: Dataset, reading: Reading, number: int, geometry: Geometry, options: ProbeOptions) -> Part:
-    """Assign a dataset's items to buckets; an error names the dataset."""
-    try:
-        return assign_buckets(dataset, reading, number, geometry=geometry, options=options)
-    except DataError as error:
-        if not dataset.name:
-            raise
-        raise DataError(f"{dataset.prefix}{error}") from error
 
 
 def _hold_out(items: Sequence[Item], count: int) -> frozenset[int]:
@@ -158,13 +152,14 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
         return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{remedy}", rejected)
     if 0 < data.eval_num_items >= usable:
         message = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
-        return DataError(f"`eval_num_items` {data.eval_num_items} {message}")
+        return DataError(f"`eval_num_items` {data.eval_num_items} {message}", kind="too_large")
     if not usable:
-        return DataError("no usable item")
+        return DataError("no usable item", kind="not_found")
     if not has_batches:
         return DataError(
             "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end "
-            "drop"
+            "drop",
+            kind="conflict",
         )
     return None
 
@@ -193,11 +188,6 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
             )
             part.reports.append(report)
             seen.add(path)
-
-
-def _mask_notes(part: Part) -> Iterator[str]:
-    """Return notes on masks."""
-    return describe_masks(part.reports, part.dataset.data.unmasked_weight)
 
 
 def _unused_bucket_notes(part: Part) -> Iterator[str]:
@@ -236,11 +226,11 @@ def _fingerprint(
         add(fallthroughs)
     for item in items:
         add(item.name, item.size_bytes, item.caption, item.bucket, item.use, item.examples, item.captions)
-    entries = (entry for part in parts for entry in part.probed)
+    entries = [entry for part in parts for entry in part.probed]
     further = [[(name, medium.item.name, medium.size_bytes) for name, medium in entry.further] for entry in entries]
     if any(further):
         add(further)
-    masks = [entry.mask and (entry.mask.item.name, entry.mask.size_bytes) for part in parts for entry in part.probed]
+    masks = [entry.mask and (entry.mask.item.name, entry.mask.size_bytes) for entry in entries]
     if any(masks):
         add("masks", masks)
     for dataset, times in zip((part.dataset for part in parts), repeats, strict=True):

@@ -16,12 +16,13 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_text, num_batches
 from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import windows_by_item
-from .order import Ints, Order, Samples, cut_into_batches, make_samples
+from .order import NO_SAMPLES, Ints, Order, Samples, cut_into_batches, make_samples
 from .position import DataPosition, Segment
 
 #: Number of epochs in a row without a batch after which no batch is expected.
@@ -120,17 +121,17 @@ class BatchSampler:
         self._num_windows = np.array([len(windows) for windows in self._windows], dtype=np.int64)
         self.order = Order([self.clips[first] for first, *_ in self._windows], seed=seed, keep=keep or {})
         self._sizes = np.array([segment.clips_per_batch(bucket) for bucket in self.order.buckets], dtype=np.int64)
-        self._rest = EpochRest(-1, make_samples([], [], [])) if rest is None else rest
-        # Totals up to each epoch, of samples of each bucket and of batches, computed when needed or by a formula.
-        self._sample_totals = [self._count(0)]
-        self._batch_totals = [self._num_batches(self._sample_totals[0])]
+        self._rest = rest or EpochRest(-1, NO_SAMPLES)
+        # Totals up to each epoch, see `_count`, computed when needed or by a formula.
+        self._totals = [self._count(0)]
         if self.order.same_counts:
             self._per_epoch = self._count(1)
         self._last_epoch = 0  # of the last lookup
         # Neighboring positions are in one epoch or in two.
         self._batches = lru_cache(maxsize=2)(self._make_batches)
-        if self.order.same_counts and segment.epoch_end == "drop" and not self._num_batches(self._per_epoch):
-            raise ValueError("no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end")
+        if self.order.same_counts and segment.epoch_end == "drop" and not self._per_epoch[-1]:
+            message = "no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end"
+            raise InputError(message, "conflict")
 
     def batch_at(self, position: int, window: int = 0) -> MicroBatch:
         """Return the batch at a position, counted from 0; with `by_item`, window `window` of its items that have it."""
@@ -172,14 +173,12 @@ class BatchSampler:
         if not self.by_item:
             return self.segment.per_step // data_size
         first = self._position(step)
-        return -(-len(self._windows_at(range(first, first + self.segment.per_step))) // data_size)
+        counts = self._window_counts(range(first, first + self.segment.per_step))
+        return -(-sum(int(numbers.max()) for numbers in counts.values()) // data_size)
 
-    def _windows_at(self, positions: range) -> list[tuple[int, int]]:
-        """Return the micro-batches of an optimizer step, as positions and windows."""
-        counts = (int(self._num_windows[self._samples_at(position)[1]["items"]].max()) for position in positions)
-        return [
-            (position, window) for position, count in zip(positions, counts, strict=True) for window in range(count)
-        ]
+    def _window_counts(self, positions: range) -> dict[int, Ints]:
+        """Return the number of windows of each item in the batches of an optimizer step, by position."""
+        return {position: self._num_windows[self._samples_at(position)[1]["items"]] for position in positions}
 
     def _step_of_windows(self, positions: range, data_rank: int, data_size: int) -> list[MicroBatch]:
         """Return a rank's micro-batches of an optimizer step with `by_item`.
@@ -187,8 +186,9 @@ class BatchSampler:
         All ranks have equally many, since sharded networks hang otherwise: where the number does not divide, the last
         micro-batches are a window of the first position that has no weight.
         """
-        windows = self._windows_at(positions)
-        samples = sum(int(self._num_windows[self._samples_at(position)[1]["items"]].sum()) for position in positions)
+        counts = self._window_counts(positions)
+        windows = [(position, window) for position, numbers in counts.items() for window in range(numbers.max())]
+        samples = sum(int(numbers.sum()) for numbers in counts.values())
         batches = [self.batch_at(position, window) for position, window in windows[data_rank::data_size]]
         batches = [replace(batch, weight=len(batch.clips) * data_size / samples) for batch in batches]
         if len(batches) < -(-len(windows) // data_size):
@@ -224,9 +224,8 @@ class BatchSampler:
         last = epochs - 1 - self._rest.epoch
         batches = self._batches_until(last) if last >= 0 else 0
         if batches == 0 and self._rest.epoch < 0:
-            raise ValueError(
-                f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
-            )
+            message = f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
+            raise InputError(message, "conflict")
         return self.segment.first_step + -(-batches // self.segment.per_step)
 
     def _position(self, step: int) -> int:
@@ -241,46 +240,39 @@ class BatchSampler:
         bound = 1
         while self._batches_until(bound - 1) <= position:
             # By a formula, or one epoch after the other.
-            bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._batch_totals))
-            if self.segment.epoch_end != "wrap" and self._has_no_batches(bound - 1 - _EMPTY_EPOCHS, bound - 1):
-                raise ValueError(f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size")
+            bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._totals))
+            before = self._batches_until(bound - 1 - _EMPTY_EPOCHS) if bound > _EMPTY_EPOCHS + 1 else -1
+            if self.segment.epoch_end != "wrap" and before == self._batches_until(bound - 1):
+                message = f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size"
+                raise InputError(message, "conflict")
         self._last_epoch = bisect_right(range(bound), position, key=self._batches_until)
         return self._last_epoch, position - self._batches_until(self._last_epoch - 1)
-
-    def _has_no_batches(self, first: int, last: int) -> bool:
-        return first > 0 and self._batches_until(first) == self._batches_until(last)
 
     def _batches_until(self, nth: int) -> int:
         """Return the number of batches in the epochs up to and including this one."""
         if nth < 0:
             return 0
-        if self.segment.epoch_end == "wrap":
-            return int((self._samples_until(nth) // self._sizes).sum())
-        if self.order.same_counts:
-            return self._batch_totals[0] + nth * self._num_batches(self._per_epoch)
-        while len(self._batch_totals) <= nth:
-            batches = self._num_batches(self._count(len(self._batch_totals)))
-            self._batch_totals.append(self._batch_totals[-1] + batches)
-        return self._batch_totals[nth]
+        totals = self._totals_until(nth)
+        return int((totals[:-1] // self._sizes).sum() if self.segment.epoch_end == "wrap" else totals[-1])
 
-    def _samples_until(self, nth: int) -> Ints:
-        """Return the number of samples of each bucket in the epochs up to and including this one."""
+    def _totals_until(self, nth: int) -> Ints:
+        """Return the total of `_count` over the epochs up to and including this one."""
         if self.order.same_counts:
-            total: Ints = self._sample_totals[0] + nth * self._per_epoch
+            total: Ints = self._totals[0] + nth * self._per_epoch
             return total
-        while len(self._sample_totals) <= nth:
-            self._sample_totals.append(self._sample_totals[-1] + self._count(len(self._sample_totals)))
-        return self._sample_totals[nth]
-
-    def _num_batches(self, counts: Ints) -> int:
-        return sum(map(num_batches, counts.tolist(), self._sizes.tolist(), [self.segment.epoch_end] * len(counts)))
+        while len(self._totals) <= nth:
+            self._totals.append(self._totals[-1] + self._count(len(self._totals)))
+        return self._totals[nth]
 
     def _count(self, nth: int) -> Ints:
-        """Return the number of samples of each bucket in one epoch."""
+        """Return the number of samples of each bucket in one epoch, and last of its batches without `wrap`."""
         if nth == 0:
             slots = self._rest.samples["slots"]
-            return np.bincount(slots[slots >= 0], minlength=len(self.order.buckets))
-        return self.order.counts(self._rest.epoch + nth)[:-1]
+            counts = np.bincount(slots[slots >= 0], minlength=len(self.order.buckets))
+        else:
+            counts = self.order.counts(self._rest.epoch + nth)[:-1]
+        ends = [self.segment.epoch_end] * len(counts)
+        return np.append(counts, sum(map(num_batches, counts.tolist(), self._sizes.tolist(), ends)))
 
     def _samples(self, nth: int) -> Samples:
         return self._rest.samples if nth == 0 else self.order.samples(self._rest.epoch + nth)
@@ -301,8 +293,8 @@ class BatchSampler:
     def _carried(self, nth: int) -> Samples:
         """Return the samples of batches that earlier epochs left open, in their order."""
         if nth == 0:
-            return make_samples([], [], [])
-        missing = self._samples_until(nth - 1) % self._sizes
+            return NO_SAMPLES
+        missing = self._totals_until(nth - 1)[:-1] % self._sizes
         parts: list[Samples] = []
         for before in range(nth - 1, -1, -1):
             if not missing.any():
@@ -314,7 +306,7 @@ class BatchSampler:
                 chosen[last] = True
                 missing[slot] -= len(last)
             parts.insert(0, samples[chosen])
-        return np.concatenate([*parts, make_samples([], [], [])])
+        return np.concatenate([*parts, NO_SAMPLES])
 
     def _padding(self, nth: int, samples: Samples) -> Samples:
         """Return samples that fill up batches, from their bucket, none twice in a batch if there are enough clips.

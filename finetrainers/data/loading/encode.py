@@ -8,6 +8,7 @@ instead of once per epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,22 +46,11 @@ def stack_videos(videos: Sequence[Tensor]) -> Tensor:
     return videos[0][None] if len(videos) == 1 else torch.stack(list(videos))
 
 
+@dataclass(frozen=True)
 class Encoder:
-    """A builder of a method's batches: from pixels with the text encoders and the VAE, or from cached tensors."""
+    """A builder of a method's batches: from pixels with the text encoders and the VAE, or from cached tensors.
 
-    def __init__(
-        self,
-        encode_text: EncodeText | None,
-        encode_clip: EncodeClip | None,
-        *,
-        data: DataSection,
-        seed: int,
-        device: torch.device | str = "cpu",
-        prior: PriorPrompts | None = None,
-        shows_frames: bool = False,
-        is_masked: bool = False,
-    ) -> None:
-        """Args:
+    Attributes:
         encode_text, encode_clip: the model's encoders, or None if everything is in the cache.
         data: caption dropout options.
         seed: seed of the run.
@@ -68,15 +58,16 @@ class Encoder:
         prior: see `DatasetPlan`.
         shows_frames: whether text encoders see the first frame of the clip.
         is_masked: whether any clip of the run has a mask; then all batches have one.
-        """
-        self.shows_frames = shows_frames
-        self.is_masked = is_masked
-        self.encode_text = encode_text
-        self.encode_clip = encode_clip
-        self.data = data
-        self.seed = seed
-        self.device = device
-        self.prior = prior
+    """
+
+    encode_text: EncodeText | None
+    encode_clip: EncodeClip | None
+    data: DataSection
+    seed: int
+    device: torch.device | str = "cpu"
+    prior: PriorPrompts | None = None
+    shows_frames: bool = False
+    is_masked: bool = False
 
     def __call__(self, raw: RawBatch, *, dropout: bool = True) -> Batch:
         """Return the encoded batch; evaluation turns caption dropout off."""
@@ -121,18 +112,16 @@ class Encoder:
         if not raw.pixels:
             return _select_prefix(raw.cached, PRIOR)
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
-        pairs = zip(raw.clips, raw.sample_keys, strict=True)
-        return self.encode_text([prior.of(clip.caption_for(key, seed=self.seed), key) for clip, key in pairs])
+        return self.encode_text(list(map(prior.of, self._captions(raw), raw.sample_keys)))
+
+    def _captions(self, raw: RawBatch) -> list[str]:
+        return [clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True)]
 
     def _encode_captions(self, raw: RawBatch, drop: Sequence[bool]) -> PromptEmbeds:
         assert self.encode_text is not None, "clips that are not in the cache need the text encoders"
-        captions = (clip.caption_for(key, seed=self.seed) for clip, key in zip(raw.clips, raw.sample_keys, strict=True))
-        texts = ["" if is_dropped else caption for caption, is_dropped in zip(captions, drop, strict=True)]
-        return (
-            self.encode_text(texts, [pixels[:3, 0] for pixels in raw.pixels])
-            if self.shows_frames
-            else self.encode_text(texts)
-        )
+        texts = ["" if is_dropped else caption for caption, is_dropped in zip(self._captions(raw), drop, strict=True)]
+        images = [[pixels[:3, 0] for pixels in raw.pixels]] if self.shows_frames else []
+        return self.encode_text(texts, *images)
 
     def _encode_clip(self, raw: RawBatch) -> Mapping[str, Tensor]:
         assert self.encode_clip is not None, "clips that are not in the cache need the VAE"

@@ -85,15 +85,12 @@ class DecodeFetch:
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
         encoded = encoded_clip(clip)
+        mask = None
         # First, since its file is smaller: if it cannot be used, nothing else need be decoded.
-        mask = self._load_mask(clip, encoded, key)
+        if clip.mask is not None:
+            pooled = load_mask(encoded, generator=generator("cpu", self.seed, "clip", *key))
+            mask = latent_weights(clip, cut_latents(pooled, clip))
         return load_clip(encoded, generator=generator("cpu", self.seed, "clip", *key)), mask
-
-    def _load_mask(self, clip: Clip, encoded: Clip, key: tuple[int, int]) -> Tensor | None:
-        if clip.mask is None:
-            return None
-        pooled = load_mask(encoded, generator=generator("cpu", self.seed, "clip", *key))
-        return latent_weights(clip, cut_latents(pooled, clip))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 from ..buckets.buckets import Bucket, bucket_probabilities
@@ -39,16 +40,14 @@ def make_samples(items: Sequence[int] | Ints, cycles: Sequence[int] | Ints, slot
     return samples
 
 
+NO_SAMPLES = make_samples([], [], [])
+
+
 @dataclass(frozen=True)
 class _Dataset:
     number: int
     clips: Ints  # indices among all clips
     repeats: Fraction
-
-    def segment(self, epoch: int) -> tuple[int, int]:
-        """Return the first and last + 1 position of an epoch in the endless row."""
-        per_epoch = len(self.clips) * self.repeats
-        return int(epoch * per_epoch), int((epoch + 1) * per_epoch)
 
 
 class Order:
@@ -142,7 +141,8 @@ class Order:
         Without `shuffled`, their order does not matter, and complete cycles are not shuffled.
         """
         size = len(dataset.clips)
-        start, stop = dataset.segment(epoch)
+        per_epoch = size * dataset.repeats
+        start, stop = int(epoch * per_epoch), int((epoch + 1) * per_epoch)  # positions in the endless row
         items, cycles = [_ints([])], [_ints([])]
         for cycle in range(start // size, -(-stop // size)):
             first, last = max(start - cycle * size, 0), min(stop - cycle * size, size)
@@ -203,7 +203,7 @@ def _datasets(clips: Sequence[Clip]) -> list[_Dataset]:
     for index, clip in enumerate(clips):
         indices.setdefault(clip.dataset, []).append(index)
         if repeats.setdefault(clip.dataset, clip.repeats) != clip.repeats:
-            raise ValueError(f"clips of dataset {clip.dataset} differ in how often they are repeated")
+            raise InputError(f"clips of dataset {clip.dataset} differ in how often they are repeated", "conflict")
     datasets = []
     for number, dataset_indices in sorted(indices.items()):
         fraction = Fraction(repeats[number]).limit_denominator(_MAX_DENOMINATOR)

@@ -50,11 +50,6 @@ class Segment:
         """Return the number of clips in a batch of this bucket."""
         return dict(self.bucket_sizes).get(bucket, self.batch_size)
 
-    @property
-    def batching(self) -> tuple[object, ...]:
-        """The values that decide how batches are made."""
-        return self.batch_size, self.per_step, self.bucket_sizes, self.epoch_end
-
     def state(self) -> list[Any]:
         """Return the segment as plain values: three numbers where nothing else is set."""
         numbers: list[Any] = [self.first_step, self.batch_size, self.per_step]
@@ -66,12 +61,9 @@ class Segment:
     def from_state(cls, state: Sequence[Any]) -> Segment:
         """Restore a segment from its `state`."""
         first_step, batch_size, per_step, *others = state
-        segment = cls(int(first_step), int(batch_size), int(per_step))
-        if not others:
-            return segment
-        sizes, epoch_end = others
+        sizes, epoch_end = others or [(), "keep"]
         bucket_sizes = tuple(((b[0], b[1], b[2]), int(size)) for b, size in sizes)
-        return replace(segment, bucket_sizes=bucket_sizes, epoch_end=epoch_end)
+        return cls(int(first_step), int(batch_size), int(per_step), bucket_sizes, epoch_end)
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class DataPosition:
         )
         current = Segment.of(config, data_size=data_size, step=step)
         last = segments[-1]
-        if current.batching == last.batching:
+        if replace(current, first_step=last.first_step) == last:  # batches are made in the same way
             return DataPosition(self.seed, segments)
         earlier = segments if last.first_step < step else segments[:-1]
         return DataPosition(self.seed, (*earlier, current))

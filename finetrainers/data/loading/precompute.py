@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.sections import DataloaderSection
-from finetrainers.models.spec import PromptEmbeds
 from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.utils.host_memory import freed_memory_is_reused
 from finetrainers.utils.progress import Meter
@@ -82,31 +81,18 @@ def precompute_text(
     noun: str = "captions",
 ) -> Encoded:
     """Encode the distinct captions and the empty prompt, a share on each rank, and return the counts of all ranks."""
-    rank_captions = sorted({"", *captions})[parallel.rank :: parallel.world_size]
-    with _progress(noun, parallel) as progress:
-        captions_by_key = {keys.text(caption): caption for caption in rank_captions}
-        todo = [(key, captions_by_key[key]) for key in keys.cache.missing(captions_by_key)]
-        size = 0
-        for start in range(0, len(todo), _TEXT_BATCH_SIZE):
-            batch = todo[start : start + _TEXT_BATCH_SIZE]
-            conditions = encode_text([caption for _, caption in batch])
-            for row, (key, caption) in enumerate(batch):
-                tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
-                _refuse_non_finite(tensors, f"the caption {caption!r}", "text_encoder_dtype")
-                size += keys.cache.put(key, tensors, keys.about_text(caption))
-            if start == 0:
-                remaining_bytes = size / len(batch) * (len(todo) - len(batch))
-                check_free_space(keys.cache, remaining_bytes * parallel.world_size, noun=noun)
-            progress(start + len(batch), len(todo))
-        counts = Encoded(encoded=len(todo), found=len(captions_by_key) - len(todo), size_bytes=size)
-    return sum(parallel.gather_objects([counts]), Encoded())
+    inputs = [(caption, None) for caption in sorted({"", *captions})]
+    return _encode_texts(inputs, encode_text, keys, parallel, noun=noun, batch_size=_TEXT_BATCH_SIZE)
 
 
 def precompute_with_images(
-    texts: Collection[tuple[str, TextImageSource]], encode: Callable[..., PromptEmbeds], keys: CacheKeys,
-    parallel: DistributedContext, *,
+    texts: Collection[tuple[str, TextImageSource]],
+    encode: EncodeText,
+    keys: CacheKeys,
+    parallel: DistributedContext,
+    *,
     optional: bool = False,
-) -> Encoded:  # fmt: skip
+) -> Encoded:
     """Encode texts together with images, one by one, a share on each rank, and return the counts of all ranks.
 
     A clip is decoded for it, and again when its latents are encoded: text encoders and VAE never share memory.
@@ -118,23 +104,45 @@ def precompute_with_images(
         parallel: the processes of the run.
         optional: whether clips that cannot be decoded are skipped here; encoding their latents then handles them.
     """
-    rank_inputs = sorted(texts, key=repr)[parallel.rank :: parallel.world_size]
-    with _progress("captions with images", parallel) as progress:
-        keys.digests.learn({source.path for _, source in rank_inputs})
+    inputs = sorted(texts, key=repr)
+    return _encode_texts(inputs, encode, keys, parallel, noun="captions with images", batch_size=1, optional=optional)
+
+
+def _encode_texts(
+    inputs: Sequence[tuple[str, TextImageSource | None]],
+    encode: EncodeText,
+    keys: CacheKeys,
+    parallel: DistributedContext,
+    *,
+    noun: str,
+    batch_size: int,
+    optional: bool = False,
+) -> Encoded:
+    """Encode a share of the captions, each with the source of its image or None; return the counts of all ranks."""
+    rank_inputs = inputs[parallel.rank :: parallel.world_size]
+    with _progress(noun, parallel) as progress:
+        keys.digests.learn({source.path for _, source in rank_inputs if source is not None})
         inputs_by_key = {keys.text(caption, source): (caption, source) for caption, source in rank_inputs}
         todo = [(key, *inputs_by_key[key]) for key in keys.cache.missing(inputs_by_key)]
         size = 0
-        for position, (key, caption, source) in enumerate(todo, start=1):
+        for start in range(0, len(todo), batch_size):
+            batch = todo[start : start + batch_size]
             try:
-                image = keys.picture(source)
+                images = [keys.picture(source) for _, _, source in batch if source is not None]
             except PROBLEMS:
                 if not optional:
                     raise
                 continue
-            tensors = dict(encode([caption], [image]).tensors)
-            _refuse_non_finite(tensors, f"the caption {caption!r} with {source.path}", "text_encoder_dtype")
-            size += keys.cache.put(key, tensors, keys.about_text(caption))
-            progress(position, len(todo))
+            conditions = encode([caption for _, caption, _ in batch], *([images] if images else []))
+            for row, (key, caption, source) in enumerate(batch):
+                tensors = {name: tensor[row : row + 1] for name, tensor in conditions.tensors.items()}
+                name = f"the caption {caption!r}" + (f" with {source.path}" if source else "")
+                _refuse_non_finite(tensors, name, "text_encoder_dtype")
+                size += keys.cache.put(key, tensors, keys.about_text(caption))
+            if start == 0 and not images:
+                remaining_bytes = size / len(batch) * (len(todo) - len(batch))
+                check_free_space(keys.cache, remaining_bytes * parallel.world_size, noun=noun)
+            progress(start + len(batch), len(todo))
         counts = Encoded(encoded=len(todo), found=len(inputs_by_key) - len(todo), size_bytes=size)
     total = sum(parallel.gather_objects([counts]), Encoded())
     keys.digests.refresh()
@@ -166,11 +174,11 @@ def precompute_video(
     # Clips that differ only in their captions are encoded once. Sorted, so that batches are full and shares cost about
     # the same; the largest bucket first, so that running out of memory happens at once.
     distinct = {repr((clip.files, keys.cut(clip))): clip for clip in clips}
-    rank_clips = sorted(distinct.values(), key=_largest_first)[parallel.rank :: parallel.world_size]
+    largest_first = sorted(distinct.values(), key=lambda clip: (-math.prod(clip.bucket), clip.bucket, clip.index))
+    rank_clips = largest_first[parallel.rank :: parallel.world_size]
     with _progress("clips", parallel) as progress, freed_memory_is_reused():
         keys.digests.learn(path for clip in rank_clips for path in clip.files)
-        clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.video)
-        todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
+        todo, num_cached, bad_samples = _find_missing(rank_clips, keys, optional, make_key=keys.video)
         done = encoded = size = 0
         remaining_pixels = sum(
             math.prod(clip.bucket) for _, clip in todo
@@ -188,7 +196,7 @@ def precompute_video(
             encoded += len(decodable)
             done += len(batch)
             progress(done, len(todo))
-        counts = Encoded(encoded, len(clips_by_key) - len(todo), tuple(bad_samples), size)
+        counts = Encoded(encoded, num_cached, tuple(bad_samples), size)
     total = sum(parallel.gather_objects([counts]), Encoded())
     # Keys of other ranks' entries need the digests that those ranks have computed; worker processes inherit them.
     keys.digests.refresh()
@@ -220,8 +228,7 @@ def precompute_masks(
         keys.digests.learn(
             path for clip in rank_clips for path in (clip.path, clip.mask.path if clip.mask else clip.path)
         )
-        clips_by_key, bad_samples = _clips_by_key(rank_clips, keys, optional, make_key=keys.mask)
-        todo = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
+        todo, num_cached, bad_samples = _find_missing(rank_clips, keys, optional, make_key=keys.mask)
         size = 0
         order = [MicroBatch(0, (clip,)) for _, clip in todo]
         pooled = prefetch(order, PixelFetch(keys, optional, keys.pooled), threads=threads, ahead=AHEAD)
@@ -231,16 +238,16 @@ def precompute_masks(
             else:
                 size += keys.cache.put(key, {_MASK: mask}, keys.about_mask(clip))
             progress(position, len(todo))
-        counts = Encoded(len(todo), len(clips_by_key) - len(todo), tuple(bad_samples), size)
+        counts = Encoded(len(todo), num_cached, tuple(bad_samples), size)
     total = sum(parallel.gather_objects([counts]), Encoded())
     keys.digests.refresh()
     return total
 
 
-def _clips_by_key(
+def _find_missing(
     clips: Sequence[Clip], keys: CacheKeys, optional: Collection[int], *, make_key: Callable[[Clip], str]
-) -> tuple[dict[str, Clip], list[BadSample]]:
-    """Return clips by the key of their entry, and those whose file cannot be read."""
+) -> tuple[list[tuple[str, Clip]], int, list[BadSample]]:
+    """Return keys and clips without an entry, the number of entries, and the clips whose file cannot be read."""
     clips_by_key: dict[str, Clip] = {}
     bad_samples: list[BadSample] = []
     for clip in clips:
@@ -250,7 +257,8 @@ def _clips_by_key(
             if clip.index not in optional:
                 raise
             bad_samples.append(BadSample(clip, str(error)))
-    return clips_by_key, bad_samples
+    missing = [(key, clips_by_key[key]) for key in keys.cache.missing(clips_by_key)]
+    return missing, len(clips_by_key) - len(missing), bad_samples
 
 
 def _decode(
@@ -302,10 +310,6 @@ def check_free_space(cache: TensorCache, needed: float, *, noun: str) -> None:
         )
 
 
-def _largest_first(clip: Clip) -> tuple[int, tuple[int, ...], int]:
-    return -math.prod(clip.bucket), clip.bucket, clip.index
-
-
 def _bucket_batches(
     todo: Sequence[tuple[str, Clip]], videos: Iterable[Tensor | str], size: int
 ) -> Iterator[list[tuple[str, Clip, Tensor | str]]]:
@@ -338,25 +342,23 @@ class CacheFetch:
         return RawBatch(clips, batch.sample_keys, batch.weight, cached=cached, bad=bad_samples, masks=masks)
 
     def _load(self, clip: Clip, key: tuple[int, int]) -> tuple[dict[str, Tensor], Tensor | None]:
-        return self._read_tensors(clip, key), self._read_mask(clip)
-
-    def _read_mask(self, clip: Clip) -> Tensor | None:
-        if clip.mask is None:
-            return None
-        pooled = self._read(self.keys.mask(encoded_clip(clip)), f"the mask {clip.mask.path}")[_MASK]
-        return latent_weights(clip, cut_latents(pooled, clip))
+        tensors, mask = self._read_tensors(clip, key), None
+        if clip.mask is not None:
+            pooled = self._read(self.keys.mask(encoded_clip(clip)), f"the mask {clip.mask.path}")[_MASK]
+            mask = latent_weights(clip, cut_latents(pooled, clip))
+        return tensors, mask
 
     def _read_tensors(self, clip: Clip, key: tuple[int, int]) -> dict[str, Tensor]:
-        moments = self._read(self.keys.video(encoded_clip(clip)), str(clip.path))
+        encoded = encoded_clip(clip)
+        moments = self._read(self.keys.video(encoded), str(clip.path))
         # Copied, so that a window does not keep its whole segment in memory.
         moments = {name: cut_latents(tensor, clip).clone() for name, tensor in moments.items()}
         caption = clip.caption_for(key, seed=self.keys.seed)
         prior = {} if self.prior is None else self._read_text(self.prior.of(caption, key), PRIOR)
         if not self.keys.texts_see_images:
             return {**moments, **self._read_text(caption, TEXT), **prior}
-        source = encoded_clip(clip)
-        empty = self._read_text("", EMPTY, source) if self._drops_to_empty else {}
-        return {**moments, **self._read_text(caption, TEXT, source), **empty}
+        empty = self._read_text("", EMPTY, encoded) if self._drops_to_empty else {}
+        return {**moments, **self._read_text(caption, TEXT, encoded), **empty}
 
     @property
     def _drops_to_empty(self) -> bool:

@@ -204,12 +204,9 @@ class TrainingData:
     def _count_left_out(self, step: int) -> None:
         """Record, at the first step of an epoch, the number of clips that fall through all its buckets."""
         epoch = self.sampler.epoch_at(step)
-        if epoch == self._epoch:
-            return
-        self._epoch = epoch
-        left_out = self.sampler.left_out(epoch)
-        if left_out:
+        if epoch != self._epoch and (left_out := self.sampler.left_out(epoch)):
             self._events.append({"kind": "left_out", "epoch": epoch, "clips": left_out})
+        self._epoch = epoch
 
     def drain_events(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return metrics of the last step, with the same names on every rank, and the events since the last call.
@@ -285,13 +282,12 @@ def _check_options(config: TrainConfig, spec: ModelSpec, plan: DatasetPlan) -> N
         ConfigError: options do not fit the model.
     """
     windows = {clip.bucket for clip in plan.clips if clip.start is not None}
-    option_problems = [
+    problems = [
         *frame_problems(config.data, spec.facts, model=spec.name),
         *length_problems(config.data, spec.facts, plan.buckets, windows),
     ]
-    problems = [Problem(f"--{option}", reason) for option, reason in option_problems]
     if sorted(media_names := spec.facts.media) != sorted(dict(config.data.extra_columns)):
         message = f"this checkpoint takes {' and '.join(media_names) or 'nothing'} with each clip; name the columns"
-        problems.append(Problem("--extra_columns", message))
+        problems.append(Problem("--extra_columns", message, "mismatch"))
     if problems:
         raise ConfigError(problems)

@@ -59,11 +59,6 @@ class _FetchDataset(Dataset[T]):
         self.fetch = fetch
         self.reading = torch.full((num_workers,), _NOT_STARTED, dtype=torch.int64).share_memory_()
 
-    @property
-    def are_starting(self) -> bool:
-        """True if a worker has not started yet."""
-        return bool((self.reading == _NOT_STARTED).any())
-
     def __getitem__(self, index: MicroBatch) -> T:
         raw = self.fetch(index)
         note_reading(None)
@@ -177,7 +172,7 @@ class Workers(Generic[T]):
                 if "timed out" not in text:
                     raise _Lost(text) from None
                 now = time.monotonic()
-                if dataset.are_starting and now - started < _STARTING_S:
+                if (dataset.reading == _NOT_STARTED).any() and now - started < _STARTING_S:
                     since = now
                 if self.timeout_s and now - since >= self.timeout_s:
                     raise _Lost(f"no batch for {now - started:.0f} s") from None
@@ -193,7 +188,7 @@ class Workers(Generic[T]):
         indices = [index for index in dataset.reading.tolist() if index >= 0]
         paths = {clip.index: str(clip.path) for clip in self.clips if clip.index in indices}
         names = [paths.get(index, f"item {index}") for index in indices]
-        return "they were reading " + ", ".join(names) if names else "they were reading no file"
+        return "they were reading " + (", ".join(names) or "no file")
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:

@@ -8,7 +8,7 @@ changes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,16 +18,16 @@ from pydantic import Field, ValidationError
 from finetrainers.config.base import Section
 from finetrainers.config.checks.data import check_dataset
 from finetrainers.config.checks.findings import Findings
-from finetrainers.config.errors import value_message
+from finetrainers.config.errors import Problem, value_kind, value_message
 from finetrainers.config.names import INSTEAD, suggest_option
 from finetrainers.config.root import TrainConfig, fields, former_names
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import missing_path_problem
-from finetrainers.utils.text import plural, quoted
+from finetrainers.utils.text import plural
 
 from .diffusion_pipe import Translated, translate
 from .items import DataError, Reading, read_dataset
 from .sources.folder import LISTS, lacks_lists
+from .sources.rows import path_error
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -85,12 +85,14 @@ def read_datasets(data: DataSection) -> list[Dataset]:
         return [Dataset("", data)]
     document = _read_document(data.dataset)
     if "directory" in document and "dataset" in document:
-        raise DataError(f"{data.dataset}: [[dataset]] and [[directory]] are of two kinds of files; use one of them")
+        message = f"{data.dataset}: [[dataset]] and [[directory]] are of two kinds of files; use one of them"
+        raise DataError(message, kind="conflict")
     kind = "directory" if "directory" in document else "dataset"
     tables = document.pop(kind, None)
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise DataError(f"{data.dataset}: it needs a [[dataset]] table for each dataset, with its options")
-    problems: list[str] = []
+        message = f"{data.dataset}: it needs a [[dataset]] table for each dataset, with its options"
+        raise DataError(message, kind="required")
+    problems: list[Problem] = []
     datasets = [
         _parse_table(table, document, f"[[{kind}]] {number}", data, problems)
         for number, table in enumerate(tables, start=1)
@@ -119,7 +121,7 @@ def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
         DataError: a dataset cannot be used; with the problems of all datasets.
     """
     readings: list[Reading] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     count = 0
     for dataset in datasets:
         try:
@@ -128,7 +130,8 @@ def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
         except DataError as error:
             if not dataset.name:
                 raise
-            problems += [f"{dataset.prefix}{text}" for text in error.problems or [str(error)]]
+            texts = error.problems or [str(error)]
+            problems += [Problem(dataset.name, text, error.kind) for text in texts]
             continue
         readings.append(reading)
         count += len(reading.items)
@@ -154,17 +157,17 @@ def epoch_repeats(datasets: Sequence[Dataset], counts: Sequence[int]) -> list[fl
 
 def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise DataError(f"dataset {quoted(str(path))} {missing_path_problem(path)}")
+        raise path_error("dataset", path)
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}", kind="unreadable") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"{path} is not valid TOML: {error}") from error
+        raise DataError(f"{path} is not valid TOML: {error}", kind="unreadable") from error
 
 
 def _parse_table(
-    table: Mapping[str, Any], top: Mapping[str, Any], where: str, data: DataSection, problems: list[str]
+    table: Mapping[str, Any], top: Mapping[str, Any], where: str, data: DataSection, problems: list[Problem]
 ) -> Dataset:
     """Return the dataset of a table with the file's defaults; errors go to `problems`."""
     if isinstance(table.get("name"), str):
@@ -176,26 +179,29 @@ def _parse_table(
     if is_diffusion_pipe and isinstance(folder := translated.options.get("mask_column"), str):
         translated.options["mask_column"] = str(((data.dataset or Path()).parent / folder).absolute())
 
-    def located(key: str, message: str) -> str:
-        return f"{'at the top' if key in top and key not in table else where}: {key}: {message}"
+    def locate(key: str) -> str:
+        return f"{'at the top' if key in top and key not in table else where}: {key}"
 
-    renamed = {key: former_names()[key] for key in translated.options if key in former_names()}
-    translated.options |= {name: translated.options.pop(key) for key, name in renamed.items()}
-    translated.warnings |= {key: f"is called {name} now" for key, name in renamed.items()}
-    table_problems = [located(key, message) for key, message in translated.problems.items()]
+    for key in [key for key in translated.options if key in former_names()]:
+        name = former_names()[key]
+        translated.options[name] = translated.options.pop(key)
+        translated.warnings[key] = f"is called {name} now"
+    table_problems = [Problem.from_error(locate(key), error) for key, error in translated.problems.items()]
     for key in [key for key in translated.options if key not in _KEYS]:
-        table_problems.append(located(key, _unknown_key_message(key, translated.options.pop(key))))
+        message = _unknown_key_message(key, translated.options.pop(key))
+        table_problems.append(Problem(locate(key), message, "unsupported" if key in fields() else "unknown"))
     share, options = (
-        _validate_section(section, translated.options, located, table_problems) for section in (_Share, DataSection)
+        _validate_section(section, translated.options, locate, table_problems) for section in (_Share, DataSection)
     )
     if "weight" in share and "num_repeats" in share:
-        table_problems.append(f"{where}: weight and num_repeats both say how often it comes; give one of them")
+        message = "weight and num_repeats both say how often it comes; give one of them"
+        table_problems.append(Problem(where, message, "conflict"))
     merged = _merge_options(options, data, names_columns=bool(set(LISTS) & table.keys()))
-    warnings = [located(key, message) for key, message in translated.warnings.items()]
+    warnings = [f"{locate(key)}: {message}" for key, message in translated.warnings.items()]
     if not table_problems:
         check_dataset(merged, given=options, found=(findings := Findings()))
         table_problems += [
-            f"{where}: {problem.where.removeprefix('--')}: {problem.message}" for problem in findings.errors
+            replace(problem, where=f"{where}: {problem.where.removeprefix('--')}") for problem in findings.errors
         ]
         warnings += [f"{where}: {warning}" for warning in findings.warnings]
     problems += table_problems
@@ -238,7 +244,7 @@ def _merge_options(options: dict[str, Any], data: DataSection, *, names_columns:
 
 
 def _validate_section(
-    section: type[Section], options: Mapping[str, Any], located: Any, problems: list[str]
+    section: type[Section], options: Mapping[str, Any], locate: Callable[[str], str], problems: list[Problem]
 ) -> dict[str, Any]:
     """Return the validated values of a section's options; errors go to `problems`."""
     values = {key: value for key, value in options.items() if key in section.model_fields}
@@ -249,24 +255,24 @@ def _validate_section(
         for entry in error.errors():
             key = str(entry["loc"][0])
             invalid.add(key)
-            problems.append(located(key, value_message(entry)))
+            problems.append(Problem(locate(key), value_message(entry), value_kind(entry)))
         return _validate_section(
-            section, {key: value for key, value in values.items() if key not in invalid}, located, problems
+            section, {key: value for key, value in values.items() if key not in invalid}, locate, problems
         )
     return {key: getattr(validated, key) for key in values}
 
 
-def _common_problems(datasets: Sequence[Dataset]) -> list[str]:
-    problems = []
+def _common_problems(datasets: Sequence[Dataset]) -> list[Problem]:
     names = [dataset.name for dataset in datasets if dataset.name]
-    problems += [
-        f"{name!r} names {names.count(name)} datasets; give each its own" for name in names if names.count(name) > 1
+    problems = [
+        Problem("", f"{name!r} names {names.count(name)} datasets; give each its own", "duplicate")
+        for name in names
+        if names.count(name) > 1
     ]
     weighted = sum(dataset.weight is not None for dataset in datasets)
     if 0 < weighted < len(datasets):
-        problems.append(
-            f"{weighted} of {len(datasets)} datasets have a weight; give one to all, or num_repeats instead"
-        )
+        message = f"{weighted} of {len(datasets)} datasets have a weight; give one to all, or num_repeats instead"
+        problems.append(Problem("", message, "required"))
     return problems
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetrainers.utils.failures import InputError
+
 #: Keys that are not supported -> the remedy.
 _REFUSED = {
     "control_path": "control clips are for image editing models, which are not trained here; remove it",
@@ -30,7 +32,7 @@ class Translated:
     """Options by our names; problems and warnings by the key that they are about."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, InputError] = field(default_factory=dict)
     warnings: dict[str, str] = field(default_factory=dict)
 
 
@@ -40,7 +42,7 @@ def translate(table: Mapping[str, Any]) -> Translated:
     rest = dict(table)
     for key, remedy in _REFUSED.items():
         if rest.pop(key, None):
-            translated.problems[key] = remedy
+            translated.problems[key] = InputError(remedy, "unsupported")
     for key, warning in _WITHOUT_EFFECT.items():
         if rest.pop(key, None) is not None:
             translated.warnings[key] = warning
@@ -66,13 +68,15 @@ def _translate_sizes(rest: dict[str, Any], translated: Translated) -> None:
                 (frames, height, width) for width, height, frames in explicit
             ]
         else:
-            translated.problems["size_buckets"] = f"must be a list of [width, height, frames], got {explicit!r}"
+            message = f"must be a list of [width, height, frames], got {explicit!r}"
+            translated.problems["size_buckets"] = InputError(message, "invalid")
         return
     if resolutions is None:
         return
     for key, values, expected in (("resolutions", resolutions, "sides of squares"), ("ar_buckets", ratios, "ratios")):
         if values is not None and not (_is_number_list(values, 2) or _is_number_list(values, 1)):
-            translated.problems[key] = f"must be {expected} or [width, height], got {values!r}"
+            message = f"must be {expected} or [width, height], got {values!r}"
+            translated.problems[key] = InputError(message, "invalid")
             return
     shapes = [tuple(side) if isinstance(side, list) else (side, side) for side in resolutions]
     areas = {width * height for width, height in shapes}

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.map_paths import map_paths_threaded
 from finetrainers.utils.text import plural, quoted
 
@@ -31,6 +30,7 @@ from .sources.rows import (
     Findings,
     Row,
     is_absent,
+    path_error,
     printable_name,
 )
 from .sources.unpacked import MediaFolder
@@ -117,7 +117,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         try:
             column_rows = _further_rows(rows, column, data, root, media_dir, findings)
         except DataError as error:
-            raise DataError(f"--extra_columns {name}={column}: {error}") from error
+            raise DataError(f"--extra_columns {name}={column}: {error}", kind=error.kind) from error
         further[name] = _make_items(column_rows, data, root, Findings(), first=first)
     masks = _mask_items(rows, data, root, media_dir, findings, first=first)
     source = data.hf_dataset or str(data.dataset_file or data.data_root)
@@ -125,7 +125,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         raise DataError(f"{source}: {plural(len(findings.problems), 'problem')}", findings.problems)
     if all(item.unusable is not None and item.unusable.status == "skipped" for item in items):
         warnings = f" ({'; '.join(findings.warnings)})" if findings.warnings else ""
-        raise DataError(f"{source}: no items found{warnings}")
+        raise DataError(f"{source}: no items found{warnings}", kind="not_found")
     return Reading(items, findings.warnings, further, masks)
 
 
@@ -158,7 +158,8 @@ def _further_rows(
     if not findings.problems and line_numbers != column_numbers:  # two text files: a line may be blank in one of them
         last = column_numbers[-1] if column_numbers else "1"
         line = next((number for number in line_numbers if number not in column_numbers), last)
-        raise DataError(f"its lines do not belong to those of {data.video_column!r}; see line {line}")
+        message = f"its lines do not belong to those of {data.video_column!r}; see line {line}"
+        raise DataError(message, kind="mismatch")
     return column_rows
 
 
@@ -210,23 +211,23 @@ def _make_items(
 
 
 def _find_root(data: DataSection) -> Root:
-    if data.data_root is not None and not data.data_root.is_dir():
-        if data.data_root.suffix in TABLES and data.data_root.is_file() and data.dataset_file is None:
-            path = quoted(str(data.data_root))
+    folder = data.data_root
+    if folder is not None and not folder.is_dir():
+        if folder.suffix in TABLES and folder.is_file() and data.dataset_file is None:
+            path = quoted(str(folder))
             raise DataError(
                 f"data_root {path} is not a folder but a file; if it lists clips, give --dataset_file {path}"
             )
-        raise DataError(f"data_root {quoted(str(data.data_root))} {missing_path_problem(data.data_root, folder=True)}")
-    if data.data_root is not None:
-        folder = data.data_root
-    elif data.dataset_file is not None:
+        raise path_error("data_root", folder, folder=True)
+    if folder is None and data.dataset_file is not None:
         folder = data.dataset_file.parent
-    elif data.hf_dataset is not None:
+    if folder is None and data.hf_dataset is not None:
         folder = Path(data.hf_dataset) if Path(data.hf_dataset).is_dir() else Path()
-    else:
+    if folder is None:
         raise DataError(
             "no dataset: give `data_root` (a folder), `dataset_file` (.csv, .json, .jsonl, .parquet, .tar), "
-            "`hf_dataset` or `dataset`"
+            "`hf_dataset` or `dataset`",
+            kind="required",
         )
     return Root(folder, allow_outside=data.allow_outside)
 
@@ -239,7 +240,8 @@ def _read_rows(data: DataSection, root: Root, media_dir: Path | None, findings: 
         return tables.read_table(file, data, findings)
     is_tar = file is not None and file.name.lower().endswith(tars.SUFFIXES)
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
-        raise DataError(f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar")
+        message = f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar"
+        raise DataError(message, kind="unsupported")
     assert media_dir is not None, "media of this dataset have to be unpacked"
     if file is not None and is_tar:
         return tars.read_tars(file, data, MediaFolder(media_dir), findings)

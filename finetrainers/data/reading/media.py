@@ -18,8 +18,9 @@ from io import BytesIO
 from pathlib import Path
 
 import av
+import numpy as np
 from av.stream import Disposition
-from PIL import Image
+from PIL import Image, ImageOps
 
 from finetrainers.utils.fetch import FetchError, fetch, is_url
 from finetrainers.utils.files import not_a_file
@@ -124,6 +125,14 @@ def open_image(path: Path | str) -> Image.Image:
         image.close()
         raise too_large(image.width, image.height)
     return image
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image upright in RGB. Of 16 bits the upper 8 are kept, where PIL would turn values above 255 white."""
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
+    return upright.convert("RGB")
 
 
 def too_large(width: int, height: int) -> InvalidSampleError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from finetrainers.utils.failures import ExpectedError
 
@@ -58,6 +58,10 @@ class InvalidSample:
 
     status: Status
     reason: str
+
+
+#: The result of decoding all of a file: the reason why it cannot be used, or its marks (maybe none).
+Decoded: TypeAlias = InvalidSample | tuple[Mark, ...]
 
 
 class InvalidSampleError(ExpectedError, ValueError):

@@ -18,13 +18,12 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from ..buckets.buckets import cover_size
 from ..buckets.clip import Clip
 from ..buckets.frames import select_frames
-from ..reading.media import decoding, open_image
+from ..reading.media import decoding, open_image, to_rgb
 from ..reading.status import InvalidSampleError
 from .backends import open_video
 from .timeline import shown_at
@@ -124,10 +123,7 @@ def read_covering(path: Path, *, height: int, width: int) -> Tensor:
 def _upright(path: Path) -> Tensor:
     """Return an image, turned upright, `[H, W, 3]` uint8."""
     with decoding(path), open_image(path) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I"):  # 16 bits: PIL would turn values above 255 white
-            upright = Image.fromarray((np.asarray(upright).clip(0, 65535) >> 8).astype(np.uint8))
-        return torch.from_numpy(np.array(upright.convert("RGB")))
+        return torch.from_numpy(np.array(to_rgb(image)))
 
 
 def resize(frame_HWC: Tensor, height: int, width: int) -> Tensor:

@@ -48,7 +48,7 @@ def latent_weights(clip: Clip, pooled: Tensor) -> Tensor:
             trained.
     """
     assert clip.mask is not None, "only clips with masks are asked for them"
-    is_only_cut = clip.start is None and "random" not in (clip.frame_selection, clip.reshape_mode)
+    is_only_cut = clip.start is None and not clip.is_random
     if not clip.mask.lowest and is_only_cut and not pooled.any():
         raise InvalidSampleError(
             f"its mask {clip.mask.path} is black in all frames of {clip.path} that are trained, within its crop",

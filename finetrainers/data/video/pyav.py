@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import av
 import numpy as np
@@ -23,6 +24,10 @@ _JUMP_OVER = 24
 _INDEXED = ("mov", "matroska", "avi")
 # Decoders that can skip, packet by packet, the frames that no other refers to; dav1d cannot.
 _CAN_SKIP = ("h264", "hevc")
+
+
+#: Frames with their numbers.
+NumberedFrames: TypeAlias = Iterator[tuple[int, av.VideoFrame]]
 
 
 class PyavReader:
@@ -55,7 +60,7 @@ class PyavReader:
         """Close the file; see `VideoReader`."""
         self._container.close()
 
-    def _select(self, numbers: Sequence[int]) -> Iterator[tuple[int, av.VideoFrame]]:
+    def _select(self, numbers: Sequence[int]) -> NumberedFrames:
         """Yield the frames of ascending numbers, restarting from the first one if the index turns out to be wrong."""
         is_indexed = self._container.format.name.startswith(_INDEXED)
         skipped = numbers[-1] + 1 - len(numbers) if numbers else 0  # frames before the last requested one
@@ -74,9 +79,7 @@ class PyavReader:
             self._stream.codec_context.skip_frame = "DEFAULT"
             yield from self._pick(enumerate(decode_frames(self._container, self._stream)), numbers)
 
-    def _along(
-        self, timeline: Timeline, numbers: Sequence[int], *, is_complete: bool
-    ) -> Iterator[tuple[int, av.VideoFrame]]:
+    def _along(self, timeline: Timeline, numbers: Sequence[int], *, is_complete: bool) -> NumberedFrames:
         """Yield the frames of ascending numbers, seeking to a key frame wherever one is far enough ahead."""
         times = {timeline.times[number] for number in numbers if number < len(timeline.times)}
         decoded = self._decode_numbered(timeline, times, is_complete)
@@ -99,9 +102,7 @@ class PyavReader:
             yield from self._pick(decoded, [number])
             position = number + 1
 
-    def _decode_numbered(
-        self, timeline: Timeline, times: Collection[int], is_complete: bool
-    ) -> Iterator[tuple[int, av.VideoFrame]]:
+    def _decode_numbered(self, timeline: Timeline, times: Collection[int], is_complete: bool) -> NumberedFrames:
         """Yield decoded frames from here on, numbered by display time: those shown at `times`, and some others.
 
         Raises:
@@ -120,9 +121,7 @@ class PyavReader:
                 elif not is_complete:
                     raise _UnknownTime
 
-    def _pick(
-        self, decoded: Iterator[tuple[int, av.VideoFrame]], numbers: Sequence[int]
-    ) -> Iterator[tuple[int, av.VideoFrame]]:
+    def _pick(self, decoded: NumberedFrames, numbers: Sequence[int]) -> NumberedFrames:
         """Yield the numbered frames in `numbers`; consume none after the last.
 
         Raises:

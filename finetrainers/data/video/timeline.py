@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import av
@@ -60,12 +60,8 @@ def timeline_from_index(path: Path) -> Timeline | None:
         step = entries[1].timestamp - entries[0].timestamp
         if step <= 0 or any(b.timestamp - a.timestamp != step for a, b in pairwise(entries)):
             return None
-        first_times = []
-        for packet in demux_packets(container, stream):
-            if packet.pts is not None:
-                first_times.append(packet.pts)
-            if len(first_times) > _MAX_REORDERED:
-                break
+        packet_times = (packet.pts for packet in demux_packets(container, stream) if packet.pts is not None)
+        first_times = list(islice(packet_times, _MAX_REORDERED + 1))
         if not first_times:
             return None
         keys = [number for number, entry in enumerate(entries) if entry.is_keyframe]
@@ -130,13 +126,13 @@ def steady_rate(times: Sequence[int], *, tick: Fraction, declared: float) -> flo
     frame of another duration.
     """
     rates = (declared, mean_rate(times, tick=tick)) if times[-1] > times[0] else (declared,)
-    return next((rate for rate in rates if _is_even(times, float(tick) * rate)), None)
+    for rate in rates:
+        frames_per_tick = float(tick) * rate
+        if all(abs((time - times[0]) * frames_per_tick - number) <= _EVEN for number, time in enumerate(times)):
+            return rate
+    return None
 
 
 def mean_rate(times: Sequence[int], *, tick: Fraction) -> float:
     """Return the frames per second, by the times of the first and the last."""
     return (len(times) - 1) / float((times[-1] - times[0]) * tick)
-
-
-def _is_even(times: Sequence[int], frames_per_tick: float) -> bool:
-    return all(abs((time - times[0]) * frames_per_tick - number) <= _EVEN for number, time in enumerate(times))

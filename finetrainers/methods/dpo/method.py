@@ -27,6 +27,7 @@ from finetrainers.methods.held_out import held_out_means
 from finetrainers.methods.reference import reference_model
 from finetrainers.methods.sft import SFT
 from finetrainers.models.spec import Batch, even_bounds
+from finetrainers.utils.failures import InputError
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class DPO:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            raise ValueError(f"direct preference optimization has no state to restore, got {sorted(state)}")
+            raise InputError(f"direct preference optimization has no state to restore, got {sorted(state)}", "mismatch")
 
 
 def _wins(margin: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ def _survey_columns(
             errors.append(error)
     problems = list(dict.fromkeys(chain.from_iterable(error.problems for error in errors)))
     if problems:
-        raise DataError(f"{config.data.dataset_file}: {plural(len(problems), 'problem')}", problems)
+        summary = f"{config.data.dataset_file}: {plural(len(problems), 'problem')}"
+        raise DataError(summary, problems, errors[0].kind)
     if errors:
         raise errors[0]
     chosen, rejected = plans
@@ -178,7 +179,8 @@ def _problem(
     if chosen.problem is not None:
         return chosen.problem
     if not has_batches:
-        return DataError("nothing to train on: no bucket has pairs for a whole batch; lower --batch_size")
+        message = "nothing to train on: no bucket has pairs for a whole batch; lower --batch_size"
+        return DataError(message, kind="too_large")
     return None
 
 

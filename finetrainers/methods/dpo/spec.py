@@ -52,12 +52,16 @@ class PreferencePairs(MethodSpec):
 
     def problems(self, config: TrainConfig) -> list[Problem]:
         problems = super().problems(config)
-        problems += [Problem(f"--{name}", reason) for name, reason in _NOT_OF_PAIRS.items() if config.changed(name)]
+        problems += [
+            Problem(f"--{name}", reason, "unsupported")
+            for name, reason in _NOT_OF_PAIRS.items()
+            if config.changed(name)
+        ]
         if config.data.frame_selection == "chunk":
             message = "cuts several samples from a clip, and a pair is one; use another selection"
-            problems.append(Problem("--frame_selection chunk", message))
+            problems.append(Problem("--frame_selection chunk", message, "unsupported"))
         if config.data.dataset_file is None:
-            problems.append(Problem("--dataset_file", f"is not set; {_FILE}"))
+            problems.append(Problem("--dataset_file", f"is not set; {_FILE}", "required"))
         return problems
 
     def uses_reference(self, config: TrainConfig) -> bool:

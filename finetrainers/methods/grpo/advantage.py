@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from finetrainers.config.grpo import GRPOSection
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import plural
 
 _SHOWN = 3  # number of positions in an error message
@@ -82,9 +83,10 @@ def compute_advantages(
     table = {name: _values(name, raw, failed, counts=weights[name] != 0) for name, raw in scores.items()}
     weighted = {name: values for name, values in table.items() if weights[name]}
     if not weighted:
-        raise ValueError(
+        raise InputError(
             f"no advantage without a weighted reward; scored: {', '.join(scores) or 'none'}. At least one reward with "
-            "a weight other than 0 must be scored in every rollout (every=1)"
+            "a weight other than 0 must be scored in every rollout (every=1)",
+            "required",
         )
     terms = _terms(weighted, weights, members, section)
     result = terms[0] if len(terms) == 1 else [math.fsum(row) for row in zip(*terms, strict=True)]

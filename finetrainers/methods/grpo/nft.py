@@ -26,6 +26,7 @@ from finetrainers.diffusion.process import Process
 from finetrainers.methods.base import MethodParts, Metrics
 from finetrainers.models.spec import PromptEmbeds
 from finetrainers.utils.device import to_device
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 
 from .objective import velocity_divergence
@@ -196,6 +197,7 @@ class NFT(RolloutMethod[RolloutBatch, NoisyClips]):
         super().load_state_dict({name: value for name, value in state.items() if name != "old"})
         saved = state.get("old", {})
         if saved.keys() != self.old.weights.keys():
-            raise ValueError("the checkpoint's sampling policy is of other weights; was it saved by another --method?")
+            message = "the checkpoint's sampling policy is of other weights; was it saved by another --method?"
+            raise InputError(message, "mismatch")
         for name, weight in self.old.weights.items():
             weight.copy_(saved[name])

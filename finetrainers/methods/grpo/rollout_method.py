@@ -14,6 +14,7 @@ from torch import nn
 from finetrainers.methods.base import Evaluation, MethodParts, Step, Summary
 from finetrainers.methods.reference import Reference, reference_model
 from finetrainers.utils.alive import begin_work
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.phases import ROLLOUT, phase
 
 from .prompts.selective_rollouts import SelectiveRollouts
@@ -111,7 +112,8 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.keys() - {"prompts"}:
-            raise ValueError(f"this method has no state to restore but that of its prompts, got {sorted(state)}")
+            message = f"this method has no state to restore but that of its prompts, got {sorted(state)}"
+            raise InputError(message, "mismatch")
         if self.selection is not None:
             self.selection.load_state_dict(state.get("prompts", {}))
 

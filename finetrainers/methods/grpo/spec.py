@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetrainers.config.checks.grpo import CLIP_OPTIONS
+from finetrainers.config.checks.findings import Finding
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
@@ -23,6 +23,7 @@ from finetrainers.parallel.sharding import ShardingSpec
 from finetrainers.utils.text import plural
 
 from .no_replay.gradient_plan import computes_grads_in_rollout, passes, sampled_clips, waiting_memory
+from .option_rules import CLIP_OPTIONS, check_grpo
 from .prompts.plan import PromptPlan, image_problems, plan_prompts
 from .prompts.prompts import empty_beside, overwritten_embeddings
 
@@ -63,12 +64,15 @@ class RewardFinetuning(MethodSpec):
     def plan(self, config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         return plan_prompts(config, geometry)
 
+    def option_rules(self, config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
+        yield from check_grpo(config, facts, world_size=world_size)
+
     def plan_problems(self, plan: Any, config: TrainConfig, facts: Facts) -> Iterator[Problem]:
         if not isinstance(plan, PromptPlan):  # sizes alone are planned
             return
         folder = config.grpo.prompt_embeddings_dir
         if folder is not None and (problem := overwritten_embeddings(folder, plan.prompts)) is not None:
-            yield Problem("--prompt_embeddings_dir", problem)
+            yield Problem("--prompt_embeddings_dir", problem, "occupied")
         yield from image_problems(plan, facts)
         if config.grpo.reward_on_error == "raise":
             yield from _scoring_problems(plan, config)
@@ -94,26 +98,27 @@ class RewardFinetuning(MethodSpec):
                 f"{plural(section.prompts_per_step, 'prompt')} take each of the {len(plan.prompts)} once at most; "
                 "leave it out, or give more --train_steps or fewer prompts"
             )
-            raise ConfigError([Problem("--selective_rollouts", message)])
+            raise ConfigError([Problem("--selective_rollouts", message, "conflict")])
         check_noise(plan, config, spec=spec)
 
     def strategy_problems(self, config: TrainConfig, parallel: Any) -> Iterator[Problem]:
         from finetrainers.rewards.registry import absent_gpu
 
         for device in dict.fromkeys(filter(None, map(absent_gpu, self.rewards(config)))):
-            yield Problem("--reward_device", f"this machine has no {device}; leave it out, or name one that it has")
+            message = f"this machine has no {device}; leave it out, or name one that it has"
+            yield Problem("--reward_device", message, "unavailable")
         if _is_nft(config) and not parallel.weights_are_whole:
             message = "the sampling policy is swapped in as whole weights, and this strategy splits them; use DDP"
-            yield Problem("--method nft", message)
+            yield Problem("--method nft", message, "unsupported")
         if not self.computes_grads_in_rollout(config):
             return
         if parallel.why_no_local_gradients is not None:
-            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay")
+            yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
         if parallel.scales_loss:
             message = (
                 "gradients are taken while sampling, without the loss scaling that fp16 needs; use bf16, or replay"
             )
-            yield Problem("--rollout_gradients", message)
+            yield Problem("--rollout_gradients", message, "conflict")
 
     def text_writer(
         self, plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec, parallel: Any
@@ -217,11 +222,12 @@ class RewardFinetuning(MethodSpec):
         if device is None:
             return problems
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
-            problems.append(Problem("--reward_device", f"{device} is none of auto, cpu, cuda, cuda:0, cuda:1, ..."))
+            message = f"{device} is none of auto, cpu, cuda, cuda:0, cuda:1, ..."
+            problems.append(Problem("--reward_device", message, "unknown"))
         entries = [*config.grpo.reward, *config.validation.eval_reward]
         if not problems and not any(map(takes_device, entries)):
             message = f"{device}: no reward is a network that this run loads; remove it"
-            problems.append(Problem("--reward_device", message))
+            problems.append(Problem("--reward_device", message, "conflict"))
         return problems
 
     def memory(
@@ -257,13 +263,12 @@ def _scoring_problems(plan: PromptPlan, config: TrainConfig) -> Iterator[Problem
         ("reward", config.grpo.reward, every), ("eval_reward", config.validation.eval_reward, plan.eval_prompts),
     ):  # fmt: skip
         for entry in [entry for entry in entries if not reward_problems(entry)]:
-            reasons = [size_problem(entry, plan.size)]
+            if (problem := size_problem(entry, plan.size)) is not None:
+                yield Problem(f"--{option}", f"{entry.name}: {problem}", "conflict")
             for prompt in prompts:
-                problem = prompt_problem(entry, prompt.text)
-                if problem is not None:
-                    reasons.append(f"{prompt.where}: {problem}")
+                if (problem := prompt_problem(entry, prompt.text)) is not None:
+                    yield Problem(f"--{option}", f"{entry.name}: {prompt.where}: {problem}", "unsupported")
                     break
-            yield from (Problem(f"--{option}", f"{entry.name}: {reason}") for reason in reasons if reason is not None)
 
 
 def _is_nft(config: TrainConfig) -> bool:

@@ -19,6 +19,7 @@ from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
 from finetrainers.config.values import split_part
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.headers import Header, read_header
 from finetrainers.utils.packaged import model_path, packaged_configs
 
@@ -186,7 +187,7 @@ def read_json(path: Path) -> Json:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        raise InputError(f"{path} cannot be read as JSON: {error}", "unreadable") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must be a JSON object, and it is a {type(value).__name__}")
     return value
@@ -251,11 +252,12 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
     file_names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in file_names if name.endswith(_PICKLES)]
     if pickles and not any(name.endswith(".safetensors") for name in file_names):
-        raise ValueError(
+        raise InputError(
             f"{folder} has its weights as pickles only ({', '.join(pickles[:3])}), and these are not loaded; convert "
-            f"them to {single.name}"
+            f"them to {single.name}",
+            "unsupported",
         )
-    raise ValueError(f"{folder} has no {single.name}; it holds: {', '.join(file_names[:12]) or 'nothing'}")
+    raise InputError(f"{folder} has no {single.name}; it holds: {', '.join(file_names[:12]) or 'nothing'}", "not_found")
 
 
 def weights_size(config: ModelSection, part: str) -> int | None:
@@ -275,7 +277,7 @@ def weights_size(config: ModelSection, part: str) -> int | None:
 
 def stored_header(
     folder: Path, part: str, variant: str | None, *, is_complete: bool = True
-) -> tuple[Header, list[str]]:
+) -> tuple[Header, list[ValueError]]:
     """Read shapes and dtypes of a network's stored tensors by name, and all problems of the files.
 
     Args:
@@ -287,19 +289,21 @@ def stored_header(
     try:
         files, weight_map = weight_files(folder, part, variant)
     except ValueError as error:
-        return Header({}, {}, {}), [str(error)] if is_complete else []
+        return Header({}, {}, {}), [error] if is_complete else []
     if not is_complete and not all(path.is_file() for path in files):
         return Header({}, {}, {}), []
     headers: dict[str, Header] = {}
-    problems = []
+    problems: list[ValueError] = []
     for path in files:
         try:
             headers[path.name] = read_header(path)
         except ValueError as error:
-            problems.append(str(error) if path.is_file() else f"{path} is missing, and the index of {folder} names it")
+            message = f"{path} is missing, and the index of {folder} names it"
+            problems.append(error if path.is_file() else InputError(message, "not_found"))
     missing = [name for name, file in weight_map.items() if file in headers and name not in headers[file].shapes]
     if missing:
-        problems.append(f"{folder / weight_map[missing[0]]} lacks {summarize(missing)}, which the index places there")
+        message = f"{folder / weight_map[missing[0]]} lacks {summarize(missing)}, which the index places there"
+        problems.append(InputError(message, "mismatch"))
     shapes = {name: shape for header in headers.values() for name, shape in header.shapes.items()}
     return Header(shapes, {}, {n: dtype for header in headers.values() for n, dtype in header.dtypes.items()}), problems
 
@@ -325,9 +329,9 @@ def file_problems(
     """
     on_cuda = (device_type or likely_device_type()) == "cuda"
     return [
-        Problem(source_option(config, part), text)
+        Problem.from_error(source_option(config, part), error)
         for part in parts
-        for text in _examine(config, part, weights, on_cuda)
+        for error in _examine(config, part, weights, on_cuda)
     ]
 
 
@@ -340,12 +344,16 @@ def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Probl
             encoder = part.replace("tokenizer", "text_encoder")
             message = f"the {part} of {place} is not on this disk, and the hub cannot be asked; give a folder with "
             problems.append(
-                Problem(f"--{part}_id", f"{message}tokenizer.json, such as that of the {encoder} if it has one")
+                Problem(
+                    f"--{part}_id",
+                    f"{message}tokenizer.json, such as that of the {encoder} if it has one",
+                    "unavailable",
+                )
             )
     return problems
 
 
-def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> Iterator[str]:
+def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> Iterator[ValueError]:
     single = single_file(config, part)
     if single is not None:
         yield from _examine_single(config, part, single)
@@ -353,7 +361,7 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
     place, within, _ = part_sources(config, part)[0]
     root, is_local = Path(place), Path(place).is_dir()
     if root.is_file():
-        yield (
+        yield ValueError(
             f"{root} is a file; give the folder of a model in diffusers layout, or its hub id. The file itself takes "
             "the place of the weights of one part: --transformer_path, --vae_path, --text_encoder_path or "
             "--text_encoder_2_path"
@@ -362,7 +370,8 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
     folder = root / within if is_local else folder_on_disk(config, part)
     if is_local and not (root / within).is_dir():
         contents = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "nothing"
-        yield f"{root} has no folder {part!r}, so it is no model in diffusers layout (it holds: {contents})"
+        message = f"{root} has no folder {part!r}, so it is no model in diffusers layout (it holds: {contents})"
+        yield InputError(message, "not_found")
         return
     if folder is None:
         return
@@ -376,41 +385,45 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
         yield from _quantized_already(folder, header, part, on_cuda=on_cuda)
 
 
-def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[str]:
+def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[ValueError]:
     """Yield the problems with a single weight file, and with the config that it needs."""
     if not is_network(part):
-        yield f"{path} is a file, and the {part} is a folder or a hub id with its vocabulary and settings"
+        yield ValueError(f"{path} is a file, and the {part} is a folder or a hub id with its vocabulary and settings")
         return
     if not path.is_file():
-        yield f"no such file: {path}"
+        yield InputError(f"no such file: {path}", "not_found")
         return
     problem = _read_problem(path)
     if problem is not None:
         yield problem
     root, within, _ = part_sources(config, part)[0]
     if Path(root).is_dir() and not (Path(root) / within / "config.json").is_file():
-        yield (
+        yield InputError(
             f"{path} holds weights alone, and their config is read from {Path(root) / within / 'config.json'}, which "
             "is not there. Download what is not weights of a repository in diffusers layout (hf download REPOSITORY "
             "--include '*.json' '*.model' '*.txt' --local-dir FOLDER), and give the folder as "
-            "--pretrained_model_name_or_path"
+            "--pretrained_model_name_or_path",
+            "required",
         )
 
 
-def _read_problem(path: Path) -> str | None:
+def _read_problem(path: Path) -> ValueError | None:
     """Return the reason why a single weight file cannot be read, from its name and header, or None if it can."""
     with path.open("rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     if is_gguf or path.suffix == ".gguf":
-        return f"{path} holds quantized weights (GGUF), {_GIVE_UNQUANTIZED}"
+        return InputError(f"{path} holds quantized weights (GGUF), {_GIVE_UNQUANTIZED}", "unsupported")
     if path.suffix in _PICKLES:
-        return f"{path} is a pickle, and these are not loaded; convert it to safetensors first"
+        message = f"{path} is a pickle, and these are not loaded; convert it to safetensors first"
+        return InputError(message, "unsupported")
     try:
         header = read_header(path)
     except ValueError as error:
-        return str(error)
+        return error
     format_name = quantized_as(header)
-    return None if format_name is None else f"{path} holds quantized weights ({format_name}), {_GIVE_UNQUANTIZED}"
+    if format_name is None:
+        return None
+    return InputError(f"{path} holds quantized weights ({format_name}), {_GIVE_UNQUANTIZED}", "unsupported")
 
 
 #: Options that quantize text encoders without CUDA.
@@ -443,7 +456,7 @@ def cast_to_float8(header: Header) -> str | None:
     return next((dtype for dtype in header.dtypes.values() if dtype.startswith("F8_")), None)
 
 
-def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool) -> Iterator[str]:
+def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool) -> Iterator[InputError]:
     """Refuse weights that another tool has quantized; those of text encoders, transformers reads by its own config."""
     settings = {}
     with contextlib.suppress(ValueError):  # reported by `_json_problems`
@@ -454,9 +467,10 @@ def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool
         if is_text_encoder:
             if by == "bitsandbytes" and not on_cuda:
                 advice = _GIVE_UNQUANTIZED.partition(";")[2].replace("--quantize_frozen int8, fp8 or nf4", _HERE)
-                yield (
+                yield InputError(
                     f"{folder} holds weights quantized by bitsandbytes, which needs CUDA, and there is none "
-                    f"here;{advice}"
+                    f"here;{advice}",
+                    "unsupported",
                 )
             return
         format_name: str | None = f"its config.json says quantization_config, by {by}"
@@ -469,21 +483,21 @@ def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool
         advice = advice.replace("--quantize_frozen", "--quantize_text_encoders")
     elif not part.startswith("transformer"):
         advice = advice.partition(", which")[0]
-    yield f"{folder} holds quantized weights ({format_name}), {advice}"
+    yield InputError(f"{folder} holds quantized weights ({format_name}), {advice}", "unsupported")
 
 
-def _json_problems(folder: Path) -> Iterator[str]:
+def _json_problems(folder: Path) -> Iterator[ValueError]:
     for name in ("config.json", "scheduler_config.json", "tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
             try:
                 read_json(folder / name)
             except ValueError as error:
-                yield str(error)
+                yield error
 
 
-def _missing_files(folder: Path, part: str) -> Iterator[str]:
+def _missing_files(folder: Path, part: str) -> Iterator[InputError]:
     if part.startswith("tokenizer"):
         if not any((folder / name).is_file() for name in _VOCABULARIES):
-            yield f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}"
+            yield InputError(f"{folder} holds no tokenizer: none of {', '.join(_VOCABULARIES)}", "not_found")
     elif not (folder / _config_name(part)).is_file():
-        yield f"{folder} has no {_config_name(part)}"
+        yield InputError(f"{folder} has no {_config_name(part)}", "not_found")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -21,13 +22,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from finetrainers.utils.failures import InputError
+
 from .hub import OFFLINE, download_advice
 
 _TOO_MANY = 429
 
 
-def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> str | None:
-    """Return a sentence for the user, or None if the Hub is not the cause.
+def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> InputError | None:
+    """Return an error with a sentence for the user, or None if the Hub is not the cause.
 
     Args:
         error: exception that loading raised.
@@ -35,23 +38,28 @@ def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> str
         away: why the Hub was not asked, or None if not known.
     """
     causes = list(_causes(error))
-    page = f"{huggingface_hub.constants.ENDPOINT}/{repo}"
+    page = f"{constants.ENDPOINT}/{repo}"
     if any(isinstance(cause, GatedRepoError) for cause in causes):
-        return (
+        return InputError(
             f"The model is gated: log in at {page} and accept its conditions, then give this machine a token of that "
-            "account (`hf auth login`, or HF_TOKEN)."
+            "account (`hf auth login`, or HF_TOKEN).",
+            "unavailable",
         )
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        return f"There is no {page}, or it is private: check the name, or log in with `hf auth login` (or HF_TOKEN)."
+        message = f"There is no {page}, or it is private: check the name, or log in with `hf auth login` (or HF_TOKEN)."
+        return InputError(message, "not_found")
     statuses = {cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)}
     if _TOO_MANY in statuses:
-        return "The hub refuses more requests for now (429): wait some minutes, or log in, which raises the limit."
+        message = "The hub refuses more requests for now (429): wait some minutes, or log in, which raises the limit."
+        return InputError(message, "unavailable")
     if any(status >= 500 for status in statuses):
-        return "The hub itself has a problem: try again later. What was downloaded is kept."
+        message = "The hub itself has a problem: try again later. What was downloaded is kept."
+        return InputError(message, "unavailable")
     if away is None and huggingface_hub.is_offline_mode():
         away = OFFLINE
     if away or any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled)) for cause in causes):
-        return f"It is not on this disk, and {away or 'the hub cannot be reached'}: {download_advice(repo)}."
+        message = f"It is not on this disk, and {away or 'the hub cannot be reached'}: {download_advice(repo)}."
+        return InputError(message, "unavailable")
     return None
 
 
@@ -68,12 +76,14 @@ def fetch_config(repo: str, names: list[str], *, revision: str | None, cache_dir
         except EntryNotFoundError:
             continue
         except RevisionNotFoundError:
-            raise ValueError(f"{repo} has no revision {revision!r} on the hub") from None
+            raise InputError(f"{repo} has no revision {revision!r} on the hub", "not_found") from None
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise ValueError(hub_help(error, repo) or f"the hub does not give {name} of {repo}: {reason}") from error
-    raise ValueError(
-        f"{repo} on the hub has no {' nor '.join(names)}; a directory or repository in diffusers layout is wanted"
+            message = f"the hub does not give {name} of {repo}: {reason}"
+            raise hub_help(error, repo) or InputError(message, "unavailable") from error
+    raise InputError(
+        f"{repo} on the hub has no {' nor '.join(names)}; a directory or repository in diffusers layout is wanted",
+        "not_found",
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import plural
 
 from .files import summarize
@@ -133,27 +134,29 @@ class Match:
         """The file's tensors that the network does not have, except those of the model's other parts."""
         return sorted(name for name in self.held if name not in self.layout and not _OTHERS.search(name))
 
-    def problems(self, place: str, config: str = "the config") -> list[str]:
+    def problems(self, place: str, config: str = "the config") -> list[InputError]:
         """Return the file's problems: tensors that it lacks, with the most similar name, and those of other shapes."""
         problems = []
         if self.held and len(self.missing) == len(self.needed):
             holds = ", ".join(sorted(self.held)[:3])
-            return [f"{place} holds none of the network's tensors, such as {self.missing[0]}; it holds: {holds}"]
+            message = f"{place} holds none of the network's tensors, such as {self.missing[0]}; it holds: {holds}"
+            return [InputError(message, "mismatch")]
         if self.missing:
             close = get_close_matches(self.missing[0], self.unused, n=1)
             hint = f" (it has {self.prefix}{close[0]})" if close else ""
             lacks = summarize([self.prefix + name for name in self.missing])
-            problems.append(f"{place} lacks {plural(len(self.missing), 'tensor')}: {lacks}{hint}")
+            message = f"{place} lacks {plural(len(self.missing), 'tensor')}: {lacks}{hint}"
+            problems.append(InputError(message, "not_found"))
         return problems + self.shape_problems(place, config)
 
-    def shape_problems(self, place: str, config: str) -> list[str]:
+    def shape_problems(self, place: str, config: str) -> list[InputError]:
         """Return a problem if tensors of the file have other shapes than the network's."""
         if not self.misshapen:
             return []
         name = self.misshapen[0]
         more = f" ({len(self.misshapen)} such tensors)" if len(self.misshapen) > 1 else ""
         shapes = f"has shape {self.held[name]}, and {config} asks for {self.needed[name]}{more}"
-        return [f"{self.prefix}{name} in {place} {shapes}"]
+        return [InputError(f"{self.prefix}{name} in {place} {shapes}", "mismatch")]
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from finetrainers.utils.failures import InputError, error_kind
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.text import plural
 
@@ -164,10 +165,14 @@ def _by_layer(tensors: Mapping[str, Tensor], layer_name: Callable[[str], str]) -
         )
         layers.setdefault(layer_name(match["layer"]), {})[part] = tensor
     if unknown:
-        raise ValueError(f"{plural(len(unknown), 'tensor')} of no known meaning: {summarize(sorted(unknown))}")
+        raise InputError(
+            f"{plural(len(unknown), 'tensor')} of no known meaning: {summarize(sorted(unknown))}", "unknown"
+        )
     incomplete = sorted(name for name, factors in layers.items() if not {"down", "up"} <= factors.keys())
     if incomplete:
-        raise ValueError(f"only one of two factors of {plural(len(incomplete), 'layer')}: {summarize(incomplete)}")
+        raise InputError(
+            f"only one of two factors of {plural(len(incomplete), 'layer')}: {summarize(incomplete)}", "not_found"
+        )
     return layers
 
 
@@ -230,8 +235,9 @@ def to_stored(lora: Lora, network: nn.Module, kind: Foreign) -> dict[str, Tensor
             tensors |= {f"{prefix}{name}.lora_down.weight": factors.down, f"{prefix}{name}.lora_up.weight": factors.up}
             tensors[f"{prefix}{name}.alpha"] = alpha
     if unnamed:
-        raise ValueError(
-            f"{kind} has no name for {plural(len(unnamed), 'layer')} of this LoRA: {summarize(sorted(unnamed))}"
+        raise InputError(
+            f"{kind} has no name for {plural(len(unnamed), 'layer')} of this LoRA: {summarize(sorted(unnamed))}",
+            "unsupported",
         )
     return tensors
 
@@ -279,15 +285,18 @@ def from_stored(tensors: Mapping[str, Tensor], network: nn.Module, kind: Foreign
     """
     dora = sorted(name for name in tensors if name.endswith(".dora_scale"))
     if dora:
-        raise ValueError(
-            f"holds DoRA magnitudes ({summarize(dora)}), which ComfyUI and PEFT apply differently; they are not read"
+        raise InputError(
+            f"holds DoRA magnitudes ({summarize(dora)}), which ComfyUI and PEFT apply differently; they are not read",
+            "unsupported",
         )
     stored_rows = _known_layers(network, kind)
     layers: dict[str, Factors] = {}
     stored = _by_layer(tensors, lambda name: re.sub(r"^(diffusion_model\.|transformer\.|lora_unet_)", "", name))
     unknown = sorted(name for name in stored if name not in stored_rows)
     if unknown:
-        raise ValueError(f"{plural(len(unknown), 'layer')} that the network does not have: {summarize(unknown)}")
+        raise InputError(
+            f"{plural(len(unknown), 'layer')} that the network does not have: {summarize(unknown)}", "mismatch"
+        )
     has_alpha = False
     for name, layer in stored.items():
         rank = layer["down"].shape[0]
@@ -303,7 +312,7 @@ def _split(name: str, rows: tuple[Rows, ...], joined: Factors, network: nn.Modul
     """Split a stored layer's factors into those of its modules, without those that the LoRA does not change."""
     outputs = [_outputs(network, row) for row in rows]
     if joined.up.shape[0] != sum(outputs):
-        raise ValueError(f"{name} has {joined.up.shape[0]} outputs, and the network's layer {sum(outputs)}")
+        raise InputError(f"{name} has {joined.up.shape[0]} outputs, and the network's layer {sum(outputs)}", "mismatch")
     if len(rows) == 1:
         return {rows[0].name: joined}
     pieces: dict[str, dict[int, Tensor]] = {}
@@ -347,7 +356,8 @@ def read_foreign(path: Path, network: Callable[[], nn.Module], *, part: str, fam
             return lora_from_state(bare, json.loads(settings.read_text()) if settings.is_file() else {}, kind)
         return from_stored(tensors, network(), "kohya" if kind == "kohya" else "comfyui")
     except ValueError as error:
-        raise ValueError(f"{path} holds no LoRA of a {family} {part}, in {kind} format: {error}") from None
+        message = f"{path} holds no LoRA of a {family} {part}, in {kind} format: {error}"
+        raise InputError(message, error_kind(error)) from None
 
 
 def save_original(path: Path, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:

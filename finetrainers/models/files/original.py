@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from finetrainers.utils.failures import InputError
+
 from .layouts import Layout, Rule, build_layout, rename_layout
 
 #: Name of the layout of a network's own names.
@@ -46,9 +48,10 @@ def original_layout(class_name: str, names: Iterable[str], kind: str | None = No
         ValueError: the class has none here.
     """
     if class_name not in ORIGINALS:
-        raise ValueError(
+        raise InputError(
             f"the original layout of a {class_name} is not known; known: {', '.join(sorted(ORIGINALS))}. "
-            "Diffusers layout always works"
+            "Diffusers layout always works",
+            "unsupported",
         )
     original = ORIGINALS[class_name]
     layouts = original.layouts([*names])

@@ -13,6 +13,7 @@ from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from finetrainers.utils.failures import InputError, error_kind
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
@@ -90,12 +91,12 @@ def _read_stock(pipeline_cls: Any, path: Path, part: str, family: str) -> Lora:
     if tensors and not any("lora_A" in name for name in tensors):
         tensors = convert_unet_state_dict_to_peft(tensors)
     if not any("lora_A" in name for name in tensors):
-        raise ValueError(f"{path} holds no LoRA of a {family} {part}")
+        raise InputError(f"{path} holds no LoRA of a {family} {part}", "mismatch")
     settings = {k.removeprefix(prefix): v for k, v in (metadata or {}).items() if k.startswith(prefix)}
     try:
         return lora_from_state(tensors, settings)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise InputError(f"{path}: {error}", error_kind(error)) from None
 
 
 def weight_files(

@@ -13,6 +13,7 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.hashed_files import Written, save_safetensors
 from finetrainers.utils.headers import read_header
 
@@ -100,9 +101,10 @@ def check_buffers(path: Path, network: nn.Module, class_name: str, *, complete: 
     shapes = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     for name, tensor in read_tensors(path, match, shapes):
         if not torch.allclose(tensor.float(), buffers[name].cpu(), atol=_ROUNDING):
-            problems.append(f"{name} in {path} has other values than the network computes from its config")
+            message = f"{name} in {path} has other values than the network computes from its config"
+            problems.append(InputError(message, "mismatch"))
     if problems:
-        raise ValueError("; ".join(problems))
+        raise InputError("; ".join(map(str, problems)), "mismatch")
 
 
 def load_single_file(cls: Any, settings: Any, path: Path, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
@@ -166,8 +168,8 @@ def save_single_file(path: Path, class_name: str, tensors: Mapping[str, Tensor],
     match = match_file(read_header(path).shapes, shapes, known_layouts(class_name, shapes))
     problems = match.problems(str(path))
     if problems:
-        raise ValueError("; ".join(problems))
+        raise InputError("; ".join(map(str, problems)), "mismatch")
     for name, tensor in read_tensors(path, match, shapes):
         if not tensor.equal(on_host[name]):
-            raise ValueError(f"{path} was read back with another {name}")
+            raise InputError(f"{path} was read back with another {name}", "mismatch")
     return written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.sections import ModelSection
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.text import plural
@@ -96,13 +97,19 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
             continue
         if missing:
             problems.append(
-                Problem(where, f"the files in {folder} lack {plural(len(missing), 'tensor')}: {summarize(missing)}")
+                Problem(
+                    where,
+                    f"the files in {folder} lack {plural(len(missing), 'tensor')}: {summarize(missing)}",
+                    "not_found",
+                )
             )
         if wrong:
             name = wrong[0]
             expected = tuple(network.state_dict()[name].shape)
             message = f"{name} in {folder} has shape {shapes[name]}, and its config.json asks for {expected}"
-            problems.append(Problem(where, message + (f" ({len(wrong)} such tensors)" if len(wrong) > 1 else "")))
+            problems.append(
+                Problem(where, message + (f" ({len(wrong)} such tensors)" if len(wrong) > 1 else ""), "mismatch")
+            )
         if unused:
             warnings.append(
                 f"{where}: {folder} holds {plural(len(unused), 'tensor')} that a {cls.__name__} does not have: "
@@ -131,7 +138,8 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
         network = _on_meta(cls, settings)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         return [Problem(where, f"the config of the {part} describes no {cls.__name__}: {error}")], []
-    match, warnings, problems = match_network(path, network), [], []
+    match, warnings = match_network(path, network), []
+    problems: Sequence[ValueError] = ()
     config_file = str(component_file(config, part, "config.json"))
     unused = match.unused
     if isinstance(network, ModelMixin):  # buffers that it computes, which other programs need in the file
@@ -153,10 +161,11 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
             f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast "
             f"to the dtype of the {part}, and what the first cast has rounded off stays lost"
         )
-    return [Problem(where, text) for text in [*match.problems(str(path), config_file), *problems]], warnings
+    errors = [*match.problems(str(path), config_file), *problems]
+    return [Problem.from_error(where, error) for error in errors], warnings
 
 
-def _buffer_problems(path: Path, cls: Any, settings: Any, buffers: Match) -> list[str]:
+def _buffer_problems(path: Path, cls: Any, settings: Any, buffers: Match) -> list[ValueError]:
     """Return a problem if a file has other values of buffers than the network computes."""
     if len(buffers.missing) == len(buffers.needed):
         return []
@@ -165,7 +174,7 @@ def _buffer_problems(path: Path, cls: Any, settings: Any, buffers: Match) -> lis
     try:
         check_buffers(path, network, cls.__name__)
     except ValueError as error:
-        return [str(error)]
+        return [error]
     return []
 
 
@@ -202,14 +211,16 @@ def check_loaded(network: nn.Module, info: Mapping[str, Any], *, part: str, conf
     bad = non_finite(network.state_dict()) if not lost and launched_local_rank() == 0 else []
     if lost:
         message = f"lacks {plural(len(lost), 'tensor')}: {summarize(lost)}; get its files again"
+        kind: Kind = "not_found"
     elif bad:
         message = (
             f"holds NaN or infinity in {plural(len(bad), 'tensor')}: {summarize(bad)}; the file is damaged, "
             "or its numbers are too large for the dtype that it is loaded in"
         )
+        kind = "invalid"
     else:
         return
-    raise ConfigError([Problem(source_option(config, part), f"the {part} of {place} {message}")])
+    raise ConfigError([Problem(source_option(config, part), f"the {part} of {place} {message}", kind)])
 
 
 def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

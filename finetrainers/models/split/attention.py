@@ -83,7 +83,7 @@ def check_attention_choice(spec: Any) -> None:
     name = spec.config.attn_backend
     if name != AUTO and spec.attention_processor is None:
         message = f"{name}: the attention of {spec.name} has no choice of a backend; leave it out"
-        raise ConfigError([Problem("--attn_backend", message)])
+        raise ConfigError([Problem("--attn_backend", message, "unsupported")])
 
 
 def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -112,12 +112,12 @@ def check_backend(name: str, *, device: torch.device, dtype: torch.dtype, head_d
         actual = _with_gradients(AttentionFn(name), inputs)
     except Exception as error:
         message = f"{name} fails on {_device_name(device)}: {type(error).__name__}: {error}"
-        raise ConfigError([Problem("--attn_backend", f"{message}; use native")]) from error
+        raise ConfigError([Problem("--attn_backend", f"{message}; use native", "unsupported")]) from error
     for quantity, tensor, expected in zip(("outputs", "dQ", "dK", "dV"), actual, exact, strict=True):
         difference = float((tensor.float() - expected).norm() / expected.norm())
         if not difference <= _TOLERANCE:
             message = f"{name} computes other {quantity} than PyTorch on {_device_name(device)}, by {difference:.1%}"
-            raise ConfigError([Problem("--attn_backend", f"{message}; use native")])
+            raise ConfigError([Problem("--attn_backend", f"{message}; use native", "mismatch")])
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

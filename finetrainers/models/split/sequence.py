@@ -209,13 +209,13 @@ def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: floa
     heads = spec.configs[spec.facts.trained].get("num_attention_heads")
     if size > 1 and spec.token_plan is None:
         message = f"{spec.name} does not tell where its network can be split (`ModelSpec.token_plan`); leave it out"
-        raise ConfigError([Problem("--sp_size", message)])
+        raise ConfigError([Problem("--sp_size", message, "unsupported")])
     if size > 1 and dropout > 0 and not spec.streams:
-        raise ConfigError([Problem("--sp_size", no_streams(spec, "the LoRA"))])
+        raise ConfigError([Problem("--sp_size", no_streams(spec, "the LoRA"), "unsupported")])
     if mode == "ulysses" and heads is not None and heads % size:
         raise ConfigError([Problem("--sp_size", heads_problem(heads, size))])
     if mode == "ring" and size > 1 and (problem := ring_problem(spec.config.attn_backend)) is not None:
-        raise ConfigError([Problem("--sp_mode", problem)])
+        raise ConfigError([Problem("--sp_mode", problem, "conflict")])
 
 
 def share_clips(spec: Any, network: nn.Module, group: dist.ProcessGroup | None, mode: SpMode) -> None:

@@ -71,7 +71,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
         if not isinstance(module, nn.Dropout) or module.p == 0:
             continue
         if not spec.streams:
-            raise ConfigError([Problem("--sp_size", no_streams(spec, name))])
+            raise ConfigError([Problem("--sp_size", no_streams(spec, name), "unsupported")])
         stream = find_stream(name, spec.streams)
         if stream not in ("text", "prompt") and not name.startswith(tuple(f"{output}." for output in plan.outputs)):
             split = SplitDropout(module.p, sequence, stream, text_first=bool(plan.text_first))

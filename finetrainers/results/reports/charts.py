@@ -16,15 +16,6 @@ from finetrainers.rundir.run_records import Event, RunRecords, describe_reward_h
 
 from .watched import Watched
 
-_TITLES = {
-    "loss": "Loss",
-    "rewards": "Rewards",
-    "optimization": "Optimization",
-    "speed": "Speed",
-    "hardware": "Hardware",
-}
-_WATCHED = "Watched checkpoints"
-
 
 @dataclass(frozen=True)
 class ChartGroup:
@@ -61,7 +52,7 @@ def chart_groups(runs: Sequence[RunRecords]) -> list[ChartGroup]:
             shared = [name for name in varying if OF_A_RANK not in name]
             charts += [_multi_run_chart(runs, panel, name, is_only=len(recorded) == 1) for name in shared]
     return [
-        ChartGroup(_TITLES[group], charts, ", ".join(dict.fromkeys(constant)))
+        ChartGroup(group.capitalize(), charts, ", ".join(dict.fromkeys(constant)))
         for group, (charts, constant) in groups.items()
         if charts or constant
     ]
@@ -85,14 +76,14 @@ def watched_charts(runs: Sequence[RunRecords], watched: Sequence[Watched]) -> Ch
                 series.append(Series(name if len(watched) > 1 else "", points, color % COLORS))
         if series:
             charts.append(Chart(f"Reward of checkpoints: {label}", series))
-    return ChartGroup(_WATCHED, charts) if charts else None
+    return ChartGroup("Watched checkpoints", charts) if charts else None
 
 
 def _points(run: RunRecords, name: str, panel: Panel) -> Points:
     xs, ys = run.points(name, panel.x)
     if panel.x == "step" or not xs:
         return xs, ys
-    order = sorted(range(len(xs)), key=lambda index: xs[index])
+    order = sorted(range(len(xs)), key=xs.__getitem__)
     return [xs[index] for index in order], [ys[index] for index in order]
 
 

@@ -73,28 +73,25 @@ def _charts(
     if not run.times:
         return []
     errors = dict.fromkeys(by_host, 0.0)
-    counted: list[tuple[_Reading, float]] = []
+    sums: dict[int, float] = {}
     for record, rises in risen:
         errors[record["host"]] += sum(rises.values())
-        counted.append((record, errors[record["host"]]))
-    sums = {id(record): total for record, total in counted}
-    hosts_with_errors = {host for host, total in errors.items() if total}
+        sums[id(record)] = errors[record["host"]]
 
     def count(record: _Reading) -> float | None:
-        return sums.get(id(record)) if record["host"] in hosts_with_errors else None
+        return sums.get(id(record)) if errors[record["host"]] else None
 
-    charts = [
-        _by_host(run, by_host, "Errors since the first reading", count),
-        _by_host(run, by_host, "Slowest GPU clock, MHz", _gpu_value("clock_mhz", min)),
-        _by_host(run, by_host, "Hottest GPU, C", _gpu_value("temperature_c", max)),
-        _by_host(run, by_host, "Power of all GPUs, W", _gpu_value("power_w", sum)),
-    ]
-    host_charts = [chart for chart in charts if chart.series]
+    values = {
+        "Errors since the first reading": count,
+        "Slowest GPU clock, MHz": _gpu_value("clock_mhz", min),
+        "Hottest GPU, C": _gpu_value("temperature_c", max),
+        "Power of all GPUs, W": _gpu_value("power_w", sum),
+    }
+    charts = [chart for title, value in values.items() if (chart := _by_host(run, by_host, title, value)).series]
     steps = run.points("step_s")
-    return [
-        *([Chart("Seconds per step", [Series("", steps, 0, "smoothed")])] if host_charts and steps[0] else []),
-        *host_charts,
-    ]
+    if charts and steps[0]:
+        charts.insert(0, Chart("Seconds per step", [Series("", steps, 0, "smoothed")]))
+    return charts
 
 
 def _gpu_value(name: str, choose: Callable[[list[float]], float]) -> Callable[[_Reading], float | None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from finetrainers.rundir.find import step_of
 from finetrainers.rundir.run_records import RunRecords
 from finetrainers.sampling.grid import Cell, Grid, Group, Row
 from finetrainers.utils.files import read_jsonl
@@ -16,6 +18,7 @@ from finetrainers.utils.video import evenly_spaced, read_comment
 
 from .watched import Watched
 
+_Place = tuple[str, str, int]  # prompt, size and seed
 _MOST_PROMPTS, _MOST_STEPS = 8, 6
 _MISSING = "not on this page"
 #: Initial widths in pixels of a row of clips and of one clip, so that curves stay in sight.
@@ -62,9 +65,9 @@ def sample_videos(runs: Sequence[RunRecords], limits: VideoLimits) -> Videos:
 
     With many prompts and steps only some of them, including the last step.
     """
-    by_run = {run.root: dict(_by_step(run.root / "samples")) for run in runs}
+    by_run = {run.root: _by_step(run.root / "samples") for run in runs}
     paths = [path for steps in by_run.values() for videos in steps.values() for path in videos.values()]
-    names = list(dict.fromkeys(path.stem for path in sorted(paths, key=lambda path: path.stem)))
+    names = sorted({path.stem for path in paths})
     steps = sorted({step for run_steps in by_run.values() for step in run_steps})
     if not names or limits.count < 1:
         return Videos(None, len(paths))
@@ -79,7 +82,8 @@ def sample_videos(runs: Sequence[RunRecords], limits: VideoLimits) -> Videos:
             if any(row_paths):
                 rows.append(Row(run.name if len(runs) > 1 else "", [_cell(path, limits) for path in row_paths]))
         if rows:
-            groups.append(Group(_heading(next(path for path in paths if path.stem == name)), rows))
+            first = next(path for path in paths if path.stem == name)
+            groups.append(Group(_read_comment(first).partition("\n")[0] or name, rows))
     return _videos(Grid([f"step {step}" for step in columns], groups, open=_OPEN), len(paths))
 
 
@@ -89,12 +93,13 @@ def _videos(grid: Grid, count: int) -> Videos:
     return Videos(videos.grid if videos.shown_count else None, count - videos.shown_count)
 
 
-def _by_step(folder: Path) -> Iterator[tuple[int, dict[str, Path]]]:
-    """Yield videos by step and name."""
-    for path in sorted(folder.glob("step-*")):
-        step = path.name.removeprefix("step-")
-        if step.isdigit():
-            yield int(step), {video.stem: video for video in sorted(path.glob("[!.]*.mp4"))}
+def _by_step(folder: Path) -> dict[int, dict[str, Path]]:
+    """Return videos by step and name."""
+    return {
+        step: {video.stem: video for video in sorted(path.glob("[!.]*.mp4"))}
+        for path in sorted(folder.glob("step-*"))
+        if (step := step_of(path)) is not None
+    }
 
 
 def _select_steps(steps: Sequence[int], count: int) -> list[int]:
@@ -105,21 +110,12 @@ def _select_steps(steps: Sequence[int], count: int) -> list[int]:
 def _cell(path: Path | None, limits: VideoLimits, *, caption: str = "") -> Cell:
     if path is None or not limits.takes(path):
         return Cell(None, caption=caption)
-    return Cell(path, {"file": str(path), **_sampling_facts(path)}, caption=caption)
-
-
-def _sampling_facts(path: Path) -> dict[str, str]:
-    """Return the sampling settings in a video's comment."""
-    _, _, rest = _read_comment(path).partition("\n")
-    return {"sampled with": rest} if rest else {}
-
-
-def _heading(path: Path) -> str:
-    """Return the prompt of a sample, or its file name if the video's comment lacks it."""
-    return _read_comment(path).partition("\n")[0] or path.stem
+    settings = _read_comment(path).partition("\n")[2]
+    return Cell(path, {"file": str(path), **({"sampled with": settings} if settings else {})}, caption=caption)
 
 
 def _read_comment(path: Path) -> str:
+    """Return a video's comment: its prompt, and lines with its sampling settings; empty if it cannot be read."""
     try:
         return read_comment(path)
     except (OSError, ValueError):  # truncated while it is copied; PyAV's errors are subclasses of these
@@ -134,7 +130,7 @@ def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
 
     They have a column for each LoRA and scale, newest settings first.
     """
-    by_place: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}  # by prompt, size and seed, then by column
+    by_place: dict[_Place, dict[str, dict[str, Any]]] = {}  # and by column
     for ledger in sorted((run.root / "samples").glob("*/ledger*.jsonl")):
         for record in sorted(read_jsonl(ledger)[0], key=lambda record: str(record.get("time"))):
             video = ledger.parent / str(record.get("file"))
@@ -146,36 +142,33 @@ def drawn_samples(run: RunRecords, limits: VideoLimits) -> Videos:
     if not columns or limits.count < 1:
         return Videos(None, count)
     selected = columns[: max(1, min(_MOST_STEPS, limits.count))]
+    groups = _by_prompt(by_place, selected, limits, lambda place, name: _sample_cell(by_place[place].get(name), limits))
+    # Such as `result, scale 0.5`.
+    titles = [name.replace("_scale-", ", scale ").replace("base", "base model", name == "base") for name in selected]
+    return _videos(Grid(titles, groups), count)
+
+
+def _by_prompt(
+    places: Iterable[_Place], columns: Sequence[Any], limits: VideoLimits, cell: Callable[[_Place, Any], Cell]
+) -> list[Group]:
+    """Return a group for each prompt and size, with a row for each seed.
+
+    With many places, those of the first seed of each prompt come first, then those of the second one, and so on.
+    """
+    by_prompt: dict[tuple[str, str], list[_Place]] = {}
+    for place in places:
+        by_prompt.setdefault(place[:2], []).append(place)
+    turns = [place for turn in zip_longest(*map(sorted, by_prompt.values())) for place in turn if place is not None]
     rows: dict[tuple[str, str], list[Row]] = {}
-    for prompt, size, seed in _in_turns(by_place)[: max(1, limits.count // len(selected))]:
-        cells = [_sample_cell(by_place[prompt, size, seed].get(name), limits) for name in selected]
-        rows.setdefault((prompt, size), []).append(Row(f"seed {seed}", cells))
-    groups = [Group(prompt, seed_rows) for (prompt, _), seed_rows in rows.items()]
-    return _videos(Grid([_column_title(name) for name in selected], groups), count)
-
-
-def _in_turns(places: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """Return the first seed of each prompt, then the second one of each, and so on."""
-    seeds: dict[tuple[str, str], list[int]] = {}
-    for prompt, size, seed in places:
-        seeds.setdefault((prompt, size), []).append(seed)
-    ranked = [
-        (rank, (*prompt_size, seed))
-        for prompt_size, prompt_seeds in seeds.items()
-        for rank, seed in enumerate(sorted(prompt_seeds))
-    ]
-    return [place for _, place in sorted(ranked, key=lambda ranked_place: ranked_place[0])]
+    for place in turns[: max(1, limits.count // len(columns))]:
+        rows.setdefault(place[:2], []).append(Row(f"seed {place[2]}", [cell(place, column) for column in columns]))
+    return [Group(prompt, seed_rows) for (prompt, _), seed_rows in rows.items()]
 
 
 def _column_order(name: str) -> tuple[bool, str, float]:
     """Return the sort key of a column: the base model first, then the weights, each by scale."""
     weights, _, scale = name.partition("_scale-")
     return name != "base", weights, float(scale) if scale else 1.0
-
-
-def _column_title(name: str) -> str:
-    """Return the title of a column of `finetrainers sample`, such as `result, scale 0.5`."""
-    return name.replace("_scale-", ", scale ").replace("base", "base model", name == "base")
 
 
 def _sample_cell(record: Mapping[str, Any] | None, limits: VideoLimits) -> Cell:
@@ -197,27 +190,27 @@ def _sample_cell(record: Mapping[str, Any] | None, limits: VideoLimits) -> Cell:
 
 def watched_videos(watched: Watched, limits: VideoLimits) -> Videos:
     """Return the clips of a preset by prompt, seed and checkpoint, with their scores."""
-    clips = {place: watched.folder / str(record.get("file")) for place, record in watched.records.items()}
-    clips = {place: video for place, video in clips.items() if video.is_file()}
+    clips = {
+        place: video
+        for place, record in watched.records.items()
+        if (video := watched.folder / str(record.get("file"))).is_file()
+    }
     steps = sorted({step for step, _, _ in clips})
     if not steps or limits.count < 1:
         return Videos(None, len(clips))
     selected = _select_steps(steps, min(_MOST_STEPS, limits.count))
     if watched.best in steps and watched.best not in selected:
         selected = sorted([*selected[1:], watched.best])
-    rows: dict[str, list[Row]] = {}
-    pairs = dict.fromkeys((prompt, "", seed) for _, prompt, seed in clips)
-    for prompt, _, seed in _in_turns(pairs)[: max(1, limits.count // len(selected))]:
-        cells = []
-        for step in selected:
-            record, video = watched.records.get((step, prompt, seed), {}), clips.get((step, prompt, seed))
-            scores = {k: "failed" if v is None else f"{v:.4g}" for k, v in (record.get("scores") or {}).items()}
-            caption = "\n".join(f"{label} {score}" for label, score in scores.items())
-            cells.append(_cell(video, limits, caption=caption))
-        rows.setdefault(prompt, []).append(Row(f"seed {seed}", cells))
+
+    def cell(place: _Place, step: int) -> Cell:
+        prompt, _, seed = place
+        scores = watched.records.get((step, prompt, seed), {}).get("scores") or {}
+        lines = [f"{label} {'failed' if score is None else f'{score:.4g}'}" for label, score in scores.items()]
+        return _cell(clips.get((step, prompt, seed)), limits, caption="\n".join(lines))
+
+    places = dict.fromkeys((prompt, "", seed) for _, prompt, seed in clips)
     columns = [f"step {step}{', best' if step == watched.best else ''}" for step in selected]
-    groups = [Group(prompt, seed_rows) for prompt, seed_rows in rows.items()]
-    return _videos(Grid(columns, groups), len(clips))
+    return _videos(Grid(columns, _by_prompt(places, selected, limits, cell)), len(clips))
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
@@ -242,7 +235,7 @@ def rollout_videos(run: RunRecords, limits: VideoLimits) -> Videos:
         rows = [Row(kind, [_rollout_cell(f, scores, head, kind, limits) for f, scores in selected]) for kind in kinds]
         several = len(heads) > 1
         groups.append(Group(f"by {head}" if head else "by advantage, over all rewards" if several else "", rows))
-    columns = [f"step {int(folder.name.removeprefix('step-'))}" for folder, _ in selected]
+    columns = [f"step {step_of(folder)}" for folder, _ in selected]
     return _videos(Grid(columns, groups), len(paths))
 
 
@@ -266,7 +259,7 @@ def _read_scores(folder: Path) -> dict[str, Any]:
         scores = json.loads((folder / "scores.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return scores if isinstance(scores, dict) and folder.name.removeprefix("step-").isdigit() else {}
+    return scores if isinstance(scores, dict) and step_of(folder) is not None else {}
 
 
 def _caption(scores: Mapping[str, Any], clip: Mapping[str, Any]) -> str:

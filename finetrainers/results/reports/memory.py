@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from finetrainers.draw.curves import Points
@@ -61,16 +61,12 @@ def summarize_memory(run: RunRecords) -> Memory | None:
     kind = next((kind for kind in _KINDS if any(kind in peak for peak in measured.values())), None)
     if kind is None:
         return None
-    bars = [
-        Bar(
-            label(phase),
-            measured.get(phase, {}).get(kind),
-            measured.get(phase, {}).get("reserved") if kind == "allocated" else None,
-            planned.get(phase, {}).get(kind),
-        )
-        for phase in PHASES
-        if kind in measured.get(phase, {}) or kind in planned.get(phase, {})
-    ]
+    bars = []
+    for phase in PHASES:
+        peak, plan = measured.get(phase, {}), planned.get(phase, {})
+        if kind in peak or kind in plan:
+            reserved = peak.get("reserved") if kind == "allocated" else None
+            bars.append(Bar(label(phase), peak.get(kind), reserved, plan.get(kind)))
     return Memory(_KINDS[kind], bars, _table(measured, planned))
 
 
@@ -78,20 +74,13 @@ def _table(
     measured: Mapping[str, Mapping[str, float]], planned: Mapping[str, Mapping[str, float]]
 ) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows of planned and measured peaks by phase, in GiB."""
-    columns = [(source, kind) for kind in _KINDS if any(kind in p for p in measured.values())
-               for source in ("planned", "measured")
-               if source == "measured" or any(kind in p for p in planned.values())]  # fmt: skip
     sources = {"planned": planned, "measured": measured}
-    rows = [
-        [
-            label(phase),
-            *(
-                f"{v:.2f}" if (v := sources[source].get(phase, {}).get(kind)) is not None else ""
-                for source, kind in columns
-            ),
-        ]
-        for phase in measured
-    ]
+    columns = [(source, kind) for kind in _KINDS if any(kind in peak for peak in measured.values())
+               for source, peaks in sources.items() if any(kind in peak for peak in peaks.values())]  # fmt: skip
+    rows = []
+    for phase in measured:
+        values = [sources[source].get(phase, {}).get(kind) for source, kind in columns]
+        rows.append([label(phase), *("" if value is None else f"{value:.2f}" for value in values)])
     return ["phase", *(f"{_KINDS[kind]}, {source}" for source, kind in columns)], rows
 
 
@@ -100,37 +89,29 @@ def memory_charts(runs: Sequence[RunRecords]) -> list[Chart]:
 
     One run has a line for each phase; several runs have a line each for their training step.
     """
-    charts = [_single_run_chart(runs[0], kind) if len(runs) == 1 else _multi_run_chart(runs, kind) for kind in _KINDS]
-    return [chart for chart in charts if chart.series]
+    return [chart for chart in (_chart(runs, kind) for kind in _KINDS) if chart.series]
 
 
-def _heading(kind: str, quantity: str) -> str:
-    return f"{_KINDS[kind][0].upper()}{_KINDS[kind][1:]}, {quantity} (GiB)"
-
-
-def _single_run_chart(run: RunRecords, memory_type: str) -> Chart:
+def _chart(runs: Sequence[RunRecords], kind: str) -> Chart:
+    several = len(runs) > 1
+    lines = [(run, TRAINING_STEP, run.name) for run in runs]
+    if not several:
+        lines = [(runs[0], phase, label(phase)) for phase in PHASES]
     series: list[Series] = []
     levels: list[Level] = []
-    for phase in PHASES:
-        points = _peaks(run, phase, memory_type)
-        if len(points[0]) > (0 if phase == TRAINING_STEP else 2):  # a phase that happens once has a bar
-            color = len(series) % COLORS
-            series.append(Series(label(phase), points, color))
-            levels += _levels(run, phase, memory_type, color, label(phase))
-    return Chart(_heading(memory_type, "peak of each phase"), series, marks=list(marks_of(run)), levels=levels)
-
-
-def _multi_run_chart(runs: Sequence[RunRecords], kind: str) -> Chart:
-    series: list[Series] = []
-    levels: list[Level] = []
-    marks: list[Mark] = []
-    for index, run in enumerate(runs):
-        points, color = _peaks(run, TRAINING_STEP, kind), index % COLORS
-        if points[0]:
-            series.append(Series(run.name, points, color))
-            levels += _levels(run, TRAINING_STEP, kind, color, run.name)
+    marks: list[Mark] = [] if several else list(marks_of(runs[0]))
+    for index, (run, phase, name) in enumerate(lines):
+        points = _peaks(run, phase, kind)
+        if len(points[0]) <= (0 if phase == TRAINING_STEP else 2):  # a phase that happens once has a bar
+            continue
+        color = (index if several else len(series)) % COLORS
+        series.append(Series(name, points, color))
+        if (planned := run.planned_memory().get(phase, {}).get(kind)) is not None:
+            levels.append(Level(planned, f"{name}: {planned:.2f} GiB planned", color))
+        if several:
             marks += marks_of(run, color)
-    return Chart(_heading(kind, "peak of a training step"), series, marks=marks, levels=levels)
+    quantity = "peak of a training step" if several else "peak of each phase"
+    return Chart(f"{_KINDS[kind][0].upper()}{_KINDS[kind][1:]}, {quantity} (GiB)", series, marks=marks, levels=levels)
 
 
 def _peaks(run: RunRecords, phase: str, kind: str) -> Points:
@@ -139,9 +120,3 @@ def _peaks(run: RunRecords, phase: str, kind: str) -> Points:
     for step, gib in zip(*run.points(f"memory/{phase}/{kind}_gib"), strict=True):
         maxima[step] = max(gib, maxima.get(step, gib))
     return list(maxima), list(maxima.values())
-
-
-def _levels(run: RunRecords, phase: str, kind: str, color: int, name: str) -> Iterator[Level]:
-    planned = run.planned_memory().get(phase, {}).get(kind)
-    if planned is not None:
-        yield Level(planned, f"{name}: {planned:.2f} GiB planned", color)

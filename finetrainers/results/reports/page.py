@@ -68,16 +68,17 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         commands=_read_each(runs, sections.list_commands),
         groups=groups,
         scores=scores,
-        watched=watched,
         marked={mark.kind for chart in charts for mark in chart.marks},
         chart_data=[chart_data(chart) for chart in charts],
         shown=video_sections,
-        videos=_videos_text([videos for _, titled in video_sections.values() for _, videos in titled], runs, limits),
+        videos=_videos_text([videos for _, titled in video_sections.values() for _, videos in titled], runs),
         size=_SIZE,
     )
     # A lone half of a character, from a file name that is not UTF-8, becomes a visible escape.
-    page = page.encode("utf-8", "backslashreplace").decode("utf-8")
-    return page.replace(_SIZE, _size_text(len(page.encode())))
+    content = page.encode("utf-8", "backslashreplace")
+    kilobytes = len(content) / 1e3
+    size = f"{kilobytes / 1e3:.1f} MB" if kilobytes >= 1e3 else f"{max(1, round(kilobytes))} kB"
+    return content.decode("utf-8").replace(_SIZE, size)
 
 
 def _read_each(runs: Sequence[RunRecords], read: Callable[[RunRecords], Any]) -> list[tuple[RunRecords, Any]]:
@@ -92,58 +93,47 @@ def _video_sections(
 
     Each section gets a share of the videos; the first one also gets those that the others leave.
     """
-    is_comparison = len(runs) > 1
+    several = len(runs) > 1
+    titled_runs = [(run.name if several else "", run) for run in runs]
     makers: dict[str, tuple[str, list[tuple[str, Callable[[VideoLimits], Videos]]]]] = {
         "rollouts": (
             "Best and worst clips of rollouts",
-            [(run.name if is_comparison else "", partial(rollout_videos, run)) for run in runs],
+            [(title, partial(rollout_videos, run)) for title, run in titled_runs],
         ),
         "drawn": (
             "Drawn with finetrainers sample",
-            [(run.name if is_comparison else "", partial(drawn_samples, run)) for run in runs],
+            [(title, partial(drawn_samples, run)) for title, run in titled_runs],
         ),
         "watched": (
             "Watched checkpoints",
             [
-                (
-                    f"{preset.run.name}, {preset.preset}" if is_comparison else f"preset {preset.preset}",
-                    partial(watched_videos, preset),
-                )
-                for preset in watched
+                (f"{p.run.name}, {p.preset}" if several else f"preset {p.preset}", partial(watched_videos, p))
+                for p in watched
             ],
         ),
     }
     # Sections without a video get no share.
     present = {
-        name: [(title, build) for title, build in entries if build(_NONE).left_out]
-        for name, (_, entries) in makers.items()
+        name: (heading, [(title, build) for title, build in entries if build(_NONE).left_out])
+        for name, (heading, entries) in makers.items()
     }
-    parts = 1 + sum(bool(entries) for entries in present.values())
-    section_videos = {}
-    for name, entries in present.items():
+    parts = 1 + sum(bool(entries) for _, entries in present.values())
+    shown = {}
+    for name, (heading, entries) in present.items():
         share = replace(limits, count=limits.count // parts // max(1, len(entries)) // 2 * 2)
-        section_videos[name] = (makers[name][0], [(title, build(share)) for title, build in entries])
-    remaining = limits.count - sum(
-        videos.shown_count for _, entries in section_videos.values() for _, videos in entries
-    )
-    return {"samples": ("Samples", [("", sample_videos(runs, replace(limits, count=remaining)))]), **section_videos}
+        shown[name] = heading, [(title, build(share)) for title, build in entries]
+    remaining = limits.count - sum(videos.shown_count for _, entries in shown.values() for _, videos in entries)
+    return {"samples": ("Samples", [("", sample_videos(runs, replace(limits, count=remaining)))]), **shown}
 
 
-def _videos_text(videos: Sequence[Videos], runs: Sequence[RunRecords], limits: VideoLimits) -> str:
+def _videos_text(videos: Sequence[Videos], runs: Sequence[RunRecords]) -> str:
     """Return the number of videos on the page, and the command that includes those left out."""
     count, left_out = sum(grid.shown_count for grid in videos), sum(grid.left_out for grid in videos)
-    if not count and not left_out:
-        return ""
-    text = f"{plural(count, 'video')} of {count + left_out}" if left_out else plural(count, "video")
     if not left_out:
-        return text
+        return plural(count, "video") if count else ""
     names = " ".join(str(run.root) for run in runs)
     more = f"`finetrainers report {names} --videos {count + left_out}`"
-    return f"{text}; {left_out} left out, {more} shows more"
-
-
-def _size_text(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{max(1, round(size / 1e3))} kB"
+    return f"{plural(count, 'video')} of {count + left_out}; {left_out} left out, {more} shows more"
 
 
 def write_run_report(root: Path) -> None:

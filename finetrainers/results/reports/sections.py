@@ -49,9 +49,8 @@ def facts_of(run: RunRecords) -> list[tuple[str, str]]:
     options, environment = run.options, run.environment
     rows: list[tuple[str, str]] = []
     if options.get("model_name"):
-        kind = "LoRA" if option_value(run, "training_type") == "lora" else "full finetune"
-        if kind == "LoRA":
-            kind += f" of rank {option_value(run, 'rank')}"
+        is_lora = option_value(run, "training_type") == "lora"
+        kind = f"LoRA of rank {option_value(run, 'rank')}" if is_lora else "full finetune"
         rows.append(("training", f"{option_value(run, 'method')}, {kind}"))
         rows.append(("model", f"{options['model_name']}, {options.get('pretrained_model_name_or_path', '')}"))
     total = options.get("train_steps")
@@ -117,12 +116,10 @@ def summary_figures(run: RunRecords) -> list[Figure]:
 def _progress(run: RunRecords) -> Iterator[Figure]:
     """Yield the first and last losses and rewards."""
     names = [n for n in run.names if n in ("eval_loss", "eval_accuracy") or n.startswith(("eval_reward/", "reward/"))]
-    order = ("eval_loss", "eval_accuracy", "eval_reward", "reward")
-    scored = any(name.startswith("reward/") for name in names)  # the loss means little in a run with rewards
-    for name in sorted(
-        [*names, *([] if scored else ["loss"])],
-        key=lambda n: order.index(k) if (k := n.partition("/")[0]) in order else 9,
-    ):
+    if not any(name.startswith("reward/") for name in names):  # the loss means little in a run with rewards
+        names.append("loss")
+    order = ("eval_loss", "eval_accuracy", "eval_reward", "reward", "loss")
+    for name in sorted(names, key=lambda n: order.index(n.partition("/")[0])):
         steps, values = run.points(name)
         if not values:
             continue
@@ -245,9 +242,7 @@ def _training_problems(run: RunRecords) -> Iterator[str]:
         yield f"{file}: {reason}"
     if len(bad) > _NAMED:
         yield f"and {len(bad) - _NAMED} more files that could not be read; events.jsonl has all (bad_sample)"
-    left_out = run.of_kind("left_out")
-    if left_out:
-        counts = [event.get("clips", 0) for event in left_out]
+    if counts := [event.get("clips", 0) for event in run.of_kind("left_out")]:
         yield f"{min(counts)} to {max(counts)} clips an epoch fell through all buckets (bucket_keep_prob)"
 
 
@@ -300,30 +295,32 @@ def events_of(run: RunRecords) -> Events | None:
         return None
     counts = Counter(_COUNTED[k] for event in run.events if (k := event.get("event")) in _COUNTED and _COUNTED[k])
     rows = [_event_row(event) for event in run.events if event.get("event") not in _COUNTED]
-    counted = [plural(count, name, name.replace("round", "rounds") if name.startswith("round") else None)
-               for name, count in counts.items()]  # fmt: skip
+    total = len(rows)
+    many = {"round of samples": "rounds of samples"}
+    counted = [plural(count, name, many.get(name)) for name, count in counts.items()]
     if len(rows) > _MOST_EVENTS:  # the first ones and the last ones
         rows = [*rows[: _MOST_EVENTS // 2], *rows[-_MOST_EVENTS // 2 :]]
-    return Events(rows, counted, len([e for e in run.events if e.get("event") not in _COUNTED]) - len(rows))
+    return Events(rows, counted, total - len(rows))
 
 
 def _event_row(event: Event) -> tuple[str, str, str, str]:
     kind = str(event.get("event", ""))
-    color, say = _EVENTS.get(kind, ("", None))  # type: ignore[assignment]
-    text = say(event) if say else f"{kind.replace('_', ' ')} {_values(event)}".strip()
+    color, describe = _EVENTS.get(kind, ("", _describe))
     moment = event.get("time")
     when = time.strftime("%m-%d %H:%M:%S", time.localtime(moment)) if isinstance(moment, int | float) else ""
     # The step of this event is one of the run that it began from, and its text has it.
     step = "" if kind == BEGAN_FROM else str(event.get("step", ""))
-    return when, step, shortened(text, 600), color
+    return when, step, shortened(describe(event), 600), color
+
+
+def _describe(event: Event) -> str:
+    """Return an event as recorded."""
+    values = ", ".join(f"{name} {value}" for name, value in _details(event).items())
+    return f"{str(event.get('event', '')).replace('_', ' ')} {values}".strip()
 
 
 def _details(event: Event) -> dict[str, Any]:
     return {name: value for name, value in event.items() if name not in ("time", "event", "step")}
-
-
-def _values(event: Event) -> str:
-    return ", ".join(f"{name} {value}" for name, value in _details(event).items())
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -342,19 +339,19 @@ class Setting:
 def list_settings(runs: Sequence[RunRecords]) -> list[Setting]:
     """Return the options that differ from their defaults in any run, after those that differ between runs."""
     differing = differing_options(runs) if len(runs) > 1 else []
-    changed = dict.fromkeys(name for run in runs for name in changed_options(run))
+    changed = [name for run in runs for name in changed_options(run)]
     return [
         Setting(table_of(name), name, [_format_value(option_value(run, name)) for run in runs], name in differing)
-        for name in [*differing, *(name for name in changed if name not in differing)]
+        for name in dict.fromkeys([*differing, *changed])
     ]
 
 
 def _format_value(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value if isinstance(value, list) else [value]))
 
 
 def list_commands(run: RunRecords) -> list[tuple[str, str]]:

@@ -38,11 +38,6 @@ class Watched:
         """Rewards with scores."""
         return list(dict.fromkeys(label for record in self.records.values() for label in record["scores"]))
 
-    @property
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints."""
-        return sorted({step for step, _, _ in self.records})
-
     def means(self, label: str) -> Points:
         """Return the mean score of each checkpoint by a reward."""
         values: dict[int, list[float]] = defaultdict(list)

@@ -59,10 +59,8 @@ def write_page(
     plan = replace(plan, variants=variants)
     clips = {key: file for column in selected for key, file in column.clips.items()}
     clip_facts = {sample.key: _clip_facts(scores, sample.key) for sample in plan.samples()}
-    best = next((column for column in columns if column.is_best), None)
     facts = [("preset", preset)]
-    if best is not None:
-        facts.append(("best", f"step {best.step}, by {by}"))
+    facts += [("best", f"step {column.step}, by {by}") for column in columns if column.is_best]
     if len(selected) < len(columns):
         facts.append(("shown", f"{len(selected)} of {len(columns)} checkpoints"))
     text = PageText(f"Watch of {plan.given[0]}", facts, clip_facts, _table(columns, scores.labels))
@@ -70,8 +68,8 @@ def write_page(
 
 
 def _clip_facts(scores: Scores, key: str) -> dict[str, str]:
-    scores_by_label = scores.of_clip(key)
-    values = {label: scores_by_label[label] for label in [*scores.labels, *scores_by_label] if label in scores_by_label}
+    recorded = scores.of_clip(key)
+    values = {label: recorded[label] for label in [*scores.labels, *recorded] if label in recorded}
     return {label: "failed" if value is None else f"{value:.4g}" for label, value in values.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from finetrainers.plan.preflight import check_tracker, resolve_family
 from finetrainers.rewards.registry import missing_repositories, reward_problems, unavailable_weights_problem
 from finetrainers.rundir.identity import Identity, are_different, read_identity, read_identity_file
 from finetrainers.utils.device import likely_device_type
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.launch import launched_processes
 from finetrainers.utils.text import nearest
@@ -84,15 +86,13 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
     """
     findings = Findings()
     if launched_processes() > 1:
-        findings.error(
-            "launcher", "a watch is one process; start it without a launcher, on a device of its own (--device)"
-        )
+        message = "a watch is one process; start it without a launcher, on a device of its own (--device)"
+        findings.error("launcher", message, "unsupported")
     if not (run / "config.toml").is_file():
         reason = (
             "has no config.toml; give a run's --output_dir" if run.is_dir() else missing_path_problem(run, folder=True)
         )
-        raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}")])
-    requested: dict[str, Preset | None] = {}
+        raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}", "not_found")])
     try:
         requested = read_presets(options)
     except ConfigError as error:
@@ -108,7 +108,8 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
     identity = read_identity(run)
     for name in requested:
         if are_different(read_identity_file(output_dir / name / WATCHED), identity):
-            findings.error("output_dir", f"{output_dir / name} holds the clips of another run; give another directory")
+            message = f"{output_dir / name} holds the clips of another run; give another directory"
+            findings.error("output_dir", message, "occupied")
     presets: dict[str, SamplePlan] = {}
     for name, preset in requested.items():
         try:
@@ -123,17 +124,11 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
 
 
 def _plan(target: Target, options: WatchSection, flags: RawOptions, preset: Preset, folder: Path) -> SamplePlan:
-    values = {name: getattr(options, name) for name in _TAKEN}
-    size = None if preset.size is None else "x".join(map(str, preset.size))
-    section = SampleSection.model_validate(
-        {
-            **values,
-            "size": size,
-            "num_inference_steps": preset.steps,
-            "guidance_scale": preset.guidance,
-            "output_dir": folder,
-        }
-    )
+    section = SampleSection.model_validate({
+        **{name: getattr(options, name) for name in _TAKEN},
+        "size": None if preset.size is None else "x".join(map(str, preset.size)),
+        "num_inference_steps": preset.steps, "guidance_scale": preset.guidance, "output_dir": folder,
+    })  # fmt: skip
     plan = plan_targets([target.given], [target], section, flags, Findings(), fixed_size=True)
     return replace(plan, variants=[])
 
@@ -144,19 +139,17 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
     Raises:
         ConfigError: neither is known.
     """
-    size = size_of_run(config, target)
+    if (size := size_of_run(config, target)) is not None:
+        return size
     section = config.validation
     if options.prompts is not None:
         update = {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
         section = section.model_copy(update=update)
-    sizes = (
-        [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None] if size is None else []
-    )
-    size = size or max(sizes, key=lambda size: size[0] * size[1] * size[2], default=None)
-    if size is None:
+    sizes = [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None]
+    if not sizes:
         message = "the size that the run trains on is not known; give presets of your own: --preset NAME=49x512x768"
-        raise ConfigError([Problem("--presets", message)])
-    return size
+        raise ConfigError([Problem("--presets", message, "required")])
+    return max(sizes, key=math.prod)
 
 
 def _class_size(name: str, config: TrainConfig, options: WatchSection, target: Target) -> Size:
@@ -174,7 +167,7 @@ def _rewards(
     """Return the requested rewards, or else those of the run, and the label of the reward that selects the best."""
     entries = list(options.reward) or evaluation_rewards(config)
     for entry in entries:
-        findings.errors += [Problem("--reward", message) for message in reward_problems(entry)]
+        findings.errors += [Problem.from_error("--reward", error) for error in reward_problems(entry)]
     label = options.best_by
     if label is not None:
         entries, label = _with_best(label, entries, output_dir, findings)
@@ -182,7 +175,7 @@ def _rewards(
         repositories = dict.fromkeys(repo for entry in entries for repo in missing_repositories(entry))
         away = ask(list(repositories))
         findings.errors += [
-            Problem("--reward", unavailable_weights_problem(repo, away)) for repo in repositories if away
+            Problem("--reward", unavailable_weights_problem(repo, away), "unavailable") for repo in repositories if away
         ]
     return entries, label
 
@@ -197,17 +190,17 @@ def _with_best(
         return entries, label
     if label == "weighted_sum":
         message = f"{requested} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
-        findings.error("best_by", message)
+        findings.error("best_by", message, "unsupported")
         return entries, label
     try:
         entry = RewardEntry.model_validate(parse_reward(label))
         problems = reward_problems(entry)
     except ValueError:  # pydantic's errors are subclasses
-        problems = [f"{requested!r} is not the name of a reward"]
+        problems = [InputError(f"{requested!r} is not the name of a reward", "unknown")]
     if problems:
         hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
-        messages = [f"no reward is called {requested!r}{hint}"] if hint else problems
-        findings.errors += [Problem("--best_by", message) for message in messages]
+        errors = [InputError(f"no reward is called {requested!r}{hint}", "unknown")] if hint else problems
+        findings.errors += [Problem.from_error("--best_by", error) for error in errors]
         return entries, label
     entries = [*entries, entry]  # clips with its score are not scored again
     return entries, label_of(entry, entries)
@@ -231,8 +224,8 @@ def use_device(device: str | None) -> None:
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if visible and int(index) >= len(visible):
         message = f"{device}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)}, counted from cuda:0"
-        raise ConfigError([Problem("--device", message)])
+        raise ConfigError([Problem("--device", message, "conflict")])
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index
     if likely_device_type() != "cuda":
         message = f"{device}: torch can use no GPU here, and would use the CPU; give --device cpu if that is meant"
-        raise ConfigError([Problem("--device", message)])
+        raise ConfigError([Problem("--device", message, "unavailable")])

@@ -115,11 +115,7 @@ def checkpoint_variant(step: int, weights: Weights) -> Variant:
     return Variant(weights, 1.0, f"step {step}", f"step-{step:06d}")
 
 
-def recorded_labels(folder: Path) -> list[str]:
+def recorded_labels(folder: Path) -> set[str]:
     """Return the rewards that have scored clips of any preset below a folder."""
-    labels: dict[str, None] = {}
-    for path in sorted(folder.glob(f"*/{FILE}")):
-        for record in read_jsonl(path)[0]:
-            scores = record.get("scores")
-            labels |= dict.fromkeys(scores if isinstance(scores, Mapping) else ())
-    return list(labels)
+    records = [record for path in folder.glob(f"*/{FILE}") for record in read_jsonl(path)[0]]
+    return {label for record in records if isinstance(record.get("scores"), Mapping) for label in record["scores"]}

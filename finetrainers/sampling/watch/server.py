@@ -16,7 +16,6 @@ import torch
 
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.prompts import ValidationPrompt
-from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import join
 from finetrainers.rewards.reward_set import RewardError, RewardSet
@@ -73,8 +72,8 @@ class Watch:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self._scores = {name: Scores(preset.output_dir, plan.labels) for name, preset in plan.presets.items()}
         folders = {name: preset.output_dir for name, preset in plan.presets.items()}
+        self._scores = {name: Scores(folder, plan.labels) for name, folder in folders.items()}
         self._tracker = None if plan.options.no_track else WatchTracker(plan.run, folders, plan.config)
         self._identity = plan.identity
         self._reported_steps: set[int] = set()  # incomplete steps that have been reported
@@ -96,7 +95,8 @@ class Watch:
                 if not worked:
                     self._wait()
         finally:
-            self.finish()
+            if self._tracker is not None:
+                self._tracker.finish()
 
     def look(self) -> bool:
         """Serve every complete checkpoint, the oldest first, and return whether there was anything to do."""
@@ -108,7 +108,7 @@ class Watch:
                 checkpoint = self._read_checkpoint(listed)
                 if checkpoint is not None and not self._is_done(name, checkpoint):
                     worked |= self._serve(name, listed, checkpoint)
-        best = None if self.plan.options.best_by is None else self._mark_best(self.plan.options.best_by)
+        best = self._mark_best()
         for name, best_on_page in self._best_on_page.items():
             if best_on_page != best:
                 self._update_page(name, best)
@@ -128,33 +128,24 @@ class Watch:
                 current.write(preset.output_dir / WATCHED)
         self._identity = current or self._identity
 
-    def finish(self) -> None:
-        """End the run at the tracker."""
-        if self._tracker is not None:
-            self._tracker.finish()
-
     def _wait(self) -> None:
         """Pause, and print the reason once for each state of the run.
 
         Models are freed where no checkpoint is expected.
         """
-        options, config = self.plan.options, self.plan.config
-        training = training_state(self.plan.run, total_steps=config.training.train_steps)
+        poll_seconds = self.plan.options.poll_seconds
+        training = training_state(self.plan.run, total_steps=self.plan.config.training.train_steps)
         state = training.sentence.partition(", step")[0]
         if state != self._waiting:
             self._waiting = state
-            every = f"looking every {options.poll_seconds:g} s; Ctrl-C stops"
-            self.say(f"waiting for checkpoints: {training.sentence} ({every})")
+            self.say(f"waiting for checkpoints: {training.sentence} (looking every {poll_seconds:g} s; Ctrl-C stops)")
         if not training.may_go_on:
-            self._free()
-        time.sleep(options.poll_seconds)
-
-    def _free(self) -> None:
-        if self._sampler is not None:
-            self._sampler.free()
-        if self._rewards is not None:
-            self._rewards = None
-            free_memory()
+            if self._sampler is not None:
+                self._sampler.free()
+            if self._rewards is not None:
+                self._rewards = None
+                free_memory()
+        time.sleep(poll_seconds)
 
     def _read_checkpoint(self, listed: CheckpointInfo) -> Checkpoint | None:
         """Return a listed checkpoint with its content, or None if it is incomplete, which is reported once."""
@@ -177,7 +168,7 @@ class Watch:
         """Return the clips of a preset with some weights; a prompt that is listed twice has one clip."""
         key = name, variant.weights.digest
         if key not in self._clips:
-            samples = replace(self.plan.presets[name], variants=[variant]).samples()
+            samples = self._column_plan(name, variant).samples()
             self._clips[key] = list({sample.key: sample for sample in samples}.values())
         return self._clips[key]
 
@@ -220,14 +211,15 @@ class Watch:
         if _is_gone(checkpoint) and drawn.new:
             self.say(f"step {listed.step} was removed while it was sampled; its clips stay")
         elif _is_other(checkpoint):  # the clips may show either of the two
-            _forget(samples, drawn)
+            for file in drawn.clips.values():  # so that the ledger counts them as missing
+                file.unlink(missing_ok=True)
             return True
         if drawn.problems:
             self.failed[name, checkpoint.manifest] = "; ".join(drawn.problems.values())
         self._score(name, samples, checkpoint, drawn)
         means = self._scores[name].means(samples)
         self._problems[name] |= drawn.problems
-        self._update_page(name, self._best(self.plan.options.best_by))
+        self._update_page(name, self._best())
         scores_text = "".join(f", {label} {value:.4g}" for label, value in means.items())
         took = duration(time.monotonic() - started)
         self.say(f"step {listed.step}, {name}: {plural(len(drawn.clips), 'clip')}{scores_text} ({took})")
@@ -256,21 +248,18 @@ class Watch:
         plan = self._column_plan(name, variant)
         check_weights(plan)
         ledger = SampleIndex(plan.output_dir)
-        if all(ledger.find(sample) is not None for sample in plan.samples()):
-            return generate_missing(plan, self.parallel)
-        if self._sampler is None:
+        if self._sampler is None and any(ledger.find(sample) is None for sample in plan.samples()):
             self._sampler, self._encoded = self._load_models()
             plan = self._column_plan(name, variant)  # without the prompts that cannot be encoded
         return generate_missing(plan, self.parallel, sampler=self._sampler, encoded=self._encoded)
 
     def _column_plan(self, name: str, variant: Variant) -> SamplePlan:
-        return replace(self.plan.presets[name], given=[str(self.plan.run)], variants=[variant])
+        return replace(self.plan.presets[name], variants=[variant])
 
     def _load_models(self) -> tuple[Sampler, EncodedPrompts]:
         """Return a sampler and the encoded prompts of all presets, and load the rewards."""
         largest = max(self.plan.presets.values(), key=lambda preset: max(map(math.prod, preset.sizes)))
-        spec: ModelSpec = largest.family.load(largest.config.model)
-        offload, note = offloads(largest, spec, device=self.parallel.device)
+        offload, note = offloads(largest, largest.family.load(largest.config.model), device=self.parallel.device)
         if note:
             self.say(note)
         sampler = Sampler(self.plan.config, largest.family, self.parallel, offload=offload)
@@ -295,8 +284,6 @@ class Watch:
             text = shortened(" ".join(prompt.prompt.split()), 60)
             self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {reason}")
             self.say(self.left_out[-1])
-        if not failed:
-            return
         presets = {
             name: replace(plan, prompts=[prompt for prompt in plan.prompts if prompt not in failed])
             for name, plan in self.plan.presets.items()
@@ -311,13 +298,14 @@ class Watch:
         fault_point("watch.score")
         scores = self._scores[name]
         for sample in samples:
-            if sample.key not in drawn.clips or scores.has(checkpoint.manifest, sample.key):
+            file = drawn.clips.get(sample.key)
+            if file is None or scores.has(checkpoint.manifest, sample.key):
                 continue
             recorded = scores.of_clip(sample.key)
             clip_scores = {label: recorded[label] for label in scores.labels if label in recorded}
             if len(clip_scores) < len(scores.labels):
-                clip_scores = self._score_clip(self.plan.presets[name].frame_rate, sample, drawn.clips[sample.key])
-            scores.add(checkpoint, name, sample, drawn.clips[sample.key], clip_scores)
+                clip_scores = self._score_clip(self.plan.presets[name].frame_rate, sample, file)
+            scores.add(checkpoint, name, sample, file, clip_scores)
 
     def _load_rewards(self) -> RewardSet:
         if self._rewards is None:
@@ -331,8 +319,7 @@ class Watch:
         except (RewardError, ValueError) as error:
             self.say(f"{file.name} is not scored: {error}")
             return dict.fromkeys(self.plan.labels)
-        values = [head.raw.item() for head in heads.values()]
-        pairs = zip(self.plan.labels, values, strict=True)
+        pairs = zip(self.plan.labels, (head.raw.item() for head in heads.values()), strict=True)
         return {label: value if math.isfinite(value) else None for label, value in pairs}
 
     def _update_page(self, name: str, best: Checkpoint | None) -> None:
@@ -342,26 +329,28 @@ class Watch:
         for step, manifest, variant in scores.columns():
             samples = self._samples(name, variant)
             clips = {sample.key: file for sample in samples if (file := ledger.find(sample)) is not None}
-            if clips:  # without clips, it was sampled with other prompts
-                is_best = best is not None and manifest == best.manifest
-                columns.append(Column(step, variant, clips, scores.means(samples), is_best))
-            if clips and tracker is not None:
-                tracker.send(name, manifest, step, scores.means(samples), list(clips.values()))
+            if not clips:  # it was sampled with other prompts
+                continue
+            means, is_best = scores.means(samples), best is not None and manifest == best.manifest
+            columns.append(Column(step, variant, clips, means, is_best))
+            if tracker is not None:
+                tracker.send(name, manifest, step, means, list(clips.values()))
         self._best_on_page[name] = best
         if columns:
-            plan = replace(plan, given=[str(self.plan.run)])
             write_page(plan, name, columns, scores, self._problems[name], by=self.plan.options.best_by)
 
-    def _best(self, label: str | None) -> Checkpoint | None:
-        """Return the checkpoint with the highest mean score, or None without any.
+    def _best(self) -> Checkpoint | None:
+        """Return the checkpoint with the highest mean score by `best_by`, or None without any.
 
         Only existing checkpoints that have all clips of all presets count.
         """
+        label = self.plan.options.best_by
+        if label is None:
+            return None
         candidates: list[tuple[float, Checkpoint]] = []
-        for listed in scan_checkpoints(self.plan.run, weights_only=True) if label is not None else []:
+        for listed in scan_checkpoints(self.plan.run, weights_only=True):
             checkpoint = self._read_checkpoint(listed) if listed.damage is None else None
-            values = [] if checkpoint is None else self._values(checkpoint, str(label))
-            if checkpoint is not None and values:
+            if checkpoint is not None and (values := self._values(checkpoint, label)):
                 candidates.append((sum(values) / len(values), checkpoint))
         return max(candidates, key=lambda candidate: candidate[0], default=(0.0, None))[1]
 
@@ -376,16 +365,18 @@ class Watch:
             all_values += values
         return all_values
 
-    def _mark_best(self, label: str) -> Checkpoint | None:
+    def _mark_best(self) -> Checkpoint | None:
         """Point the link to the best checkpoint, and return it."""
-        best = self._best(label)
-        if best is None or best_checkpoint(self.plan.run) == best.path:
+        label, best = self.plan.options.best_by, self._best()
+        if label is None or best is None or best_checkpoint(self.plan.run) == best.path:
             return best
         fault_point("watch.best")
         mark_best(best.path)
-        means = {n: s.means(self._recorded_samples(n, best))[label] for n, s in self._scores.items()}
-        means_text = ", ".join(f"{name} {mean:.4g}" for name, mean in means.items())
-        self.say(f"best by {label}: step {best.step} ({means_text})")
+        means = [
+            f"{name} {scores.means(self._recorded_samples(name, best))[label]:.4g}"
+            for name, scores in self._scores.items()
+        ]
+        self.say(f"best by {label}: step {best.step} ({', '.join(means)})")
         return best
 
 
@@ -399,13 +390,6 @@ def _is_other(checkpoint: Checkpoint) -> bool:
         return file_sha256(checkpoint.path / MANIFEST) != checkpoint.manifest
     except OSError:
         return False
-
-
-def _forget(samples: Sequence[Sample], drawn: SampleResult) -> None:
-    """Remove clips, so that the ledger counts them as missing."""
-    for sample in samples:
-        if sample.key in drawn.clips:
-            drawn.clips[sample.key].unlink(missing_ok=True)
 
 
 def _pixels(file: Path) -> torch.Tensor:
@@ -431,10 +415,12 @@ def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
             if plan.identity is not None:
                 plan.identity.write(preset.output_dir / WATCHED)
         if plan.options.best_by is not None:  # a run has one link to its best checkpoint, wherever clips are written
-            holder, otherwise = "watch with --best_by", "leave --best_by out here"
             stack.enter_context(
-                exclusive(plan.run / "watch", parallel, where="--best_by", holder=holder, otherwise=otherwise)
-            )
+                exclusive(
+                    plan.run / "watch", parallel, where="--best_by", holder="watch with --best_by",
+                    otherwise="leave --best_by out here",
+                )
+            )  # fmt: skip
         server = Watch(plan, parallel, say)
         server.follow()
         return [*server.left_out, *server.failed.values()]

@@ -36,9 +36,8 @@ class WatchTracker:
         self._all = []
         for index, kind in enumerate(config.run.report_to):
             name = f"tracker-{kind}.json" if index else _STATE
-            self._all.append(
-                _SingleTracker(run, {preset: folder / name for preset, folder in folders.items()}, config, kind)
-            )
+            files = {preset: folder / name for preset, folder in folders.items()}
+            self._all.append(_SingleTracker(run, files, config, kind))
 
     def send(self, preset: str, manifest: str, step: int, means: Mapping[str, float], videos: Sequence[Path]) -> None:
         """Send clips and mean scores of a checkpoint, unless they were sent before."""
@@ -60,8 +59,7 @@ class _SingleTracker:
 
     def __init__(self, run: Path, files: Mapping[str, Path], config: TrainConfig, kind: str) -> None:
         self.config, self.section, self.kind = config, config.run, kind
-        self._run, self._presets = run, list(files)
-        self._files = files
+        self._run, self._files, self._presets = run, files, list(files)
         self._tracked: TrackedRun | None = None  # of the whole process: wandb and trackio have one at a time
         self._off = False
         self._own: str | None = None  # the separate run that an earlier watch of these presets has begun
@@ -97,9 +95,9 @@ class _SingleTracker:
             self._tracked = self._open()
         if means:
             self._tracked.log({f"watch/{preset}/{label}": value for label, value in means.items()}, step=step)
-        names = [f"watch/{preset}/{video.stem.replace(f'_step-{step:06d}', '')}" for video in videos]
-        media = [Media(name, video, read_comment(video)) for name, video in zip(names, videos, strict=True)]
-        self._tracked.log_media([*media, Media(f"watch/{preset}/sheet", video_sheet(list(videos)))], step=step)
+        suffix, prefix = f"_step-{step:06d}", f"watch/{preset}"
+        media = [Media(f"{prefix}/{video.stem.replace(suffix, '')}", video, read_comment(video)) for video in videos]
+        self._tracked.log_media([*media, Media(f"{prefix}/sheet", video_sheet(list(videos)))], step=step)
 
     def _open(self) -> TrackedRun:
         joined = training_run(self._run, self.config, self.kind)
@@ -141,7 +139,6 @@ def training_run(run: Path, config: TrainConfig, tracker: str) -> str | None:
 
 def whose_run(run: Path, config: TrainConfig, tracker: str) -> str:
     """Return the tracker run that a watch writes to, as a phrase."""
-    kind = TRACKERS[tracker]
-    if kind.is_one_folder or training_run(run, config, tracker) is not None:
+    if TRACKERS[tracker].is_one_folder or training_run(run, config, tracker) is not None:
         return "into the run of the training"
     return "as a run of its own next to the training's"

@@ -9,7 +9,7 @@ from finetrainers.rundir.lock import in_use, was_used
 from finetrainers.utils.files import read_jsonl
 
 _STOPS = ("stopped", "stopped_by_guard")
-_ENDS = ("finished", *_STOPS)
+_STATES = ("start", "finished", *_STOPS)
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,17 @@ def training_state(run: Path, *, total_steps: int | None) -> Training:
         run: its directory, or a copy of it.
         total_steps: planned for it, or None if unknown.
     """
-    records = read_jsonl(run / "metrics.jsonl")[0] if (run / "metrics.jsonl").is_file() else []
-    events = read_jsonl(run / "events.jsonl")[0] if (run / "events.jsonl").is_file() else []
+    records, events = (
+        read_jsonl(path)[0] if path.is_file() else [] for path in (run / "metrics.jsonl", run / "events.jsonl")
+    )
     steps = [int(record["step"]) for record in records if isinstance(record.get("step"), int | float)]
     step = f"step {steps[-1] if steps else 0}" + (f" of {total_steps}" if total_steps else "")
-    last = next((event for event in reversed(events) if event.get("event") in (*_ENDS, "start")), None)
+    last = next((kind for event in reversed(events) if (kind := event.get("event")) in _STATES), None)
     if in_use(run):
         return Training(True, f"the run is in training, {step}")
-    if last is not None and last["event"] == "finished":
+    if last == "finished":
         return Training(False, f"the run has finished, {step}")
-    if last is not None and last["event"] in _STOPS:
+    if last in _STOPS:
         return Training(False, f"the run was stopped, {step}")
     if not was_used(run):
         return Training(True, f"this is a copy of a run, {step}")

@@ -221,6 +221,5 @@ def measure_sizes(
         say(bucket_search, trial)
         return trial
 
-    bucket_search.trials = search(
-        measure, start=max(1, bucket_search.estimated), max_clips=bucket_search.most, limit=limit
-    )
+    start = max(1, bucket_search.estimated)
+    bucket_search.trials = search(measure, start=start, max_clips=bucket_search.most, limit=limit)

@@ -73,15 +73,13 @@ def trial_line(search: BucketSearch, trial: Trial, *, noun: str) -> str:
     return f"{prefix}{trial.peak:.2f} GiB, {trial.seconds / trial.clips:.3g} s/{noun}{over}"
 
 
-def report_lines(results: SearchResult) -> list[str]:
-    """Return the table, notes about it, and the lines for the configuration."""
-    lines = ["", *aligned(list(_rows(results)))]
-    lines += _notes(results)
+def report_lines(results: SearchResult) -> Iterator[str]:
+    """Yield the table, notes about it, and the lines for the configuration."""
+    yield from ("", *aligned(list(_rows(results))), *_notes(results))
     if results.batch_sizes:
         quoted = ", ".join(f'"{text}"' for text in results.batch_sizes)
-        lines += ["", "as flags:", f"  --bucket_batch_sizes {' '.join(results.batch_sizes)}"]
-        lines += ["in the config file:", f"  bucket_batch_sizes = [{quoted}]"]
-    return lines
+        yield from ("", "as flags:", f"  --bucket_batch_sizes {' '.join(results.batch_sizes)}")
+        yield from ("in the config file:", f"  bucket_batch_sizes = [{quoted}]")
 
 
 def _rows(results: SearchResult) -> Iterator[list[str]]:

@@ -66,12 +66,11 @@ def searched_config(config: TrainConfig) -> TrainConfig:
     """Return the run's configuration for the search, without batch sizes and without an earlier run to resume."""
     loading = {"batch_size": 1, "bucket_batch_sizes": [], "epoch_end": "keep"}
     training: dict[str, object] = {"resume_from_checkpoint": None, "reset": []}
-    return config.model_copy(
-        update={
-            "dataloader": config.dataloader.model_copy(update=loading),
-            "training": config.training.model_copy(update=training),
-        }
-    )
+    sections = {
+        "dataloader": config.dataloader.model_copy(update=loading),
+        "training": config.training.model_copy(update=training),
+    }
+    return config.model_copy(update=sections)
 
 
 def search_problems(config: TrainConfig) -> list[Problem]:
@@ -82,18 +81,19 @@ def search_problems(config: TrainConfig) -> list[Problem]:
             "its clips are sampled, all in one size: there are no buckets. `finetrainers estimate --batch_size N` says "
             "what N clips need"
         )
-        problems.append(Problem(f"--method {config.training.method}", message))
+        problems.append(Problem(f"--method {config.training.method}", message, "unsupported"))
     for name, alternative in _CHOOSING.items():
         if config.get(name) == "auto":
             message = f"is chosen by the batch size, which is to be found; {alternative}"
-            problems.append(Problem(f"--{name} auto", message))
+            problems.append(Problem(f"--{name} auto", message, "conflict"))
     if config.memory.memory_budget is not None:
         message = (
             "chooses other options by the batch size, which is to be found; leave it out, and give the memory as --gpu"
         )
-        problems.append(Problem("--memory_budget", message))
+        problems.append(Problem("--memory_budget", message, "conflict"))
     if config.run.dry_run:
-        problems.append(Problem("--dry_run", "is for `finetrainers train`; --estimate_only loads no weights"))
+        message = "is for `finetrainers train`; --estimate_only loads no weights"
+        problems.append(Problem("--dry_run", message, "unsupported"))
     return problems
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, inf, isfinite
 
 #: Throughputs that differ by less count as equal: a measurement of few steps is not more exact.
 SAME_RATE = 0.02
@@ -90,7 +90,8 @@ def search(measure: Callable[[int], Trial], *, start: int, max_clips: int, limit
             low = size
         else:
             high = size
-        predicted = _predict_limit(trials, limit)
+        peaks = sorted((size, trial.peak) for size, trial in trials.items() if trial.peak is not None)
+        predicted = _extrapolate(peaks[-2:], limit)
         if predicted is not None and predicted <= low:
             break
         next_size = (low + high) // 2 if high <= max_clips else 2 * low
@@ -113,13 +114,6 @@ def _measure_halves(trials: dict[int, Trial], largest: int, measure: Callable[[i
         rate, size = max(rate, trial.rate), size // 2
 
 
-def _predict_limit(trials: Mapping[int, Trial], limit: float) -> int | None:
-    """Return the size at which the line through the two largest measured peaks reaches the limit."""
-    return _extrapolate(
-        sorted((size, trial.peak) for size, trial in trials.items() if trial.peak is not None)[-2:], limit
-    )
-
-
 def _extrapolate(points: Sequence[tuple[int, float]], limit: float) -> int | None:
     """Return the largest number that a line through two points, of numbers and GiB, keeps below the limit.
 
@@ -129,7 +123,8 @@ def _extrapolate(points: Sequence[tuple[int, float]], limit: float) -> int | Non
         return None
     (less, lower), (more, higher) = points
     slope = (higher - lower) / (more - less)
-    return floor(less + (limit - lower) / slope + 1e-9) if slope > 0 else None
+    reached = less + (limit - lower) / slope + 1e-9 if slope > 0 else inf
+    return floor(reached) if isfinite(reached) else None
 
 
 def best(trials: Iterable[Trial]) -> Trial | None:

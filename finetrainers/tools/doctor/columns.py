@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
 
 from finetrainers.rundir.health import link_errors
 from finetrainers.utils.text import duration, file_size
 
-from .facts import UNLIMITED
+from .facts import UNLIMITED, Facts
 from .hosts import Node
 
 _MIB = 1 << 20
+#: Returns a fact as text; empty if it is unknown.
+_Text = Callable[[Facts], str]
 #: Text of an unknown fact.
 NOTHING = "-"
 #: Text of a fact that is unknown until something is repaired, which is a separate problem.
@@ -37,7 +39,7 @@ class Column:
     """
 
     heading: str
-    text: Callable[[Mapping[str, Any]], str]
+    text: _Text
     fix: str | None = None
     is_problem: bool = False
     measured: bool = False
@@ -50,26 +52,26 @@ class Column:
 def columns(checkpoint_bytes: int | None) -> list[Column]:
     """Return all columns, including the duration of writing a checkpoint if its size is known."""
 
-    def save(facts: Mapping[str, Any]) -> str:
+    def save(facts: Facts) -> str:
         if not checkpoint_bytes or not facts.get("disk_write"):
             return ""
         seconds = checkpoint_bytes / facts["disk_write"]
         return duration(seconds) if seconds >= 0.1 else "< 0.1 s"
 
-    def measured(heading: str, text: Callable[[Mapping[str, Any]], str]) -> Column:
+    def measured(heading: str, text: _Text) -> Column:
         return Column(heading, text, measured=True)
 
     return [
         Column("GPUs", _gpus, "train on machines with equal GPUs", True),
-        measured("load", lambda facts: _mean(facts, "utilization", "{:.0f} %")),
+        measured("load", _gpu_fact("utilization", fmean, "{:.0f} %")),
         measured("GPU memory used", _used_memory),
         measured("power", _power),
-        measured("hottest", lambda facts: _maximum(facts, "temperature_c", "{:.0f} C")),
+        measured("hottest", _gpu_fact("temperature_c", max, "{:.0f} C")),
         measured("slowest clock", _clock),
         measured("ECC errors", _ecc),
-        measured("disk write", lambda facts: _speed(facts, "disk_write")),
-        measured("disk read", lambda facts: _speed(facts, "disk_read")),
-        measured("disk free", lambda facts: _size(facts, "disk_free")),
+        measured("disk write", _size("disk_write", "/s")),
+        measured("disk read", _size("disk_read", "/s")),
+        measured("disk free", _size("disk_free")),
         *([measured("a save takes", save)] if checkpoint_bytes else []),
         Column("driver", _text_fact("driver"), "install the same driver on all"),
         Column("torch", _torch_fact("torch"), _SAME_VERSION, True),
@@ -77,20 +79,15 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
         Column("NCCL", _torch_fact("nccl"), "install the same build of torch on all", True),
         Column("python", _text_fact("python"), _SAME_VERSION),
         *(Column(name, _text_fact(name), _SAME_VERSION, True) for name in _PACKAGES),
-        Column("open files", lambda facts: _limit(facts, "open_files", str)),
-        Column("memlock", lambda facts: _limit(facts, "memlock", file_size), "set the same limit on all"),
-        Column("/dev/shm", lambda facts: _size(facts, "shm")),
+        Column("open files", _limit("open_files", str)),
+        Column("memlock", _limit("memlock", file_size), "set the same limit on all"),
+        Column("/dev/shm", _size("shm")),
         Column("InfiniBand", _ports, "see `ibstat` for ports that are down", True),
         measured("link errors", lambda facts: str(sum(link_errors(facts).values())) if facts.get("ports") else ""),
         Column("CPUs", _text_fact("cpus"), "the slowest machine sets the pace"),
-        Column("memory", lambda facts: _size(facts, "memory"), "the machine with least memory sets the limit"),
+        Column("memory", _size("memory"), "the machine with least memory sets the limit"),
         Column("kernel", _text_fact("kernel"), "boot the same one on all"),
     ]  # fmt: skip
-
-
-def majority(texts: Sequence[str]) -> str:
-    """Return the most frequent text; of several, the first."""
-    return Counter(texts).most_common(1)[0][0]
 
 
 def differing(column: Column, nodes: Sequence[Node]) -> tuple[str, list[Node]]:
@@ -98,7 +95,8 @@ def differing(column: Column, nodes: Sequence[Node]) -> tuple[str, list[Node]]:
     alive = [node for node in nodes if node.facts is not None]
     if column.fix is None or len(alive) < 2:
         return "", []
-    usual = majority([text for node in alive if (text := column.of(node)) != BROKEN] or [BROKEN])
+    texts = [text for node in alive if (text := column.of(node)) != BROKEN]
+    usual = Counter(texts or [BROKEN]).most_common(1)[0][0]  # of several, the first
     return usual, [node for node in alive if column.of(node) != usual]
 
 
@@ -110,73 +108,69 @@ def clock(node: Node) -> str:
     return f"{skew:+.1f} s" if abs(skew) >= 1 else f"{round(1000 * skew):+d} ms".replace("+0 ", "0 ")
 
 
-def _text_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
+def _text_fact(name: str) -> _Text:
     return lambda facts: "" if facts.get(name) is None else str(facts[name])
 
 
-def _torch_fact(name: str) -> Callable[[Mapping[str, Any]], str]:
+def _torch_fact(name: str) -> _Text:
     return lambda facts: BROKEN if "torch_error" in facts else _text_fact(name)(facts)
 
 
-def _size(facts: Mapping[str, Any], name: str) -> str:
-    return file_size(facts[name]) if facts.get(name) is not None else ""
+def _size(name: str, per: str = "") -> _Text:
+    return lambda facts: f"{file_size(facts[name])}{per}" if facts.get(name) is not None else ""
 
 
-def _speed(facts: Mapping[str, Any], name: str) -> str:
-    return f"{file_size(facts[name])}/s" if facts.get(name) is not None else ""
+def _limit(name: str, format_limit: Callable[[int], str]) -> _Text:
+    def limit_text(facts: Facts) -> str:
+        limit = facts.get(name)
+        return "" if limit is None else "unlimited" if limit == UNLIMITED else format_limit(limit)
+
+    return limit_text
 
 
-def _limit(facts: Mapping[str, Any], name: str, format_limit: Callable[[int], str]) -> str:
-    limit = facts.get(name)
-    return "" if limit is None else "unlimited" if limit == UNLIMITED else format_limit(limit)
-
-
-def _ports(facts: Mapping[str, Any]) -> str:
+def _ports(facts: Facts) -> str:
     return f"{facts['ib_active']} of {facts['ib_ports']} up" if facts.get("ib_ports") else ""
 
 
-def _gpus(facts: Mapping[str, Any]) -> str:
+def _gpus(facts: Facts) -> str:
     if facts.get("gpu_error"):
         return BROKEN
     counts = Counter(gpu["name"].removeprefix("NVIDIA ") for gpu in facts.get("gpus", ()))
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
-def gpu_values(facts: Mapping[str, Any], name: str) -> list[float]:
+def gpu_values(facts: Facts, name: str) -> list[float]:
     """Return a number of each GPU that reports it."""
     return [gpu[name] for gpu in facts.get("gpus", ()) if gpu.get(name) is not None]
 
 
-def _mean(facts: Mapping[str, Any], name: str, form: str) -> str:
-    values = gpu_values(facts, name)
-    return form.format(sum(values) / len(values)) if values else ""
+def _gpu_fact(name: str, reduce: Callable[[list[float]], float], form: str) -> _Text:
+    """Return the function that returns a number of all GPUs, such as their mean, as text in this form."""
+    return lambda facts: form.format(reduce(values)) if (values := gpu_values(facts, name)) else ""
 
 
-def _maximum(facts: Mapping[str, Any], name: str, form: str) -> str:
-    values = gpu_values(facts, name)
-    return form.format(max(values)) if values else ""
+def _clock(facts: Facts) -> str:
+    """Return the clock of the slowest GPU, and its maximum; an idle GPU has a low clock."""
+    gpus = [gpu for gpu in facts.get("gpus", ()) if gpu.get("clock_mhz") is not None]
+    if not gpus:
+        return ""
+    slowest = min(gpus, key=lambda gpu: gpu["clock_mhz"])
+    maximum = slowest.get("clock_max_mhz")
+    return f"{slowest['clock_mhz']:.0f}{'' if maximum is None else f' of {maximum:.0f}'} MHz"
 
 
-def _used_memory(facts: Mapping[str, Any]) -> str:
+def _used_memory(facts: Facts) -> str:
     sizes = gpu_values(facts, "memory_used_mib")
     return file_size(sum(sizes) * _MIB) if sizes else ""
 
 
-def _clock(facts: Mapping[str, Any]) -> str:
-    """Return the clock of the slowest GPU, and its maximum; an idle GPU has a low clock."""
-    gpus = [gpu for gpu in facts.get("gpus", ()) if gpu.get("clock_mhz") is not None]
-    clocks = [(gpu["clock_mhz"], gpu.get("clock_max_mhz")) for gpu in gpus]
-    now, maximum = min(clocks, default=(None, None), key=lambda clock: clock[0])
-    return "" if now is None else f"{now:.0f} MHz" if maximum is None else f"{now:.0f} of {maximum:.0f} MHz"
-
-
-def _ecc(facts: Mapping[str, Any]) -> str:
+def _ecc(facts: Facts) -> str:
     """Return the corrected and uncorrected memory errors since the driver was loaded."""
     corrected, uncorrected = gpu_values(facts, "corrected_errors"), gpu_values(facts, "memory_errors")
     return f"{sum(corrected):.0f} + {sum(uncorrected):.0f}" if corrected or uncorrected else ""
 
 
-def _power(facts: Mapping[str, Any]) -> str:
+def _power(facts: Facts) -> str:
     drawn, limits = gpu_values(facts, "power_w"), gpu_values(facts, "power_limit_w")
     total = f" of {sum(limits):.0f}" if len(limits) == len(drawn) else ""
     return f"{sum(drawn):.0f}{total} W" if drawn else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from finetrainers.utils.versions import version_problem
 from .disk import disk_facts
 from .torch_facts import torch_facts
 
+#: Facts of a machine by name.
+Facts = Mapping[str, Any]
 #: Value of a system limit that is not set.
 UNLIMITED = -1
 _SHM = Path("/dev/shm")
@@ -37,7 +40,7 @@ def host_facts(folder: Path, *, disk_mib: int) -> dict[str, Any]:
         **{name: version for name, version in package_versions().items() if version is not None},
         "version_problem": version_problem(),
         **_limits(),
-        **_shared_memory(),
+        **({"shm": psutil.disk_usage(str(_SHM)).total} if _SHM.is_dir() else {}),
         **_infiniband(health_facts()),
         **torch_facts(),
     }
@@ -52,10 +55,6 @@ def _limits() -> dict[str, Any]:
     limits = {"open_files": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
     return {name: UNLIMITED if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
-
-
-def _shared_memory() -> dict[str, Any]:
-    return {"shm": psutil.disk_usage(str(_SHM)).total} if _SHM.is_dir() else {}
 
 
 def _infiniband(health: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from statistics import median_high
 
 from finetrainers.rundir.health import link_errors
 from finetrainers.utils.text import duration, file_size, listed, plural
 
 from .columns import BROKEN, columns, differing
-from .facts import UNLIMITED
+from .facts import UNLIMITED, Facts
 from .hosts import Node
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -58,32 +59,22 @@ def _node_findings(node: Node, needs: Needs | None) -> Iterator[Finding]:
         yield Finding(node.host, node.error or "no answer")
         return
     facts = node.facts
-    checks = (
-        _versions(facts),
-        _gpus(facts, node.slots),
-        _limits(facts),
-        _links(facts),
-        _disk(facts, needs),
-        _clock(node),
-    )
-    for remarks in checks:
-        for text, is_problem in remarks:
-            yield Finding(node.host, text, is_problem)
+    checks = (_versions(facts), _gpus(facts, node.slots), _limits(facts), _links(facts), _disk(facts, needs))
+    for text, is_problem in chain(*checks, _clock(node)):
+        yield Finding(node.host, text, is_problem)
 
 
 _Remarks = Iterator[tuple[str, bool]]
 
 
-def _versions(facts: Mapping[str, Any]) -> _Remarks:
-    if (problem := facts.get("version_problem")) is not None:
-        yield problem, True
-    if (error := facts.get("torch_error")) is not None:
-        yield f"torch cannot be imported: {error}; install it again", True
-    if (problem := facts.get("torch_problem")) is not None:
-        yield problem, True
+def _versions(facts: Facts) -> _Remarks:
+    forms = {"torch_error": "torch cannot be imported: {}; install it again"}
+    for name in ("version_problem", "torch_error", "torch_problem"):
+        if (problem := facts.get(name)) is not None:
+            yield forms.get(name, "{}").format(problem), True
 
 
-def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Remarks:
+def _gpus(facts: Facts, slots: int | None) -> _Remarks:
     if (error := facts.get("gpu_error")) is not None:
         yield f"{error}; install or restart the driver, or reset the GPU, and see `dmesg` for Xid errors", True
     gpus = facts.get("gpus", [])
@@ -107,7 +98,7 @@ def _gpus(facts: Mapping[str, Any], slots: int | None) -> _Remarks:
         yield f"{size} in use on GPU {names}; `nvidia-smi` lists the processes, in case an earlier run left some", False
 
 
-def _limits(facts: Mapping[str, Any]) -> _Remarks:
+def _limits(facts: Facts) -> _Remarks:
     files = facts.get("open_files")
     if files is not None and files != UNLIMITED and files < _FEW_FILES:
         text = f"a process may open {files} files; set `ulimit -n 65536`, or nofile in /etc/security/limits.conf"
@@ -122,7 +113,7 @@ def _limits(facts: Mapping[str, Any]) -> _Remarks:
         )
 
 
-def _links(facts: Mapping[str, Any]) -> _Remarks:
+def _links(facts: Facts) -> _Remarks:
     errors = link_errors(facts)
     if errors:
         names = listed([f"{port} ({count})" for port, count in errors.items()])
@@ -132,7 +123,7 @@ def _links(facts: Mapping[str, Any]) -> _Remarks:
         )
 
 
-def _disk(facts: Mapping[str, Any], needs: Needs | None) -> _Remarks:
+def _disk(facts: Facts, needs: Needs | None) -> _Remarks:
     if (error := facts.get("disk_error")) is not None:
         yield f"{error}; give another --output_dir", True
     free, speed = facts.get("disk_free"), facts.get("disk_write")
@@ -169,11 +160,11 @@ def _differences(nodes: Sequence[Node], needs: Needs | None) -> Iterator[Finding
 
 
 def _slow_disks(nodes: Sequence[Node]) -> Iterator[Finding]:
-    speeds = sorted(node.facts["disk_write"] for node in nodes if node.facts and node.facts.get("disk_write"))
+    speeds = {node.host: speed for node in nodes if node.facts and (speed := node.facts.get("disk_write"))}
     if len(speeds) < 3:
         return
-    median = speeds[len(speeds) // 2]
-    for node in nodes:
-        if node.facts and node.facts.get("disk_write") and node.facts["disk_write"] * _SLOW < median:
-            text = f"its disk writes {file_size(node.facts['disk_write'])}/s, and the median is {file_size(median)}/s"
-            yield Finding(node.host, f"{text}; look at its mount and at what else writes", False)
+    median = median_high(speeds.values())
+    for host, speed in speeds.items():
+        if speed * _SLOW < median:
+            text = f"its disk writes {file_size(speed)}/s, and the median is {file_size(median)}/s"
+            yield Finding(host, f"{text}; look at its mount and at what else writes", False)

@@ -14,7 +14,7 @@ import shlex
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import printable, quoted
 
-from ..sync import ASKS
+from ..sync import login_problem
 
 #: Beginning of an answer's line: a shell's start-up files may print other lines.
 ANSWER = "finetrainers-doctor "
@@ -71,8 +71,11 @@ def read_hosts(path: Path) -> list[Node]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        message = missing_path_problem(path) if not path.exists() else f"cannot be read: {error}"
-        raise ConfigError([Problem("--hosts", f"{path} {message}")]) from None
+        if path.exists():
+            problem = Problem("--hosts", f"{path} cannot be read: {error}", "unreadable")
+        else:
+            problem = Problem("--hosts", f"{path} {missing_path_problem(path)}", "not_found")
+        raise ConfigError([problem]) from None
     nodes: dict[str, Node] = {}
     problems = []
     for line_number, line in enumerate(lines, 1):
@@ -80,16 +83,16 @@ def read_hosts(path: Path) -> list[Node]:
         if not host:
             continue
         settings = dict(assignment.partition("=")[::2] for assignment in assignments)
-        slots, where = settings.get("slots"), f"{path}:{line_number}"
+        slots, where = settings.get("slots", ""), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
             problems.append(Problem(where, f"{quoted(host)} is no name of a host"))
-        elif settings.keys() - {"slots", "max_slots", "max-slots"} or (slots is not None and not slots.isdecimal()):
+        elif settings.keys() - {"slots", "max_slots", "max-slots"} or ("slots" in settings and not slots.isdecimal()):
             problems.append(Problem(where, f"not understood: {quoted(line.strip())}; write `host` or `host slots=8`"))
         elif host in nodes:
-            problems.append(Problem(where, f"{host} is there twice"))
-        nodes[host] = Node(host, None if slots is None or not slots.isdecimal() else int(slots))
+            problems.append(Problem(where, f"{host} is there twice", "duplicate"))
+        nodes[host] = Node(host, int(slots) if slots.isdecimal() else None)
     if not nodes:
-        problems.append(Problem("--hosts", f"{path} names no host; write one a line"))
+        problems.append(Problem("--hosts", f"{path} names no host; write one a line", "required"))
     if problems:
         raise ConfigError(problems)
     return list(nodes.values())
@@ -115,11 +118,12 @@ class HostGroup:
 
     def ask(self, nodes: Sequence[Node]) -> list[Node]:
         """Return the nodes with their answers, in the same order."""
-        return asyncio.run(self._ask_all(nodes))
 
-    async def _ask_all(self, nodes: Sequence[Node]) -> list[Node]:
-        semaphore = asyncio.Semaphore(_AT_ONCE)
-        return list(await asyncio.gather(*(self._ask(node, semaphore) for node in nodes)))
+        async def ask_all() -> list[Node]:
+            semaphore = asyncio.Semaphore(_AT_ONCE)
+            return await asyncio.gather(*(self._ask(node, semaphore) for node in nodes))
+
+        return asyncio.run(ask_all())
 
     def _command(self, host: str) -> list[str]:
         """Return the command that connects to a host and starts this program there.
@@ -143,17 +147,14 @@ class HostGroup:
                 return await asyncio.wait_for(_converse(node, process, self.question), self.timeout_s)
             except asyncio.TimeoutError:
                 _kill(process)
-                return Node(node.host, node.slots, error=f"no answer within {self.timeout_s:g} s (--timeout)")
+                return replace(node, error=f"no answer within {self.timeout_s:g} s (--timeout)")
             except asyncio.CancelledError:  # Ctrl-C
                 _kill(process)
                 raise
             except (EOFError, ConnectionError, ValueError, RecursionError):
                 code = await _wait_for_end(process)
-                return Node(
-                    node.host,
-                    node.slots,
-                    error=self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace")),
-                )
+                error = self._describe_failure(node.host, code, (await errors).decode("utf-8", "replace"))
+                return replace(node, error=error)
             finally:
                 await _wait_for_end(process)
                 errors.cancel()
@@ -162,8 +163,8 @@ class HostGroup:
         """Return why a machine has no facts, and the remedy, by the exit code and the error output of ssh."""
         lines = [printable(line.strip()) for line in output.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
-        if (refusal := next((line for line in lines if ASKS.search(line)), None)) is not None:
-            return f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+        if (problem := login_problem(lines, host)) is not None:
+            return problem
         if code == _SSH_FAILED:
             return f"{last}; see whether it is up, and try `ssh {host}`"
         if code in _NO_COMMAND:
@@ -193,7 +194,7 @@ async def _converse(node: Node, process: asyncio.subprocess.Process, question: s
     facts = _make_printable(json.loads(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
-    return Node(node.host, node.slots, facts, clock_skew_s=skew, round_trip_s=round_trip)
+    return replace(node, facts=facts, clock_skew_s=skew, round_trip_s=round_trip)
 
 
 def _make_printable(value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
         ConfigError: a callback is not an instance of `Callback`, or has hooks that are not called or cannot be.
     """
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Sequence):
-        raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_kind(callbacks)}")])
+        raise ConfigError([Problem(_WHERE, f"expected a list of callbacks, got {_type_name(callbacks)}")])
     problems = [
-        Problem(f"{_WHERE}[{index}]", message)
+        Problem(f"{_WHERE}[{index}]", message, kind)
         for index, callback in enumerate(callbacks)
-        for message in _callback_problems(callback)
+        for message, kind in _callback_problems(callback)
     ]
     if problems:
         raise ConfigError(problems)
@@ -69,23 +70,27 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 _WHERE = "callbacks"
 
 
-def _callback_problems(callback: Any) -> Iterator[str]:
+def _callback_problems(callback: Any) -> Iterator[tuple[str, Kind]]:
     if isinstance(callback, type):
-        yield f"expected an instance, got the class {callback.__name__}; write {callback.__name__}(...)"
+        yield f"expected an instance, got the class {callback.__name__}; write {callback.__name__}(...)", "invalid"
         return
     if not isinstance(callback, Callback):
-        yield f"expected an instance of finetrainers.Callback, got {_kind(callback)}; derive its class from Callback"
+        message = (
+            f"expected an instance of finetrainers.Callback, got {_type_name(callback)}; derive its class from Callback"
+        )
+        yield message, "invalid"
         return
     for name in [name for name in dir(type(callback)) if name.startswith("on_")]:
         if name not in _HOOKS:
-            yield f"{_kind(callback)} has no hook {name}{nearest(name, _HOOKS)}; rename methods that are not hooks"
+            hint = nearest(name, _HOOKS)
+            yield f"{_type_name(callback)} has no hook {name}{hint}; rename methods that are not hooks", "unknown"
             continue
         parameters = list(inspect.signature(_HOOKS[name]).parameters)[1:]
         try:
             inspect.signature(getattr(callback, name)).bind(*parameters)
         except TypeError as error:
-            yield f"{_kind(callback)}.{name} must take ({', '.join(parameters)}): {error}"
+            yield f"{_type_name(callback)}.{name} must take ({', '.join(parameters)}): {error}", "invalid"
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"{'an' if type(value).__name__[0] in 'AEIOUaeiou' else 'a'} {type(value).__name__}"

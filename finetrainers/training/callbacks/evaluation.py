@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
     from ..state import TrainState
 
 
+@dataclass(eq=False)
 class MethodEvaluation(Callback):
     """Evaluation by the method before the first step, every `eval_steps` steps, and at the end; it stores the clips."""
 
+    fps: float
     samples = True
-
-    def __init__(self, *, fps: float) -> None:
-        self.fps = fps
 
     def on_start(self, state: TrainState) -> Record | None:
         return self.evaluate(state) if state.step == 0 else None

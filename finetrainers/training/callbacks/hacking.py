@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class HackingWatch(Callback):
     """Callback that warns of reward hacking or stops the run; all ranks see the same records, and act together.
 
     It warns again only after the guard has found nothing in between.
     """
 
-    def __init__(self, guard: HackingGuard) -> None:
-        self.guard = guard
+    guard: HackingGuard
 
     def on_start(self, state: TrainState) -> None:
         """Pass the records since the checkpoint, which was saved before the evaluation of its step."""

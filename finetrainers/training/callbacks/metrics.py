@@ -72,8 +72,7 @@ class MetricsFile(Callback):
 class RewardFiles(Callback):
     """Writer of `rewards/NAME.txt`, which gets the mean raw score of every logged rollout, a number a line."""
 
-    def __init__(self) -> None:
-        self._last = -1.0  # the rollout whose scores were written last; its other updates repeat them
+    _last = -1.0  # the rollout whose scores were written last; its other updates repeat them
 
     def on_start(self, state: TrainState) -> None:
         """Rewrite the files from metrics.jsonl, so that a resumed run has no scores of steps that will be redone."""

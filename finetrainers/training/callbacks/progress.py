@@ -73,10 +73,9 @@ class ProgressLine(Callback):
             self._latest.update(headline)
             self._print([f"step {self._step()}", *_evaluation(record)])
             return
-        stale = {name for name in self._record if name in self._latest}
-        self._latest = {name: value for name, value in self._latest.items() if name not in stale} | headline
+        self._latest = {name: value for name, value in self._latest.items() if name not in self._record} | headline
         self._record = record
-        first = next(iter(self._headlines()), None)
+        first = next(self._headlines(), None)
         if first in headline:
             self._recent.append(headline[first])
         self.clock.tick(steps=int(record.get("steps", 1)), step_s=record["step_s"])

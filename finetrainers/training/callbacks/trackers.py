@@ -16,7 +16,7 @@ from PIL import Image
 from finetrainers.utils.video import make_gif
 
 #: Types of values that trackers take as settings; they get others as strings.
-_PLAIN = (int, float, str, bool)
+PLAIN = (int, float, str, bool)
 _GIF_WIDTH = 320
 #: wandb's mode for several processes that write to a run.
 _SHARED = "shared"
@@ -97,8 +97,8 @@ class TrackedRun(ABC):
         """Send images and videos of a step."""
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Send the settings of the run."""
-        self.tracker.store_init_configuration(plain(settings))
+        """Send the settings of the run, whose values are of `PLAIN` types."""
+        self.tracker.store_init_configuration(settings)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Send numbers of a step."""
@@ -107,11 +107,6 @@ class TrackedRun(ABC):
     def finish(self) -> None:
         """Send the remaining data, and end the run."""
         self.tracker.finish()
-
-
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with values that trackers take."""
-    return {name: value if isinstance(value, _PLAIN) else str(value) for name, value in settings.items()}
 
 
 class TensorBoard(TrackedRun):
@@ -133,7 +128,7 @@ class TensorBoard(TrackedRun):
         except ModuleNotFoundError:
             from tensorboardX.summary import hparams  # type: ignore[no-redef]
 
-        for summary in hparams(plain(settings), {}):
+        for summary in hparams(settings, {}):
             self.tracker.writer.file_writer.add_summary(summary)
 
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
@@ -184,12 +179,13 @@ class WandB(TrackedRun):
             run.define_metric("*", step_metric=_STEP)
 
     def arguments(self, place: Place) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"dir": str(place.folder), "name": place.name}
+        folder = str(place.folder)
         if place.joined is not None:
             import wandb
 
             settings = wandb.Settings(x_primary=False, x_update_finish_state=False, x_label=place.beside)
-            return {"dir": arguments["dir"], "id": place.joined, "mode": _SHARED, "settings": settings}
+            return {"dir": folder, "id": place.joined, "mode": _SHARED, "settings": settings}
+        arguments: dict[str, Any] = {"dir": folder, "name": place.name}
         if place.beside is not None:
             arguments |= {"name": f"{place.name}-{place.beside}", "group": place.name, "job_type": place.beside}
         if place.resumed is not None:
@@ -202,7 +198,7 @@ class WandB(TrackedRun):
         if self._own_axis:
             self.tracker.log({**values, _STEP: step})
         else:
-            self.tracker.log(dict(values), step=step)
+            super().log(values, step=step)
 
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
         from wandb import Image as WandBImage
@@ -242,16 +238,18 @@ class Trackio(TrackedRun):
 
     def configure(self, settings: Mapping[str, Any]) -> None:
         # Accelerate's class calls this with an option of wandb, which trackio stores as a setting.
-        self.tracker.tracker.config.update(plain(settings))
+        self.tracker.tracker.config.update(settings)
 
     def log_media(self, media: Sequence[Media], *, step: int) -> None:
         from trackio import Image as TrackioImage
         from trackio import Video
 
-        values = {}
-        for medium in media:
-            cls = Video if isinstance(medium.content, Path) else TrackioImage
-            values[medium.name] = cls(medium.content, caption=medium.caption)
+        values = {
+            medium.name: (Video if isinstance(medium.content, Path) else TrackioImage)(
+                medium.content, caption=medium.caption
+            )
+            for medium in media
+        }
         self.tracker.log(values, step=step)
 
 

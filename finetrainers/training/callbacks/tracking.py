@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from finetrainers.utils.video import read_comment
 
 from .base import Callback, Record
 from .samples import SHEET_VIDEOS, video_sheet
-from .trackers import TRACKERS, Media, Place, TrackedRun
+from .trackers import PLAIN, TRACKERS, Media, Place, TrackedRun
 
 if TYPE_CHECKING:
     from ..state import TrainState
@@ -24,31 +25,38 @@ logger = logging.getLogger(__name__)
 _MEDIA = ("samples", "rollouts")
 
 
+@dataclass(eq=False)
 class Tracker(Callback):
     """Sender of records to tensorboard, wandb or trackio. The first failure ends tracking, not training.
 
     A resumed run continues its run at the tracker, which the event `tracker` of events.jsonl names. Steps that are
     redone replace their first values where the tracker can do that; elsewhere they are not sent again.
-    """
 
-    def __init__(self, run: RunSection, kind: str) -> None:
-        """Args:
+    Attributes:
         run: project and directory.
         kind: of the tracker, a key of `TRACKERS`.
-        """
-        self.run, self.kind = run, kind
-        self.tracked: TrackedRun | None = None
-        self.takes_media = True
-        self._highest = -1  # step that was sent
-        self._sent = self._sent_media = -1  # numbers and media of steps up to these are not sent again
+        tracked: the tracker's run, or None before the start and after a failure.
+    """
+
+    run: RunSection
+    kind: str
+    tracked: TrackedRun | None = None
+    takes_media = True
+    _highest = -1  # step that was sent
+    _sent = _sent_media = -1  # numbers and media of steps up to these are not sent again
 
     def on_start(self, state: TrainState) -> None:
         self._guard(state, lambda: self._open(state))
 
     def _open(self, state: TrainState) -> None:
-        kind = TRACKERS[self.kind]
+        kind, root = TRACKERS[self.kind], state.run_dir.root
         earlier = self._earlier(state)
-        tracked = kind(self._place(state, earlier.get("run")))
+        tracked = kind(
+            Place(
+                project=self.run.tracker_name, folder=root / self.run.logging_dir, name=root.resolve().name,
+                resumed=earlier.get("run"), step=state.step,
+            )
+        )  # fmt: skip
         self.tracked = tracked
         if tracked.name is not None:
             state.run_dir.tracker_runs[self.kind] = tracked.name
@@ -67,15 +75,8 @@ class Tracker(Callback):
             step=state.step,
             shared=tracked.is_shared,
         )
-        settings = state.config.flat()
-        tracked.configure({name: value for name, value in settings.items() if name != "hub_token"})
-
-    def _place(self, state: TrainState, resumed: str | None) -> Place:
-        root = state.run_dir.root
-        return Place(
-            project=self.run.tracker_name, folder=root / self.run.logging_dir, name=root.resolve().name,
-            resumed=resumed, step=state.step,
-        )  # fmt: skip
+        settings = {name: value for name, value in state.config.flat().items() if name != "hub_token"}
+        tracked.configure({name: v if isinstance(v, PLAIN) else str(v) for name, v in settings.items()})
 
     def _earlier(self, state: TrainState) -> dict[str, Any]:
         """Return the last event that started the tracker's run which this one continues; empty for a new run."""
@@ -130,11 +131,11 @@ class Tracker(Callback):
             logger.warning("%s %s failed and is off from here on: %r", subject, kind, error)
 
 
+@dataclass(eq=False)
 class TrackedMedia(Callback):
     """Sender of a step's videos and their contact sheet to a tracker; it follows all callbacks that write videos."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
+    tracker: Tracker
 
     def on_start(self, state: TrainState) -> None:
         if state.step == 0:

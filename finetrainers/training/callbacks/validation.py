@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from finetrainers.utils.video import slug
 
 from ..sampling import (
     EncodedPrompts,
-    PromptRequest,
     SamplingComponents,
     SamplingSettings,
     prompt_request,
@@ -32,28 +32,14 @@ if TYPE_CHECKING:
     from ..state import TrainState
 
 
+@dataclass(eq=False, kw_only=True)
 class Validation(Callback):
     """Sampler of every prompt when `due(step)`; the same prompt always starts from the same noise.
 
     The videos of a prompt have the run's seed and those that follow it. With rewards, the samples are scored, and the
     weights before training are sampled too.
-    """
 
-    samples = True
-
-    def __init__(
-        self,
-        *,
-        encoded: EncodedPrompts,
-        size: tuple[int, int, int],
-        section: ValidationSection,
-        scheduler: Any,
-        load_vae: Callable[[], nn.Module],
-        due: Callable[[int], bool],
-        scores: SampleScores | None = None,
-        prefix: str = "",
-    ) -> None:
-        """Args:
+    Attributes:
         encoded: the prompts to sample.
         size: frames, height and width of clips whose prompt sets no other.
         section: number of videos, steps, guidance, offloading, and the frame rate, which is set.
@@ -62,19 +48,25 @@ class Validation(Callback):
         due: whether to sample after this step.
         scores: scores the samples, or None if they are not scored.
         prefix: of the samples' file names.
-        """
-        self.encoded = encoded
-        self.sizes = [prompt.size or size for prompt in encoded.prompts]
-        self.section = section
+    """
+
+    encoded: EncodedPrompts
+    size: tuple[int, int, int]
+    section: ValidationSection
+    scheduler: Any
+    load_vae: Callable[[], nn.Module]
+    due: Callable[[int], bool]
+    scores: SampleScores | None = None
+    prefix: str = ""
+    samples = True
+
+    def __post_init__(self) -> None:
+        section = self.section
+        self.sizes = [prompt.size or self.size for prompt in self.encoded.prompts]
         assert section.validation_frame_rate is not None, "the model's own rate, if no other was asked for"
         self.settings = SamplingSettings(
             section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale
         )
-        self.scheduler = scheduler
-        self.load_vae = load_vae
-        self.due = due
-        self.scores = scores
-        self.prefix = prefix
 
     def on_start(self, state: TrainState) -> Record | None:
         return self._sample_and_score(state) if self.scores is not None and state.step == 0 else None
@@ -114,7 +106,12 @@ class Validation(Callback):
             transformer, vae, self.scheduler, parallel.device, offload=bool(self.section.enable_model_cpu_offload)
         )
         seed = state.config.training.seed
-        requests = [self._request(prompt, video, state) for prompt, video in [*jobs[:1] * padding, *local_jobs]]
+        requests = [
+            prompt_request(
+                state.spec, self.encoded, prompt, size=self.sizes[prompt], settings=self.settings, seed=seed + video
+            )
+            for prompt, video in [*jobs[:1] * padding, *local_jobs]
+        ]
         with state.ema_applied(), parallel.autocast():
             clips = islice(enumerate(sample_prompts(state.spec, parts, requests), start=-padding), padding, None)
             for index, frames in parallel.take_turns(clips):
@@ -145,9 +142,3 @@ class Validation(Callback):
             *filter(None, [self.encoded.prompts[prompt].given]),
         ]
         return " | ".join(parts)
-
-    def _request(self, prompt: int, video: int, state: TrainState) -> PromptRequest:
-        return prompt_request(
-            state.spec, self.encoded, prompt, size=self.sizes[prompt], settings=self.settings,
-            seed=state.config.training.seed + video,
-        )  # fmt: skip

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.utils.alive import waiting
@@ -38,7 +38,7 @@ class SaveJob:
     discarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def run(self, parallel: DistributedContext) -> None:
-        """Save while training waits; every rank must call it.
+        """Save while training waits, and publish if all ranks have written; every rank must call it.
 
         Raises:
             Exception: it failed. On every rank.
@@ -48,14 +48,6 @@ class SaveJob:
             written = None if self.write is None else self.write()
         except Exception as caught:
             error = caught
-        self.conclude(parallel, written, error)
-
-    def conclude(self, parallel: DistributedContext, written: Any, error: Exception | None) -> None:
-        """Publish if all ranks have written, once this one has or has failed; every rank must call it.
-
-        Raises:
-            Exception: it failed. On every rank.
-        """
         with self.discarded():  # when no rank writes any more
             parallel.raise_if_any_failed(error, self.description)
             if self.publish is None:
@@ -108,11 +100,8 @@ class BackgroundSave:
         """Begin a save; none may be in flight."""
         assert self._job is None, f"{self._job.description} has not ended"
         self._job = job
-        self._future = None if job.write is None else self._executor.submit(self._run, job.write)
-
-    def _run(self, write: Callable[[], Any]) -> Any:
-        with self._watchdog.in_thread("checkpoint"):
-            return write()
+        limited = self._watchdog.in_thread("checkpoint")
+        self._future = None if job.write is None else self._executor.submit(limited(job.write))
 
     @property
     def is_writing(self) -> bool:
@@ -139,12 +128,10 @@ class BackgroundSave:
         """
         if self._job is None:
             return False
-        error = None
         if self._future is not None:
             with waiting():  # for the thread, which has its own clock
-                error = self._future.exception()
-        assert error is None or isinstance(error, Exception)
-        written = None if self._future is None or error is not None else self._future.result()
-        job, self._job, self._future = self._job, None, None
-        job.conclude(self._parallel, written, error)
+                self._future.exception()
+        job = replace(self._job, write=None if self._future is None else self._future.result)
+        self._job = self._future = None
+        job.run(self._parallel)
         return True

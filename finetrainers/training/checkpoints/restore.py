@@ -20,6 +20,7 @@ from finetrainers.plan.init_distributed import layout_problem
 from finetrainers.plan.resume_plan import Start
 from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import MANIFEST, damage
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.faults import fault_point
 
 from ..state import TrainState
@@ -68,12 +69,11 @@ def find_damage(start: Start, parallel: DistributedContext) -> dict[Path, str]:
 
 def restore(state: TrainState, start: Start) -> None:
     """Restore everything except the weights and the parts named by --reset; a new run has nothing to restore."""
-    state.step = start.step
     if start.checkpoint is not None:
         load_checkpoint(state, start.checkpoint, resets=start.resets)
-        state.step = start.step
         if start.resets & {"optimizer", "ema"}:
             state.oldest_rollback_step = start.step + 1
+    state.step = start.step
 
 
 def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str] = frozenset()) -> None:
@@ -90,7 +90,7 @@ def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str
     fault_point("resume")
     saved = read_state(directory)
     if "optimizer" not in resets:
-        _restore_optimizer(state, directory, scaler_state=saved["scaler"])
+        _restore_optimizer(state, directory, saved)
     if state.ema is not None and "ema" not in resets:
         averages = load_file(directory / "ema.safetensors")
         state.ema.load_state_dict({"shadow": averages, "num_updates": saved["ema_updates"]})
@@ -102,13 +102,14 @@ def load_checkpoint(state: TrainState, directory: Path, *, resets: frozenset[str
     state.step = saved["step"]
 
 
-def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapping[str, Any] | None) -> None:
+def _restore_optimizer(state: TrainState, directory: Path, saved: Mapping[str, Any]) -> None:
     """Restore the optimizer's state and the fp16 gradient scaler's."""
     parallel = state.parallel
     parallel.load_own_files(directory)
     if (directory / SLICES_FOLDER).is_dir():
-        values = read_state(directory)["optimizer"]
-        parallel.load_optimizer_slices(state.transformer, state.optimizer, directory / SLICES_FOLDER, values)
+        parallel.load_optimizer_slices(
+            state.transformer, state.optimizer, directory / SLICES_FOLDER, saved["optimizer"]
+        )
     elif not parallel.saves_optimizer_itself:
         # Torchao allows the classes of its state when it is imported, as it was to make the optimizer.
         loaded = torch.load(directory / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -118,15 +119,15 @@ def _restore_optimizer(state: TrainState, directory: Path, *, scaler_state: Mapp
     arguments = OPTIMIZERS[resolve_name(settings)].arguments(settings)
     for group in state.optimizer.param_groups:
         group.update({name: value for name, value in arguments.items() if name in group})
-    scaler = parallel.scaler
-    if scaler is None:
+    if parallel.scaler is None:
         return
-    if scaler_state is None:
-        raise ValueError(
+    if saved["scaler"] is None:
+        raise InputError(
             f"{directory} was saved without an fp16 gradient scaler, and this run uses one; use the same "
-            "--mixed_precision and kind of device, or start the optimizer from scratch with --reset optimizer"
+            "--mixed_precision and kind of device, or start the optimizer from scratch with --reset optimizer",
+            "mismatch",
         )
-    scaler.load_state_dict(scaler_state)
+    parallel.scaler.load_state_dict(saved["scaler"])
 
 
 def join_state(tensors: Mapping[str, Tensor], values: dict[str, Any]) -> dict[str, Any]:

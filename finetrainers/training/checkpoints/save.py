@@ -108,8 +108,7 @@ class Snapshot:
 
     def num_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        tensors = tensors_in(self.content)
-        return sum(part.nbytes for tensor in tensors for part in plain_tensors(tensor))
+        return sum(part.nbytes for tensor in tensors_in(self.content) for part in plain_tensors(tensor))
 
     def check_finite(self) -> None:
         """Refuse to save weights or averages that are not numbers: such a checkpoint is worth less than an older one.
@@ -168,7 +167,9 @@ def save_checkpoint(state: TrainState, background: BackgroundSave) -> Path:
     parallel = state.parallel
     final = checkpoints_dir(state.run_dir.root) / f"step-{state.step}"
     description = f"saving {final}"
-    in_background = _in_background(state)
+    training = state.config.training
+    # After the last checkpoint of a run, training has ended.
+    in_background = training.async_checkpointing and state.step < state.total_steps and state.requests.stop is None
     _wait_for_previous(state, background)
     with parallel.raise_on_all_ranks(description):
         fault_point("save")
@@ -201,13 +202,6 @@ def reserve_memory(state: TrainState, background: BackgroundSave) -> None:
             background.prepare(state.staging.reserve(slices.tensors))
     elif state.parallel.is_main and state.parallel.weights_are_whole:  # then a snapshot needs no other rank
         background.prepare(state.staging.reserve(take_snapshot(state).content))
-
-
-def _in_background(state: TrainState) -> bool:
-    """Return whether a thread writes; not so the last checkpoint of a run, after which training has ended."""
-    if not state.config.training.async_checkpointing:
-        return False
-    return state.step < state.total_steps and state.requests.stop is None
 
 
 def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:

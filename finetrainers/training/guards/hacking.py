@@ -70,9 +70,8 @@ def detect_held_out(snapshots: Sequence[Snapshot], label: str, patience: int) ->
     earlier, recent = measured[:-patience], measured[-patience:]
     if len(earlier) < 2:
         return None
-    pairs = list(pairwise(earlier))
-    level, index = max((_mean([snapshot.held_out[label][0] for snapshot in pair]), k) for k, pair in enumerate(pairs))
-    best = pairs[index]
+    pairs = [(_mean([snapshot.held_out[label][0] for snapshot in pair]), pair) for pair in pairwise(earlier)]
+    level, best = max(reversed(pairs), key=lambda pair: pair[0])  # of equals the last
     error = max(snapshot.held_out[label][1] for snapshot in best)
     if any(
         snapshot.held_out[label][0] >= level - _ERRORS * max(error, snapshot.held_out[label][1]) for snapshot in recent

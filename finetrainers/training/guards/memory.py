@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,23 +48,20 @@ def advise_on_oom(doing: str, advice: str = ADVICE) -> Iterator[None]:
         raise OutOfMemory(f"out of memory while {doing} ({first or type(error).__name__}). {advice}") from error
 
 
+@dataclass
 class Attempt:
     """The micro-batches of a step, with an OOM caught in the `with` block around their forward and backward passes.
 
     Attributes:
         step: the micro-batches.
+        refusal: why an OOM ends the run, as the end of a sentence, or None if it is caught.
         error: short message of the allocator, or None if all micro-batches fit.
     """
 
-    def __init__(self, step: Step[Any], *, refusal: str | None = None) -> None:
-        """Args:
-        step: the micro-batches.
-        refusal: why an OOM ends the run, as the end of a sentence, or None if it is caught.
-        """
-        self.step = step
-        self.error: str | None = None
-        self._refusal = refusal
-        self._index = 0
+    step: Step[Any]
+    refusal: str | None = None
+    error: str | None = None
+    _index = 0
 
     @property
     def item(self) -> Any:
@@ -87,8 +85,8 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or not is_out_of_memory(error):
             return False
-        if self._refusal is not None:
-            raise OutOfMemory(f"out of memory, and {self._refusal}. {ADVICE}") from error
+        if self.refusal is not None:
+            raise OutOfMemory(f"out of memory, and {self.refusal}. {ADVICE}") from error
         if isinstance(error, dist.DistError):
             return False  # a communicator that has failed cannot be used again
         # Not the error itself: its traceback holds the tensors of the step.
@@ -96,6 +94,7 @@ class Attempt:
         return True
 
 
+@dataclass
 class MemoryGuard:
     """Guard that retries a step in smaller micro-batches on OOM, and remembers how many samples of a latent size fit.
 
@@ -104,24 +103,23 @@ class MemoryGuard:
     micro-batch that did not fit is halved, and all ranks repeat the step. Shares of the loss belong to samples, so that
     the accumulated gradient is unchanged. All ranks have equally many micro-batches: one that has fewer samples than
     another has pieces fills up with a sample of share 0.
-    """
 
-    def __init__(self, *, parallel: Strategy, run_dir: RunDirectory, refusal: str | None) -> None:
-        """Args:
+    Attributes:
         parallel: the processes of the run.
         run_dir: gets an event for each retry.
         refusal: why no step is retried, as the end of a sentence, or None if steps are.
-        """
-        self.parallel = parallel
-        self.run_dir = run_dir
-        self.refusal = refusal
-        #: Lets blocks store less on all ranks before micro-batches are halved; returns whether they do, see
-        #: `ActivationPlanner`.
-        self.recompute_more: Callable[[], bool] = lambda: False
-        #: Maximum over ranks of the `flags` sent with the last attempt, or None if nothing was sent.
-        self.agreed_flags: list[int] | None = None
-        #: Maximum samples of a micro-batch by latent size, for the sizes that have run out of memory.
-        self.fitting_samples: dict[tuple[int, ...], int] = {}
+        recompute_more: lets blocks store less on all ranks before micro-batches are halved; returns whether they do,
+            see `ActivationPlanner`.
+        agreed_flags: maximum over ranks of the `flags` sent with the last attempt, or None if nothing was sent.
+        fitting_samples: maximum samples of a micro-batch by latent size, for the sizes that have run out of memory.
+    """
+
+    parallel: Strategy
+    run_dir: RunDirectory
+    refusal: str | None
+    recompute_more: Callable[[], bool] = lambda: False
+    agreed_flags: list[int] | None = None
+    fitting_samples: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def attempts(self, step: Step[Any], *, flags: Callable[[], Sequence[int]] = tuple) -> Iterator[Attempt]:
         """Yield attempts at a step, each to be used once in a `with` block, until one fits on all ranks.

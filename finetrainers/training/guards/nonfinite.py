@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from finetrainers.rundir.run_dir import RunDirectory
@@ -12,6 +13,10 @@ from finetrainers.utils.failures import ExpectedError
 
 logger = logging.getLogger(__name__)
 
+_ADVICE = (
+    "No weight was changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or other "
+    "data"
+)
 #: What to do with a step: make its update, skip it, or roll the run back to its newest checkpoint.
 Action = Literal["update", "skip", "rollback"]
 
@@ -20,28 +25,25 @@ class NonFiniteError(ExpectedError, RuntimeError):
     """Error for a step whose loss or gradient is NaN or infinite. Nothing of the step was saved."""
 
 
+@dataclass
 class NonFiniteGuard:
     """Guard that judges the numbers of a step before its update.
 
     They are averages over ranks, and one rank's NaN is the average's: every rank comes to the same decision.
-    """
 
-    def __init__(self, *, policy: str, limit: int, loss_scaling: bool, run_dir: RunDirectory) -> None:
-        """Args:
+    Attributes:
         policy: `raise`, `skip` or `rollback`.
         limit: steps that may be skipped or rolled back from in all; one more is an error.
         loss_scaling: whether fp16 gradients are scaled: then they overflow now and then, and the scaler skips those.
         run_dir: gets an event for each step whose update is not made.
-        """
-        self.policy = policy
-        self.limit = limit
-        self.names = ("loss",) if loss_scaling else ("loss", "grad_norm")
-        self.advice = (
-            "No weight was changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or "
-            "other data"
-        )
-        self.run_dir = run_dir
-        self.count = 0
+        count: of these steps.
+    """
+
+    policy: str
+    limit: int
+    loss_scaling: bool
+    run_dir: RunDirectory
+    count: int = 0
 
     def choose_action(self, step: int, record: Mapping[str, float]) -> Action:
         """Decide what to do with a step.
@@ -49,20 +51,19 @@ class NonFiniteGuard:
         Raises:
             NonFiniteError: the step must not be an update, and the policy is to raise, or there were too many.
         """
-        nonfinite = {name: record[name] for name in self.names if name in record and not math.isfinite(record[name])}
+        names = ("loss",) if self.loss_scaling else ("loss", "grad_norm")
+        nonfinite = {name: record[name] for name in names if name in record and not math.isfinite(record[name])}
         if not nonfinite:
             return "update"
         text = ", ".join(f"{name} {value}" for name, value in nonfinite.items())
         self.run_dir.event("nonfinite", step=step, skipped=self.policy == "skip", values=text)
         if self.policy == "raise":
-            raise NonFiniteError(
-                f"step {step}: {text}. {self.advice}, or leave such steps out with --on_nonfinite skip"
-            )
+            raise NonFiniteError(f"step {step}: {text}. {_ADVICE}, or leave such steps out with --on_nonfinite skip")
         self.count += 1
         if self.count > self.limit:
             raise NonFiniteError(
                 f"step {step}: {text}; {self.count} steps were not finite, more than --max_nonfinite_steps "
-                f"{self.limit}. {self.advice}"
+                f"{self.limit}. {_ADVICE}"
             )
         outcome = "skipped" if self.policy == "skip" else "not made"
         logger.warning("step %d %s (%d of at most %d): %s", step, outcome, self.count, self.limit, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from finetrainers.parallel.ranks import DistributedContext
 from finetrainers.rundir.run_dir import RunDirectory
@@ -15,6 +16,7 @@ _SHARE = 0.2
 _PATIENCE = 3
 
 
+@dataclass
 class StragglerMonitor:
     """Monitor of how long the ranks wait for each other: the slowest rank is the one that waits least.
 
@@ -23,12 +25,11 @@ class StragglerMonitor:
     gradients are sent and not waited for. It reports and changes nothing.
     """
 
-    def __init__(self, *, parallel: DistributedContext, run_dir: RunDirectory) -> None:
-        self.parallel = parallel
-        self.run_dir = run_dir
-        self._counted = 0.0
-        self._slowest = -1
-        self._in_a_row = 0
+    parallel: DistributedContext
+    run_dir: RunDirectory
+    _counted = 0.0
+    _slowest = -1
+    _in_a_row = 0
 
     def check_interval(self, step: int, *, steps: int, step_s: float) -> dict[str, float]:
         """Return the slowest rank since the last call, and how long the others waited; every rank must call it.

@@ -6,6 +6,7 @@ import pytest
 
 from finetrainers.config.checks.frames import length_problems
 from finetrainers.config.checks.options import Findings, check_config
+from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
@@ -25,34 +26,30 @@ def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: 
 
 
 @pytest.mark.parametrize(
-    ("first_frame", "any_frame", "options", "expected"),
+    ("first_frame", "any_frame", "options", "where", "kind", "value"),
     [
-        ("none", False, {"frame_conditioning": "first=0.1"},
-            "--frame_conditioning: this m takes no given frames; --list_models says which models take any"),
-        ("channels", False, {"frame_conditioning": "first=0.1,last=0.1,prefix:9=0.1"},
-         "--frame_conditioning: this m takes the first frame alone, not last, prefix:9; --list_models says which "
-         "models take any"),
-        ("tokens", False, {"frame_conditioning": "random=0.1"},
-            "--frame_conditioning: this m takes the first frame alone"),
+        ("none", False, {"frame_conditioning": "first=0.1"}, "frame_conditioning", "unsupported", "--list_models"),
+        ("channels", False, {"frame_conditioning": "first=0.1,last=0.1,prefix:9=0.1"}, "frame_conditioning",
+         "unsupported", "last, prefix:9; --list_models"),
+        ("tokens", False, {"frame_conditioning": "random=0.1"}, "frame_conditioning", "unsupported", "random;"),
         ("channels", True, {"frame_conditioning": "last=0.1", "sliding_window_size": 33,
-            "sliding_window_latents": "slice"},
-         "--sliding_window_latents: this checkpoint is given each window's first frame"),
-        ("channels", False, {"window_context": 1, "sliding_window_size": 33},
-            "--window_context: this m cannot be given frames"),
-        ("tokens", True, {"frame_conditioning": "last=0.1", "first_frame_conditioning_p": 0.1},
-         "--frame_conditioning: says how often the first frame is given, too; give one of the two options"),
+            "sliding_window_latents": "slice"}, "sliding_window_latents", "unsupported", "use encode"),
+        ("channels", False, {"window_context": 1, "sliding_window_size": 33}, "window_context", "unsupported",
+         "--list_models"),
+        ("tokens", True, {"frame_conditioning": "last=0.1", "first_frame_conditioning_p": 0.1}, "frame_conditioning",
+         "conflict", "two options"),
         ("tokens", True, {"frame_conditioning": "prefix=0.1", "sliding_window_size": 33,
-            "sliding_window_latents": "slice"},
-         "--frame_conditioning: prefix: with --sliding_window_latents slice, a window's first latent stands for "
-         "several"),
-        ("tokens", False, {"frame_conditioning": "first=0.5", "sees": True},
-         "--frame_conditioning: the text encoder of this checkpoint sees the image, so every clip is given its first "
-         "frame"),
+            "sliding_window_latents": "slice"}, "frame_conditioning", "conflict", "--sliding_window_latents slice"),
+        ("tokens", False, {"frame_conditioning": "first=0.5", "sees": True}, "frame_conditioning", "unsupported",
+         "text encoder"),
     ],
 )  # fmt: skip
-def test_what_a_model_cannot_be_given(first_frame: str, any_frame: bool, options: dict, expected: str) -> None:
+def test_what_a_model_cannot_be_given(
+    first_frame: str, any_frame: bool, options: dict, where: str, kind: str, value: str
+) -> None:
     [problem] = findings(first_frame, any_frame=any_frame, **options).errors
-    assert str(problem).startswith(expected)
+    assert (problem.where, problem.kind) == (f"--{where}", kind)
+    assert value in problem.message
 
 
 def test_what_works() -> None:
@@ -63,22 +60,28 @@ def test_what_works() -> None:
     assert findings("channels", frame_conditioning=every, window_context=2, sliding_window_size=33).errors == []
     assert findings(frame_conditioning="last=0.1,suffix:8=0.1", **sliced).errors == []
     assert findings(frame_conditioning="", window_context=2, **sliced).errors == []
-    assert findings(frame_conditioning=every, window_context=2).warnings == [
-        "--window_context has no effect without --sliding_window_size"
-    ]
+    [warning] = findings(frame_conditioning=every, window_context=2).warnings
+    assert warning.startswith("--window_context ")
+    assert warning.endswith(" --sliding_window_size")
 
 
 def test_samples_on_channels_begin_with_an_image_or_a_video() -> None:
     facts = Facts(GEOMETRY, first_frame="channels", any_frame=True)
 
-    def problems(**given: str) -> list[str]:
+    def problems(**given: str) -> list[tuple[str, str]]:
         prompts = [ValidationPrompt(prompt="a", **given)]
         found = check_config(configured(), facts=facts, prompts=prompts, scored=prompts, world_size=1)
-        return [problem.where for problem in found.errors]
+        return [(problem.where, problem.kind) for problem in found.errors]
 
     assert problems(image="a.png", last_image="b.png") == problems(video_prefix="a.mp4", last_image="b.png") == []
-    assert problems(last_image="b.png") == ["--validation_images", "--eval_prompts"]
-    assert problems(image="a.png", video_prefix="a.mp4") == ["--validation_video_prefixes", "--eval_prompts"]
+    assert problems(last_image="b.png") == [
+        ("--validation_images", "required"),
+        ("--eval_prompts", "required"),
+    ]
+    assert problems(image="a.png", video_prefix="a.mp4") == [
+        ("--validation_video_prefixes", "conflict"),
+        ("--eval_prompts", "conflict"),
+    ]
 
 
 def test_buckets_are_long_enough() -> None:
@@ -86,15 +89,20 @@ def test_buckets_are_long_enough() -> None:
 
     windows = [(17, 64, 64), (33, 64, 64)]
 
-    def problems(**options: object) -> list[tuple[str, str]]:
+    def problems(**options: object) -> list[Problem]:
         return [*length_problems(configured(**options).data, facts, buckets, windows)]
 
     assert problems(frame_conditioning="prefix:9=0.1,suffix:8=0.1,random=0.1") == []
-    assert problems(frame_conditioning="prefix:17=0.1,suffix:20=0.1", sliding_window_size=17, window_context=3) == [
-        ("frame_conditioning", "prefix:17 would give all of 17 frames, and leave nothing to train; use longer clips"),
-        ("frame_conditioning", "suffix:20 must have a multiple of 8 frames, as latent frames stand for 8"),
-        ("window_context", "leaves nothing to train of windows of 3 latent frames; give at most 2"),
-    ]
+    prefix, suffix, context = problems(
+        frame_conditioning="prefix:17=0.1,suffix:20=0.1", sliding_window_size=17, window_context=3
+    )
+    assert (prefix.where, prefix.kind) == (suffix.where, suffix.kind) == ("--frame_conditioning", "invalid")
+    assert (context.where, context.kind) == ("--window_context", "conflict")
+    assert "prefix:17 " in prefix.message
+    assert "17 frames" in prefix.message
+    assert "suffix:20 " in suffix.message
+    assert "multiple of 8 " in suffix.message
+    assert "at most 2" in context.message
     assert problems(sliding_window_size=17, window_context=2) == []
     windows = []  # of another dataset, say; clips that are no windows have no context
     assert problems(sliding_window_size=33, window_context=4) == []

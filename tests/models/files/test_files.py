@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,19 +15,21 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from every_family import CHECKPOINTS
+from refusals import refused_command, refused_options
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
-from finetrainers.cli.main import train_command
-from finetrainers.config.errors import ConfigError
+from finetrainers.config.errors import Problem
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.files import files
 from finetrainers.models.files.weights import are_mapped, compare
 from finetrainers.models.registry import get_family
+from finetrainers.utils.failures import Kind
 from finetrainers.utils.video import write_mp4
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 ENCODER = "text_encoder/model.safetensors"
+MODEL = "--pretrained_model_name_or_path"
 
 
 @pytest.fixture
@@ -41,11 +42,17 @@ def section(path: Path, family: str = "ltx_video", **options: Any) -> ModelSecti
     return ModelSection(model_name=family, pretrained_model_name_or_path=str(path), **options)
 
 
-def said(path: Path, family: str = "ltx_video", **options: Any) -> list[str]:
+def examine(path: Path, family: str = "ltx_video", **options: Any) -> list[Problem]:
     """All problems of a folder: those of its files, else those of its tensors."""
     config = section(path, family, **options)
-    problems = get_family(family).problems(config) or get_family(family).load(config).examine()[0]
-    return [str(problem) for problem in problems]
+    return get_family(family).problems(config) or get_family(family).load(config).examine()[0]
+
+
+def expect_problem(path: Path, kind: Kind, *values: object, where: str = MODEL, **options: Any) -> None:
+    """Expect one problem of a folder, with this kind, place and values."""
+    [problem] = examine(path, **options)
+    assert (problem.where, problem.kind) == (where, kind), problem
+    assert [str(value) for value in values if str(value) not in problem.message] == [], problem
 
 
 def cut(path: Path, keep: float = 0.5) -> None:
@@ -69,47 +76,42 @@ def pickled(path: Path) -> None:
 def test_sound_models_pass(tiny_repo: Callable[..., Path]) -> None:
     for name, version in CHECKPOINTS:
         repo = tiny_repo(name, version)
-        assert said(repo, name) == []
+        assert examine(repo, name) == []
         assert get_family(name).load(section(repo, name)).examine() == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "kind", "values"),
     [
-        (lambda r: shutil.rmtree(r / "vae"), "has no folder 'vae'"),
-        (lambda r: shutil.rmtree(r / "tokenizer"), "has no folder 'tokenizer'"),
-        (lambda r: (r / "tokenizer/tokenizer.json").unlink(), "tokenizer holds no tokenizer"),
-        (lambda r: (r / "scheduler/scheduler_config.json").unlink(), "has no scheduler_config.json"),
-        (lambda r: cut(r / "transformer/config.json"), "transformer/config.json cannot be read as JSON"),
-        (
-            lambda r: (r / "vae/config.json").write_text("[1]"),
-            "vae/config.json must be a JSON object, and it is a list",
-        ),
-        (lambda r: cut(r / "tokenizer/tokenizer.json"), "tokenizer/tokenizer.json cannot be read as JSON"),
-        (lambda r: cut(r / ENCODER), f"{ENCODER} is cut short: at least .* are missing"),
-        (lambda r: cut(r / TRANSFORMER, 0.01), f"{TRANSFORMER} is cut short"),
-        (lambda r: (r / TRANSFORMER).write_bytes(b""), f"{TRANSFORMER} is not a safetensors file"),
+        (lambda r: shutil.rmtree(r / "vae"), "not_found", ["'vae'", "model_index.json"]),
+        (lambda r: shutil.rmtree(r / "tokenizer"), "not_found", ["'tokenizer'", "model_index.json"]),
+        (lambda r: (r / "tokenizer/tokenizer.json").unlink(), "not_found", ["/tokenizer ", "spiece.model"]),
+        (lambda r: (r / "scheduler/scheduler_config.json").unlink(), "not_found", ["scheduler_config.json"]),
+        (lambda r: cut(r / "transformer/config.json"), "unreadable", ["transformer/config.json", "JSON"]),
+        (lambda r: (r / "vae/config.json").write_text("[1]"), "invalid", ["vae/config.json", "list"]),
+        (lambda r: cut(r / "tokenizer/tokenizer.json"), "unreadable", ["tokenizer/tokenizer.json", "JSON"]),
+        (lambda r: cut(r / ENCODER), "unreadable", [ENCODER, " KiB "]),
+        (lambda r: cut(r / TRANSFORMER, 0.01), "unreadable", [TRANSFORMER]),
+        (lambda r: (r / TRANSFORMER).write_bytes(b""), "unreadable", [TRANSFORMER, " safetensors file: "]),
         (
             lambda r: (r / TRANSFORMER).write_text("version https://git-lfs.github.com/spec/v1\n"),
-            f"{TRANSFORMER} is a pointer of Git LFS",
+            "unreadable", [TRANSFORMER, "`git lfs pull`"],
         ),
-        (lambda r: pickled(r / ENCODER), "text_encoder has its weights as pickles only .pytorch_model.bin."),
-        (lambda r: (r / TRANSFORMER).unlink(), "has no diffusion_pytorch_model.safetensors; it holds: config.json"),
-        (lambda r: (r / "transformer").rename(r / "unet"), "has no folder 'transformer'.*unet"),
+        (lambda r: pickled(r / ENCODER), "unsupported", ["/text_encoder ", "(pytorch_model.bin)", "model.safetensors"]),
+        (lambda r: (r / TRANSFORMER).unlink(), "not_found", ["diffusion_pytorch_model.safetensors", ": config.json"]),
+        (lambda r: (r / "transformer").rename(r / "unet"), "not_found", ["'transformer'", "unet"]),
     ],
 )  # fmt: skip
-def test_files_that_cannot_be_loaded(repo: Path, damage: Callable[[Path], Any], message: str) -> None:
+def test_files_that_cannot_be_loaded(repo: Path, damage: Callable[[Path], Any], kind: Kind, values: list[str]) -> None:
     damage(repo)
-    [problem] = said(repo)
-    assert problem.startswith("--pretrained_model_name_or_path: ")
-    assert re.search(message, problem)
+    expect_problem(repo, kind, *values)
 
 
 def test_everything_is_said_at_once(repo: Path) -> None:
     cut(repo / ENCODER)
     shutil.rmtree(repo / "vae")
     (repo / "transformer/config.json").write_text("{")
-    assert len(said(repo)) == 3
+    assert [problem.kind for problem in examine(repo)] == ["unreadable", "not_found", "unreadable"]
 
 
 def test_shards_and_their_index(repo: Path) -> None:
@@ -123,32 +125,41 @@ def test_shards_and_their_index(repo: Path) -> None:
     index = folder / "diffusion_pytorch_model.safetensors.index.json"
     places = {name: shard for shard, held in shards.items() for name in held}
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    assert said(repo) == []
+    assert examine(repo) == []
     cut(folder / "a.safetensors")
     (folder / "b.safetensors").rename(folder / "c.safetensors")
-    assert [re.search("cut short|b.safetensors is missing", text) is not None for text in said(repo)] == [True, True]
+    damaged, missing = examine(repo)
+    assert (damaged.kind, missing.kind) == ("unreadable", "not_found")
+    assert "a.safetensors" in damaged.message
+    assert "b.safetensors" in missing.message
     index.write_text(
         json.dumps({"weight_map": {**dict.fromkeys(names[10:], "c.safetensors"), "foreign": "c.safetensors"}})
     )
-    assert "c.safetensors lacks foreign, which the index places there" in said(repo)[0]
+    expect_problem(repo, "mismatch", "c.safetensors", "foreign")
     index.write_text("{}")
-    assert "has no table 'weight_map'" in said(repo)[0]
+    expect_problem(repo, "invalid", index, "'weight_map'")
 
 
 def test_a_variant_that_is_not_there(repo: Path) -> None:
-    problems = said(repo, variant="fp16")
-    assert len(problems) == 3  # the text encoder, the VAE, the transformer
-    assert "has no model.fp16.safetensors; it holds: config.json, model.safetensors" in problems[0]
+    problems = examine(repo, variant="fp16")
+    assert [problem.kind for problem in problems] == ["not_found"] * 3  # the text encoder, the VAE, the transformer
+    assert "model.fp16.safetensors;" in problems[0].message
+    assert ": config.json, model.safetensors" in problems[0].message
 
 
 def test_a_replacement_is_named_by_its_option(repo: Path, tiny_repo: Callable[..., Path]) -> None:
     cut(repo / TRANSFORMER)
-    [problem] = said(tiny_repo("ltx_video"), transformer_id=str(repo))
-    assert problem.startswith("--transformer_id: ")
-    [problem] = said(tiny_repo("ltx_video"), transformer_id=str(repo / TRANSFORMER))
-    assert problem.startswith(f"--transformer_id: {repo / TRANSFORMER} is cut short")
-    problems = said(repo / TRANSFORMER)
-    assert all("is a file; give the folder of a model in diffusers layout" in problem for problem in problems)
+    for place in (repo, repo / TRANSFORMER):
+        expect_problem(
+            tiny_repo("ltx_video"),
+            "unreadable",
+            repo / TRANSFORMER,
+            where="--transformer_id",
+            transformer_id=str(place),
+        )
+    problems = examine(repo / TRANSFORMER)
+    assert {(problem.where, problem.kind) for problem in problems} == {(MODEL, "invalid")}
+    assert all("--transformer_path" in problem.message for problem in problems)
 
 
 # ---- names and shapes ------------------------------------------------------------------------------------------------
@@ -167,10 +178,11 @@ def test_tensors_that_are_missing_or_of_another_shape(repo: Path, file: str) -> 
         return name
 
     lost = change(repo / file, lose)
-    [problem] = said(repo)
-    assert f"lack 1 tensor: {lost}" in problem
+    expect_problem(repo, "not_found", (repo / file).parent, f"1 tensor: {lost}")
     widened = change(repo / file, widen)
-    assert any(f"{widened} in {(repo / file).parent} has shape (3, 5)" in problem for problem in said(repo))
+    [misshapen] = [problem.message for problem in examine(repo) if problem.kind == "mismatch"]
+    assert misshapen.startswith(f"{widened} in {(repo / file).parent} ")
+    assert "(3, 5)" in misshapen
 
 
 def test_tensors_that_no_class_has_are_a_warning(repo: Path) -> None:
@@ -181,7 +193,9 @@ def test_tensors_that_no_class_has_are_a_warning(repo: Path) -> None:
     change(repo / TRANSFORMER, add)
     problems, [warning] = get_family("ltx_video").load(section(repo)).examine()
     assert problems == []
-    assert "holds 1 tensor that a LTXVideoTransformer3DModel does not have: foreign.weight" in warning
+    assert warning.startswith(f"{MODEL}: {repo / 'transformer'} ")
+    assert "1 tensor that a LTXVideoTransformer3DModel " in warning
+    assert warning.endswith(": foreign.weight")
 
 
 def test_text_encoders_may_have_been_saved_with_a_head() -> None:
@@ -206,7 +220,7 @@ def test_weights_that_are_no_numbers_are_the_files_fault(repo: Path, file: str) 
         return name
 
     name = change(repo / file, spoil)
-    assert said(repo) == []  # headers do not tell
+    assert examine(repo) == []  # headers do not tell
     spec = get_family("ltx_video").load(section(repo))
     load = {
         "text_encoder": spec.load_text_encoders,
@@ -214,39 +228,33 @@ def test_weights_that_are_no_numbers_are_the_files_fault(repo: Path, file: str) 
         "transformer": lambda: spec.load_transformer(torch.bfloat16),
     }
     part = file.partition("/")[0]
-    with pytest.raises(
-        ConfigError, match=rf"the {part} of {repo} holds NaN or infinity in 1 tensor: {re.escape(name)}"
-    ):
+    with refused_options((MODEL, "invalid")) as caught:
         load[part]()
+    assert f"the {part} of {repo} " in str(caught.value)
+    assert f"NaN or infinity in 1 tensor: {name};" in str(caught.value)
 
 
-def test_the_command_refuses_before_it_loads(
-    repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_refuses_before_it_loads(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2 and the file's name, in a dry run too; weights that are no numbers, when the first part is loaded."""
     write_mp4(tmp_path / "clips" / "a.mp4", np.zeros((9, 64, 64, 3), np.uint8), fps=8)
     (tmp_path / "clips" / "a.txt").write_text("a clip")
     command = [
-        "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(repo),
+        "train", "--model_name", "ltx_video", "--pretrained_model_name_or_path", str(repo),
         "--data_root", str(tmp_path / "clips"),
         "--output_dir", str(tmp_path / "run"), "--video_resolution_buckets", "9x64x64", "--train_steps", "1",
     ]  # fmt: skip
 
-    def refused(*more: str) -> str:
-        assert train_command([*command, *more], prog="finetrainers train") == 2
-        return capsys.readouterr().err
-
     state = load_file(repo / ENCODER)
     change(repo / ENCODER, lambda state: state["encoder.final_layer_norm.weight"].fill_(float("nan")))
-    assert f"the text_encoder of {repo} holds NaN or infinity" in refused()
+    assert refused_command(command) == (2, [(MODEL, "invalid")])
     save_file({name: t for name, t in state.items() if "final" not in name}, repo / ENCODER)
     with monkeypatch.context() as patch:
         patch.setattr(ModelMixin, "from_pretrained", None)
         patch.setattr(T5EncoderModel, "from_pretrained", None)
         for more in ((), ("--dry_run",)):
-            assert f"the files in {repo / 'text_encoder'} lack 1 tensor: encoder.final_layer_norm" in refused(*more)
+            assert refused_command([*command, *more]) == (2, [(MODEL, "not_found")])
     pickled(repo / ENCODER)
-    assert "has its weights as pickles only" in refused("--dry_run")
+    assert refused_command([*command, "--dry_run"]) == (2, [(MODEL, "unsupported")])
 
 
 # ---- kinds of checkpoints --------------------------------------------------------------------------------------------
@@ -256,8 +264,9 @@ def test_checkpoints_of_other_pipelines_are_refused(tiny_repo: Callable[..., Pat
     repo = Path(shutil.copytree(tiny_repo("cogvideox", version="5b"), tmp_path / "model"))
     index = json.loads((repo / "model_index.json").read_text())
     (repo / "model_index.json").write_text(json.dumps({**index, "_class_name": "CogVideoXInpaintPipeline"}))
-    [problem] = said(repo, "cogvideox")
-    assert "is made for CogVideoXInpaintPipeline, and cogvideox trains checkpoints of CogVideoXPipeline or" in problem
+    expect_problem(
+        repo, "unsupported", "CogVideoXInpaintPipeline,", "CogVideoXPipeline or", "--transformer_id", family="cogvideox"
+    )
 
 
 def test_other_kinds_are_refused(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
@@ -268,16 +277,21 @@ def test_other_kinds_are_refused(tiny_repo: Callable[..., Path], tmp_path: Path)
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
         return folder
 
-    [problem] = said(with_config("cogvideox", "transformer", in_channels=33), "cogvideox")
-    assert "33 input channels for 16 latent channels is not known" in problem
-    [problem] = said(with_config("hunyuan_video", "transformer", image_condition_type="latent_concat"), "hunyuan_video")
-    assert "image_condition_type 'latent_concat' and 16 input channels for 16 output channels is not known" in problem
-    [problem] = said(with_config("hunyuan_video", "transformer", in_channels=33), "hunyuan_video")
-    assert "33 input channels" in problem
-    [problem] = said(with_config("ltx_video", "vae", _class_name="AutoencoderKLWan"), "ltx_video")
-    assert "holds a AutoencoderKLWan, and ltx_video is a AutoencoderKLLTXVideo" in problem
-    [problem] = said(with_config("ltx_video", "vae", latent_channels=16), "ltx_video")
-    assert "the VAE gives 16 channels, and the transformer predicts 128" in problem
+    cogvideox = with_config("cogvideox", "transformer", in_channels=33)
+    expect_problem(cogvideox, "unsupported", "33 input channels", "16 latent channels", family="cogvideox")
+    concat = with_config("hunyuan_video", "transformer", image_condition_type="latent_concat")
+    expect_problem(
+        concat, "unsupported", "'latent_concat'", "16 input channels", "16 output channels", family="hunyuan_video"
+    )
+    expect_problem(
+        with_config("hunyuan_video", "transformer", in_channels=33),
+        "unsupported",
+        "33 input channels",
+        family="hunyuan_video",
+    )
+    foreign = with_config("ltx_video", "vae", _class_name="AutoencoderKLWan")
+    expect_problem(foreign, "mismatch", "AutoencoderKLWan,", "AutoencoderKLLTXVideo")
+    expect_problem(with_config("ltx_video", "vae", latent_channels=16), "conflict", "VAE", "16", "128")
 
 
 @pytest.mark.parametrize("within", ["", "vae"])
@@ -296,11 +310,11 @@ def test_text_encoders_of_bitsandbytes_need_cuda(repo: Path, monkeypatch: pytest
     quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     config.write_text(json.dumps(json.loads(config.read_text()) | quantized))
     monkeypatch.setattr(files, "likely_device_type", lambda: "cpu")
-    (problem,) = said(repo)
-    assert "holds weights quantized by bitsandbytes, which needs CUDA, and there is none here; give" in problem
-    assert "--quantize_text_encoders int8 or fp8 quantizes while they are loaded" in problem
+    expect_problem(
+        repo, "unsupported", repo / "text_encoder", "bitsandbytes", "CUDA", "--quantize_text_encoders int8 or fp8 "
+    )
     monkeypatch.setattr(files, "likely_device_type", lambda: "cuda")
-    assert said(repo) == []
+    assert examine(repo) == []
 
 
 def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> None:
@@ -308,12 +322,7 @@ def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> N
     plain = config.read_text()
     quantized = {**json.loads(plain), "quantization_config": {"quant_method": "torchao", "quant_type": "int8wo"}}
     config.write_text(json.dumps(quantized))
-    (problem,) = said(repo)
-    assert problem.startswith("--pretrained_model_name_or_path: ")
-    assert (
-        "holds quantized weights (its config.json says quantization_config, by torchao), and these are not" in problem
-    )
-    assert "--quantize_frozen int8, fp8 or nf4 quantizes while they are loaded" in problem
+    expect_problem(repo, "unsupported", "quantization_config", "torchao", "--quantize_frozen int8, fp8 or nf4 ")
     config.write_text(plain)
 
     def as_comfyui_does(state: dict[str, torch.Tensor]) -> None:
@@ -324,16 +333,11 @@ def test_weights_that_are_quantized_already_are_refused_by_name(repo: Path) -> N
     encoder = repo / "text_encoder" / "model.safetensors"
     before = encoder.read_bytes()
     change(encoder, lambda state: state.update({"encoder.scaled_fp8": torch.ones(1)}))
-    (problem,) = said(repo)
-    assert "(scales of its weights, as in ComfyUI's fp8 files: encoder.scaled_fp8), and these are not read" in problem
-    assert "--quantize_text_encoders int8" in problem
+    expect_problem(repo, "unsupported", "ComfyUI", ": encoder.scaled_fp8)", "--quantize_text_encoders int8")
     encoder.write_bytes(before)
 
     change(repo / TRANSFORMER, as_comfyui_does)
-    (problem,) = said(repo)
-    assert (
-        "(scales of its weights, as in ComfyUI's fp8 files: transformer_blocks.0.attn1.to_q.scale_weight and" in problem
-    )
+    expect_problem(repo, "unsupported", "ComfyUI", ": transformer_blocks.0.attn1.to_q.scale_weight and")
 
 
 def test_fp8_weights_without_scales_are_numbers(repo: Path) -> None:
@@ -341,7 +345,7 @@ def test_fp8_weights_without_scales_are_numbers(repo: Path) -> None:
     before = load_file(repo / TRANSFORMER)
     name = "transformer_blocks.0.attn1.to_q.weight"
     change(repo / TRANSFORMER, lambda state: state.update({name: state[name].to(torch.float8_e4m3fn)}))
-    assert said(repo) == []
+    assert examine(repo) == []
     network = get_family("ltx_video").load(section(repo)).load_transformer(torch.bfloat16)
     found = network.get_parameter(name)
     assert found.dtype == torch.bfloat16

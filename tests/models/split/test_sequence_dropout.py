@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import refused_options
 from torch import Tensor, nn
 
-from finetrainers.config.errors import ConfigError
 from finetrainers.models.split.sequence import SequenceGroup, SequenceParallelPlan
 from finetrainers.models.split.sequence_dropout import SplitDropout, split_dropout
 
@@ -61,5 +61,6 @@ def test_noise_levels_of_tokens_are_rows() -> None:
 def test_a_family_that_tells_no_streams_has_no_dropout() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     spec = SimpleNamespace(name="mine", streams={}, token_plan=SequenceParallelPlan())
-    with pytest.raises(ConfigError, match="mine does not tell which tokens go through 1"):
+    with refused_options(("--sp_size", "unsupported")) as caught:
         split_dropout(network, spec, group(0))
+    assert "through 1 (`ModelSpec.streams`)" in str(caught.value)

@@ -333,7 +333,7 @@ def test_a_page_that_cannot_be_made_fails_no_run(run_dir: Path, caplog: pytest.L
     assert not caplog.records
     (run_dir / "manifest.jsonl").write_text('{"use": 3, "name": {"a": 1}, "marks": 7}\n')
     write_run_report(run_dir)
-    assert "report.html was not written: TypeError" in caplog.text
+    assert re.search(r"report\.html .*: TypeError", caplog.text)
 
 
 def test_rewards_come_first_and_spread_is_drawn(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_what_happened_is_marked_on_the_curves_also_of_several_runs(run_dir: Pat
     assert [(mark.x, mark.kind, mark.color) for mark in both.marks] == [
         (2, "spike", 0), (2, "resume", 0), (3, "failure", 1), (5, "failure", 1), (4, "resume", 1),
     ]  # fmt: skip
-    assert [mark.text for mark in both.marks][2] == "other: out of memory at step 3, retried with 4 samples at once"
+    assert re.fullmatch("other: .* memory at step 3, .* 4 samples .*", both.marks[2].text)
     page = make_report(runs, VideoLimits(0))
     assert page.count('class="mark failure c1"') >= 2
     text = Page(page).text
@@ -440,7 +440,8 @@ def watched_run(root: Path, name: str) -> Path:
 def test_watched_checkpoints_and_drawn_samples_are_shown(tmp_path: Path) -> None:
     run = read_run(watched_run(tmp_path / "run", "run"), name="run")
     [watched] = read_watched(run)
-    assert (watched.preset, watched.best, watched.labels, watched.steps) == ("low", 1, ["motion", "bright"], [1, 2])
+    assert (watched.preset, watched.best, watched.labels) == ("low", 1, ["motion", "bright"])
+    assert {step for step, _, _ in watched.records} == {1, 2}
     assert watched.means("motion") == (
         [1.0, 2.0],
         [pytest.approx(0.85 / 3), pytest.approx(2.35 / 3)],

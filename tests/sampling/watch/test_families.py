@@ -24,6 +24,8 @@ from finetrainers.rundir.best import best_checkpoint
 from finetrainers.sampling.watch import server
 from finetrainers.utils.video import write_mp4
 
+PROMPT = "a red ball"
+
 
 def checkpoint(run: Path, spec: Any, *, step: int) -> None:
     """Publish a random LoRA."""
@@ -56,7 +58,7 @@ def test_a_watch_of_every_family(
     (run / "config.toml").write_text(
         f'model_name = "{family}"\npretrained_model_name_or_path = "{repository}"\n{dtypes}'
         f'data_root = "gone"\nvideo_resolution_buckets = ["9x64x64"]\noutput_dir = "{run}"\ntrain_steps = 2\n'
-        'validation_prompts = "a red ball"\nvalidation_inference_steps = 2\nvalidation_guidance_scale = 2.0\n'
+        f'validation_prompts = "{PROMPT}"\nvalidation_inference_steps = 2\nvalidation_guidance_scale = 2.0\n'
     )
     media: list[str] = []
     if spec.facts.first_frame != "none":
@@ -66,7 +68,7 @@ def test_a_watch_of_every_family(
         write_mp4(tmp_path / "control.mp4", np.full((20, 64, 64, 3), 90, np.uint8), fps=spec.facts.geometry.fps)
         media += ["--video", str(tmp_path / "control.mp4")]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    arguments = [str(run), "--prompts", "a red ball", *media, "--seed", "3"]
+    arguments = [str(run), "--prompts", PROMPT, *media, "--seed", "3"]
     watch = ["watch", *arguments, "--once", "--device", "cpu", "--best_by", "brightness"]
     assert main(watch) == 0, capsys.readouterr().err
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"  # the device is the command's
@@ -76,7 +78,7 @@ def test_a_watch_of_every_family(
     for one in records:
         pixels = server._pixels(folder / one["file"])
         assert one["scores"]["brightness"] == pytest.approx(
-            Brightness().score(pixels, ["a red ball"], fps=8)["score"].item(), rel=1e-6
+            Brightness().score(pixels, [PROMPT], fps=8)["score"].item(), rel=1e-6
         )
     assert (folder / records[0]["file"]).read_bytes() != (folder / records[1]["file"]).read_bytes()
     best = max(records, key=lambda one: one["scores"]["brightness"])["step"]

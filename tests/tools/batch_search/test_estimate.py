@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,8 @@ def test_sizes_fit_by_the_estimate_and_one_clip_more_does_not(
     assert main(["search-batch", *model, *asked, "--max_batch_size", "50"]) == 0
     printed, found = capsys.readouterr(), json.loads(output.read_text())
     assert [one["bucket"] for one in found["buckets"]] == [*names]
-    assert "there is no GPU on this machine: nothing was measured" in printed.out
-    assert f"planned for {0.9 * gpu:.3g} of {gpu} GiB of the GPU: 10 % stay free" in printed.out
+    assert re.search("no GPU .*: nothing ", printed.out)
+    assert re.search(f" {0.9 * gpu:.3g} of {gpu} GiB .*: 10 % ", printed.out)
 
     def needed(bucket: str, clips: int) -> float:
         alone = ("--video_resolution_buckets", bucket, "--batch_size", str(clips), "--json")
@@ -60,7 +61,7 @@ def test_sizes_fit_by_the_estimate_and_one_clip_more_does_not(
         if size < 50:
             assert needed(one["bucket"], size + 1) > 0.9 * gpu
         else:
-            assert f"{one['bucket']}: larger batches than --max_batch_size 50 may fit" in printed.out
+            assert re.search(f"^{one['bucket']}: .*--max_batch_size 50 ", printed.out, re.MULTILINE)
     assert found["buckets"][0]["estimated"] < 50
     assert found["bucket_batch_sizes"] == [f"{one['bucket']}={one['estimated']}" for one in found["buckets"]]
 
@@ -70,10 +71,8 @@ def test_what_fits_nowhere(tiny_repo: Callable[..., Path], capsys: pytest.Captur
     buckets = ("--video_resolution_buckets", "49x512x768", "9x32x32")
     assert main(["search-batch", *model, *buckets, "--estimate_only", "--gpu", "0.1"]) == 1
     printed = capsys.readouterr()
-    assert "49x512x768: 1 clip does not fit by the estimate" in printed.err
-    assert (
-        "49x512x768: not even 1 clip fits; `finetrainers estimate --gpu 0.1GiB` says what makes it fit" in printed.out
-    )
+    assert re.search("^49x512x768: 1 clip .* GiB ", printed.err, re.MULTILINE)
+    assert re.search("^49x512x768: .* 1 clip .*`finetrainers estimate --gpu 0.1GiB`", printed.out, re.MULTILINE)
     assert "--bucket_batch_sizes 9x32x32=" in printed.out
     assert max(map(len, printed.out.splitlines())) <= 120
 
@@ -101,8 +100,9 @@ def test_buckets_are_those_that_clips_come_in(options: Callable[..., dict[str, A
 
 def test_runs_whose_options_follow_the_batch_size_are_refused(options: Callable[..., dict[str, Any]]) -> None:
     chosen = {"blocks_to_swap": "auto", "activation_memory": "auto", "memory_budget": "24GB", "dry_run": True}
-    named = [problem.where for problem in search_problems(load_config(**options(**chosen)))]
-    assert named == ["--blocks_to_swap auto", "--activation_memory auto", "--memory_budget", "--dry_run"]
+    named = [(problem.where, problem.kind) for problem in search_problems(load_config(**options(**chosen)))]
+    places = ("--blocks_to_swap auto", "--activation_memory auto", "--memory_budget")
+    assert named == [*((place, "conflict") for place in places), ("--dry_run", "unsupported")]
     assert search_problems(load_config(**options())) == []
     sampled = search_problems(load_config(**options(method="grpo", reward=["brightness"])))
-    assert [problem.where for problem in sampled] == ["--method grpo"]
+    assert [(problem.where, problem.kind) for problem in sampled] == [("--method grpo", "unsupported")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,12 +97,13 @@ def test_a_search_finds_what_fits_in_each_bucket(
     trials = {trial["clips"]: trial for trial in by_name["9x64x64"]["trials"]}
     assert trials[7] == {
         "clips": 7,
-        "error": "out of memory",
+        "error": trials[7]["error"],
         "seconds": None,
         "peak": None,
         "fits": False,
         "rate": 0.0,
     }
+    assert "memory" in trials[7]["error"]
     assert trials[5]["peak"] > 0.1
     assert trials[5]["rate"] == pytest.approx(5 / trials[5]["seconds"])
     assert {clips for size, clips in tried if size == (2, 2, 2)} == set(trials)
@@ -113,10 +115,10 @@ def test_a_search_finds_what_fits_in_each_bucket(
         used = next(trial for trial in one["trials"] if trial["clips"] == one["use"])
         assert used["fits"]
         assert used["rate"] >= 0.98 * fast
-    assert "9x64x64 x 7: out of memory" in printed.err
-    assert "no clip comes in 1x32x32: not searched" in printed.out
-    assert "17x32x32: all 3 clips of the bucket fit at once" in printed.out
-    assert "GPU memory was not measured" in printed.out
+    assert f"9x64x64 x 7: {trials[7]['error']}\n" in printed.err
+    assert re.search("^no clip .*1x32x32: ", printed.out, re.MULTILINE)
+    assert re.search("^17x32x32: all 3 clips ", printed.out, re.MULTILINE)
+    assert re.search("CPU: .* GPU ", printed.out)
     flags = " ".join(f"{name}={one['use']}" for name, one in by_name.items())
     assert f"  --bucket_batch_sizes {flags}\n" in printed.out
     assert found["bucket_batch_sizes"] == flags.split()
@@ -163,17 +165,20 @@ def test_steps_are_real_and_leave_the_weights(options: Callable[..., dict], monk
 
 
 @pytest.mark.parametrize(
-    ("fault", "error"),
-    [("oom@loss:3", "out of memory"), ("oom@update:2", "out of memory"), ("oom@vae:2", "the VAE ran out of memory")],
+    ("fault", "is_of_vae"),
+    [("oom@loss:3", False), ("oom@update:2", False), ("oom@vae:2", True)],
 )
 def test_memory_that_runs_out_anywhere_is_one_trial(
-    fault: str, error: str, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+    fault: str, is_of_vae: bool, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT, fault)
     with bench(options(clips=2)) as loaded:
         spec = loaded.trainer.state.spec
         failed = loaded.measure(BUCKET, 3, steps=2, limit=inf)
-        assert failed.error == error
+        assert failed.error is not None
+        assert "memory" in failed.error
+        assert ("VAE" in failed.error) == is_of_vae
+        assert (failed.seconds is not None) == is_of_vae
         assert not spec.vae_one_by_one
         assert not spec.vae_too_large
         assert all(p.grad is None for p in loaded.trainer.state.parallel._parameters)

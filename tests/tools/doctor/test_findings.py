@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,32 +36,28 @@ def told(*nodes: Node, needs: Needs | None = None) -> list[tuple[str, str, bool]
 @pytest.mark.parametrize(
     ("machine", "said", "is_problem"),
     [
-        (node(gpus=[], torch_gpus=0), "no GPU; a run would train on the CPU", False),
-        (node(slots=2), "1 GPU, but the hosts file has slots=2", True),
-        (
-            node(gpus=[], gpu_error="nvidia-smi has not answered"),
-            "nvidia-smi has not answered; install or restart",
-            True,
-        ),
-        (node(torch_gpus=0), "torch sees 0 of 1 GPU; look at CUDA_VISIBLE_DEVICES", False),
-        (node(torch_gpus=0, torch_problem="update the driver"), "update the driver", True),
-        (node(gpus=[{**GPU, "memory_errors": 1.0}]), "GPU 3 has 1 uncorrected memory errors", True),
-        (node(gpus=[{**GPU, "temperature_c": 90.0}]), "GPU 3 has 90 C", False),
-        (node(gpus=[{**GPU, "memory_used_mib": 2048.0}]), "2 GiB in use on GPU 3", False),
-        (node(version_problem="no peft installed"), "no peft installed", True),
-        (node(open_files=1024), "a process may open 1024 files", False),
-        (node(open_files=1023), "a process may open 1023 files", True),
-        (node(shm=64 << 20), "/dev/shm has 64 MiB", True),
-        (node(memlock=1 << 20, ib_ports=2, ib_active=2), "1 MiB of locked memory is too little for InfiniBand", True),
-        (node(disk_error="/runs cannot be written to"), "/runs cannot be written to; give another", True),
-        (node(disk_free=GIB), "/runs has 1 GiB free, and the run needs 20 GiB", True),
-        (node(disk_write=GIB / 8), "a checkpoint of 10 GiB takes 80 s; --async_checkpointing", False),
-        (node(skew=-2.0), "its clock is 2 s behind this machine's", True),
+        (node(gpus=[], torch_gpus=0), "no GPU;.* CPU", False),
+        (node(slots=2), "1 GPU, .*slots=2;", True),
+        (node(gpus=[], gpu_error="nvidia-smi is late"), "nvidia-smi is late; ", True),
+        (node(torch_gpus=0), "torch .*0 of 1 GPU; .*CUDA_VISIBLE_DEVICES", False),
+        (node(torch_gpus=0, torch_problem="driver 470"), "driver 470", True),
+        (node(gpus=[{**GPU, "memory_errors": 1.0}]), "GPU 3 .* 1 .*memory errors", True),
+        (node(gpus=[{**GPU, "temperature_c": 90.0}]), "GPU 3 .* 90 C", False),
+        (node(gpus=[{**GPU, "memory_used_mib": 2048.0}]), "2 GiB .*GPU 3", False),
+        (node(version_problem="peft 0.1"), "peft 0.1", True),
+        (node(open_files=1024), ".* 1024 .*`ulimit", False),
+        (node(open_files=1023), ".* 1023 .*`ulimit", True),
+        (node(shm=64 << 20), "/dev/shm .*64 MiB", True),
+        (node(memlock=1 << 20, ib_ports=2, ib_active=2), "1 MiB .*InfiniBand", True),
+        (node(disk_error="/runs: read-only"), "/runs: read-only; ", True),
+        (node(disk_free=GIB), "/runs .*1 GiB .*20 GiB", True),
+        (node(disk_write=GIB / 8), ".*10 GiB .*80 s; --async_checkpointing", False),
+        (node(skew=-2.0), ".*clock .*2 s behind", True),
     ],
 )
 def test_a_machine(machine: Node, said: str, is_problem: bool) -> None:
     [(_, text, found)] = told(machine, needs=Needs(10 * GIB, 20 * GIB))
-    assert text.startswith(said)
+    assert re.match(said, text), text
     assert found is is_problem
 
 
@@ -73,19 +70,17 @@ def test_what_is_in_order_is_not_told() -> None:
 
 def test_the_minority_differs_and_is_marked() -> None:
     machines = [node("a", torch="2.8.0"), node("b"), node("c", disk_write=GIB / 2), Node("d", error="gone")]
-    assert [(host, text.partition(";")[0], is_problem) for host, text, is_problem in told(*machines)] == [
-        ("a", "torch: 2.8.0, elsewhere 2.9.1", True),
-        ("d", "gone", True),
-        ("c", "its disk writes 512 MiB/s, and the median is 2 GiB/s", False),
-    ]
+    (host, text, is_problem), gone, (slow, speed, is_slow_problem) = told(*machines)
+    assert (host, text.partition(";")[0], is_problem) == ("a", "torch: 2.8.0, elsewhere 2.9.1", True)
+    assert gone == ("d", "gone", True)
+    assert (slow, is_slow_problem) == ("c", False)
+    assert re.search("512 MiB/s, .*2 GiB/s", speed)
     lines = list(report_lines(machines, [], None, width=80))
     marked = {line.split()[0]: "*" in line for line in lines if line[:3] in ("a  ", "b  ", "c  ", "d  ")}
     assert marked == {"a": True, "b": False, "c": False, "d": False}
-    assert "nothing is wrong" in lines
     # Where no majority is, the first machine's counts; what is broken is told once.
-    assert [one[:2] for one in told(node("a", python="3.11"), node("b", python="3.12"))] == [
-        ("b", "python: 3.12, elsewhere 3.11; install the same version on all")
-    ]
+    [(host, text, _)] = told(node("a", python="3.11"), node("b", python="3.12"))
+    assert (host, text.partition(";")[0]) == ("b", "python: 3.12, elsewhere 3.11")
     assert [host for host, *_ in told(node("a", torch_error="no libcudart"), node("b"))] == ["a"]
     # A package that one machine lacks.
     assert told(node("a"), node("b"), node("c", peft="0.18"))[0][1].startswith("peft: 0.18, elsewhere -")
@@ -102,7 +97,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "disk_write" not in disk_facts(tmp_path, 0)
     assert "too full" in disk_facts(tmp_path, 1 << 40)["disk_error"]
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=GIB, total=GIB))
-    assert disk_facts(Path("/proc"), 1)["disk_error"].startswith("/proc cannot be written to: ")
+    assert disk_facts(Path("/proc"), 1)["disk_error"].startswith("/proc ")
 
 
 def test_an_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +115,7 @@ def test_an_nvidia_smi_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
         assert said in gpu_facts()["gpu_error"]
     smi.write_text("not a program")
-    assert "cannot be run" in gpu_facts()["gpu_error"]
+    assert "Exec format error" in gpu_facts()["gpu_error"]
     smi.unlink()
     monkeypatch.setattr("finetrainers.utils.nvidia_smi.has_nvidia_driver", lambda: True)
-    assert "nvidia-smi is not installed" in gpu_facts()["gpu_error"]
+    assert "installed" in gpu_facts()["gpu_error"]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from refusals import refused_options
 
 from finetrainers.cli.main import main
-from finetrainers.config.errors import ConfigError
 from finetrainers.tools.doctor.hosts import HostGroup, Node, read_hosts
 
 #: A small torch, so that each machine's costs nothing: with another version on one, broken on another, an hour ahead on
@@ -109,7 +109,7 @@ def test_machines_over_ssh(
     assert "1010 of 1400 W" in rows["gpu-01"]
     assert "98 %" in rows["gpu-01"]
     assert "64 C" in rows["gpu-01"]
-    assert rows["gone"].startswith("gone no facts")
+    assert not any(value in rows["gone"] for value in ("H100", "2.9.1"))
     assert "2.8.0+cu126*" in table
     assert "broken*" in table
     assert "+3600.0 s" in table
@@ -117,16 +117,16 @@ def test_machines_over_ssh(
     assert "GPUs 2 x H100 80GB HBM3" in rest.partition("wrong:")[0]
     for expected in (
         "gone: ssh: Could not resolve hostname gone.invalid",
-        "asleep: Connection timed out during banner exchange; see whether it is up, and try `ssh asleep`",
-        "gpu-02: 2 GPUs, but the hosts file has slots=4; correct one of them",
-        "gpu-02: GPU 0 has 2 uncorrected memory errors",
-        "gpu-02: a process may open 512 files; set `ulimit -n 65536`",
-        "gpu-02: 8.79 GiB in use on GPU 1;",
-        "gpu-02: torch: 2.8.0+cu126, elsewhere 2.9.1+cu128; install the same version on all",
-        "gpu-03: torch cannot be imported: ImportError: libcudart.so.12: cannot open shared object file; install",
-        "gpu-03: its clock is 60 min ahead of this machine's",
+        "asleep: Connection timed out .*`ssh asleep`",
+        "gpu-02: 2 GPUs, .*slots=4;",
+        "gpu-02: GPU 0 .* 2 .*memory errors",
+        "gpu-02: .* 512 .*`ulimit -n 65536`",
+        "gpu-02: 8.79 GiB .*GPU 1;",
+        r"gpu-02: torch: 2.8.0\+cu126, .* 2.9.1\+cu128;",
+        "gpu-03: torch .*ImportError: libcudart.so.12: ",
+        "gpu-03: its clock .* 60 min ",
     ):
-        assert expected in rest, (expected, rest)
+        assert re.search(expected, rest), (expected, rest)
     assert "gpu-01: " not in rest
     assert rest.count("gpu-03: ") == 2
     assert {path.name for path in folder.iterdir()} - before == {"said"}
@@ -154,16 +154,16 @@ def test_what_ssh_and_the_interpreter_say(cluster: tuple[list[str], Path], capsy
         [found] = json.loads(capsys.readouterr().out)["problems"]
         return str(found["text"])
 
-    assert problem(python="/nowhere/python") == "there is no /nowhere/python there; --python names the interpreter"
+    assert re.search("/nowhere/python .*--python", problem(python="/nowhere/python"))
     (folder / "python").write_text("#!/bin/sh\necho 'python: No module named finetrainers' >&2; exit 1\n")
-    assert "No module named finetrainers; install finetrainers there, or give another --python" in problem()
+    assert re.search("No module named finetrainers; .*--python", problem())
     (folder / "python").write_text("#!/bin/sh\necho finetrainers-doctor what; read x; exit 3\n")
-    assert "failed there with exit code 3: no message" in problem()
+    assert re.search("`.*doctor` .* 3: ", problem())
     (folder / "hosts").write_text("hangs\n")
-    assert problem(timeout="0.5") == "no answer within 0.5 s (--timeout)"
+    assert re.search("0.5 s .*--timeout", problem(timeout="0.5"))
     (folder / "hosts").write_text("gpu-01\n")
     rsh = command[command.index("--rsh") + 1].replace("/user ", "/host ")
-    assert re.search(r"Permission denied \(publickey.*let `ssh gpu-01` work without a question", problem(rsh=rsh))
+    assert re.search(r"Permission denied \(publickey.*`ssh gpu-01`.*--rsh", problem(rsh=rsh))
 
 
 def test_a_machine_without_an_answer_leaves_no_process(tmp_path: Path) -> None:
@@ -173,7 +173,8 @@ def test_a_machine_without_an_answer_leaves_no_process(tmp_path: Path) -> None:
     connect.chmod(0o755)
     fleet = HostGroup(str(connect), "python", ["doctor"], timeout_s=1.0)
     (found,) = fleet.ask([Node("a", 8)])
-    assert found == Node("a", 8, error="no answer within 1 s (--timeout)")
+    assert found == Node("a", 8, error=found.error)
+    assert "--timeout" in str(found.error)
     left = [psutil.Process(pid) for pid in [int(started.read_text())] if psutil.pid_exists(pid)]
     running = psutil.wait_procs([one for one in left if one.status() != psutil.STATUS_ZOMBIE], timeout=10)[1]
     for one in running:
@@ -189,7 +190,8 @@ def test_a_connection_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: py
     connect.chmod(0o755)
     (found,) = HostGroup(str(connect), "python", ["doctor"], timeout_s=300.0).ask([Node("a")])
     assert found.facts is None
-    assert found.error == "`python -m finetrainers doctor` failed there with exit code -9: broken"
+    assert str(found.error).startswith("`python -m finetrainers doctor` ")
+    assert str(found.error).endswith(" -9: broken")
 
 
 def test_hosts_files(tmp_path: Path) -> None:
@@ -197,15 +199,13 @@ def test_hosts_files(tmp_path: Path) -> None:
     path.write_text("a slots=8 max_slots=8\n#b\n\nme@c # slots=2\n")
     assert [(node.host, node.slots) for node in read_hosts(path)] == [("a", 8), ("me@c", None)]
     path.write_text("-oProxyCommand=x\na slots=x\nb 8\na\n")
-    with pytest.raises(ConfigError) as caught:
+    lines = [(f"{path}:{number}", kind) for number, kind in ((1, "invalid"), (2, "invalid"), (3, "invalid"))]
+    with refused_options(*lines, (f"{path}:4", "duplicate")) as caught:
         read_hosts(path)
-    assert [str(problem).removeprefix(f"{path}") for problem in caught.value.problems] == [
-        ":1: '-oProxyCommand=x' is no name of a host",
-        ":2: not understood: 'a slots=x'; write `host` or `host slots=8`",
-        ":3: not understood: 'b 8'; write `host` or `host slots=8`",
-        ":4: a is there twice",
-    ]
+    for value, problem in zip(("'-oProxyCommand=x'", "'a slots=x'", "'b 8'", "a "), caught.value.problems, strict=True):
+        assert value in problem.message
     path.write_text("# none\n")
-    for where, said in ((path, "names no host; write one a line"), (tmp_path / "none", "does not exist")):
-        with pytest.raises(ConfigError, match=said):
-            read_hosts(where)
+    with refused_options(("--hosts", "required")):
+        read_hosts(path)
+    with refused_options(("--hosts", "not_found")):
+        read_hosts(tmp_path / "none")

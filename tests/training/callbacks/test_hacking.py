@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     assert found["now"] < found["before"]
     assert found["trained_now"] > found["trained_before"]
     assert found["checkpoint"] == (f"run/checkpoints/step-{found['best_step']}" if found["best_step"] else None)
-    assert "reward hacking: the held-out reward opposites:down has fallen from" in caplog.text
+    assert re.search(rf"opposites:down .*{found['before']:.3g} .*{found['now']:.3g}", caplog.text)
     assert f"stopped by --hacking_guard after step {found['step']}" in (printed := capsys.readouterr().out)
     assert f"--resume_from_checkpoint {found['checkpoint'] or 'latest'}" in printed
     assert not events(root, "stopped")  # which would have a cluster's script start it again
@@ -79,7 +80,7 @@ def test_a_hacked_run_is_stopped_and_can_go_on(
     assert read_run(root).status == "stopped"
     shown = events_of(read_run(root))
     assert shown is not None
-    assert any("held-out reward opposites:down" in text and color == "bad" for _, _, text, color in shown.rows)
+    assert any("opposites:down" in text and color == "bad" for _, _, text, color in shown.rows)
     assert marks_of(read_run(root).events).hacked == [found["step"]]
     saved = json.loads((root / "checkpoints" / f"step-{end['step']}" / "state.json").read_text())["guards"]["hacking"]
     assert [look["step"] for look in saved["looks"]] == list(range(found["step"] + 1))

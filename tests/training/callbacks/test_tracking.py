@@ -279,9 +279,7 @@ def test_a_second_process_writes_to_the_run_where_two_may(
     for folder in folders.values():
         folder.mkdir(parents=True)
     joins = shared or not is_wandb
-    assert whose_run(root, state.config, library.__name__).startswith(
-        "into the run" if joins else "as a run of its own"
-    )
+    assert whose_run(root, state.config, library.__name__).split()[0] == ("into" if joins else "as")
     watch("a", "b")
     watch("a", "b", "c")
     watch("c")  # has nothing to send
@@ -357,7 +355,7 @@ def test_a_failure_is_told_once_and_stops_nothing(
     fails_in: str, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no route to host")
+        raise ConnectionError("no-route")
 
     monkeypatch.setattr(FakeRun if fails_in in ("log", "finish") else Library, fails_in, fail)
     state, tracker, media = start(library, tmp_path)
@@ -366,7 +364,7 @@ def test_a_failure_is_told_once_and_stops_nothing(
     events = map(json.loads, state.run_dir.events_file.read_text().splitlines())
     [failure] = [event for event in events if event["event"] == "tracker_failed"]
     assert failure["tracker"] == library.__name__
-    assert "no route to host" in failure["error"]
+    assert "no-route" in failure["error"]
     assert failure["step"] == {"init": 0, "log": 1, "finish": 4, "Video": 2}[fails_in]
     if fails_in == "Video":  # numbers are still sent
         assert [step for step, _ in library.runs[0].sent] == [1, 2, 3, 4]
@@ -400,7 +398,8 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_loaded(
     with pytest.raises(ConfigError) as refused:
         train(load_config(**options(report_to=tracker, dry_run=dry_run)))
     [problem] = refused.value.problems
-    assert str(problem) == f"--report_to: {tracker} is not installed: pip install {tracker}"
+    assert problem.where == "--report_to"
+    assert problem.message.endswith(f"pip install {tracker}")
 
 
 def test_several_trackers_are_named_in_any_way_and_all_that_miss_are_told(
@@ -415,7 +414,9 @@ def test_several_trackers_are_named_in_any_way_and_all_that_miss_are_told(
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as refused:
         train(load_config(**options(report_to=["wandb", "trackio"])))
-    assert "--report_to: wandb and trackio are not installed: pip install wandb trackio" in str(refused.value)
+    [problem] = refused.value.problems
+    assert problem.where == "--report_to"
+    assert problem.message.endswith(f"pip install {' '.join(['wandb', 'trackio'])}")
 
 
 def test_several_trackers_get_the_same_and_fail_each_for_itself(

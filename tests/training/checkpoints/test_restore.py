@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 
 from finetrainers.config.errors import ConfigError
-from finetrainers.rundir.find import find_checkpoint, scan_checkpoints
+from finetrainers.rundir.find import find_checkpoint, read_state, scan_checkpoints
 from finetrainers.rundir.manifest import write_manifest
 from finetrainers.training.checkpoints import save as saving
 
@@ -131,12 +133,12 @@ def test_a_save_that_fails_publishes_nothing(
     def fail_at_four(directory: Path, **arguments: Any) -> Any:
         written = save_weights(directory, **arguments)
         if directory.name == ".step-4.tmp":
-            raise OSError("no space left on device")
+            raise OSError("disk gone")
         return written
 
     with monkeypatch.context() as patch:
         patch.setattr(saving, "save_weights", fail_at_four)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(OSError, match="disk gone"):
             run(**values)
     root = tmp_path / "run"
     # The oldest checkpoint has not been pruned for one that never came, and the half-written one is not taken for one.
@@ -178,21 +180,20 @@ def test_changed_runs_are_refused_with_every_difference(
         target_modules=["to_q"],
     )  # fmt: skip
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="cannot continue from") as refusal:
+    with pytest.raises(ConfigError) as refusal:
         run(**changed, resume_from_checkpoint="latest")
+    assert [problem.where for problem in refusal.value.problems] == ["--resume_from_checkpoint"]
     for difference in (
-        "rank: 4 then, 8 now",
-        "lora_alpha: 8.0 then, 16.0 now",
-        "data: files, captions, buckets, repeats or held-out items are not those of then "
-        "(bucket 9x64x64, clips 1, held out 0, fps 8 then; bucket 9x64x64, clips 2, held out 0, fps 8 now) "
-        "(--reset data)",
-        "optimizer: 'adamw' then, 'adam' now (--reset optimizer)",
-        "seed: 42 then, 7 now (--reset rng)",
-        "flow_shift: 1.0 then, 3.0 now (--reset rng)",
-        "target_modules: ",
-        "--reset data optimizer rng allows the others; nothing allows another rank, lora_alpha, target_modules",
+        r"rank: 4 \w+, 8 ",
+        r"lora_alpha: 8\.0 \w+, 16\.0 ",
+        r"data: .*\(bucket 9x64x64, clips 1, .*; bucket 9x64x64, clips 2, .*\) \(--reset data\)",
+        r"optimizer: 'adamw' \w+, 'adam' \w+ \(--reset optimizer\)",
+        r"seed: 42 \w+, 7 \w+ \(--reset rng\)",
+        r"flow_shift: 1\.0 \w+, 3\.0 \w+ \(--reset rng\)",
+        r"target_modules: ",
+        r"--reset data optimizer rng .* rank, lora_alpha, target_modules",
     ):
-        assert difference in str(refusal.value)
+        assert re.search(difference, str(refusal.value))
     assert "use_rslora" not in str(refusal.value)
     assert "batch_size" not in str(refusal.value)
     assert {path: path.read_bytes() for path in done.root.rglob("*") if path.is_file()} == before
@@ -214,7 +215,9 @@ def test_other_formats_are_refused(options: Callable[..., dict], run: Callable[.
     state.write_text(json.dumps({**json.loads(state.read_text()), "format": 99}))
     (directory / "manifest.json").unlink()
     write_manifest(directory, facts={})
-    with pytest.raises(ConfigError, match="checkpoint format 99; this version reads 3"):
+    with refused("unsupported", directory, " 99", "3 and 4"):
+        read_state(directory)
+    with pytest.raises(ConfigError, match=r"step-1 .* 99"):
         run(**options(train_steps=2), resume_from_checkpoint="latest")
 
 
@@ -231,11 +234,11 @@ def test_checkpoints_are_found_by_name(tmp_path: Path) -> None:
     assert find_checkpoint("2", tmp_path) == tmp_path / "checkpoints" / "step-2"
     other = tmp_path / "checkpoints" / "step-x"
     assert find_checkpoint(str(other), tmp_path) == other
-    with pytest.raises(ValueError, match=r"no checkpoint of step 3 .* there are: 2, 10"):
+    with refused("not_found", tmp_path / "checkpoints", "step 3", "2, 10"):
         find_checkpoint("3", tmp_path)
-    with pytest.raises(ValueError, match=r"step-11 is damaged: manifest.json is missing"):
+    with refused("unreadable", tmp_path / "checkpoints" / "step-11", "manifest.json"):
         find_checkpoint("11", tmp_path)
-    with pytest.raises(ValueError, match=r"is not a checkpoint .* a step \(2, 10\)"):
+    with refused("not_found", f"{tmp_path} ", "state.json", "(2, 10)"):
         find_checkpoint(str(tmp_path), tmp_path)
-    with pytest.raises(ValueError, match=r"no checkpoint in .* leave the option out"):
+    with refused("not_found", tmp_path / "elsewhere" / "checkpoints"):
         find_checkpoint("latest", tmp_path / "elsewhere")

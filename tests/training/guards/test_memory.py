@@ -118,26 +118,26 @@ NCCL = (
 )
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        torch.AcceleratorError("CUDA error: out of memory"),  # page-locked memory, or a context
-        dist.DistBackendError(NCCL),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
-        MemoryError(),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+#: Errors of allocators, with the texts of torch and of CUDA's libraries; and errors of others.
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError("CUDA error: out of memory"),  # page-locked memory, or a context
+    dist.DistBackendError(NCCL),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    MemoryError(),
+]
+OTHERS = [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("out of memory")]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_what_counts_as_out_of_memory(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
 def test_what_does_not_count_as_out_of_memory() -> None:
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_out_of_memory(ValueError("out of memory"))
+    assert [is_out_of_memory(error) for error in OTHERS] == [False, False]
     with pytest.raises(RuntimeError) as real:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(real.value)
@@ -208,8 +208,11 @@ def test_memory_that_runs_out_elsewhere_is_named_with_advice(doing: str) -> None
         _save_on_interrupt=nullcontext,
         saving=SimpleNamespace(running=nullcontext),
     )
-    with pytest.raises(OutOfMemory, match=rf"^out of memory while {doing} \(CUDA error: out of memory\)\. .*{advice}"):
+    with pytest.raises(OutOfMemory, match=rf" {doing} \(.*{advice}") as refusal:
         call(trainer)
+    cause = str(refusal.value.__cause__).splitlines()
+    assert f"({cause[0]})" in str(refusal.value)
+    assert cause[1] not in str(refusal.value)
 
 
 def test_room_for_the_optimizer_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +223,7 @@ def test_room_for_the_optimizer_that_is_not_there_is_named(monkeypatch: pytest.M
         optimizer=None,
     )
     monkeypatch.setattr(torch, "empty", fail)
-    with pytest.raises(
-        OutOfMemory, match=r"making room for 0\.01 GiB of optimizer state .*8-bit or offloaded optimizer"
-    ):
+    with pytest.raises(OutOfMemory, match=r" 0\.01 GiB .*8-bit"):
         memory_probe._reserve_optimizer_memory(state)  # type: ignore[arg-type]
 
 
@@ -231,7 +232,7 @@ def test_loading_that_runs_out_of_memory_says_so() -> None:
         SimpleNamespace(config=None, plan=None, start=None),
         SimpleNamespace(is_main=True, describe=fail),
     )
-    with pytest.raises(OutOfMemory, match=r"while loading and encoding .*--enable_tiling"):
+    with pytest.raises(OutOfMemory, match=r"loading .*--enable_tiling"):
         assemble.assemble(checked, parallel, None, None)  # type: ignore[arg-type]
 
 

@@ -49,7 +49,7 @@ def test_it_ends_the_run_before_the_update(
 ) -> None:  # fmt: skip
     poison(monkeypatch, {3}, gradient_only=gradient_only)
     found = "grad_norm nan" if gradient_only else "loss nan, grad_norm nan"
-    with pytest.raises(NonFiniteError, match=f"step 3: {found}. No weight was changed"):
+    with pytest.raises(NonFiniteError, match=f"step 3: {found}\\. .*--on_nonfinite skip"):
         run(**options(train_steps=4, checkpointing_steps=1, logging_steps=logging_steps))
     assert [found.step for found in scan_checkpoints(tmp_path / "run") if found.damage is None] == [1, 2]
 
@@ -141,16 +141,16 @@ def test_going_back_is_as_if_the_data_had_not_been_there(
 def test_going_back_has_its_limits(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="--on_nonfinite: rollback needs checkpoints"):
+    with pytest.raises(ConfigError, match=r"--on_nonfinite: .*--checkpointing_steps"):
         run(**options(train_steps=4, on_nonfinite="rollback"))
     values = options(train_steps=4, on_nonfinite="rollback", checkpointing_steps=2, max_nonfinite_steps=1)
     with monkeypatch.context() as patch:
         poison(patch, {1})
-        with pytest.raises(NonFiniteError, match="nothing to roll back to: no checkpoint"):
+        with pytest.raises(NonFiniteError, match=r"step 1 .*run/checkpoints.*--checkpointing_steps"):
             run(**values)
     with monkeypatch.context() as patch:
         poison(patch, {3, 4})
-        with pytest.raises(NonFiniteError, match="2 steps were not finite, more than --max_nonfinite_steps 1"):
+        with pytest.raises(NonFiniteError, match=r"; 2 steps .*--max_nonfinite_steps 1"):
             run(**{**values, "output_dir": str(tmp_path / "twice")})
 
 
@@ -198,7 +198,7 @@ def test_too_many_are_an_error(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, {1, 3, 4})
-    with pytest.raises(NonFiniteError, match="3 steps were not finite, more than --max_nonfinite_steps 2"):
+    with pytest.raises(NonFiniteError, match=r"; 3 steps .*--max_nonfinite_steps 2"):
         run(**options(train_steps=6, on_nonfinite="skip", max_nonfinite_steps=2))
 
 

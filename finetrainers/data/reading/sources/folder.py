@@ -9,12 +9,13 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.text import nearest, plural, quoted
 
 from ..status import InvalidSample, InvalidSampleError
 from .captions import split_captions
-from .masks import find_unreadable_masks, is_beside, listed_masks, masks_inside, masks_root, match_masks
+from .masks import is_beside, listed_masks, masks_inside, masks_root, match_masks
 from .paths import Root
 from .rows import MAX_CAPTION_BYTES, MEDIA_SUFFIXES, DataError, Findings, Row, decode_text, printable_name, read_lines
 
@@ -68,7 +69,8 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
         )
         raise DataError(
             f"{quoted(str(root.folder))} holds {f'{present!r} but not' if present else 'neither'} {missing_names} "
-            f"(set by `video_column` and `caption_column`){remedy}"
+            f"(set by `video_column` and `caption_column`){remedy}",
+            kind="not_found",
         )
     rows = _read_sidecars(root, data, findings)
     if not rows and not findings.problems:
@@ -76,7 +78,8 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
         raise DataError(
             f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same "
             "name that holds its caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, "
-            f"or the two text files --video_column and --caption_column with a line for each clip{others}"
+            f"or the two text files --video_column and --caption_column with a line for each clip{others}",
+            kind="not_found",
         )
     return rows
 
@@ -89,7 +92,7 @@ def _find_list(root: Root, name: str) -> Path:
     try:
         return root.find(name)
     except InvalidSampleError as error:
-        raise DataError(f"{name} {error}") from error
+        raise DataError(f"{name} {error}", kind="not_found" if error.status == "missing" else "invalid") from error
 
 
 def _read_two_files(media_list: Path, caption_list: Path, findings: Findings) -> list[Row]:
@@ -102,7 +105,8 @@ def _read_two_files(media_list: Path, caption_list: Path, findings: Findings) ->
     if len(media) != len(captions):
         raise DataError(
             f"{media_list} has {plural(len(media), 'line')} but {caption_list} has {plural(len(captions), 'line')}; "
-            "line n of one belongs to line n of the other, and an empty caption is an empty line"
+            "line n of one belongs to line n of the other, and an empty caption is an empty line",
+            kind="mismatch",
         )
     rows = []
     for number, (name, caption) in enumerate(zip(media, captions, strict=True), start=1):
@@ -110,7 +114,8 @@ def _read_two_files(media_list: Path, caption_list: Path, findings: Findings) ->
         if name:
             rows.append(Row(where, name, (caption,)))
         elif caption:
-            findings.problems.append(f"{where} is empty, but {caption_list.name} has a caption there")
+            message = f"{where} is empty, but {caption_list.name} has a caption there"
+            findings.problems.append(Problem("", message, "required"))
     return rows
 
 
@@ -144,16 +149,15 @@ def _read_sidecars(root: Root, data: DataSection, findings: Findings) -> list[Ro
     for name in names:
         sidecar = os.path.splitext(name)[0] + ".txt"
         sharing.setdefault(sidecar, []).append(name)
+        row = Row("", name, mask=masks.get(name, ""))
         try:
             captions = split_captions(_read_caption(root, sidecar), each_line=data.caption_lines)
+            rows.append(row._replace(captions=captions))
         except FileNotFoundError:
-            rows.append(Row("", name, None, expected=printable_name(sidecar)))
+            rows.append(row._replace(expected=printable_name(sidecar)))
         except (DataError, InvalidSampleError) as error:
-            unusable = InvalidSample("caption_missing", f"the caption {printable_name(sidecar)} {error}")
-            rows.append(Row("", name, None, unusable=unusable))
-        else:
-            rows.append(Row("", name, captions))
-        rows[-1] = rows[-1]._replace(mask=masks.get(name, ""))
+            reason = f"the caption {printable_name(sidecar)} {error}"
+            rows.append(row._replace(unusable=InvalidSample("caption_missing", reason)))
     for name in sorted(name for name in others if name not in sharing and not name.endswith(os.sep)):
         findings.note("in the folder, neither media nor a caption of one", printable_name(name))
     for sidecar, names_sharing in sharing.items():
@@ -198,8 +202,7 @@ def _match_masks(
 ) -> dict[str, str]:
     """Return the mask of each clip that has one: from beside the clips, or from the directory of `mask_column`."""
     if data.mask_column is None:
-        find_unreadable_masks(names, (name.rstrip(os.sep) for name in others), findings, beside=True)
-        return match_masks(names, beside, findings, beside=True)
+        return match_masks(names, beside, others, findings, beside=True)
     unused = "not read because of --mask_column" if data.mask_column else "and no masks are read"
     for name in beside:
         findings.note(f"beside a clip and named as its mask, {unused}", printable_name(name))
@@ -207,8 +210,7 @@ def _match_masks(
         return {}
     unreadable: list[str] = []
     masks = [*_media_files(masks_root(data, root), unreadable, findings)]
-    find_unreadable_masks(names, (name.rstrip(os.sep) for name in unreadable), findings, beside=False)
-    return match_masks(names, masks, findings, beside=False)
+    return match_masks(names, masks, unreadable, findings, beside=False)
 
 
 def _read_caption(root: Root, name: str) -> str:
@@ -237,7 +239,8 @@ def _media_files(root: Root, others: list[str], findings: Findings) -> Iterator[
         try:
             entries = list(os.scandir(folder))
         except OSError as error:
-            findings.problems.append(f"{os.path.relpath(folder, top)}: cannot be listed: {error.strerror or error}")
+            message = f"cannot be listed: {error.strerror or error}"
+            findings.problems.append(Problem(os.path.relpath(folder, top), message, "unreadable"))
             continue
         if folder != top and {entry.name for entry in entries} >= _RUN_FILES:
             findings.note("left out, being the folder of a run", printable_name(os.path.relpath(folder, top)))
@@ -272,9 +275,8 @@ def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], fi
         return False
     top, real = os.fspath(root.folder), os.path.realpath(entry.path)
     if root.is_outside(entry.path):
-        findings.problems.append(
-            f"{os.path.relpath(entry.path, top)} is a link to {real!r}; give --allow_outside to follow it"
-        )
+        message = f"{os.path.relpath(entry.path, top)} is a link to {real!r}; give --allow_outside to follow it"
+        findings.problems.append(Problem("", message))
         return False
     if real in walked or real.startswith(os.path.realpath(top) + os.sep):
         return False

@@ -11,11 +11,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.sections import DataSection
+from finetrainers.utils.failures import Kind
 
 from ..status import InvalidSampleError
 from .paths import Root
@@ -46,17 +48,18 @@ def read_hub(data: DataSection, root: Root, media: MediaFolder, findings: Findin
     try:
         import datasets
     except ImportError as error:
-        raise DataError("this dataset needs the library `datasets`; install it with: pip install datasets") from error
+        message = "this dataset needs the library `datasets`; install it with: pip install datasets"
+        raise DataError(message, kind="not_installed") from error
     columns = Columns(data)
     with _as_data_error(f"{_name(data)} cannot be read by `datasets`"):
         table = _open(datasets, data, columns)
         key = json.dumps(["hub", _state(datasets, data, table), columns.media, columns.captions])
     if data.hf_dataset is None or _is_local(data):
-        reader = _Reader(columns, media, local=root, downloads=[])
+        reader = _Reader(columns, media, local=root)
     else:
         caches = [Path(datasets.config.HF_DATASETS_CACHE), Path(datasets.config.HF_CACHE_HOME)]
         downloads = [Root(cache, allow_outside=data.allow_outside) for cache in caches]
-        reader = _Reader(columns, media, local=None, downloads=downloads)
+        reader = _Reader(columns, media, downloads=downloads)
 
     def samples(skip: int) -> Iterator[Row]:
         records = iter(table.skip(skip))
@@ -79,7 +82,9 @@ def _as_data_error(message: str, hint: str = "") -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{message}: {type(error).__name__}: {error}{hint}") from error
+        kind: Kind = "unavailable" if isinstance(error, ConnectionError) else "unreadable"
+        kind = "not_found" if isinstance(error, FileNotFoundError) else kind
+        raise DataError(f"{message}: {type(error).__name__}: {error}{hint}", kind=kind) from error
 
 
 def _name(data: DataSection) -> str:
@@ -102,7 +107,7 @@ def _open(datasets: Any, data: DataSection, columns: Columns) -> Any:
         )
     names = list(table.column_names or table.features or ())
     if names and (missing := columns.missing(dict.fromkeys(names))) is not None:
-        raise DataError(f"{_name(data)}: {missing}")
+        raise DataError(f"{_name(data)}: {missing}", kind="not_found")
     for name, feature in (table.features or {}).items():
         if isinstance(feature, (datasets.Image, datasets.Video)):
             table = table.cast_column(name, type(feature)(decode=False))
@@ -131,24 +136,24 @@ def _state(datasets: Any, data: DataSection, table: Any) -> list[Any]:
     return [*options, HfApi().dataset_info(str(data.hf_dataset), revision=data.hf_revision).sha]
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Converter of the library's rows into samples.
 
     The locations of media in a row come from the dataset and are untrusted, even where the library has a type for them.
     So a path has to be below the dataset's folder or the library's downloads, and an address on the Hub.
-    """
 
-    def __init__(self, columns: Columns, media: MediaFolder, *, local: Root | None, downloads: Sequence[Root]) -> None:
-        """Args:
+    Attributes:
         columns: the roles of columns.
         media: the folder into which bytes are unpacked.
         local: the dataset's folder, or None if it is on the Hub.
         downloads: the folders of the library's downloads.
-        """
-        self.columns = columns
-        self.media = media
-        self.local = local
-        self.downloads = downloads
+    """
+
+    columns: Columns
+    media: MediaFolder
+    local: Root | None = None
+    downloads: Sequence[Root] = ()
 
     def sample(self, where: str, record: Mapping[str, Any]) -> Row:
         """Return the sample of a row; refused, with the reason, if it cannot be one."""
@@ -165,7 +170,8 @@ class _Reader:
         path, content = (value.get("path") or "", value.get("bytes")) if isinstance(value, Mapping) else ("", None)
         suffix = Path(path.partition("::")[0]).suffix.lower()
         if content is not None:
-            media_suffix = suffix if suffix in MEDIA_SUFFIXES else _sniff_suffix(content)
+            magic_suffixes = (end for offset, magic, end in _MAGIC if content[offset : offset + len(magic)] == magic)
+            media_suffix = suffix if suffix in MEDIA_SUFFIXES else next(magic_suffixes, None)
             if media_suffix is None:
                 return Row(where, where, refused="it is of no known format")
             stored, size = self.media.store(io.BytesIO(content), suffix=media_suffix, size=len(content))
@@ -207,10 +213,6 @@ class _Reader:
             else:
                 return None if inner else file
         raise problem
-
-
-def _sniff_suffix(content: bytes) -> str | None:
-    return next((suffix for offset, magic, suffix in _MAGIC if content[offset : offset + len(magic)] == magic), None)
 
 
 def _as_text(value: object) -> str:

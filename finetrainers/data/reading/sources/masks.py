@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.text import quoted
 
 from .paths import Root
-from .rows import DataError, Findings, printable_name
+from .rows import DataError, Findings, path_error, printable_name
 
 #: The column of a table that has masks, and the end of the stem of masks beside clips.
 MASK = "mask"
@@ -45,11 +45,8 @@ def masks_root(data: DataSection, root: Root) -> Root:
     except OSError as error:  # a name that is too long
         raise DataError(f"mask_column {quoted(str(path))}: {error.strerror}") from error
     if not is_there:
-        raise DataError(
-            f"mask_column {quoted(str(path))} {missing_path_problem(path, folder=True)}; it names the folder of masks "
-            f"where clips "
-            "have text files of their own"
-        )
+        hint = "; it names the folder of masks where clips have text files of their own"
+        raise path_error("mask_column", path, folder=True, hint=hint)
     return Root(path, allow_outside=data.allow_outside)
 
 
@@ -61,51 +58,40 @@ def masks_inside(data: DataSection, root: Root) -> str | None:
     return None if below == os.curdir or below.split(os.sep)[0] == os.pardir else below
 
 
-def match_masks(names: Sequence[str], masks: Iterable[str], findings: Findings, *, beside: bool) -> dict[str, str]:
+def match_masks(
+    names: Sequence[str], masks: Iterable[str], others: Iterable[str], findings: Findings, *, beside: bool
+) -> dict[str, str]:
     """Return the mask of each clip that has one, by the clip's name.
 
     Args:
         names: of the clips, relative to their folder.
         masks: names of media files that are masks, relative to their folder.
-        findings: gets several masks of one clip as problems, and masks of no clip as warnings.
+        others: names of directories and of files without a suffix of media, relative to the folder of the masks. Those
+            that are named as the mask of a clip cannot be read, so that it would train unmasked.
+        findings: gets these and several masks of one clip as problems, and masks of no clip as warnings.
         beside: whether masks are `NAME.mask.png` and not `NAME.png`.
     """
+    stems = {name: os.path.splitext(name)[0] for name in names}
+    clips = set(stems.values())
+    for other in sorted(name.rstrip(os.sep) for name in others):
+        stem, suffix = os.path.splitext(other)
+        if suffix.lower() in _TEXT or (beside and not is_beside(other)):
+            continue
+        if (stem[: -len(f".{MASK}")] if beside else stem) in clips:
+            message = "is named as the mask of a clip, and is not an image or video that can be read"
+            remedy = "save it as PNG, or rename it"
+            findings.problems.append(Problem("", f"{printable_name(other)} {message}; {remedy}", "unreadable"))
     masks_by_stem: dict[str, list[str]] = {}
     for mask in sorted(masks):
         stem = os.path.splitext(mask)[0]
         masks_by_stem.setdefault(stem[: -len(f".{MASK}")] if beside else stem, []).append(mask)
-    stems = {name: os.path.splitext(name)[0] for name in names}
-    for same_stem in masks_by_stem.values():
+    for stem, same_stem in masks_by_stem.items():
         if len(same_stem) > 1:
-            findings.problems.append(
-                f"{' and '.join(map(printable_name, same_stem))} are masks of one clip; keep one of them"
-            )
-    clips = set(stems.values())
-    for stem, (mask, *_) in masks_by_stem.items():
+            message = f"{' and '.join(map(printable_name, same_stem))} are masks of one clip; keep one of them"
+            findings.problems.append(Problem("", message, "duplicate"))
         if stem not in clips:
-            findings.note("named as a mask, but there is no clip of its name", printable_name(mask))
+            findings.note("named as a mask, but there is no clip of its name", printable_name(same_stem[0]))
     return {name: masks_by_stem[stem][0] for name, stem in stems.items() if stem in masks_by_stem}
-
-
-def find_unreadable_masks(names: Sequence[str], others: Iterable[str], findings: Findings, *, beside: bool) -> None:
-    """Find files and directories that are named as masks and cannot be read, whose clips would train unmasked.
-
-    Args:
-        names: of the clips, relative to their folder.
-        others: names of directories and of files without a suffix of media, relative to the folder of the masks.
-        findings: gets them as problems.
-        beside: whether masks are `NAME.mask.png` and not `NAME.png`.
-    """
-    stems = {os.path.splitext(name)[0] for name in names}
-    for other in sorted(others):
-        stem, suffix = os.path.splitext(other)
-        if suffix.lower() in _TEXT or (beside and not is_beside(other)):
-            continue
-        if (stem[: -len(f".{MASK}")] if beside else stem) in stems:
-            findings.problems.append(
-                f"{printable_name(other)} is named as the mask of a clip, and is not an image or video that can be "
-                "read; save it as PNG, or rename it"
-            )
 
 
 def note_unread_masks(names: Iterable[str], folder: Path, findings: Findings) -> None:
@@ -138,6 +124,7 @@ def listed_masks(path: Path, count: int, lines: list[str]) -> list[str]:
     if len(lines) != count:
         raise DataError(
             f"{path} has {len(lines)} lines, and there are {count} clips; line n is the mask of clip n, and an empty "
-            "line a clip without a mask"
+            "line a clip without a mask",
+            kind="mismatch",
         )
     return lines

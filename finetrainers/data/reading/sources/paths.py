@@ -50,11 +50,11 @@ class Root:
             if name.startswith("~/"):  # as a shell does it; a folder of that name is ./~
                 name = os.path.expanduser(name)
             return self._look_up(name)
+        except InvalidSampleError:
+            raise
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
             raise InvalidSampleError(f"cannot be looked up: {error.strerror or error}", "missing") from error
         except ValueError as error:
-            if isinstance(error, InvalidSampleError):
-                raise
             raise InvalidSampleError(f"is not a file name: {error}", "missing") from error
 
     def relative(self, path: str) -> str:
@@ -66,7 +66,10 @@ class Root:
 
     def is_outside(self, path: str) -> bool:
         """Return whether an existing file or folder is outside the root once links are resolved, and may not be."""
-        return not self.allow_outside and not self._holds(os.path.realpath(path))
+        if self.allow_outside:
+            return False
+        real = os.path.realpath(path)
+        return real != self._real and not real.startswith(self._real.rstrip(os.sep) + os.sep)
 
     def _look_up(self, name: str) -> tuple[Path, os.stat_result]:
         full = os.path.join(self._folder_path, name)
@@ -99,9 +102,6 @@ class Root:
                 raise _outside("lies outside")
             folder = self._folders[text] = Path(text)
         return folder
-
-    def _holds(self, real: str) -> bool:
-        return real == self._real or real.startswith(self._real.rstrip(os.sep) + os.sep)
 
     def _find_other_form(self, name: str) -> str:
         """Return the path of a file whose name differs in its Unicode normal form only, in any of its parts."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetrainers.config.errors import Problem
 from finetrainers.utils.failures import InputError, Kind
-from finetrainers.utils.text import plural
+from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.text import plural, quoted
 
 from ..status import InvalidSample
 
@@ -31,16 +33,26 @@ _MAX_NAMES = 5
 
 
 class DataError(InputError):
-    """A dataset that cannot be used; `problems` holds every reason, the message the first 20 and their count."""
+    """A dataset that cannot be used; `problems` holds every reason, the message the first 20 and their count.
 
-    def __init__(self, summary: str, problems: Sequence[str] = (), kind: Kind = "invalid") -> None:
-        self.problems = list(problems)
+    Its kind is that of all problems, if they have one.
+    """
+
+    def __init__(self, summary: str, problems: Sequence[str | Problem] = (), kind: Kind = "invalid") -> None:
+        self.problems = list(map(str, problems))
+        kinds = {problem.kind if isinstance(problem, Problem) else kind for problem in problems}
         lines = [summary, *(f"  - {problem}" for problem in self.problems[:_MAX_PROBLEMS])]
         if len(self.problems) > _MAX_PROBLEMS:
             lines.append(
                 f"  ... and {len(self.problems) - _MAX_PROBLEMS} more ({plural(len(self.problems), 'problem')})"
             )
-        super().__init__("\n".join(lines), kind)
+        super().__init__("\n".join(lines), kinds.pop() if len(kinds) == 1 else kind)
+
+
+def path_error(option: str, path: Path, *, folder: bool = False, hint: str = "") -> DataError:
+    """Return the error about an option whose path is not that of a file, or of a folder."""
+    kind: Kind = "invalid" if path.exists() else "not_found"
+    return DataError(f"{option} {quoted(str(path))} {missing_path_problem(path, folder=folder)}{hint}", kind=kind)
 
 
 class Row(NamedTuple):
@@ -80,7 +92,7 @@ def is_absent(row: Row) -> bool:
 class Findings:
     """Problems and warnings of a reader, with the names that they concern."""
 
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     names_by_warning: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, kind: str, name: str) -> None:
@@ -136,7 +148,9 @@ def decode_text(content: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         # The offset in the file: the decoder does not count a BOM that it removed.
         offset = error.start + len(content) - len(error.object)
-        raise DataError(f"{name} is not UTF-8 text: byte {offset} is {error.object[error.start]:#04x}") from error
+        raise DataError(
+            f"{name} is not UTF-8 text: byte {offset} is {error.object[error.start]:#04x}", kind="unreadable"
+        ) from error
     return text.replace("\r\n", "\n")
 
 

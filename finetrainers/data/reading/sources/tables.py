@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from finetrainers.config.errors import Problem
 from finetrainers.config.sections import DataSection
-from finetrainers.utils.files import missing_path_problem
-from finetrainers.utils.text import nearest, quoted
+from finetrainers.utils.failures import InputError, Kind, error_kind
+from finetrainers.utils.text import nearest
 
 from .masks import MASK
-from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, read_lines, read_text
+from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
 
 Records = Iterator[tuple[str, Any]]
 
@@ -26,7 +27,7 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
         DataError: the file cannot be read.
     """
     if not path.is_file():
-        raise DataError(f"dataset_file {quoted(str(path))} {missing_path_problem(path)}")
+        raise path_error("dataset_file", path)
     readers = {".csv": _csv_records, ".json": _json_records, ".jsonl": _jsonl_records}
     suffix = path.suffix.lower()
     columns = Columns(data)
@@ -35,13 +36,13 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
     for where, record in readers[suffix](path, findings):
         is_masked = is_masked or (isinstance(record, dict) and columns.mask in record)
         if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # otherwise every row would report it
-            raise DataError(f"{path.name} line 1: {missing}")
+            raise DataError(f"{path.name} line 1: {missing}", kind="not_found")
         try:
             rows.append(columns.row(where, record))
         except ValueError as error:
-            findings.problems.append(f"{where}: {error}")
+            findings.problems.append(Problem.from_error(where, error))
     if rows and data.mask_column and not is_masked:
-        raise DataError(f"{path.name}: no column {data.mask_column!r} (set by `mask_column`)")
+        raise DataError(f"{path.name}: no column {data.mask_column!r} (set by `mask_column`)", kind="not_found")
     return rows
 
 
@@ -94,7 +95,7 @@ class Columns:
         if not isinstance(record, dict):
             raise ValueError(f"must be an object, got {record!r}")
         if not self.needed <= record.keys():
-            raise ValueError(self.missing(record))
+            raise InputError(str(self.missing(record)), "not_found")
         media = record[self.media]
         if not isinstance(media, str) or not media.strip():
             raise ValueError(f"column {self.media!r} must be a path, got {media!r}")
@@ -134,29 +135,30 @@ def _csv_records(path: Path, findings: Findings) -> Records:
         header = next(reader, [])
         duplicates = {name for name in header if header.count(name) > 1}
         if duplicates:
-            raise DataError(f"{path.name} line 1: column {min(duplicates)!r} is there twice; rename one")
+            raise DataError(
+                f"{path.name} line 1: column {min(duplicates)!r} is there twice; rename one", kind="duplicate"
+            )
         first = reader.line_num + 1  # of the next row, which may have several lines
         for fields in reader:
             where, first = f"{path.name} line {first}", reader.line_num + 1
             if not fields:
                 continue
             if len(fields) > len(header):
-                findings.problems.append(
-                    f"{where}: more fields than the header has; quote captions that contain commas"
-                )
+                message = "more fields than the header has; quote captions that contain commas"
+                findings.problems.append(Problem(where, message))
             elif len(fields) < len(header):
-                findings.problems.append(f"{where}: fewer fields than the header has")
+                findings.problems.append(Problem(where, "fewer fields than the header has"))
             else:
                 yield where, dict(zip(header, fields, strict=True))
     except csv.Error as error:
-        raise DataError(f"{path.name} line {reader.line_num}: {error}") from error
+        raise DataError(f"{path.name} line {reader.line_num}: {error}", kind="unreadable") from error
 
 
 def _json_records(path: Path, findings: Findings) -> Records:
     try:
         records = parse_json(read_text(path), parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
+        raise DataError(f"{path} is not JSON: {error}", kind=_json_kind(error)) from error
     if not isinstance(records, list):
         raise DataError(f"{path} must hold a list of objects, got {type(records).__name__}")
     for number, record in enumerate(records):
@@ -173,9 +175,13 @@ def _jsonl_records(path: Path, findings: Findings) -> Records:
         try:
             record = decoder.decode(line)
         except (ValueError, RecursionError) as error:
-            findings.problems.append(f"{where} is not JSON: {error}")
+            findings.problems.append(Problem("", f"{where} is not JSON: {error}", _json_kind(error)))
         else:
             yield where, record
+
+
+def _json_kind(error: Exception) -> Kind:
+    return error_kind(error) if isinstance(error, InputError) else "unreadable"
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -186,5 +192,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"the key {repeated!r} is there twice", "duplicate")
     return record

@@ -15,6 +15,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,11 @@ def expand(pattern: str) -> list[Path]:
     else:
         names = []
         for name in _expand_braces(pattern):
-            wild = glob.has_magic(name)
-            names += sorted(glob.glob(name)) if wild else [name]
+            names += sorted(glob.glob(name)) if glob.has_magic(name) else [name]
     missing = [name for name in names if not Path(name).is_file()]
     if missing or not names:
-        raise DataError(f"dataset_file {pattern!r}: no such file", [f"{name} is not there" for name in missing])
+        absent = [f"{name} is not there" for name in missing]
+        raise DataError(f"dataset_file {pattern!r}: no such file", absent, "not_found")
     return [Path(name) for name in dict.fromkeys(names)]
 
 
@@ -84,7 +85,7 @@ def _expand_braces(pattern: str) -> list[str]:
     first, dots, last = match[1].partition("..")
     if dots and first.isdigit() and last.isdigit():
         if abs(int(last) - int(first)) >= _MAX_SHARDS:
-            raise DataError(f"dataset_file {pattern!r} names more than {_MAX_SHARDS} archives")
+            raise DataError(f"dataset_file {pattern!r} names more than {_MAX_SHARDS} archives", kind="too_large")
         step = 1 if int(last) >= int(first) else -1
         parts = [str(number).zfill(len(first)) for number in range(int(first), int(last) + step, step)]
     else:
@@ -92,14 +93,14 @@ def _expand_braces(pattern: str) -> list[str]:
     return [name for part in parts for name in _expand_braces(pattern[: match.start()] + part + pattern[match.end() :])]
 
 
+@dataclass(frozen=True)
 class _Reader:
     """Samples of one archive."""
 
-    def __init__(self, shard: Path, columns: Columns, media: MediaFolder, *, each_line: bool) -> None:
-        self.shard = shard
-        self.columns = columns
-        self.media = media
-        self.each_line = each_line
+    shard: Path
+    columns: Columns
+    media: MediaFolder
+    each_line: bool
 
     def samples(self, skip: int) -> Iterator[Row]:
         """Yield the samples after the first `skip`: consecutive members of one key, and refused members."""
@@ -112,7 +113,8 @@ class _Reader:
                         yield self._sample(archive, key, members)
                 _check_end(archive)
         except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise DataError(f"{self.shard}: cannot be read after {number} samples: {error}") from error
+            message = f"{self.shard}: cannot be read after {number} samples: {error}"
+            raise DataError(message, kind="unreadable") from error
 
     def _bounded(self, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         """Yield the members, until they declare more bytes than media can have had before they were packed.
@@ -126,7 +128,8 @@ class _Reader:
                 raise DataError(
                     f"{self.shard}: its members up to {printable_name(member.name)!r} unpack to "
                     f"{file_size(total_bytes)}, over {_MAX_RATIO} times its own size, so it holds no media, or was "
-                    "made to fill disks. If you trust it, unpack it yourself, and give the folder as data_root"
+                    "made to fill disks. If you trust it, unpack it yourself, and give the folder as data_root",
+                    kind="too_large",
                 )
             yield member
 

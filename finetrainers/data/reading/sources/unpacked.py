@@ -120,7 +120,8 @@ class MediaFolder:
             raise DataError(
                 f"no room to unpack media into {self.directory}: {file_size(disk.free)} are free, the next file needs "
                 f"{file_size(size)}, and {file_size(reserve)} stay free for others; make room, or give another "
-                "--precompute_dir"
+                "--precompute_dir",
+                kind="too_large",
             )
 
     def _read(self, journal: Path) -> tuple[list[Row], bool]:

@@ -140,20 +140,18 @@ def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
         more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
         examples = f"{', '.join(without[:_SHOWN])}{more}"
         if without and facts.needs_image:
-            yield Problem(
-                option, f"this checkpoint animates an image; give one with each prompt ({_HOW}): {examples} without"
-            )
+            message = f"this checkpoint animates an image; give one with each prompt ({_HOW}): {examples} without"
+            yield Problem(option, message, "required")
         elif without and plan.images and facts.first_frame == "tokens":
-            yield Problem(option, f"either all prompts bring an image or none does ({_HOW}): {examples} without")
+            message = f"either all prompts bring an image or none does ({_HOW}): {examples} without"
+            yield Problem(option, message, "conflict")
         elif len(without) < len(prompts) and facts.first_frame == "none":
-            yield Problem(
-                option, "this checkpoint takes no first frame; remove the images, or train an image-to-video one"
-            )
+            message = "this checkpoint takes no first frame; remove the images, or train an image-to-video one"
+            yield Problem(option, message, "unsupported")
     if plan.images and facts.first_frame == "tokens" and facts.geometry.latent_shape(*plan.size)[0] == 1:
         size = "x".join(map(str, plan.size))
-        yield Problem(
-            "--rollout_size", f"{size}: the image is the whole clip, and nothing is left to sample; give more frames"
-        )
+        message = f"{size}: the image is the whole clip, and nothing is left to sample; give more frames"
+        yield Problem("--rollout_size", message, "conflict")
 
 
 def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:

@@ -28,15 +28,16 @@ def check_embeddings(plan: PromptPlan, *, writes: bool, spec: ModelSpec) -> None
     encoded = any(prompt.embedding is not None for prompt in (*plan.prompts, *plan.eval_prompts))
     if encoded and type(spec).given_text is ModelSpec.given_text:
         message = f"{spec.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl"
-        raise ConfigError([Problem("--prompts", message)])
+        raise ConfigError([Problem("--prompts", message, "unsupported")])
     if not writes:
         return
     if encoded:
-        raise ConfigError([Problem(_OPTION, "the prompts are encoded already; give --prompts a .txt or .jsonl file")])
+        message = "the prompts are encoded already; give --prompts a .txt or .jsonl file"
+        raise ConfigError([Problem(_OPTION, message, "conflict")])
     try:
         spec.to_given_text(PromptEmbeds({n: torch.zeros(1, *shape) for n, shape in spec.text_shapes().items()}))
     except ValueError as error:
-        raise ConfigError([Problem(_OPTION, f"{error}; remove it")]) from None
+        raise ConfigError([Problem(_OPTION, f"{error}; remove it", "unsupported")]) from None
 
 
 def embeddings_writer(

@@ -95,7 +95,7 @@ def read_prompts(path: Path) -> PromptFile:
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".csv": _from_table, ".json": _from_encoded}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl, .csv or .json")
+        raise DataError(f"prompt file {quoted(str(path))} must end in .txt, .jsonl, .csv or .json", kind="unsupported")
     problems: list[str] = []
     notes: list[str] = []
     prompts = reader(path, _read(path), problems, notes)
@@ -103,7 +103,7 @@ def read_prompts(path: Path) -> PromptFile:
     if problems:
         raise DataError(f"{path}: {plural(len(problems), 'problem')}", problems)
     if not prompts:
-        raise DataError(f"{path} holds no prompts{f' ({notes[0]})' if notes else ''}")
+        raise DataError(f"{path} holds no prompts{f' ({notes[0]})' if notes else ''}", kind="required")
     return PromptFile(
         tuple(prompts), _fingerprint(prompts), tuple(notes), tuple(_repeated(path, prompts)), empty_beside(path)
     )
@@ -196,12 +196,14 @@ def _read(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"prompt file {quoted(str(path))} cannot be read: {error.strerror}") from error
+        message = f"prompt file {quoted(str(path))} cannot be read: {error.strerror}"
+        raise DataError(message, kind="not_found" if isinstance(error, FileNotFoundError) else "unreadable") from error
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path} line {line} is not UTF-8 text: {error.object[error.start]:#04x}") from error
+        message = f"{path} line {line} is not UTF-8 text: {error.object[error.start]:#04x}"
+        raise DataError(message, kind="unreadable") from error
 
 
 def _from_text(path: Path, content: str, problems: list[str], notes: list[str]) -> list[Prompt]:
@@ -281,7 +283,8 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
     try:
         rows = json.loads(content)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
+        message = f"{path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
+        raise DataError(message, kind="unreadable") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} is {_kind(rows)}, not a list of objects with {', '.join(('caption', *ENCODED_KEYS))}")
     prompts, unused = list[Prompt](), set[str]()

@@ -127,7 +127,7 @@ class PromptSource:
         except Exception as error:
             failure = error
         if damaged:
-            failure = DataError(f"{plural(len(damaged), 'encoded prompt')} cannot be read", damaged)
+            failure = DataError(f"{plural(len(damaged), 'encoded prompt')} cannot be read", damaged, "unreadable")
         self.parallel.raise_if_any_failed(failure, "reading the prompts")
         return max(self.parallel.gather_objects([max(lengths)])) or None
 
@@ -263,7 +263,8 @@ def _load_tensor(path: Path, where: str, *, mapped: bool) -> Tensor:
     except Exception as error:  # torch raises errors of many kinds
         reason = f"is no file of a tensor, or is cut short ({_first_sentence(error)})"
         problem = reason if path.stat().st_size else "is empty"
-        raise DataError(f"{where}: {path} {problem}; encode the prompts again (finetrainers prepare)") from None
+        message = f"{where}: {path} {problem}; encode the prompts again (finetrainers prepare)"
+        raise DataError(message, kind="unreadable") from None
 
 
 def _first_sentence(error: Exception) -> str:

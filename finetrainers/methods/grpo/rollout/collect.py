@@ -15,6 +15,7 @@ from finetrainers.methods.base import MethodParts
 from finetrainers.rewards.pixels import to_uint8
 from finetrainers.rewards.registry import on_device
 from finetrainers.rewards.reward_set import RewardSet, Scores
+from finetrainers.utils.failures import InputError
 
 from ..advantage import Advantages, best_of_n, compute_advantages
 from ..keep.dancegrpo_files import DanceGRPOFiles
@@ -104,10 +105,11 @@ class RolloutCollector:
         jobs = [RolloutSample(rollout, slot, prompt, g) for slot, prompt in enumerate(prompts) for g in range(size)]
         share, rest = divmod(len(jobs), self.parallel.data_size)
         if rest or share % self.batch_size:
-            raise ValueError(
+            raise InputError(
                 f"{len(prompts)} prompts x {size} generations = {len(jobs)} clips do not divide into "
                 f"{self.parallel.data_size} ranks x batches of {self.batch_size}; change --prompts_per_step, "
-                "--num_generations or --batch_size"
+                "--num_generations or --batch_size",
+                "conflict",
             )
         return [jobs[start : start + share] for start in range(0, len(jobs), share)]
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from finetrainers.config.grpo import GRPOSection, step_range, trained_steps
 from finetrainers.diffusion.policy import Transitions
+from finetrainers.utils.failures import InputError
 from finetrainers.utils.seeding import derive_seed
 from finetrainers.utils.text import plural
 
@@ -54,10 +55,11 @@ class SDEWindows:
 
     def __post_init__(self) -> None:
         if self.num_stochastic > len(self._allowed) or not self.num_trained:
-            raise ValueError(
+            raise InputError(
                 f"a window of {plural(self.num_stochastic, 'step')} does not fit: of the steps that may be trained, "
                 f"the trained expert denoises {len(self._allowed)}; use another --window_range, or more "
-                "--sampling_steps"
+                "--sampling_steps",
+                "too_large",
             )
 
     @property

@@ -12,6 +12,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.diffusion.policy import Transitions, levels, only, step_lengths, transitions
 from finetrainers.diffusion.process import Process
 from finetrainers.models.spec import ModelSpec
+from finetrainers.utils.failures import InputError, error_kind
 
 from ..prompts.plan import PromptPlan
 from .sde_schedule import SDEWindows, step_weights
@@ -36,7 +37,8 @@ class StepTables:
         alpha, sigma = levels(process, times)
         own = [step for step, time in enumerate(times.tolist()) if facts.trains_at(time)]
         if not own:
-            raise ValueError("none of the sampling steps is within the noise levels of the expert that is trained")
+            message = "none of the sampling steps is within the noise levels of the expert that is trained"
+            raise InputError(message, "conflict")
         self.own = range(own[0], own[-1] + 1)
         self.windows = None if config.training.method != "grpo" else SDEWindows(section, config.training.seed, self.own)
         self.deterministic = self.stochastic = transitions("ode", alpha, sigma, eta=0.0)
@@ -76,4 +78,5 @@ def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> No
         times = spec.sampling_times(scheduler, section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift)
         StepTables(config, spec.process(scheduler), times, spec.facts)
     except ValueError as error:
-        raise ConfigError([Problem("--sampler", f"does not go with the checkpoint's scheduler: {error}")]) from error
+        message = f"does not go with the checkpoint's scheduler: {error}"
+        raise ConfigError([Problem("--sampler", message, error_kind(error))]) from error

@@ -266,7 +266,7 @@ def test_of_extremes_a_clip_that_has_fallen_out_is_gone() -> None:
     found = group.pop_combined({1: -1.0, 3: 2.0})
     assert found is not None
     assert [one.tolist() for one in found] == [[5.0, 5.0], [10.0]]
-    with pytest.raises(ValueError, match=r"clips \[0\] are wanted and gone"):
+    with pytest.raises(ValueError, match=r"clips \[0\]"):
         group.pop_combined({0: 1.0})
 
 
@@ -274,7 +274,7 @@ def test_advantages_that_do_not_follow_the_scores_are_an_error() -> None:
     group = GroupGradients(GradientPlan("sums", 2, True, 4), 4)
     for clip in range(4):
         group.add(clip, ones(clip), (float(clip),))
-    with pytest.raises(ValueError, match="advantages do not follow the scores"):
+    with pytest.raises(ValueError, match=r"advantages .* by [0-9]"):
         group.pop_combined({0: -1.0, 1: -1.0, 2: 1.0, 3: 1.0})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from one_of import OneOf
+from refusals import refused
 from torch import Tensor
 
 from finetrainers.config.load import load_config
@@ -108,18 +110,16 @@ def test_damaged_embeddings_are_named_before_anything_is_sampled(tmp_path: Path)
     (tmp_path / "2.embedding.pt").write_text("hello")
     keys, opened = _opened(tmp_path, prompts)
     keys.cache.put(keys.text(""), _row(1))
-    with pytest.raises(DataError, match="3 encoded prompts cannot be read") as caught:
+    with refused("unreadable", "3 encoded", error=DataError) as caught:
         opened()
     cut, empty, text = caught.value.problems
-    assert cut.startswith(
-        f"videos2caption.json entry 1: {tmp_path / '0.embedding.pt'} is no file of a tensor, or is cut short"
-    )
-    assert f"entry 2: {tmp_path / '1.mask.pt'} is empty; encode the prompts again" in empty
-    assert "2.embedding.pt is no file of a tensor" in text
+    assert cut.startswith(f"videos2caption.json entry 1: {tmp_path / '0.embedding.pt'} ")
+    assert empty.startswith(f"videos2caption.json entry 2: {tmp_path / '1.mask.pt'} is empty;")
+    assert text.startswith(f"videos2caption.json entry 3: {tmp_path / '2.embedding.pt'} ")
 
 
 def test_an_entry_that_has_gone_is_said(tmp_path: Path) -> None:
     keys, opened = _opened(tmp_path, [Prompt("a cat", "")])
     keys.cache.put(keys.text(""), _row(1))
-    with pytest.raises(CacheError, match="the text conditioning of the prompt 'a cat' has gone"):
+    with pytest.raises(CacheError, match=f"'a cat' .* {re.escape(str(keys.cache.directory))}"):
         opened()

@@ -36,7 +36,7 @@ def test_what_holds_for_all_settings(
 ) -> None:
     section = GRPOSection(sampling_steps=steps, window_size=size, window_range=list(span), timestep_fraction=fraction)
     if size > len(step_range(section)) or not trained_steps(section):
-        return  # refused: see `config.checks.grpo`
+        return  # refused: see `methods.grpo.option_rules`
     plan, again = (
         windows(steps, size=size, range=span, strategy=strategy, fraction=fraction, per_prompt=per_prompt)
         for _ in range(2)
@@ -234,7 +234,7 @@ def test_weights_undo_what_they_say(name: str, kernel: Kernel, eta: float) -> No
 
 def test_steps_without_noise_cannot_be_trained() -> None:
     _, _, steps, alpha, sigma = case("flow", "dance", 0.25)
-    with pytest.raises(ValueError, match=r"steps \[15\] have no noise"):
+    with pytest.raises(ValueError, match=r"steps \[15\]"):
         step_weights("none", steps, alpha, sigma, over=[3, 15])
-    with pytest.raises(ValueError, match="no steps to train"):
+    with pytest.raises(ValueError, match="no steps"):
         step_weights("none", steps, alpha, sigma, over=[])

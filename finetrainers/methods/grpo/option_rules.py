@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 
+from finetrainers.config.checks.findings import Finding
+from finetrainers.config.checks.options import check_rewards
+from finetrainers.config.facts import Facts
+from finetrainers.config.geometry import Geometry
+from finetrainers.config.grpo import (
+    COMPARING_METHODS,
+    GRPOSection,
+    kernel,
+    step_range,
+    trained_steps,
+    why_no_rollout_gradients,
+)
+from finetrainers.config.hacking import hacking_rule, held_out_rewards
+from finetrainers.config.root import TrainConfig
 from finetrainers.utils.launch import local_world_size
 from finetrainers.utils.text import plural
-
-from ..facts import Facts
-from ..geometry import Geometry
-from ..grpo import COMPARING_METHODS, GRPOSection, kernel, step_range, trained_steps, why_no_rollout_gradients
-from ..hacking import hacking_rule, held_out_rewards
-from ..rewards import RewardEntry
-from ..root import TrainConfig
-from .findings import Findings
 
 #: Fewer clips per optimizer step learn little or nothing (reports of users of DanceGRPO: 8 failed, 16 to 32 worked).
 FEW_CLIPS = 16
@@ -31,97 +37,79 @@ CLIP_OPTIONS = {
 }
 
 
-def check_grpo(config: TrainConfig, facts: Facts, findings: Findings, *, world_size: int) -> None:
+def check_grpo(config: TrainConfig, facts: Facts, *, world_size: int) -> Iterator[Finding]:
     """Check all rules of reward finetuning.
 
     Args:
         config: the whole run.
         facts: of the checkpoint.
-        findings: gets errors and warnings.
         world_size: how many processes train together.
     """
     section = config.grpo
-    _check_inputs(section, facts.geometry, findings)
-    check_rewards("reward", section.reward, findings)
-    check_rewards("eval_reward", config.validation.eval_reward, findings)
+    yield from _check_inputs(section, facts.geometry)
+    yield from check_rewards("reward", section.reward)
+    yield from check_rewards("eval_reward", config.validation.eval_reward)
     compares = config.training.method in COMPARING_METHODS
     if compares:
-        _check_groups(section, findings)
+        yield from _check_groups(section)
     if section.num_generations > 1 or not compares:  # 1 is an error already
-        _check_division(config, world_size, findings)
-    _check_reward_device(config, findings, local_processes=local_world_size())
+        yield from _check_division(config, world_size)
+    yield from _check_reward_device(config, local_processes=local_world_size())
     if not compares:
-        _check_gradients(config, findings)
+        yield from _check_gradients(config)
     elif config.training.method == "nft":
-        _check_nft(config, findings)
+        yield from _check_nft(config)
     else:
-        _check_policy(config, findings)
-        _check_rollout_gradients(config, findings)
-        _check_noise(section, is_flow=facts.is_flow, findings=findings)
-        _check_window(config, findings)
+        yield from _check_policy(config)
+        yield from _check_rollout_gradients(config)
+        yield from _check_noise(section, is_flow=facts.is_flow)
+        yield from _check_window(config)
     if config.optimizer.scale_lr:
-        findings.error(
+        yield (
             "scale_lr",
             "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: they "
             "are --prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
+            "unsupported",
         )
     if section.shift is not None and not facts.is_flow:
-        findings.error("shift", "this model is not a flow-matching model, so shift has no meaning; remove it")
+        yield "shift", "this model is not a flow-matching model, so shift has no meaning; remove it", "unsupported"
     if section.rollout_guidance is not None and facts.guidance is None:
-        findings.error(
+        yield (
             "rollout_guidance",
             "this network takes no guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
+            "unsupported",
         )
-    _check_length(config, findings)
-    _check_evaluation(config, findings)
-    _check_hacking(config, findings)
-    _check_memory(config, findings)
-    _check_of_clips(config, findings)
+    yield from _check_length(config)
+    yield from _check_evaluation(config)
+    yield from _check_hacking(config)
+    yield from _check_memory(config)
+    for name, hint in CLIP_OPTIONS.items():
+        if config.changed(name):
+            yield name, f"has no meaning with --method {config.training.method}: {hint}", "unsupported"
 
 
-def _check_inputs(section: GRPOSection, geometry: Geometry, findings: Findings) -> None:
+def _check_inputs(section: GRPOSection, geometry: Geometry) -> Iterator[Finding]:
     if section.prompts is None:
-        findings.error("prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE")
+        yield "prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE", "required"
     if not section.reward:
-        findings.error("reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]")
+        yield "reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]", "required"
     if section.rollout_size is None:
-        findings.error("rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH")
+        yield "rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH", "required"
         return
     for problem in geometry.problems(*section.rollout_size):
-        findings.error("rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}")
+        yield "rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}"
 
 
-def check_rewards(option: str, entries: Sequence[RewardEntry], findings: Findings) -> None:
-    """Check that no reward is given twice, and that rewards for training have an effect."""
-    seen = set()
-    for entry in entries:
-        key = (entry.name, tuple(sorted(entry.options.items())))
-        if key in seen:
-            findings.error(option, f"{entry.name} is given twice; give it once, with one weight")
-        seen.add(key)
-    if option != "reward" or not entries:
-        return
-    counted = [entry for entry in entries if entry.weight]
-    if not counted:
-        findings.error(option, "every weight is 0, so nothing is learned; give one another weight")
-    elif all(entry.every > 1 for entry in counted):
-        findings.error(option, "no reward with a weight scores every rollout; leave `every` out of one")
-
-
-def _check_groups(section: GRPOSection, findings: Findings) -> None:
+def _check_groups(section: GRPOSection) -> Iterator[Finding]:
     """Check the group size: the clips of one prompt."""
     size, best_of_n = section.num_generations, section.best_of_n
     if size == 1:
-        findings.error(
-            "num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8"
-        )
-    if best_of_n is None:
-        return
-    if best_of_n > size:
-        findings.error("best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}")
+        yield "num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8"
+    if best_of_n is not None and best_of_n > size:
+        yield "best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}", "conflict"
 
 
-def _check_division(config: TrainConfig, world_size: int, findings: Findings) -> None:
+def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
     """Check that clips divide by processes, batch size and updates."""
     section, batch = config.grpo, config.dataloader.batch_size
     prompts, size, updates = section.prompts_per_step, section.num_generations, section.updates_per_rollout
@@ -129,116 +117,120 @@ def _check_division(config: TrainConfig, world_size: int, findings: Findings) ->
     over = f"{plural(world_size, 'process', 'processes')} x batches of {batch}"
     clips = f"{plural(prompts, 'prompt')} x {plural(size, 'clip')}"
     if prompts * size % global_batch:
-        findings.error(
+        step = global_batch // math.gcd(global_batch, size)  # numbers of prompts whose clips divide
+        yield (
             "prompts_per_step",
             f"{clips} = {prompts * size} clips do not divide by {over} = {global_batch}; use "
-            f"{_multiple(prompts, size, global_batch)}, or another --num_generations or --batch_size",
+            f"{-(-prompts // step) * step}, or another --num_generations or --batch_size",
+            "conflict",
         )
     clips_per_prompt = min(section.best_of_n or size, size)
     total = prompts * clips_per_prompt
     clips = f"{plural(prompts, 'prompt')} x {plural(clips_per_prompt, 'clip')}"
     if total < global_batch * updates:
         fewer = f"at most {total // global_batch}, or " if total >= global_batch else ""
-        findings.error(
+        yield (
             "updates_per_rollout",
             f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least "
             f"{global_batch * updates} clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
             f"{-(-global_batch * updates // clips_per_prompt)} or more",
+            "conflict",
         )
         return
     if total % (global_batch * updates):
-        findings.warnings.append(
+        yield (
             f"a rollout keeps {clips} = {total}, which do not divide by {over} x {updates} --updates_per_rollout = "
             f"{global_batch * updates}: some batches are filled up with clips that do not count"
         )
     if total / updates < FEW_CLIPS and config.training.method in COMPARING_METHODS:
-        findings.warnings.append(
+        yield (
             f"{clips} / {plural(updates, 'update')} = {total / updates:g} clips per optimizer step; with fewer than "
             f"{FEW_CLIPS} rewards hardly rise: raise --prompts_per_step or --num_generations"
         )
 
 
-def _multiple(prompts: int, size: int, global_batch: int) -> int:
-    """Return the next larger number of prompts whose clips divide by `global_batch`."""
-    step = global_batch // math.gcd(global_batch, size)
-    return -(-prompts // step) * step
-
-
-def _check_nft(config: TrainConfig, findings: Findings) -> None:
+def _check_nft(config: TrainConfig) -> Iterator[Finding]:
     section = config.grpo
     if section.init_same_noise:
-        findings.error(
+        yield (
             "init_same_noise",
             "nft samples without further noise, so the clips of a prompt would be the same; use --no-init_same_noise",
+            "unsupported",
         )
     if section.sampler not in (None, "ode"):
-        findings.error("sampler", f"{section.sampler} adds noise, and nft samples without; use ode or leave it out")
+        yield (
+            "sampler",
+            f"{section.sampler} adds noise, and nft samples without; use ode or leave it out",
+            "unsupported",
+        )
     if section.reward_combination == "separate":
-        findings.warnings.append("--reward_combination separate is `sum` with --method nft, whose loss is not clipped")
-    max_decay = section.nft_decay[2]
-    if max_decay >= 1:
-        findings.error("nft_decay", f"uphold {max_decay:g}: the policy that samples would stand still; use less than 1")
+        yield "--reward_combination separate is `sum` with --method nft, whose loss is not clipped"
+    if (uphold := section.nft_decay[2]) >= 1:
+        yield "nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1"
 
 
-def _check_gradients(config: TrainConfig, findings: Findings) -> None:
+def _check_gradients(config: TrainConfig) -> Iterator[Finding]:
     """Check the steps that a reward is backpropagated through."""
     section, steps = config.refl, config.grpo.sampling_steps
     if config.grpo.updates_per_rollout > 1:
-        findings.error(
-            "updates_per_rollout", "a reward's gradient is of the weights that sampled; use 1 with --method refl"
+        yield (
+            "updates_per_rollout",
+            "a reward's gradient is of the weights that sampled; use 1 with --method refl",
+            "unsupported",
         )
     if config.grpo.best_of_n is not None:
-        findings.error("best_of_n", "--method refl compares no clips and trains on all; remove it")
+        yield "best_of_n", "--method refl compares no clips and trains on all; remove it", "unsupported"
     if section.refl_kind == "draft" and section.draft_k > steps:
-        findings.error("draft_k", f"there are {steps} --sampling_steps; use at most {steps}")
+        yield "draft_k", f"there are {steps} --sampling_steps; use at most {steps}", "conflict"
     elif section.refl_kind == "refl" and not section.gradient_steps(steps):
         first, last = section.refl_range
-        findings.error("refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range")
+        yield "refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range", "conflict"
     if section.refl_kind == "draft" and section.draft_k > 1 and config.parallel.sp_size > 1:
-        findings.error(
+        yield (
             "draft_k",
             f"{section.draft_k}: processes that share a clip have its latents' gradient in parts; use --draft_k 1, "
             "--refl_kind draft-lv or refl, or --sp_size 1",
+            "conflict",
         )
 
 
-def _check_policy(config: TrainConfig, findings: Findings) -> None:
+def _check_policy(config: TrainConfig) -> Iterator[Finding]:
     section = config.grpo
     if section.clip_range is not None and section.updates_per_rollout == 1:
-        findings.warnings.append(
+        yield (
             f"--clip_range {section.clip_range:g} has no effect with --updates_per_rollout 1: no ratio leaves 1 before "
             "the first update"
         )
     if section.rollout_cfg > 1 and section.updates_per_rollout > 1:
-        findings.warnings.append(
+        yield (
             f"--rollout_cfg {section.rollout_cfg:g} with --updates_per_rollout {section.updates_per_rollout}: guidance "
             "enlarges what an update does to a step; one update per rollout is safer"
         )
 
 
-def _check_rollout_gradients(config: TrainConfig, findings: Findings) -> None:
+def _check_rollout_gradients(config: TrainConfig) -> Iterator[Finding]:
     """Check that gradients can be taken without replay, if requested, and that it saves anything."""
     section, name = config.grpo, "rollout_gradients"
     mode, size = section.rollout_gradients, section.num_generations
     if mode in ("replay", "auto"):
         return
     for reason in why_no_rollout_gradients(section):
-        findings.error(name, f"{mode}: {reason}")
+        yield name, f"{mode}: {reason}", "conflict"
     clips_per_prompt = section.best_of_n or size
     num_forward = 1 if config.memory.stored == "none" else 2  # per backward pass: two with checkpointing
     if mode == "retain":
         if clips_per_prompt == size:
-            findings.warnings.append(
+            yield (
                 "--rollout_gradients retain saves nothing where all clips are trained: reweight takes as long, and "
                 "stores no activations"
             )
         if section.offload_trajectory:
-            findings.warnings.append(
+            yield (
                 "--offload_trajectory has no effect with --rollout_gradients retain, which stores no latents; "
                 "--activation_memory offload stores activations in host memory"
             )
     elif size * (1 + num_forward) > clips_per_prompt * (2 + num_forward):
-        findings.warnings.append(
+        yield (
             f"--rollout_gradients reweight takes a backward pass for all {size} clips of a prompt, which costs more "
             f"than replaying the {clips_per_prompt} of --best_of_n {clips_per_prompt}; it saves time from about "
             f"{math.ceil(size * (1 + num_forward) / (2 + num_forward))} of {size} on. retain takes only those of the "
@@ -246,95 +238,95 @@ def _check_rollout_gradients(config: TrainConfig, findings: Findings) -> None:
         )
 
 
-def _check_noise(section: GRPOSection, *, is_flow: bool, findings: Findings) -> None:
+def _check_noise(section: GRPOSection, *, is_flow: bool) -> Iterator[Finding]:
     name = kernel(section, is_flow=is_flow)
     if name == "ode":
-        findings.error(
+        yield (
             "sampler",
             "ode adds no noise, so no step has a probability to change; use flow, dance, cps or ddim, or --method nft",
+            "unsupported",
         )
         return
     if name in ("flow", "dance") and not is_flow:
-        findings.warnings.append(f"--sampler {name} is published for flow-matching models; for others ddim is usual")
+        yield f"--sampler {name} is published for flow-matching models; for others ddim is usual"
     eta = section.eta
     if eta is None:
         return
     if eta == 0:
-        findings.error("eta", "without noise no step has a probability to change; give more than 0, or --method nft")
+        yield "eta", "without noise no step has a probability to change; give more than 0, or --method nft"
     elif name in ("cps", "ddim") and eta > 1:
-        findings.error("eta", f"{name} can add noise up to 1, got {eta:g}")
+        yield "eta", f"{name} can add noise up to 1, got {eta:g}"
     elif eta > _MUCH_NOISE:
-        findings.warnings.append(
-            f"--eta {eta:g} is much for --sampler {name}: published values are between 0.25 and 1.5"
-        )
+        yield f"--eta {eta:g} is much for --sampler {name}: published values are between 0.25 and 1.5"
 
 
-def _check_window(config: TrainConfig, findings: Findings) -> None:
+def _check_window(config: TrainConfig) -> Iterator[Finding]:
     section = config.grpo
     steps, size, fraction = section.sampling_steps, section.window_size, section.timestep_fraction
     first, last = section.window_range
     allowed = step_range(section)
-    span = f"--window_range {first:g} {last:g}"
     if first >= last:
-        findings.error("window_range", f"{first:g} {last:g}: the second must be above the first")
+        yield "window_range", f"{first:g} {last:g}: the second must be above the first"
     elif size > len(allowed):
         available = f"{plural(len(allowed), 'step')}{f' ({allowed[0]} to {allowed[-1]})' if allowed else ''}"
-        findings.error(
+        yield (
             "window_size",
-            f"a window of {size} does not fit: of {steps} --sampling_steps, {span} holds {available}, and the last "
-            f"step is never trained; use {f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
+            f"a window of {size} does not fit: of {steps} --sampling_steps, --window_range {first:g} {last:g} holds "
+            f"{available}, and the last step is never trained; use "
+            f"{f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
+            "conflict",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
         message = f"a window of {size} that moves by {section.window_stride} leaves steps between untrained"
-        findings.error("window_stride", f"{message}; use at most {size}")
+        yield "window_stride", f"{message}; use at most {size}", "conflict"
     stochastic = size or steps - 1
     if trained_steps(section) < 1:
-        findings.error(
+        yield (
             "timestep_fraction",
             f"{fraction:g} of {plural(stochastic, 'stochastic step')} is {fraction * stochastic:g}, rounded down 0: "
             f"nothing to train; use at least {1 / stochastic:.3g}",
         )
 
 
-def _check_length(config: TrainConfig, findings: Findings) -> None:
+def _check_length(config: TrainConfig) -> Iterator[Finding]:
     training, updates = config.training, config.grpo.updates_per_rollout
     if training.train_steps is None:
-        findings.error(
-            "train_steps", "is not set, and prompts are used again and again; give the number of optimizer steps"
+        yield (
+            "train_steps",
+            "is not set, and prompts are used again and again; give the number of optimizer steps",
+            "required",
         )
     for name, steps in (("train_steps", training.train_steps), ("checkpointing_steps", training.checkpointing_steps)):
         if steps and steps % updates:
             lower, upper = steps // updates * updates, -(-steps // updates) * updates
-            findings.error(
+            yield (
                 name,
                 f"{steps} is not a multiple of --updates_per_rollout {updates}, and only whole rollouts can be "
                 f"resumed; use {f'{lower} or ' if lower else ''}{upper}",
+                "conflict",
             )
 
 
-def _check_evaluation(config: TrainConfig, findings: Findings) -> None:
+def _check_evaluation(config: TrainConfig) -> Iterator[Finding]:
     section, validation = config.grpo, config.validation
     if validation.eval_prompts is None:
-        for name, is_set in (
-            ("eval_reward", bool(validation.eval_reward)),
-            ("eval_steps", bool(validation.eval_steps)),
-        ):
-            if is_set:
-                findings.error(name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE")
+        for name in ("eval_reward", "eval_steps"):
+            if config.get(name):
+                yield name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE", "required"
         return
     if section.prompts is not None and validation.eval_prompts == section.prompts:
-        findings.warnings.append("--eval_prompts are those of --prompts, so nothing is held out")
+        yield "--eval_prompts are those of --prompts, so nothing is held out"
     if validation.eval_steps is None:
-        findings.warnings.append("--eval_prompts are evaluated before and after training only; set --eval_steps")
+        yield "--eval_prompts are evaluated before and after training only; set --eval_steps"
 
 
-def _check_hacking(config: TrainConfig, findings: Findings) -> None:
+def _check_hacking(config: TrainConfig) -> Iterator[Finding]:
     """Check that there is something to judge reward hacking by."""
     guard = config.grpo.hacking_guard
     if hacking_rule(config) is not None or guard == "off":
         return
     if config.changed("hacking_patience"):
-        findings.warnings.append("--hacking_patience has no effect: there is nothing to judge reward hacking by")
+        yield "--hacking_patience has no effect: there is nothing to judge reward hacking by"
     if guard is None:
         return
     missing = []
@@ -345,38 +337,30 @@ def _check_hacking(config: TrainConfig, findings: Findings) -> None:
     if not held_out_rewards(config):
         missing.append("a reward that is not trained (--eval_reward NAME)")
     kl = "--nft_kl" if config.training.method == "nft" else "--kl_coef"
-    findings.error(
-        "hacking_guard", f"{guard} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}"
+    yield (
+        "hacking_guard",
+        f"{guard} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}",
+        "required",
     )
 
 
-def _check_memory(config: TrainConfig, findings: Findings) -> None:
+def _check_memory(config: TrainConfig) -> Iterator[Finding]:
     """Warn of copies of the network that full finetuning needs, and LoRA does not."""
     section = config.grpo
     if config.training.training_type != "full-finetune":
         return
     if config.training.method == "nft":
         copies = "the policy that samples" + (" and the model before training" if section.nft_kl else "")
-        findings.warnings.append(
-            f"--method nft with full-finetune keeps copies of the whole network in memory: {copies}"
-        )
+        yield f"--method nft with full-finetune keeps copies of the whole network in memory: {copies}"
     elif section.kl_coef:
-        findings.warnings.append(
-            f"--kl_coef {section.kl_coef:g} with full-finetune keeps a frozen copy of the whole network in memory"
-        )
+        yield f"--kl_coef {section.kl_coef:g} with full-finetune keeps a frozen copy of the whole network in memory"
 
 
-def _check_reward_device(config: TrainConfig, findings: Findings, *, local_processes: int) -> None:
+def _check_reward_device(config: TrainConfig, *, local_processes: int) -> Iterator[Finding]:
     """Warn if all processes score on the GPU of one of them."""
     number = re.fullmatch(r"cuda:(\d+)", config.grpo.reward_device or "")
     if number is not None and local_processes > 1 and int(number[1]) < local_processes:
-        findings.warnings.append(
+        yield (
             f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU on which one "
             f"of them trains; cuda:{local_processes} is the first that none uses. The default is each process's own"
         )
-
-
-def _check_of_clips(config: TrainConfig, findings: Findings) -> None:
-    for name, hint in CLIP_OPTIONS.items():
-        if config.changed(name):
-            findings.error(name, f"has no meaning with --method {config.training.method}: {hint}")
