@@ -11,6 +11,7 @@ from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, by_current_names, fields
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
+from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import read_manifest
 from finetrainers.utils.launch import launched_processes
 
@@ -19,8 +20,11 @@ from .initial_weights import InitialWeights
 #: Options of the recommended settings of a LoRA, and the one that stands for steps where these are open.
 _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
 _LENGTH = ("train_steps", "train_epochs")
+#: Options that list the buckets, and all that decide them.
+SIZES = ("video_resolution_buckets", "image_resolution_buckets")
+_SIZING = (*SIZES, "resolutions", "frame_buckets", "sliding_window_size", "dataset")
 #: Sources of chosen values.
-FAMILY, RUN = "family", "run"
+FAMILY, DATA, RUN = "family", "data", "run"
 
 
 def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
@@ -35,7 +39,22 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     names = (name for name in dict.fromkeys((*_RECOMMENDED, *_LENGTH)) if not (has_length and name in _LENGTH))
     values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
     chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
-    return config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
+    config = config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
+    if any(map(config.changed, _SIZING)):
+        return config
+    return config.with_chosen(_read_buckets(checkpoint), DATA if sources.get(SIZES[0]) == DATA else RUN)
+
+
+def _read_buckets(checkpoint: Path) -> dict[str, Any]:
+    """Return the options that list the buckets which a run has chosen, read from the table of its data."""
+    critical = read_state(checkpoint)["critical"]
+    headings, *rows = critical.get("data_table") or [[]]
+    if headings[:1] != ["bucket"] or any(critical.get(name) for name in _SIZING):
+        return {}
+    buckets = [tuple(map(int, row[0].split("x"))) for row in rows]
+    videos = [bucket for bucket in buckets if bucket[0] > 1]
+    images = [bucket[1:] for bucket in buckets if bucket[0] == 1]
+    return {name: sizes for name, sizes in zip(SIZES, (videos, images), strict=True) if sizes}
 
 
 def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:
@@ -44,7 +63,7 @@ def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeight
     They apply if neither steps nor epochs are given. Steps are those for few clips, until `choose_steps`.
     """
     steps = config.training.train_steps if "train_steps" in config.chosen else None
-    config = config.without_chosen(_RECOMMENDED)
+    config = config.without_chosen((*_RECOMMENDED, *SIZES))
     is_lora = config.training.training_type == "lora" and method_spec(config).learns_clips
     if not is_lora or facts.lora is None or any(map(config.is_given, _LENGTH)):
         return config
@@ -55,8 +74,14 @@ def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeight
     return config.with_chosen({name: value for name, value in values.items() if not config.is_given(name)}, FAMILY)
 
 
-def choose_steps(config: TrainConfig, facts: Facts, plan: TrainingSet) -> TrainConfig:
-    """Return a copy of `config` whose recommended steps are those for the number of clips of the plan."""
+def choose_by_data(config: TrainConfig, facts: Facts, plan: TrainingSet, *, resumes: bool) -> TrainConfig:
+    """Return a copy of `config` with the buckets of the plan, if they were chosen, and the steps for its clips.
+
+    A resumed run has those of its run already.
+    """
+    if resumes:
+        return config
+    config = config.with_chosen(getattr(plan, "chosen", {}), DATA)
     if config.chosen.get("train_steps") != FAMILY or facts.lora is None:
         return config
     per_step = config.dataloader.batch_size * config.training.gradient_accumulation_steps

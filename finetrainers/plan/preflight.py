@@ -42,7 +42,7 @@ from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.versions import version_problem
 
-from .chosen import choose_recommended, choose_steps, take_from_run
+from .chosen import SIZES, choose_by_data, choose_recommended, take_from_run
 from .initial_weights import InitialWeights
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
@@ -160,7 +160,7 @@ def preflight(
     start = None
     plan = None if method is None else _find_work(config, facts, method, planner, findings)
     if plan is not None:
-        config = choose_steps(config, facts, plan) if checkpoint is None else config
+        config = choose_by_data(config, facts, plan, resumes=checkpoint is not None)
         config = _check_work(config, facts, plan, prompts, scored, findings)
     if plan is not None and is_readable and not _has_problem(findings, ("init_from", "resume_from_checkpoint")):
         begin: Callable[..., Start] = new_run if checkpoint is None else partial(resume_run, checkpoint=checkpoint)
@@ -182,8 +182,9 @@ def plan_work_once(checked: ResolvedRun) -> Planner:
     """Return a planner that returns the work of an earlier preflight, and plans anew only if its options may differ."""
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
+        now, then = config.without_chosen(SIZES), checked.config.without_chosen(SIZES)
         is_same = all(
-            config.get(name) == checked.config.get(name) or not _BESIDES_WORK.isdisjoint((name, option.section))
+            now.get(name) == then.get(name) or not _BESIDES_WORK.isdisjoint((name, option.section))
             for name, option in fields().items()
         )
         if is_same and geometry == checked.geometry and not sizes_are_wrong:

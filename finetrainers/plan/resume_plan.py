@@ -390,7 +390,7 @@ def changed_options(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     return [
         f"{name} {then[name]} -> {value}"
         for name, value in config.plain().items()
-        if name in then and then[name] != value and fields()[name].resume != "unlisted"
+        if then.get(name, value) != value and name not in config.chosen and fields()[name].resume != "unlisted"
     ]
 
 

@@ -20,7 +20,7 @@ from finetrainers.utils.train_log import PrintedLines
 from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
-_SOURCES = {"family": "recommended settings of the model", "run": "as in the resumed run"}
+_SOURCES = {"family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run"}
 _ORDINALS = {"2": "second ", "3": "third "}
 
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
 from finetrainers.config.geometry import Geometry
-from finetrainers.data.buckets.buckets import choose_bucket, cover_size, default_buckets
+from finetrainers.data.buckets.buckets import choose_bucket, cover_size, default_buckets, default_lengths, legal_length
 from finetrainers.data.buckets.frames import is_slower, num_available, playback_fps, sampling_fps, select_frames
 
 BUCKETS = [(17, 256, 256), (49, 512, 768), (49, 256, 384), (49, 768, 512), (1, 256, 256)]
@@ -101,6 +102,29 @@ def test_default_buckets_are_legal_and_fit_every_clip() -> None:
     assert all(not geometry.problems(*bucket) for bucket in buckets)
     assert all(choose_bucket(*clip, buckets) for clip in clips)
     assert default_buckets([(1, 40, 40)], geometry) == [(1, 32, 32)]
+
+
+def test_default_buckets_have_the_aspect_ratios_of_the_clips() -> None:
+    geometry = Geometry(temporal=8, spatial=32, patch=1, patch_t=1, fps=25)
+    landscape, portrait = (49, 512, 768), (49, 768, 512)
+    assert default_buckets([landscape, landscape, portrait], geometry) == [portrait, landscape]
+    assert default_buckets([(49, 512, 768), (49, 500, 760)], geometry) == [(49, 480, 736)]  # nearly the same shape
+    # A small clip is not enlarged to the size of the others, and no bucket is without a clip.
+    assert default_buckets([landscape, (20, 192, 96)], geometry) == [landscape, (17, 192, 96)]
+    fixed = replace(geometry, sides=(480, 720))
+    assert default_buckets([landscape, portrait], fixed) == [(49, 480, 720)]
+
+
+@given(st.lists(st.integers(9, 300), min_size=1, max_size=30))
+def test_no_clip_loses_most_of_its_frames_to_a_shorter_one(frames: list[int]) -> None:
+    geometry = Geometry(temporal=4, spatial=8, patch=1, patch_t=1, fps=8)
+    lengths = default_lengths(frames, geometry)
+    assert lengths == sorted(set(lengths), reverse=True)
+    for count in frames:
+        used = max(length for length in lengths if length <= count)
+        assert used >= legal_length(int(min(count, 49) * 2 / 3), geometry)
+    assert default_lengths([40, 40, 40, 9], geometry) == [37, 9]
+    assert default_lengths([49, 49, 41], geometry) == [49, 41]
 
 
 @settings(max_examples=100, deadline=None)

@@ -110,13 +110,13 @@ def test_too_short_clips_are_an_error_or_a_named_warning(root: Path) -> None:
 @pytest.mark.parametrize(
     ("frames", "options", "expected", "option"),
     [
-        (20, {}, [20, 8, 33, 17], None),
-        (9, {"target_fps": 4}, [9, 8, 5, 4, 33, 9], None),
+        (20, {}, [20, 8, 33, 17], "video_resolution_buckets"),
+        (9, {"target_fps": 4}, [9, 8, 5, 4, 33, 9], "video_resolution_buckets"),
         (20, {"sliding_window_size": 25}, [20, 8, 25, 17], "sliding_window_size"),
     ],
 )
 def test_what_is_too_short_says_which_length_would_do(
-    tmp_path: Path, make_video, frames: int, options: dict[str, object], expected: list[int], option: str | None
+    tmp_path: Path, make_video, frames: int, options: dict[str, object], expected: list[int], option: str
 ) -> None:
     make_video(tmp_path / "a.mp4", frames=frames, fps=8)
     (tmp_path / "a.txt").write_text("a clip")
@@ -125,7 +125,7 @@ def test_what_is_too_short_says_which_length_would_do(
     [problem] = caught.value.problems
     assert problem.startswith("a.mp4: ")
     assert numbers(problem.partition(": ")[2]) == expected
-    assert re.findall(r"`(\w+)`", problem) == ([option] if option else [])
+    assert re.findall(r"`(\w+)`", problem) == [option]
     # Without this file none is left: the message does not advise to leave it out.
     assert "max_bad_samples" not in str(caught.value)
 
@@ -156,8 +156,8 @@ def test_a_table_in_the_folder_is_named_where_captions_are_missing(tmp_path: Pat
 def test_default_buckets_are_noted_and_reject_nothing(root: Path) -> None:
     made = plan(root)
     assert len(made.clips) == 4
-    assert made.buckets == ((17, 32, 48), (1, 32, 48))
-    assert " 17x32x48 " in made.notes[0]
+    assert made.buckets == ((33, 32, 48), (17, 48, 32), (17, 32, 48), (1, 32, 48))  # slow.mp4 is a portrait
+    assert all(f" {size}" in made.notes[0] for size in ("33x32x48", "17x48x32", "17x32x48"))
     assert " 3 " in made.notes[0]
     assert all(not GEOMETRY.problems(*bucket) for bucket in made.buckets)
 

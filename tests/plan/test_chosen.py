@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finetrainers.config.load import dump_toml, load_config
@@ -15,6 +16,7 @@ from finetrainers.models.registry import families
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import get_ready
+from finetrainers.utils.video import write_mp4
 
 LORA = ("rank", "lora_alpha", "lr", "train_steps")
 
@@ -118,3 +120,40 @@ def test_chosen_values_are_stored_with_the_run(open_options: Callable[..., dict]
     resumed = resolve(**values, resume_from_checkpoint="latest")
     assert settings(resumed) == (3, 3, 1e-2, 2)
     assert resumed.chosen["rank"] == "family"
+
+
+def test_buckets_are_chosen_once_for_a_run(
+    open_options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A resumed run keeps them although its clips have become others; a new run chooses again."""
+    clips = tmp_path / "clips"
+    values = {**open_options(rank=2, train_steps=1, data_root=str(clips)), "video_resolution_buckets": []}
+    for name, height, width in (("a", 64, 64), ("b", 64, 64), ("c", 64, 128)):
+        write_mp4(clips / f"{name}.mp4", np.full((9, height, width, 3), 90, dtype=np.uint8), fps=25)
+        (clips / f"{name}.txt").write_text(name)
+    first = run(**values)
+    chosen = first.state.config
+    assert chosen.data.video_resolution_buckets == [(9, 64, 128), (9, 64, 64)]
+    assert chosen.chosen["video_resolution_buckets"] == "data"
+    assert preflight(load_config(**{**values, "output_dir": str(tmp_path / "new")})).plan.size == (9, 64, 64)
+    resuming = {**values, "resume_from_checkpoint": "latest", "train_steps": 2}
+    assert run(**resuming).state.step == 2
+    write_mp4(clips / "d.mp4", np.full((9, 128, 64, 3), 90, dtype=np.uint8), fps=25)
+    (clips / "d.txt").write_text("d")
+    resumed = resolve(**resuming, reset=["data"])
+    assert resumed.data.video_resolution_buckets == chosen.data.video_resolution_buckets
+    path = first.root / "config.toml"
+    assert (9, 128, 64) in resolve(path=path, output_dir=str(tmp_path / "new")).data.video_resolution_buckets
+
+
+def test_buckets_of_a_run_of_before_are_those_of_its_data(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    values = {**open_options(rank=2, train_steps=1), "video_resolution_buckets": []}
+    with monkeypatch.context() as patch:  # one size for all clips, and no record of it
+        patch.setattr("finetrainers.data.buckets.bucket_choice.default_buckets", lambda *_: [(9, 32, 64)])
+        patch.setattr("finetrainers.data.inspect.survey._chosen_options", lambda part: {})
+        run(**values)
+    resumed = resolve(**values, resume_from_checkpoint="latest")
+    assert resumed.data.video_resolution_buckets == [(9, 32, 64)]
+    assert resolve(**{**values, "output_dir": str(tmp_path / "new")}).data.video_resolution_buckets == [(9, 64, 64)]

@@ -25,10 +25,12 @@ class BucketSet:
     Attributes:
         by_kind: for videos and for images, by resolution, largest first; those that the user listed count as one.
         notes: messages about buckets that were chosen or rounded.
+        are_chosen: whether sizes and lengths were chosen from the clips.
     """
 
     by_kind: Mapping[Kind, Resolutions]
     notes: tuple[str, ...] = ()
+    are_chosen: bool = False
 
     @property
     def all(self) -> tuple[Bucket, ...]:
@@ -75,7 +77,9 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
     except ValueError as error:
         raise DataError("sizes that this model cannot train on", [str(error)]) from None
     bucket_set = BucketSet(
-        {"video": by_kind["video"], "image": _as_resolutions(listed) or by_kind["image"]}, tuple(notes)
+        {"video": by_kind["video"], "image": _as_resolutions(listed) or by_kind["image"]},
+        tuple(notes),
+        are_chosen=not (automatic or configured),
     )
     _check_buckets(bucket_set.all, geometry)
     return bucket_set

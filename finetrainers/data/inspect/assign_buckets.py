@@ -47,6 +47,7 @@ class Part:
         clips: the clips that are cut from them, in order; with sliding windows several of one item.
         buckets: the buckets in use, configured or chosen: for videos, then for images.
         notes: messages about automatic decisions.
+        has_chosen_buckets: whether its buckets were chosen from its clips.
         reports: on all items, in order, once the held-out items are chosen.
     """
 
@@ -57,6 +58,7 @@ class Part:
     clips: list[Clip]
     buckets: list[Bucket]
     notes: list[str]
+    has_chosen_buckets: bool
     reports: list[ItemReport] = field(default_factory=list)
 
 
@@ -112,7 +114,7 @@ def assign_buckets(
             clips += [entry.clip, *others]
     available = {entry.item.index: entry.available for entry in usable}
     notes = [*bucket_set.notes, *describe_windows(clips, available, data=data, geometry=geometry)]
-    return Part(dataset, reading, target_fps, probed, clips, list(bucket_set.all), notes)
+    return Part(dataset, reading, target_fps, probed, clips, list(bucket_set.all), notes, bucket_set.are_chosen)
 
 
 def _probe(reading: Reading, data: DataSection, options: ProbeOptions) -> list[ProbedItem]:
@@ -141,6 +143,8 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
         remedies.append(
             f"lower `sliding_window_size` to {length}" if has_windows else f"add a bucket of {length} frames"
         )
+    if data.video_resolution_buckets and not has_windows:
+        remedies.append("leave out `video_resolution_buckets`, so that sizes are chosen from the clips")
     if header.frames >= needed > entry.available:
         remedies.append("raise `target_fps`")
     remedies.append("remove the file")
@@ -201,7 +205,8 @@ def _make_clip(
     resolutions = bucket_set.by_kind[item.kind]
     if not resolutions:
         option = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
-        return InvalidSample("no_bucket", f"there is no bucket for {item.kind}s; add one, {option}")
+        automatic = "; or leave out all buckets, so that sizes are chosen from the clips"
+        return InvalidSample("no_bucket", f"there is no bucket for {item.kind}s; add one, {option}{automatic}")
     bucket, buckets = choose(item.kind, entry.available, header.height, header.width)
     if bucket is None:
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)

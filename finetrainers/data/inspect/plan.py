@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class DatasetPlan:
         batches: of an epoch.
         fingerprint: hex digest that changes with any file, caption or bucket, and with the held-out items; stored with
             checkpoints.
+        chosen: options, by flat name, that would list the buckets which were chosen from the clips; empty if they are
+            listed.
         problem: the reason why it cannot be trained on, or None if it can.
         dataset_toml: the file of several datasets, if they came from one.
         prior: the prior prompts of samples, or None if there are none.
@@ -59,6 +61,7 @@ class DatasetPlan:
     warnings: tuple[str, ...]
     batches: BatchCounts
     fingerprint: str
+    chosen: Mapping[str, Any] = field(default_factory=dict)
     problem: DataError | None = None
     dataset_toml: str | None = None
     prior: PriorPrompts | None = None
@@ -89,8 +92,12 @@ class DatasetPlan:
 
     @property
     def size(self) -> Bucket:
-        """The training bucket with most pixels, `(frames, height, width)`."""
-        return max((clip.bucket for clip in self.clips), key=math.prod)
+        """The size of samples: the training bucket with most pixels, `(frames, height, width)`.
+
+        Where buckets were chosen, it is that of most clips, the larger of equals.
+        """
+        counts = Counter(clip.bucket for clip in self.clips)
+        return max(counts, key=lambda bucket: (counts[bucket] if self.chosen else 0, math.prod(bucket)))
 
     def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
         """Return the bucket whose batches have most pixels, and the number of clips in each."""

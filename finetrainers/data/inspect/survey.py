@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from finetrainers.config.facts import MEDIA
 from finetrainers.config.geometry import Geometry
@@ -93,6 +94,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         warnings=(*remarks, *collect(_oddities)),
         batches=batches,
         fingerprint=_fingerprint(items, clips, parts, repeats),
+        chosen=_chosen_options(parts[0]) if data.dataset is None else {},
         problem=_problem(items, data, has_batches=batches.any),
         dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
     )
@@ -211,6 +213,17 @@ def _unread_column_notes(part: Part) -> Iterator[str]:
     if MASK in columns and part.dataset.data.mask_column != MASK:
         hint = f"; --mask_column {MASK} reads masks of archives" if part.dataset.data.mask_column is None else ""
         yield f"the column {MASK!r} is not read, so no loss is masked{hint}"
+
+
+def _chosen_options(part: Part) -> dict[str, Any]:
+    """Return the options that would list the buckets which were chosen from the clips, or none if they were not."""
+    videos = [bucket for bucket in part.buckets if bucket[0] > 1]
+    images = [bucket[1:] for bucket in part.buckets if bucket[0] == 1]
+    has_short_video = any(clip.kind == "video" and clip.bucket[0] == 1 for clip in part.clips)
+    if not part.has_chosen_buckets or has_short_video:  # a list would not give it the bucket of images
+        return {}
+    options: dict[str, Any] = {"video_resolution_buckets": videos, "image_resolution_buckets": images}
+    return {name: sizes for name, sizes in options.items() if sizes}
 
 
 def _fingerprint(
