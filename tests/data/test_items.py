@@ -65,15 +65,17 @@ def test_one_of_two_files_missing_suggests_the_nearest(root: Path) -> None:
 
 
 def test_lists_that_no_option_names_are_shown_with_their_options(root: Path) -> None:
-    data = two_files(root, "a.mp4\n./b.mov\nc.PNG\n\n", "first\nsecond\nthird\n")
+    (root / "files.txt").write_text("a.mp4\n./b.mov\nc.PNG\n\n")
+    (root / "lines.txt").write_text("first\nsecond\nthird\n")
     (root / "notes.txt").write_text("one line")
+    data = DataSection(data_root=root, video_column="files.txt", caption_column="lines.txt")
     bare = DataSection(data_root=root)
     for item in read_dataset(bare).items:
         assert item.unusable is not None
         assert item.unusable.status == "caption_missing"
-        assert "--video_column videos.txt --caption_column prompts.txt " in item.unusable.reason
+        assert "--video_column files.txt --caption_column lines.txt " in item.unusable.reason
     assert [caption for _, caption, _ in listed(data)] == ["first", "second", "third"]
-    (root / "prompts.txt").write_text("first\nsecond")
+    (root / "lines.txt").write_text("first\nsecond")
     assert not any("--video_column" in str(item.unusable) for item in read_dataset(bare).items)
 
 
@@ -138,8 +140,8 @@ def test_csv_with_an_unquoted_comma_or_a_short_row_is_named(root: Path) -> None:
 
 def test_missing_columns_name_those_that_exist(root: Path) -> None:
     file = root / "meta.csv"
-    file.write_text("videos,caption\na.mp4,x\nb.mov,y\n")
-    with refused("not_found", "'video' and 'text'", " videos, caption; ", "'videos'", error=DataError):
+    file.write_text("videos,description\na.mp4,x\nb.mov,y\n")
+    with refused("not_found", "'video' and 'text'", " videos, description; ", "'videos'", error=DataError):
         read_dataset(DataSection(dataset_file=file))
 
 
@@ -287,3 +289,27 @@ def test_llm_prefixes(caption: str, cleaned: str) -> None:
 def test_id_token_comes_first_with_one_space() -> None:
     assert clean_caption("This video shows a cat", id_token=" BW ", remove_prefixes=True) == "BW a cat"
     assert clean_caption("", id_token="BW") == "BW"
+
+
+def test_the_two_files_of_the_usual_names_are_read_without_options(root: Path) -> None:
+    data = two_files(root, "a.mp4\nb.mov\nc.PNG\n", "first\n\nthird, with comma\n")
+    assert listed(DataSection(data_root=root)) == listed(data) == ALL
+    (root / "prompts.txt").unlink()
+    for name in ("a", "b", "c"):
+        (root / f"{name}.txt").write_text(f"of {name}")
+    assert [caption for _, caption, _ in listed(DataSection(data_root=root))] == ["of a", "of b", "of c"]
+
+
+@pytest.mark.parametrize(
+    ("header", "media", "caption"),
+    [("file_name,caption", "a.mp4", "one"), ("prompt,media_path", "one", "a.mp4"), ("text,video,file_name", "", "")],
+)
+def test_columns_of_other_programs_are_read(root: Path, header: str, media: str, caption: str) -> None:
+    row = "one,a.mp4,b.mov" if header.count(",") == 2 else f"{media},{caption}"
+    (root / "list.csv").write_text(f"{header}\n{row}\n")
+    assert listed(DataSection(dataset_file=root / "list.csv")) == [("a.mp4", "one", "video")]
+    names = dict(zip(header.split(","), row.split(","), strict=True))
+    (root / "list.jsonl").write_text(json.dumps(names) + "\n")
+    assert listed(DataSection(dataset_file=root / "list.jsonl")) == [("a.mp4", "one", "video")]
+    with refused("not_found", "'clip'", error=DataError):  # a column that is given is the only one
+        read_dataset(DataSection(dataset_file=root / "list.jsonl", video_column="clip"))

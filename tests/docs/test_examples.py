@@ -53,7 +53,7 @@ def example_id(path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of small clips in the two-file format that the examples use."""
+    """A dataset of small clips in the two-file format."""
     folder = tmp_path_factory.mktemp("example_clips")
     for number in range(NUM_CLIPS):
         with av.open(str(folder / f"{number}.mp4"), "w") as container:

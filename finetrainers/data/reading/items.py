@@ -94,9 +94,9 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     """Read the dataset that `data` names.
 
     The source is `hf_dataset`, or `dataset_file` (.csv, .json, .jsonl, .parquet, .tar) if given; else the two text
-    files `video_column` and `caption_column` in `data_root`, one entry a line; else every media file below `data_root`,
-    each with its caption in a .txt file of the same name. Media paths are relative to `data_root`, or without it to the
-    metadata file, and may not lead out of that folder.
+    files `video_column` and `caption_column` in `data_root` (or `videos.txt` and `prompts.txt`), one entry a line; else
+    every media file below `data_root`, each with its caption in a .txt file of the same name. Media paths are relative
+    to `data_root`, or without it to the metadata file, and may not lead out of that folder.
 
     Args:
         data: its options.
@@ -107,7 +107,7 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     Raises:
         DataError: there are malformed rows, or no items but skipped ones. Single unusable items raise nothing.
     """
-    findings = Findings()
+    findings, data = Findings(), folder.with_known_lists(data)
     root = _find_root(data)
     rows = _read_rows(data, root, media_dir, findings)[: data.max_items]
     items = _make_items(rows, data, root, findings, first=first, prefix=prefix)

@@ -27,6 +27,26 @@ _RUN_FILES = {"config.toml", "manifest.jsonl"}
 LISTS = ("video_column", "caption_column")
 
 
+#: Names of the two text files that are read where no others are given.
+_KNOWN_LISTS = ("videos.txt", "prompts.txt")
+
+
+def with_known_lists(data: DataSection) -> DataSection:
+    """Return options that name `videos.txt` and `prompts.txt` if the folder holds both and they name no columns.
+
+    Captions beside the clips come first: the lists are left alone if a listed clip has one.
+    """
+    if data.data_root is None or data.dataset_file is not None or data.hf_dataset is not None:
+        return data
+    has_defaults = all(getattr(data, name) == DataSection.model_fields[name].default for name in LISTS)
+    if not has_defaults or not all((data.data_root / name).is_file() for name in _KNOWN_LISTS):
+        return data
+    listed = (data.data_root / line for line in read_lines(data.data_root / _KNOWN_LISTS[0]) if line)
+    if any(path.with_suffix(".txt").is_file() for path in listed):
+        return data
+    return data.model_copy(update=dict(zip(LISTS, _KNOWN_LISTS, strict=True)))
+
+
 def lacks_lists(data: DataSection) -> bool:
     """Return whether a dataset is a folder without the two text files."""
     if data.data_root is None or data.dataset_file is not None or data.hf_dataset is not None:

@@ -30,10 +30,11 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
         raise path_error("dataset_file", path)
     readers = {".csv": _csv_records, ".json": _json_records, ".jsonl": _jsonl_records}
     suffix = path.suffix.lower()
-    columns = Columns(data)
+    columns = None
     rows = []
     is_masked = False
     for where, record in readers[suffix](path, findings):
+        columns = columns or Columns(with_known_columns(data, record))
         is_masked = is_masked or (isinstance(record, dict) and columns.mask in record)
         if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # otherwise every row would report it
             raise DataError(f"{path.name} line 1: {missing}", kind="not_found")
@@ -44,6 +45,20 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
     if rows and data.mask_column and not is_masked:
         raise DataError(f"{path.name}: no column {data.mask_column!r} (set by `mask_column`)", kind="not_found")
     return rows
+
+
+#: Columns of other programs' tables, which are read where the column of the default name is missing.
+_KNOWN_COLUMNS = {"video_column": ("file_name", "media_path"), "caption_column": ("caption", "prompt")}
+
+
+def with_known_columns(data: DataSection, record: Any) -> DataSection:
+    """Return options that name the columns of a record where they have their defaults, and it has others' names."""
+    names = {}
+    for option, known in _KNOWN_COLUMNS.items():
+        default = DataSection.model_fields[option].default
+        if isinstance(record, Mapping) and getattr(data, option) == default and default not in record:
+            names |= dict.fromkeys([option], next((name for name in known if name in record), default))
+    return data.model_copy(update=names)
 
 
 class Columns:
