@@ -92,7 +92,7 @@ def test_all_options_are_a_word_away(capsys):
 @pytest.mark.parametrize(
     ("word", "shown", "said"),
     [
-        ("rank", ["rank"], "Also accepted: --lora_rank, --network_dim,"),
+        ("rank", ["rank"], "Also accepted: --lora_rank,"),
         ("Lora-Rank", ["rank"], "Rank of the LoRA"),
         ("lr_scheduler", ["lr_scheduler"], "One of: constant, constant_with_warmup,"),
         ("parallel", None, "--fsdp"),

@@ -53,11 +53,11 @@ _KNOWN_COLUMNS = {"video_column": ("file_name", "media_path"), "caption_column":
 
 def with_known_columns(data: DataSection, record: Any) -> DataSection:
     """Return options that name the columns of a record where they have their defaults, and it has others' names."""
-    names = {}
-    for option, known in _KNOWN_COLUMNS.items():
+    names: dict[str, str] = {}
+    for option, columns in _KNOWN_COLUMNS.items():
         default = DataSection.model_fields[option].default
         if isinstance(record, Mapping) and getattr(data, option) == default and default not in record:
-            names |= dict.fromkeys([option], next((name for name in known if name in record), default))
+            names |= dict.fromkeys([option], next((name for name in columns if name in record), default))
     return data.model_copy(update=names)
 
 
