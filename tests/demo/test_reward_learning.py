@@ -25,10 +25,10 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         7, {"training_type": "full-finetune", "rank": None, "lora_alpha": None, "lr": 8e-4, "prompts_per_step": 2},
     ),
     "nft-lora": (
-        5,
+        4,
         {
             "method": "nft", "nft_timesteps": 1, "init_same_noise": False, "nft_kl": 1e-3, "kl_coef": None,
-            "window_size": None, "window_range": None, "lr": 1.25e-2,
+            "window_size": None, "window_range": None, "lr": 1.5e-2,
         },
     ),
 }  # fmt: skip
