@@ -20,9 +20,9 @@ from .initial_weights import InitialWeights
 #: Options of the recommended settings of a LoRA, and the one that stands for steps where these are open.
 _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
 _LENGTH = ("train_steps", "train_epochs")
-#: Options that list the buckets, and all that decide them.
-SIZES = ("video_resolution_buckets", "image_resolution_buckets")
-_SIZING = (*SIZES, "resolutions", "frame_buckets", "sliding_window_size", "dataset")
+#: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
+SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
+_SIZING = (*SIZES, "sliding_window_size", "dataset")
 #: Sources of chosen values.
 FAMILY, DATA, RUN = "family", "data", "run"
 
@@ -42,11 +42,15 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     config = config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
     if any(map(config.changed, _SIZING)):
         return config
-    return config.with_chosen(_read_buckets(checkpoint), DATA if sources.get(SIZES[0]) == DATA else RUN)
+    sizes = _read_sizes(checkpoint, has_areas=config.changed("resolutions"))
+    return config.with_chosen(sizes, DATA if sources.get(SIZES[0]) == DATA else RUN)
 
 
-def _read_buckets(checkpoint: Path) -> dict[str, Any]:
-    """Return the options that list the buckets which a run has chosen, read from the table of its data."""
+def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
+    """Return the options that list the sizes which a run has chosen, read from the table of its data.
+
+    They are the buckets, or with `--resolutions` the lengths.
+    """
     critical = read_state(checkpoint)["critical"]
     headings, *rows = critical.get("data_table") or [[]]
     if headings[:1] != ["bucket"] or any(critical.get(name) for name in _SIZING):
@@ -54,13 +58,15 @@ def _read_buckets(checkpoint: Path) -> dict[str, Any]:
     buckets = [tuple(map(int, row[0].split("x"))) for row in rows]
     videos = [bucket for bucket in buckets if bucket[0] > 1]
     images = [bucket[1:] for bucket in buckets if bucket[0] == 1]
-    return {name: sizes for name, sizes in zip(SIZES, (videos, images), strict=True) if sizes}
+    if has_areas:  # images have every area by themselves
+        return {"frame_buckets": sorted({bucket[0] for bucket in videos}, reverse=True)} if videos else {}
+    return {name: sizes for name, sizes in zip(SIZES, (videos, images), strict=False) if sizes}
 
 
 def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:
     """Return a copy of `config` with the family's recommended settings where a new LoRA on clips leaves them open.
 
-    They apply if neither steps nor epochs are given. Steps are those for few clips, until `choose_steps`.
+    They apply if neither steps nor epochs are given. Steps are those for few clips, until `choose_by_data`.
     """
     steps = config.training.train_steps if "train_steps" in config.chosen else None
     config = config.without_chosen((*_RECOMMENDED, *SIZES))

@@ -157,3 +157,18 @@ def test_buckets_of_a_run_of_before_are_those_of_its_data(
     resumed = resolve(**values, resume_from_checkpoint="latest")
     assert resumed.data.video_resolution_buckets == [(9, 32, 64)]
     assert resolve(**{**values, "output_dir": str(tmp_path / "new")}).data.video_resolution_buckets == [(9, 64, 64)]
+
+
+def test_lengths_beside_resolutions_are_those_of_a_run_of_before(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    values = {**open_options(rank=2, train_steps=1), "video_resolution_buckets": [], "resolutions": [64]}
+    choose = "finetrainers.data.buckets.bucket_choice.default_lengths"
+    with monkeypatch.context() as patch:
+        patch.setattr(choose, lambda *_: [9])
+        run(**values)
+    with monkeypatch.context() as patch:  # clips of 9 frames give no other length of 8k + 1
+        patch.setattr(choose, lambda *_: pytest.fail("lengths are chosen again"))
+        resumed = preflight(load_config(**values, resume_from_checkpoint="latest"))
+    assert resumed.config.data.frame_buckets == [9]
+    assert resumed.plan.buckets

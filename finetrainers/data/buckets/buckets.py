@@ -16,7 +16,7 @@ Bucket = tuple[int, int, int]
 _SAME_AREA = 0.8
 _DEFAULT_MAX_FRAMES = 49
 _DEFAULT_MAX_AREA = 512 * 768
-#: Aspect ratios within a factor of two that get sizes of their own where sizes are chosen from clips.
+#: Aspect ratios within a factor of two that get separate sizes where sizes are chosen from clips.
 _RATIOS_PER_OCTAVE = 3
 #: Share of its frames that a clip uses at least where lengths are chosen from clips.
 _LEAST_USED = 2 / 3
