@@ -43,9 +43,11 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
-    sources = dict.fromkeys(config.chosen.values())
-    for source in sources:
-        values = ", ".join(f"{name} {config.plain()[name]}" for name, by in config.chosen.items() if by == source)
+    plain = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
+    }
+    for source in dict.fromkeys(config.chosen.values()):
+        values = ", ".join(f"{name} {plain[name]}" for name, by in config.chosen.items() if by == source)
         print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
     single = checked.family.single_files(config.model)
     if single:
