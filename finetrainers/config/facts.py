@@ -77,6 +77,8 @@ class Facts:
         first_frame_p: probability with which training conditions on the first frame by default.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
             frame on channels in training, or None if none was.
+        last_frame: whether clips also end with a given image, on channels.
+        sees_image: whether an image encoder reads the given images for the network.
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are
             encoded together.
         guidance: default guidance scale of samples, for networks that take guidance as an input, or None for others.
@@ -102,6 +104,8 @@ class Facts:
     any_frame: bool = False
     first_frame_p: float = 0.0
     first_frame_noise: tuple[float, float] | None = None
+    last_frame: bool = False
+    sees_image: bool = False
     text_sees_image: bool = False
     guidance: float | None = None
     least_steps: int = 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from .batch import Batch, SampleRequest, VAEStats, VideoMeta
@@ -89,6 +90,56 @@ def encode_conditioning_frames(
         frames = slice(start, start + part.shape[2])
         latents[:, :, frames], is_given[:, :, frames] = part, True
     return latents, is_given
+
+
+def sample_in_place(
+    spec: Any,
+    pipeline: Any,
+    call: Mapping[str, Any],
+    request: SampleRequest,
+    generator: torch.Generator,
+    *,
+    pack: Callable[[Tensor], Tensor] = lambda latents_BCTHW: latents_BCTHW,
+    tokens: Callable[[Tensor], Tensor],
+) -> Any:
+    """Sample by a text-to-video pipeline with given frames clean in their places, at time 0, as in training.
+
+    Args:
+        spec: spec of the model.
+        pipeline: the pipeline, on its device.
+        call: its arguments; see `ModelSpec.pipeline_call`.
+        request: names the given frames, at least one.
+        generator: generator of the noise.
+        pack: converts latents `[B, C, T, H, W]` to those that the pipeline denoises.
+        tokens: converts values of latent cells, `[1, 1, T, H, W]`, to those of tokens, `[1, tokens]`.
+
+    Returns:
+        Frames `[T, H, W, 3]` in [0, 1].
+    """
+    latents, mask = encode_conditioning_frames(spec, pipeline, request, generator)
+    noise = randn_tensor(latents.shape, generator=generator, device=latents.device, dtype=torch.float32)
+    is_given = mask.expand(1, 1, *latents.shape[2:])
+    clean, start, keeps = pack(latents), pack(torch.where(mask, latents, noise)), pack(is_given)
+    is_noisy = ~tokens(is_given)
+
+    def zero_given_times(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        times = kwargs["timestep"]
+        return args, {**kwargs, "timestep": (times[:, None] if times.ndim == 1 else times) * is_noisy}
+
+    call = dict(call)
+    after_step = call.pop("callback_on_step_end", None)
+
+    def keep_given(pipeline: Any, step: int, t: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
+        outputs = after_step(pipeline, step, t, kwargs) if after_step is not None else {}
+        return {**outputs, "latents": torch.where(keeps, clean, outputs.get("latents", kwargs["latents"]))}
+
+    hook = pipeline.transformer.register_forward_pre_hook(zero_given_times, with_kwargs=True, prepend=True)
+    try:
+        return pipeline(
+            **call, latents=start, callback_on_step_end=keep_given, generator=generator, output_type="np"
+        ).frames[0]
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor, apply_rotary_emb
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 from transformers import T5EncoderModel, T5TokenizerFast
 
@@ -25,7 +24,7 @@ from .batch import ModelComponents, PromptEmbeds, SampleRequest, VAEStats, Video
 from .common import input_dtype
 from .compiling import unwrap
 from .flops import AttentionSpec, Tokens
-from .given_frames import encode_conditioning_frames
+from .given_frames import sample_in_place
 from .spec import ModelSpec
 from .split.attention import AttentionFn
 from .split.sequence import SequenceParallelPlan
@@ -209,28 +208,10 @@ class LTXVideoSpec(ModelSpec):
         """
         if request.starts_from_image or (request.last_image is None and request.prefix is None):
             return super().sample(pipeline, conditions, negative, request, generator)
-        latents, mask = encode_conditioning_frames(self, pipeline, request, generator)
-        noise = randn_tensor(latents.shape, generator=generator, device=latents.device, dtype=torch.float32)
-        clean, start = (pipeline._pack_latents(x) for x in (latents, torch.where(mask, latents, noise)))
-        is_given = mask.expand(1, 1, *latents.shape[2:]).flatten(2).transpose(1, 2)  # [1, tokens, 1]
-
-        def zero_given_times(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, {**kwargs, "timestep": kwargs["timestep"][:, None] * ~is_given[..., 0]}
-
         call = self.pipeline_call(conditions, negative, replace(request, image=None))
-        after_step = call.pop("callback_on_step_end", None)
-
-        def keep_given(pipeline: Any, step: int, t: Any, kwargs: dict[str, Tensor]) -> dict[str, Tensor]:
-            outputs = after_step(pipeline, step, t, kwargs) if after_step is not None else {}
-            return {**outputs, "latents": torch.where(is_given, clean, outputs.get("latents", kwargs["latents"]))}
-
-        hook = pipeline.transformer.register_forward_pre_hook(zero_given_times, with_kwargs=True, prepend=True)
-        try:
-            return pipeline(
-                **call, latents=start, callback_on_step_end=keep_given, generator=generator, output_type="np"
-            ).frames[0]
-        finally:
-            hook.remove()
+        return sample_in_place(
+            self, pipeline, call, request, generator, pack=pipeline._pack_latents, tokens=lambda mask: mask.flatten(1)
+        )
 
     def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
         return {"frame_rate": request.frame_rate} | super().pipeline_call(conditions, negative, request)

@@ -349,7 +349,7 @@ class ModelSpec(ABC):
         """
         videos = {MOMENTS: video_BCTHW}
         if self.facts.first_frame == "channels":
-            frame, noise = video_BCTHW[:, :, :1], self.facts.first_frame_noise
+            frame, noise = self.given_pixels(video_BCTHW), self.facts.first_frame_noise
             if noise is not None and generators is not None:
                 frame = noised(to_unit_range(frame), noise, generators)
             videos[FIRST_FRAME] = frame
@@ -360,6 +360,14 @@ class ModelSpec(ABC):
 
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
+
+    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
+        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`."""
+        return self.encode_clip(encoders, image_CHW[None, :, None], None)
+
+    def given_pixels(self, video_BCTHW: Tensor) -> Tensor:
+        """Return the pixels of clips that are encoded as their given frames, for "channels"; by default the first."""
+        return video_BCTHW[:, :, :1]
 
     def latent_shape(self, moments: Tensor) -> tuple[int, ...]:
         """Return the shape `(C, T, H, W)` of the latents that moments describe."""

@@ -102,7 +102,7 @@ def build_ltx_video(directory: Path | str, *, seed: int = 0, layers: int = 2) ->
                 shift_terminal=0.1,
             ),
         )
-    return _save(pipeline, directory)
+    return save_pipeline(pipeline, directory)
 
 
 def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: HunyuanVideoVersion = "t2v") -> Path:
@@ -147,7 +147,7 @@ def build_hunyuan_video(directory: Path | str, *, seed: int = 0, version: Hunyua
             ),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
         )
-    return _save(pipeline, directory)
+    return save_pipeline(pipeline, directory)
 
 
 def _hunyuan_texts(*, sees_image: bool) -> tuple[list[Any], list[Any]]:
@@ -233,7 +233,7 @@ def build_cogvideox(directory: Path | str, *, seed: int = 0, version: CogVideoXV
                 timestep_spacing="trailing",
             ),
         )
-    return _save(pipeline, directory)
+    return save_pipeline(pipeline, directory)
 
 
 def _cogvideox_transformer(version: CogVideoXVersion, layers: int) -> CogVideoXTransformer3DModel:
@@ -297,6 +297,7 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _save(pipeline: Any, directory: Path | str) -> Path:
+def save_pipeline(pipeline: Any, directory: Path | str) -> Path:
+    """Write a complete repository, and return its directory."""
     pipeline.save_pretrained(str(directory))
     return Path(directory)

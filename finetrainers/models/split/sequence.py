@@ -45,12 +45,16 @@ class SequenceParallelPlan:
     Attributes:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
+        entries: modules whose first argument is split, with that dimension.
+        whole: modules before these, which see all tokens.
         text_first: those modules whose output begins with text tokens: as many as their first argument has.
         last: the module whose output is joined, in dimension 1.
     """
 
     inputs: Mapping[str, int] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
+    entries: Mapping[str, int] = field(default_factory=dict)
+    whole: Sequence[str] = ()
     text_first: Sequence[str] = ()
     last: str = "proj_out"
 
@@ -244,10 +248,15 @@ def split_tokens(network: nn.Module, plan: SequenceParallelPlan, sequence: Seque
     def split_output(name: str, _: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return _split(output, plan.outputs[name], sequence, text=args[0].shape[1] if name in plan.text_first else 0)
 
+    def split_entry(dim: int, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_split(args[0], dim, sequence), *args[1:])
+
     if plan.inputs:
         network.register_forward_pre_hook(split_inputs, with_kwargs=True)
     for name in plan.outputs:
         network.get_submodule(name).register_forward_hook(partial(split_output, name))
+    for name, dim in plan.entries.items():
+        network.get_submodule(name).register_forward_pre_hook(partial(split_entry, dim))
     network.get_submodule(plan.last).register_forward_hook(lambda _, args, output: sequence.join(output))
 
 

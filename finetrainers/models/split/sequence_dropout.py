@@ -73,6 +73,7 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
         if not spec.streams:
             raise ConfigError([Problem("--sp_size", no_streams(spec, name), "unsupported")])
         stream = find_stream(name, spec.streams)
-        if stream not in ("text", "prompt") and not name.startswith(tuple(f"{output}." for output in plan.outputs)):
+        sees_all = stream in ("text", "prompt", "image")
+        if not sees_all and not name.startswith(tuple(f"{module}." for module in (*plan.outputs, *plan.whole))):
             split = SplitDropout(module.p, sequence, stream, text_first=bool(plan.text_first))
             network.set_submodule(name, split)

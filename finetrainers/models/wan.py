@@ -1,0 +1,323 @@
+"""Wan 2.1 and 2.2: a flow transformer over 8x8x4- or 16x16x4-compressed latents, with UMT5 text padded by zeros.
+
+Kinds of checkpoints, which `families` finds in their configs: text-to-video (2.1, and 2.2 A14B with two experts),
+image-to-video with the image's latents and a mask on channels (2.1, which also sees CLIP's states of the image, with a
+last image in "first and last frame" checkpoints; and A14B), and 2.2 5B, whose network takes a time per token, so that
+given frames are clean tokens at time 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import diffusers
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor as StockAttnProcessor
+from PIL import Image
+from torch import Tensor, nn
+from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, UMT5EncoderModel
+
+from finetrainers.config.facts import Activations
+from finetrainers.utils.failures import InputError
+
+from . import common, given_frames
+from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta
+from .common import input_dtype
+from .compiling import unwrap
+from .flops import AttentionSpec, Tokens
+from .pixels import FIRST_FRAME, MOMENTS, to_unit_range
+from .spec import ModelSpec
+from .split.attention import AttentionFn
+from .split.sequence import SequenceParallelPlan
+from .tiling import tiled_alike
+
+#: Text tokens of the pipelines' calls; their `encode_prompt` alone would take 226.
+_TEXT_TOKENS = 512
+#: The network's timestep of process time sigma: `num_train_timesteps` of the published schedulers.
+_TIMESTEPS = 1000.0
+#: CLIP's states of an image: 16 x 16 patches, and one of the whole.
+_IMAGE_TOKENS = 257
+#: Tensor of an encoded clip, and input of the network: CLIP's states of the image, or of the first and the last one.
+IMAGE_STATES = "image_embeds"
+
+
+class WanAttnProcessor(StockAttnProcessor):
+    """diffusers' attention, by a chosen backend."""
+
+    def __init__(self, attend: AttentionFn) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        images = source.shape[1] - _TEXT_TOKENS if attn.add_k_proj is not None else 0
+        text = source[:, images:]
+        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(text)), attn.to_v(text)
+        query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
+        if rotary_emb is not None:
+            query, key = _rotate(query, rotary_emb), _rotate(key, rotary_emb)
+        attend = self.attend if encoder_hidden_states is None else self.attend.attend_locally
+        outputs = attend(query, key, value, attention_mask).flatten(2, 3).type_as(query)
+        if images:
+            states = source[:, :images]
+            image_key, image_value = attn.norm_added_k(attn.add_k_proj(states)), attn.add_v_proj(states)
+            pair = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (image_key, image_value))
+            outputs = outputs + self.attend.attend_locally(query, *pair).flatten(2, 3).type_as(query)
+        return attn.to_out[1](attn.to_out[0](outputs))
+
+
+def _rotate(x_BSHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs of channels by the positions' cosines and sines, which are repeated for both channels of a pair."""
+    first, second = x_BSHD.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]
+    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1)
+    return rotated.flatten(-2).type_as(x_BSHD)
+
+
+class WanSpec(ModelSpec):
+    """Wan as its pipelines run it. Conditions: `prompt_embeds` `[B, 512, D]`, zeros after the prompt."""
+
+    parts: ClassVar = {
+        "tokenizer": T5TokenizerFast,
+        "text_encoder": UMT5EncoderModel,
+        "image_processor": CLIPImageProcessor,
+        "image_encoder": CLIPVisionModel,
+        "vae": AutoencoderKLWan,
+        "transformer": WanTransformer3DModel,
+        "transformer_2": WanTransformer3DModel,
+    }
+    blocks = ("blocks",)
+    attention_processor = WanAttnProcessor
+    token_plan = SequenceParallelPlan(
+        inputs={"timestep": 1}, outputs={"rope": 1}, entries={"blocks.0": 1}, whole=("patch_embedding",)
+    )
+    unquantized = ("^patch_embedding", "^condition_embedder", "norm", "^proj_out$")
+    streams: ClassVar = {
+        "condition_embedder.(time_embedder|time_proj)": "time",
+        r"condition_embedder.image_embedder|add_[kv]_proj": "image",
+        r"condition_embedder.text_embedder|attn2\.to_[kv]": "prompt",
+        "": "video",
+    }
+    attentions = (
+        AttentionSpec("blocks", "video", "video"),
+        AttentionSpec("blocks", "video", "prompt"),
+    )
+
+    @property
+    def pipeline_class(self) -> Any:  # type: ignore[override]
+        """Pipeline of the checkpoint, imported at first use: pipelines import schedulers and much else."""
+        is_image_to_video = self.facts.first_frame == "channels"
+        return diffusers.WanImageToVideoPipeline if is_image_to_video else diffusers.WanPipeline
+
+    @property
+    def image_pipeline_class(self) -> Any:  # type: ignore[override]
+        """Pipeline that starts from an image, or None for text-to-video checkpoints."""
+        return None if self.facts.first_frame == "none" else diffusers.WanImageToVideoPipeline
+
+    # ---- text and images -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_text(self, encoders: ModelComponents, prompts: Sequence[str]) -> PromptEmbeds:
+        """Encode prompts as the pipelines' calls do: UMT5's states, zero after the prompt, `[B, 512, D]`."""
+        embeds, _ = common.build_pipeline(diffusers.WanPipeline, encoders.modules).encode_prompt(
+            list(prompts),
+            do_classifier_free_guidance=False,
+            max_sequence_length=_TEXT_TOKENS,
+            device=common.encoder_device(encoders),
+        )
+        return PromptEmbeds({"prompt_embeds": embeds})
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (_TEXT_TOKENS, self.configs[self.facts.trained].get("text_dim", 4096))}
+
+    def encode_clip(
+        self,
+        encoders: ModelComponents,
+        video_BCTHW: Tensor,
+        generators: Sequence[torch.Generator] | None,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Encode clips; where the checkpoint sees images, also to CLIP's states `[B, 257, D]` of the first frame.
+
+        With a last frame these are `[B, 514, D]`.
+        """
+        tensors = super().encode_clip(encoders, video_BCTHW, generators, media)
+        return tensors | self._image_states(encoders, [video_BCTHW[:, :, frame] for frame in self._given_places])
+
+    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
+        """Encode an image that clips of `frames` frames start from; on channels, between gray frames."""
+        still = image_CHW[None, :, None]
+        if self.facts.first_frame != "channels":
+            return self.encode_clip(encoders, still, None)
+        given = self.given_pixels(still.expand(-1, -1, frames, -1, -1))
+
+        def encode() -> dict[str, Tensor]:
+            return {n: self.encode_video(encoders["vae"], v) for n, v in ((MOMENTS, still), (FIRST_FRAME, given))}
+
+        moments = tiled_alike(self, (frames, *still.shape[3:]), encode)
+        return moments | self._image_states(encoders, [still[:, :, 0]])
+
+    @property
+    def _given_places(self) -> tuple[int, ...]:
+        """Frames of a clip that the network is given on channels."""
+        return () if self.facts.first_frame != "channels" else (0, -1) if self.facts.last_frame else (0,)
+
+    def given_pixels(self, video_BCTHW: Tensor) -> Tensor:
+        """Return clips with gray frames in the place of all that the network is not given.
+
+        That is the condition of `WanImageToVideoPipeline.prepare_latents`, whose zeros are gray.
+        """
+        places = list(self._given_places)
+        pixels = torch.zeros(video_BCTHW.shape, dtype=torch.float32, device=video_BCTHW.device)
+        pixels[:, :, places] = to_unit_range(video_BCTHW[:, :, places])
+        return pixels
+
+    @torch.no_grad()
+    def _image_states(self, encoders: ModelComponents, images: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return CLIP's states of images `[B, 3, H, W]`, `[B, 257 * images, D]`, where the checkpoint sees them."""
+        if not self.facts.sees_image:
+            return {}
+        parts = {name: encoders[name] for name in ("image_processor", "image_encoder")}
+        pipeline = common.build_pipeline(diffusers.WanImageToVideoPipeline, parts)
+        pil_images = [to_pil(image) for batch in zip(*images, strict=True) for image in batch]
+        states = pipeline.encode_image(pil_images, device=next(encoders["image_encoder"].parameters()).device)
+        return {IMAGE_STATES: states.unflatten(0, (-1, len(images))).flatten(1, 2)}
+
+    @property
+    def clip_version(self) -> bool | str:
+        if self.facts.first_frame != "channels":
+            return super().clip_version
+        return " ".join([f"{FIRST_FRAME} of {len(self._given_places)}", *([IMAGE_STATES] if self.facts.sees_image else [])])
+
+    # ---- the network -----------------------------------------------------------------------------------------------
+
+    def condition(
+        self, batch: Batch, x0: Tensor, frames: Sequence[Collection[int]], vae_stats: VAEStats
+    ) -> tuple[VideoMeta, Tensor | None]:
+        """Implement `ModelSpec.condition`; `first_frame` is the mask and the latents of given frames, `[B, 20, T, H, W]`.
+
+        The mask has a channel for each frame of a latent frame, all of which are 1 for the first one.
+        """
+        meta, trained = super().condition(batch, x0, frames, vae_stats)
+        if self.facts.first_frame != "channels":
+            return meta, trained
+        latents, geometry = meta.extra["first_frame"], self.facts.geometry
+        is_given = latents.new_tensor([0 in indexes for indexes in frames])
+        mask = latents.new_zeros(len(latents), geometry.temporal, *latents.shape[2:])
+        mask[:, :, 0] = 1.0
+        if self.facts.last_frame:
+            mask[:, -1, -1] = 1.0
+        given = torch.cat([mask * is_given.view(-1, 1, 1, 1, 1), latents], dim=1)
+        states = {n: t * is_given.view(-1, 1, 1).to(t) for n, t in batch.clip.items() if n == IMAGE_STATES}
+        return replace(meta, extra={**meta.extra, "first_frame": given, **states}), None
+
+    def vae_stats(self, vae: Any) -> VAEStats:
+        mean, std = (torch.tensor(vae.config[name], dtype=torch.float32) for name in ("latents_mean", "latents_std"))
+        return VAEStats(mean=mean, scale=1.0 / std)
+
+    def predict(
+        self, transformer: nn.Module, x_BCTHW: Tensor, t: Tensor, conditions: PromptEmbeds, meta: VideoMeta
+    ) -> Tensor:
+        """Predict velocity `eps - x0` in fp32; with t of `[B, T]`, each latent frame has a noise level (0: clean).
+
+        Raises:
+            ValueError: a first frame is given on channels, and the checkpoint takes none.
+        """
+        network = unwrap(transformer)
+        dtype, given = input_dtype(network), meta.extra.get("first_frame")
+        x = x_BCTHW.to(dtype)
+        if self.facts.first_frame == "channels":
+            channels = network.config.in_channels - x.shape[1]
+            given = x.new_zeros(len(x), channels, *x.shape[2:]) if given is None else given.to(dtype)
+            x = torch.cat([x, given], dim=1)
+        elif given is not None:
+            raise InputError("this is a text-to-video checkpoint of wan: it takes no first frame", "unsupported")
+        states = meta.extra.get(IMAGE_STATES)
+        if self.facts.sees_image:
+            states = self._states_or_zeros(network, x, states)
+        prediction: Tensor = transformer(
+            hidden_states=x,
+            timestep=_TIMESTEPS * self._times_of_tokens(t.float(), x),
+            encoder_hidden_states=conditions["prompt_embeds"].to(dtype),
+            encoder_hidden_states_image=states,
+            return_dict=False,
+        )[0]
+        return prediction.float()
+
+    def _times_of_tokens(self, t: Tensor, x: Tensor) -> Tensor:
+        """Return a time per token, `[B, tokens]`, from one per latent frame, `[B, T]`; one per clip stays."""
+        patch = self.facts.geometry.patch
+        return t if t.ndim == 1 else t.repeat_interleave(x.shape[3] // patch * (x.shape[4] // patch), dim=1)
+
+    def _states_or_zeros(self, network: Any, x: Tensor, states: Tensor | None) -> Tensor:
+        """Return CLIP's states, one row per image, `[B * images, 257, D]`; zeros for clips that are given none."""
+        images, config = len(self._given_places), network.config
+        if states is None:
+            states = x.new_zeros(len(x), images * _IMAGE_TOKENS, config.image_dim)
+        return states.to(x.dtype).unflatten(1, (images, -1)).flatten(0, 1)
+
+    def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
+        """Count the tokens from the clip's size: processes that share it see a part of the noise levels."""
+        latents, geometry = call["hidden_states"], self.facts.geometry
+        frames, height, width = latents.shape[2:]
+        video = frames // geometry.patch_t * (height // geometry.patch) * (width // geometry.patch)
+        states = call.get("encoder_hidden_states_image")
+        return Tokens(
+            clips=len(latents),
+            video=video,
+            text=call["encoder_hidden_states"].shape[1],
+            times=1 if call["timestep"].ndim == 1 else video,
+            image=0 if states is None else states.shape[0] * states.shape[1] // len(latents),
+        )
+
+
+    # ---- sampling --------------------------------------------------------------------------------------------------
+
+    def pipeline_call(self, conditions: PromptEmbeds, negative: PromptEmbeds, request: SampleRequest) -> dict[str, Any]:
+        """Return the pipeline's arguments; checkpoints of first and last frames also take the last image.
+
+        Raises:
+            ValueError: an image is missing, or given although the checkpoint takes none.
+        """
+        call = super().pipeline_call(conditions, negative, request)
+        if not self.facts.last_frame:
+            return call
+        if request.last_image is None:
+            raise InputError("this checkpoint of wan needs a last image, too", "required")
+        return {**call, "last_image": request.last_image}
+
+    def sample(
+        self,
+        pipeline: Any,
+        conditions: PromptEmbeds,
+        negative: PromptEmbeds,
+        request: SampleRequest,
+        generator: torch.Generator,
+    ) -> Any:
+        """Sample by the pipeline of the request, with further given frames clean in their places, at time 0."""
+        is_in_place = self.facts.first_frame == "tokens"
+        if not is_in_place or request.starts_from_image or (request.last_image is None and request.prefix is None):
+            call = self.pipeline_call(conditions, negative, replace(request, image=request.first_image))
+            return pipeline(**call, generator=generator, output_type="np").frames[0]
+        call = self.pipeline_call(conditions, negative, replace(request, image=None))
+        patch = self.facts.geometry.patch
+        return given_frames.sample_in_place(
+            self, pipeline, call, request, generator, tokens=lambda mask: mask[..., ::patch, ::patch].flatten(1)
+        )
+
+
+def to_pil(image_CHW: Tensor) -> Image.Image:
+    """Return an image as users of a pipeline give it, from 8-bit pixels or from [-1, 1]."""
+    if image_CHW.is_floating_point():
+        image_CHW = (image_CHW.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(image_CHW.permute(1, 2, 0).cpu().numpy())

@@ -1,0 +1,245 @@
+"""Comparison of a family with its diffusers pipeline, for the tests of families here and in other packages."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.utils.torch_utils import randn_tensor
+from PIL import Image
+from torch import Tensor, nn
+
+from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoMeta
+from finetrainers.models.pixels import MOMENTS
+from finetrainers.models.spec import ModelSpec
+
+__all__ = ["same_calls"]
+
+_PROMPTS = ("a red ball", "a blue square moves slowly to the left over the dark sea at night")
+_STEPS, _GUIDANCE, _SEED = 3, 3.0, 5
+
+
+def same_calls(spec: ModelSpec, pipeline: Any, *, tolerance: float = 1e-5) -> list[str]:
+    """Compare a family with the pipeline of the same checkpoint, in fp32 on the CPU; return the names of what is equal.
+
+    Compared are text conditioning, the arguments and outputs of the network at the times of several steps (with two
+    experts, of both; from an image, where the checkpoint can start from one), decoded videos, and complete samples.
+
+    Args:
+        spec: the family's spec of the checkpoint, with all dtypes fp32.
+        pipeline: the stock pipeline of the checkpoint, loaded in fp32; where there are two, the one without an image.
+        tolerance: greatest difference, absolute for numbers around 1 and relative for larger ones.
+
+    Raises:
+        AssertionError: something differs; the message names it.
+    """
+    checkpoint = _Checkpoint(spec, pipeline, tolerance)
+    equal = []
+    with torch.no_grad():
+        if not spec.facts.needs_image:
+            equal += checkpoint.compare(with_image=False)
+        if spec.image_pipeline_class is not None:
+            equal += checkpoint.compare(with_image=True)
+    return equal
+
+
+@dataclass
+class _Calls:
+    """Calls of a pipeline's networks, and the noise that it began with.
+
+    Attributes:
+        arguments: named arguments of each call.
+        outputs: prediction of each call.
+        noises: tensors that the pipeline has drawn, in its own order of axes.
+        times: the scheduler's timestep of each step.
+    """
+
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    noises: list[Tensor] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+class _Checkpoint:
+    """A checkpoint, loaded by its family and by its pipeline, and the inputs of one sample."""
+
+    def __init__(self, spec: ModelSpec, pipeline: Any, tolerance: float) -> None:
+        self.spec, self.tolerance, geometry = spec, tolerance, spec.facts.geometry
+        self.pipelines = {False: pipeline, True: pipeline}
+        image_class = spec.image_pipeline_class
+        if image_class is not None and not isinstance(pipeline, image_class):
+            self.pipelines[True] = image_class.from_pipe(pipeline)
+        frames = 4 * geometry.temporal * geometry.patch_t + 1
+        height, width = geometry.sides or (3 * geometry.size_multiple, 2 * geometry.size_multiple)
+        self.size = (frames, height, width)
+        self.texts, self.encoders = spec.load_text_encoders(), spec.load_clip_encoders()
+        self.network = spec.load_transformer(torch.float32)
+        pixels = np.random.default_rng(_SEED).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
+        self.images = [Image.fromarray(image) for image in pixels]
+
+    def compare(self, *, with_image: bool) -> list[str]:
+        """Compare texts, calls, decoding and a sample, and return their names."""
+        suffix = " from an image" if with_image else ""
+        conditions = self._conditions(_PROMPTS, with_image=with_image)
+        alone = [self._conditions([prompt], with_image=with_image) for prompt in _PROMPTS]
+        for name, tensor in conditions.tensors.items():
+            self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in alone]))
+        calls, frames = self._run_pipeline(with_image=with_image)
+        x, meta, trained = self._noisy_input(calls.noises[0], with_image=with_image)
+        scale = self.pipelines[with_image].scheduler.config.num_train_timesteps if self.spec.facts.is_flow else 1
+        for step, time in enumerate(calls.times):
+            self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, alone[0], trained, time / scale))
+        vae = self.encoders["vae"]
+        latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
+        decoded = self.spec.decode(vae, latents, self.spec.vae_stats(vae))
+        self._check(f"decoded video{suffix}", decoded[0].transpose(0, 1), frames)
+        own, stock = self._samples(with_image=with_image)
+        self._check(f"sample{suffix}", own, stock)
+        return [f"{name}{suffix}" for name in ("text", "calls", "decoded video", "sample")]
+
+    def _conditions(self, prompts: Sequence[str], *, with_image: bool) -> PromptEmbeds:
+        if with_image and self.spec.facts.text_sees_image:
+            return self.spec.encode_with_images(self.texts, prompts, [self.images[0]] * len(prompts))
+        return self.spec.encode_text(self.texts, prompts)
+
+    def _arguments(self, *, with_image: bool, guidance_scale: float) -> dict[str, Any]:
+        """Return arguments of the pipeline's call."""
+        frames, height, width = self.size
+        names = ("image", "last_image") if self.spec.facts.last_frame else ("image",)
+        return {
+            "prompt": _PROMPTS[0], "negative_prompt": "", "num_frames": frames, "height": height, "width": width,
+            "num_inference_steps": _STEPS, "guidance_scale": guidance_scale,
+            "generator": torch.Generator().manual_seed(_SEED),
+            **(dict(zip(names, self.images, strict=False)) if with_image else {}),
+        }  # fmt: skip
+
+    def _run_pipeline(self, *, with_image: bool) -> tuple[_Calls, Tensor]:
+        """Run the pipeline over noise that does not change; return its calls, and the frames `[T, 3, H, W]` in [0, 1].
+
+        Its scheduler is made to return each sample as it was given. So the network sees the same noise at every time,
+        and however the pipeline packs latents, their values are known.
+        """
+        pipeline, calls = self.pipelines[with_image], _Calls()
+        pipeline.set_progress_bar_config(disable=True)
+        step = pipeline.scheduler.step
+
+        def keep_sample(*args: Any, **kwargs: Any) -> Any:
+            arguments = inspect.signature(step).bind(*args, **kwargs).arguments
+            calls.times.append(float(arguments["timestep"]))
+            return (arguments["sample"], *step(*args, **kwargs)[1:])
+
+        def draw(*args: Any, **kwargs: Any) -> Tensor:
+            calls.noises.append(randn_tensor(*args, **kwargs))
+            return calls.noises[-1]
+
+        networks = [n for name, n in pipeline.components.items() if name.startswith("transformer") and n is not None]
+        with (
+            _recorded(networks, calls),
+            patch.object(pipeline.scheduler, "step", keep_sample),
+            patch.object(sys.modules[type(pipeline).__module__], "randn_tensor", draw),
+            _without_posterior_noise(),
+        ):
+            arguments = self._arguments(with_image=with_image, guidance_scale=1.0)
+            return calls, pipeline(**arguments, output_type="pt").frames[0]
+
+    def _noisy_input(self, noise: Tensor, *, with_image: bool) -> tuple[Tensor, VideoMeta, Tensor | None]:
+        """Return noise `[B, C, T, H, W]` with given frames in their places, the other inputs, and the noisy frames."""
+        spec, shape = self.spec, self.spec.facts.geometry.denoised_shape(*self.size)
+        lengths = [*noise.shape]
+        axes = [lengths.index(length) for length in (1, noise.numel() // math.prod(shape), *shape)]
+        x, meta = noise.permute(*axes), VideoMeta(fps=torch.tensor([spec.facts.geometry.fps]))
+        if not with_image:
+            return x, meta, None
+        first, last = (torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in self.images)
+        video = first[:, None].repeat(1, self.size[0], 1, 1)
+        video[:, -1] = last
+        clip, stats = spec.encode_clip(self.encoders, video[None], None), spec.vae_stats(self.encoders["vae"])
+        batch = Batch(clip[MOMENTS], PromptEmbeds({}), meta, [(0, 0)], clip)
+        x0 = spec.padded(spec.latents(clip[MOMENTS], None, stats))
+        meta, trained = spec.condition(batch, x0, [(0,)], stats)
+        return x if trained is None else torch.where(trained[:, None, :, None, None] > 0, x, x0), meta, trained
+
+    def _compare_call(self, name: str, calls: _Calls, step: int, inputs: tuple[Any, ...]) -> None:
+        x, meta, conditions, trained, time = inputs
+        own = _Calls()
+        network = self.spec.network_at(time, self.network) if self.spec.facts.boundary is not None else self.network
+        t = torch.tensor([time]) if self.spec.facts.is_flow else torch.tensor([int(time)])
+        with _recorded([network], own):
+            prediction = self.spec.predict(network, x, t if trained is None else t[:, None] * trained, conditions, meta)
+        expected = calls.arguments[step]
+        tensors = {n for n, value in {**expected, **own.arguments[0]}.items() if isinstance(value, Tensor)}
+        for argument in sorted(tensors):
+            self._check(f"{argument} of {name}", own.arguments[0].get(argument), expected.get(argument))
+        self._check(f"output of {name}", own.outputs[0], calls.outputs[step])
+        assert prediction.shape == x.shape, f"the prediction of {name} has shape {prediction.shape}, not {x.shape}"
+
+    def _samples(self, *, with_image: bool) -> tuple[Tensor, Tensor]:
+        """Return the family's sample and the pipeline's, with guidance, `[T, H, W, 3]` each."""
+        spec, (frames, height, width) = self.spec, self.size
+        stock = self.pipelines[with_image]
+        conditions = self._conditions(_PROMPTS[:1], with_image=with_image)
+        request = SampleRequest(
+            frames, height, width, spec.facts.geometry.fps, _STEPS, _GUIDANCE,
+            image=self.images[0] if with_image else None,
+            last_image=self.images[1] if with_image and spec.facts.last_frame else None,
+        )  # fmt: skip
+        arguments = self._arguments(with_image=with_image, guidance_scale=_GUIDANCE)
+        if "frame_rate" in inspect.signature(stock.__call__).parameters:
+            arguments["frame_rate"] = request.frame_rate
+        expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
+        pipeline = spec.pipeline(
+            self.network, self.encoders["vae"], stock.scheduler, image_to_video=with_image or spec.facts.needs_image
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        negative, generator = spec.encode_text(self.texts, [""]), torch.Generator().manual_seed(_SEED)
+        return torch.from_numpy(np.asarray(spec.sample(pipeline, conditions, negative, request, generator))), expected
+
+    def _check(self, name: str, own: Any, expected: Any) -> None:
+        """Compare two tensors, one of which may have a value for each row and the other one for all of a row."""
+        if not (isinstance(own, Tensor) and isinstance(expected, Tensor)):
+            raise AssertionError(f"{name}: {_describe(own)} here, {_describe(expected)} in the pipeline")
+        own, expected = own.float(), expected.float()
+        if own.ndim != expected.ndim:
+            own, expected = (t.reshape(t.shape + (1,) * (max(own.ndim, expected.ndim) - t.ndim)) for t in (own, expected))
+        try:
+            own, expected = torch.broadcast_tensors(own, expected)
+        except RuntimeError:
+            raise AssertionError(f"{name}: shape {[*own.shape]} here, {[*expected.shape]} in the pipeline") from None
+        difference = ((own - expected).abs() / expected.abs().clamp(min=1.0)).max()
+        if not difference <= self.tolerance:
+            raise AssertionError(f"{name}: differs by {difference:.2g} from the pipeline's")
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
+
+
+@contextmanager
+def _recorded(networks: Sequence[nn.Module], calls: _Calls) -> Iterator[None]:
+    """Record the calls of networks within the block."""
+    hooks = []
+    for network in networks:
+        record = lambda _, args, kwargs: calls.arguments.append(dict(kwargs))  # noqa: E731
+        hooks.append(network.register_forward_pre_hook(record, with_kwargs=True, prepend=True))
+        hooks.append(network.register_forward_hook(lambda _, args, output: calls.outputs.append(output[0])))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _without_posterior_noise() -> Iterator[None]:
+    """Let pipelines take the mean of the VAE's posterior, as samples here do."""
+    with patch.object(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode()):
+        yield
