@@ -67,7 +67,7 @@ class Facts:
         geometry: size rules.
         text_parts: tokenizers and text encoders, in the order in which they are loaded.
         clip_parts: the VAE, and other parts that encode clips, such as an image encoder with its processor.
-        companions: frozen parts that only sampling needs.
+        companions: frozen parts that sampling needs, beside the VAE; some of them may be `clip_parts`.
         trained: the part that is trained.
         is_flow: whether it is a flow-matching model, so that the flow options mean something.
         first_frame: how a given first frame reaches the network: "none", as clean "tokens" with noise level 0, on extra
@@ -140,7 +140,9 @@ class Facts:
     @property
     def parts(self) -> tuple[str, ...]:
         """Everything that a run may load, in loading order."""
-        return ("scheduler", *self.text_parts, *self.clip_parts, self.trained, *self.companions)
+        return tuple(
+            dict.fromkeys(("scheduler", *self.text_parts, *self.clip_parts, self.trained, *self.companions))
+        )
 
     @property
     def networks(self) -> tuple[str, ...]:

@@ -61,8 +61,9 @@ class WanAttnProcessor(StockAttnProcessor):
     ) -> Tensor:
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         images = source.shape[1] - _TEXT_TOKENS if attn.add_k_proj is not None else 0
-        text = source[:, images:]
-        query, key, value = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(text)), attn.to_v(text)
+        text = source[:, images:] if images else source
+        query, key, value = attn.to_q(hidden_states), attn.to_k(text), attn.to_v(text)
+        query, key = attn.norm_q(query), attn.norm_k(key)
         query, key, value = (tokens.unflatten(2, (attn.heads, -1)) for tokens in (query, key, value))
         if rotary_emb is not None:
             query, key = _rotate(query, rotary_emb), _rotate(key, rotary_emb)
@@ -197,7 +198,9 @@ class WanSpec(ModelSpec):
     def clip_version(self) -> bool | str:
         if self.facts.first_frame != "channels":
             return super().clip_version
-        return " ".join([f"{FIRST_FRAME} of {len(self._given_places)}", *([IMAGE_STATES] if self.facts.sees_image else [])])
+        return " ".join(
+            [f"{FIRST_FRAME} of {len(self._given_places)}", *([IMAGE_STATES] if self.facts.sees_image else [])]
+        )
 
     # ---- the network -----------------------------------------------------------------------------------------------
 
@@ -279,7 +282,6 @@ class WanSpec(ModelSpec):
             times=1 if call["timestep"].ndim == 1 else video,
             image=0 if states is None else states.shape[0] * states.shape[1] // len(latents),
         )
-
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def test_16_bit_convolutions_compute_in_fp32(
     convolution = next(module for module in vae.modules() if isinstance(module, nn.Conv3d))
     x = torch.rand(1, convolution.in_channels, 3, 8, 8).to(given)
     with torch.no_grad(), scope:
-        fast = convolution(x)
+        fast = nn.Conv3d.forward(convolution, x)  # without the padding of a causal one
         slow = type(convolution)._conv_forward(convolution, x, convolution.weight, convolution.bias)
     assert fast.dtype == slow.dtype
     assert torch.allclose(fast.float(), slow.float(), rtol=2e-2, atol=2e-2)

@@ -20,17 +20,22 @@ READERS: Mapping[str, Mapping[str, str]] = {
         "kohya": "ComfyUI; no trainer of kohya-ss has LTX-Video",
     },
     "hunyuan_video": {"comfyui": "ComfyUI (models/loras)", "kohya": "musubi-tuner"},
+    "wan": {"comfyui": "ComfyUI (models/loras), and diffusers", "kohya": "musubi-tuner"},
     "cogvideox": {
         "comfyui": "ComfyUI's own nodes (models/loras); ComfyUI-CogVideoXWrapper reads the format diffusers",
         "kohya": "VideoX-Fun, and ComfyUI-CogVideoXWrapper for models of CogVideoX-Fun",
     },
 }
 #: Programs that ignore a LoRA outside of a network's blocks, by family and format.
-BLOCKS_ALONE: Mapping[tuple[str, str], str] = {("hunyuan_video", "kohya"): "musubi-tuner"}
+BLOCKS_ALONE: Mapping[tuple[str, str], str] = {
+    ("hunyuan_video", "kohya"): "musubi-tuner",
+    ("wan", "kohya"): "musubi-tuner",
+}
 #: Name of a network in a file's metadata (`modelspec.architecture`), and the address of its authors' code.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "ltx_video": ("ltx-video", "https://github.com/Lightricks/LTX-Video"),
     "hunyuan_video": ("hunyuan-video", "https://github.com/Tencent/HunyuanVideo"),
+    "wan": ("wan", "https://github.com/Wan-Video/Wan2.2"),
     "cogvideox": ("cogvideox", "https://github.com/zai-org/CogVideo"),
 }
 _TENCENT = ("transformer.double_blocks.", "transformer.single_blocks.", "transformer.txt_in.")

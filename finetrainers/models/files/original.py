@@ -261,14 +261,31 @@ def _ltx_vae(names: list[str]) -> dict[str, Layout]:
     return {"Lightricks'": rename_layout(build_layout(names, rules), changes)}
 
 
-def _flat(half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], *, first: int) -> list[Rule]:
-    """Return rules that count the parts of nested blocks as the authors' flat list does, from `first` on."""
+def _flat(
+    half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], *, first: int, each: bool = False
+) -> list[Rule]:
+    """Return rules that count the parts of nested blocks as the authors' flat list does, from `first` on.
+
+    The residual blocks of a block are one part, or `each` is.
+    """
     names, rules, number = [*names], [], first
     count = len({hit[1] for name in names if (hit := re.match(rf"{half}\.{blocks}\.(\d+)\.", name))})
     for block in range(count):
         place = f"{half}.{blocks}.{block}."
         for part in parts:
+            inner = (
+                sorted({int(n[len(place) :].split(".")[1]) for n in names if n.startswith(f"{place}{part}.")})
+                if (part == "resnets")
+                else []
+            )
             if not any(name.startswith(f"{place}{part}.") for name in names):
+                continue
+            if part == "resnets" and each:
+                rules += [
+                    Rule(re.escape(f"{place}resnets.{n}.") + r"(.*)", rf"{half}.{blocks}.{number + n}.\1")
+                    for n in inner
+                ]
+                number += len(inner)
                 continue
             if part == "resnets":  # with the embedding of times, which belongs to the block
                 rules.append(
@@ -280,6 +297,89 @@ def _flat(half: str, blocks: str, parts: tuple[str, ...], names: Iterable[str], 
     return rules
 
 
+# ---- Wan -----------------------------------------------------------------------------------------------------------
+
+_BLOCK, _BLOCK_TO = r"blocks\.(\d+)\.", r"blocks.\1."
+WAN_TRANSFORMER = (
+    *(
+        Rule(rf"condition_embedder\.{name}_embedder\.linear_{n}\.(.*)", rf"{name}_embedding.{place}.\1")
+        for name in ("time", "text")
+        for n, place in ((1, 0), (2, 2))
+    ),
+    Rule(r"condition_embedder\.time_proj\.(.*)", r"time_projection.1.\1"),
+    Rule(r"condition_embedder\.image_embedder\.norm1\.(.*)", r"img_emb.proj.0.\1"),
+    Rule(r"condition_embedder\.image_embedder\.ff\.net\.0\.proj\.(.*)", r"img_emb.proj.1.\1"),
+    Rule(r"condition_embedder\.image_embedder\.ff\.net\.2\.(.*)", r"img_emb.proj.3.\1"),
+    Rule(r"condition_embedder\.image_embedder\.norm2\.(.*)", r"img_emb.proj.4.\1"),
+    Rule(r"condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
+    *(
+        Rule(_BLOCK + rf"{attention}\.{own}\.(.*)", _BLOCK_TO + rf"{name}.{other}")
+        for attention, name in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for own, other in (
+            (r"to_([qkv])", r"\2.\3"),
+            (r"to_out\.0", r"o.\2"),
+            (r"add_([kv])_proj", r"\2_img.\3"),
+            ("norm_added_k", r"norm_k_img.\2"),
+            (r"norm_([qk])", r"norm_\2.\3"),
+        )
+    ),
+    # The norm before cross-attention, which alone has weights, is the authors' third.
+    Rule(_BLOCK + r"norm2\.(.*)", _BLOCK_TO + r"norm3.\2"),
+    Rule(_BLOCK + r"ffn\.net\.0\.proj\.(.*)", _BLOCK_TO + r"ffn.0.\2"),
+    Rule(_BLOCK + r"ffn\.net\.2\.(.*)", _BLOCK_TO + r"ffn.2.\2"),
+    Rule(_BLOCK + "scale_shift_table", _BLOCK_TO + "modulation"),
+    Rule("scale_shift_table", "head.modulation"),
+    Rule(r"proj_out\.(.*)", r"head.head.\1"),
+)  # fmt: skip
+#: Layers within each residual block of the VAE, whose authors keep them in one list.
+_WAN_RESIDUAL = (
+    (r"(?<=\d)\.norm1\.gamma$", ".residual.0.gamma"),
+    (r"(?<=\d)\.conv1\.(weight|bias)$", r".residual.2.\1"),
+    (r"(?<=\d)\.norm2\.gamma$", ".residual.3.gamma"),
+    (r"(?<=\d)\.conv2\.(weight|bias)$", r".residual.6.\1"),
+    (r"\.conv_shortcut\.", ".shortcut."),
+)
+
+
+def _wan_transformer(names: list[str]) -> dict[str, Layout]:
+    return {"Wan-AI's": build_layout(names, WAN_TRANSFORMER)}
+
+
+def _wan_vae(names: list[str]) -> dict[str, Layout]:
+    """Return the layout of Wan's VAE: that of 2.1 has flat lists of blocks, that of 2.2 5B lists within a list."""
+    number = r"(\d+)\."
+    decoder_blocks = {hit[2] for name in names if (hit := re.match(r"decoder\.up_blocks\.0\.(resnets\.(\d+))", name))}
+    rules = [
+        Rule(r"(encoder|decoder)\.mid_block\.resnets\.0\.(.*)", r"\1.middle.0.\2"),
+        Rule(r"(encoder|decoder)\.mid_block\.attentions\.0\.(.*)", r"\1.middle.1.\2"),
+        Rule(r"(encoder|decoder)\.mid_block\.resnets\.1\.(.*)", r"\1.middle.2.\2"),
+        Rule(r"(encoder|decoder)\.conv_in\.(.*)", r"\1.conv1.\2"),
+        Rule(r"(encoder|decoder)\.norm_out\.(.*)", r"\1.head.0.\2"),
+        Rule(r"(encoder|decoder)\.conv_out\.(.*)", r"\1.head.2.\2"),
+        Rule(r"quant_conv\.(.*)", r"conv1.\1"),
+        Rule(r"post_quant_conv\.(.*)", r"conv2.\1"),
+    ]
+    if any(".downsampler." in name for name in names):
+        downs = {hit[1] for name in names if (hit := re.match(r"encoder\.down_blocks\.0\.resnets\.(\d+)", name))}
+        rules += [
+            Rule(r"encoder\.down_blocks\." + number + r"resnets\.(.*)", r"encoder.downsamples.\1.downsamples.\2"),
+            Rule(
+                r"encoder\.down_blocks\." + number + r"downsampler\.(.*)",
+                rf"encoder.downsamples.\1.downsamples.{len(downs)}.\2",
+            ),
+            Rule(r"decoder\.up_blocks\." + number + r"resnets\.(.*)", r"decoder.upsamples.\1.upsamples.\2"),
+            Rule(
+                r"decoder\.up_blocks\." + number + r"upsampler\.(.*)",
+                rf"decoder.upsamples.\1.upsamples.{len(decoder_blocks)}.\2",
+            ),
+        ]
+    else:
+        rules.append(Rule(r"encoder\.down_blocks\.(.*)", r"encoder.downsamples.\1"))
+        rules += _flat("decoder", "up_blocks", ("resnets", "upsamplers.0"), names, first=0, each=True)
+    changes = [*_WAN_RESIDUAL, (r"^decoder\.up_blocks\.", "decoder.upsamples.")]
+    return {"Wan-AI's": rename_layout(build_layout(names, rules), changes)}
+
+
 #: Layouts by name of the network's class.
 ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
@@ -288,4 +388,6 @@ ORIGINALS: dict[str, Original] = {
     "AutoencoderKLCogVideoX": Original("", _cog_vae),
     "LTXVideoTransformer3DModel": Original("model.diffusion_model.", _ltx_transformer),
     "AutoencoderKLLTXVideo": Original("vae.", _ltx_vae),
+    "WanTransformer3DModel": Original("model.diffusion_model.", _wan_transformer),
+    "AutoencoderKLWan": Original("", _wan_vae),
 }
