@@ -209,7 +209,9 @@ class _Checkpoint:
             raise AssertionError(f"{name}: {_describe(own)} here, {_describe(expected)} in the pipeline")
         own, expected = own.float(), expected.float()
         if own.ndim != expected.ndim:
-            own, expected = (t.reshape(t.shape + (1,) * (max(own.ndim, expected.ndim) - t.ndim)) for t in (own, expected))
+            own, expected = (
+                t.reshape(t.shape + (1,) * (max(own.ndim, expected.ndim) - t.ndim)) for t in (own, expected)
+            )
         try:
             own, expected = torch.broadcast_tensors(own, expected)
         except RuntimeError:

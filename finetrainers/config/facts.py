@@ -133,6 +133,13 @@ class Facts:
         return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """The companions that denoise: the expert that is not trained, or none."""
+        return (
+            () if self.boundary is None else tuple(part for part in self.companions if part.startswith("transformer"))
+        )
+
+    @property
     def needs_image(self) -> bool:
         """True if every clip starts from an image."""
         return self.first_frame == "channels" or self.text_sees_image
@@ -140,9 +147,7 @@ class Facts:
     @property
     def parts(self) -> tuple[str, ...]:
         """Everything that a run may load, in loading order."""
-        return tuple(
-            dict.fromkeys(("scheduler", *self.text_parts, *self.clip_parts, self.trained, *self.companions))
-        )
+        return tuple(dict.fromkeys(("scheduler", *self.text_parts, *self.clip_parts, self.trained, *self.companions)))
 
     @property
     def networks(self) -> tuple[str, ...]:

@@ -234,7 +234,7 @@ def build_workload(
     accumulates, weights = method_spec(config).accumulates(config), weights or NetworkWeights(transformer, spec)
     method = method_spec(config).memory(
         config,
-        (transformer.config.out_channels, *geometry.denoised_shape(*bucket)),  # type: ignore[union-attr, arg-type]
+        (spec.latent_channels(transformer), *geometry.denoised_shape(*bucket)),
         batch_size=batch_size or config.dataloader.batch_size,
         trained=weights.trained * trainable_bytes,
         reference=weights.total * bytes_of_copy(config, split, trainable_bytes=trainable_bytes),

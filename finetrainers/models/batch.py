@@ -117,12 +117,15 @@ class ModelComponents:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Move the networks to a device within the block, and to the CPU after it."""
+        """Move the networks to a device within the block, and after it to where each was."""
+        networks = [module for module in self.modules.values() if isinstance(module, nn.Module)]
+        before = [next(network.parameters()).device for network in networks]
         self.to(device)
         try:
             yield
         finally:
-            self.to("cpu")
+            for network, place in zip(networks, before, strict=True):
+                network.to(place)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -85,10 +84,31 @@ def _recompute_decoder(vae: Any) -> Iterator[None]:
     blocks = getattr(vae, "_supports_gradient_checkpointing", False) and not vae.is_gradient_checkpointing
     if blocks:
         vae.enable_gradient_checkpointing()
-    decoder.forward = partial(checkpoint, decoder.forward, use_reentrant=False)
+    decoder.forward = _checkpointed(decoder.forward)
     try:
         yield
     finally:
         del decoder.forward
         if blocks:
             vae.disable_gradient_checkpointing()
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward that is computed again in backward, with the lists among its arguments as they were at the call.
+
+    Decoders with a feature cache write to them (`AutoencoderKLWan`).
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        lists = {name: list(value) for name, value in kwargs.items() if isinstance(value, list)}
+        is_again = False
+
+        def run(*args: Any) -> Tensor:
+            nonlocal is_again
+            copies = {name: list(value) for name, value in lists.items()} if is_again else {}
+            is_again = True
+            return forward(*args, **{**kwargs, **copies})
+
+        return checkpoint(run, *args, use_reentrant=False)
+
+    return call

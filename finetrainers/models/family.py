@@ -134,7 +134,8 @@ class Family:
                 self.read(configs)
             except ValueError as error:
                 yield Problem.from_error(source_option(config, trained), error)
-        predicted, encoded = transformer.get("out_channels"), vae.get("latent_channels")
+        predicted = transformer.get("out_channels") or transformer.get("in_channels")
+        encoded = vae.get("latent_channels") or vae.get("z_dim")
         if predicted is not None and encoded is not None and predicted != encoded:
             message = (
                 f"the VAE gives {encoded} channels, and the transformer predicts {predicted}; they do not belong "

@@ -148,6 +148,10 @@ class ModelSpec(ABC):
         """Return the width of a token inside the transformer's blocks, for the memory estimate."""
         return network.config.num_attention_heads * network.config.attention_head_dim
 
+    def latent_channels(self, network: Any) -> int:
+        """Return the channels of the latents that the transformer denoises."""
+        return int(network.config.out_channels or network.config.in_channels)
+
     def block_modules(self, network: nn.Module) -> list[nn.Module]:
         """Return the transformer's repeated blocks."""
         return [block for name in self.blocks for block in getattr(network, name)]
@@ -193,8 +197,12 @@ class ModelSpec(ABC):
 
     def load_clip_encoders(self) -> ModelComponents:
         """Load the VAE and the family's other `clip_parts`, for `encode_clip`, on the CPU, in eval mode."""
-        others = common.load_frozen(self.parts, self.config, [p for p in self.facts.clip_parts if p != "vae"])
-        return ModelComponents({"vae": self.load_vae(), **others.modules})
+        return ModelComponents({"vae": self.load_vae(), **self._image_encoders.modules})
+
+    @cached_property
+    def _image_encoders(self) -> ModelComponents:
+        """The `clip_parts` other than the VAE, loaded once for training and sampling."""
+        return common.load_frozen(self.parts, self.config, [part for part in self.facts.clip_parts if part != "vae"])
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
         """Load the network that is trained, on the CPU, in `dtype`.
@@ -243,12 +251,19 @@ class ModelSpec(ABC):
 
     @cached_property
     def companions(self) -> ModelComponents:
-        """Frozen parts for sampling alone, such as another expert; loaded at the first sample, then kept on the CPU."""
-        return common.load_frozen(self.parts, self.config, self.facts.companions)
+        """Frozen parts that sampling needs, such as another expert; loaded at the first sample, then kept on the CPU."""
+        shared = {n: part for n, part in self._image_encoders.modules.items() if n in self.facts.companions}
+        others = [part for part in self.facts.companions if part not in shared]
+        return ModelComponents({**common.load_frozen(self.parts, self.config, others).modules, **shared})
+
+    @property
+    def experts(self) -> ModelComponents:
+        """The companions that denoise: the other expert, or none."""
+        return ModelComponents({n: self.companions[n] for n in self.facts.experts})
 
     def network_at(self, quantile: float, trained: nn.Module) -> nn.Module:
         """Return the network that denoises samples at a noise-level quantile: the trained one, or the other expert."""
-        return trained if self.facts.trains_at(quantile) else self.companions[self.facts.companions[0]]
+        return trained if self.facts.trains_at(quantile) else self.experts[self.facts.experts[0]]
 
     # ---- conditioning and latents ------------------------------------------------------------------------------
 
@@ -329,6 +344,10 @@ class ModelSpec(ABC):
         With further media it is their names. A family that makes other tensors returns a separate text.
         """
         return " ".join(sorted(self.facts.media)) or self.facts.first_frame == "channels"
+
+    def image_version(self, frames: int) -> bool | str:
+        """Return the name of the tensors that `encode_image` makes for clips of `frames` frames; see `clip_version`."""
+        return self.clip_version
 
     def encode_clip(
         self,

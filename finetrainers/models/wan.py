@@ -20,7 +20,6 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, UMT5EncoderModel
 
-from finetrainers.config.facts import Activations
 from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
@@ -196,20 +195,23 @@ class WanSpec(ModelSpec):
 
     @property
     def clip_version(self) -> bool | str:
+        """Name of the tensors of a clip, for cache keys: those of text-to-video checkpoints are the default's."""
         if self.facts.first_frame != "channels":
             return super().clip_version
-        return " ".join(
-            [f"{FIRST_FRAME} of {len(self._given_places)}", *([IMAGE_STATES] if self.facts.sees_image else [])]
-        )
+        return f"{FIRST_FRAME} of {len(self._given_places)}{f' {IMAGE_STATES}' if self.facts.sees_image else ''}"
+
+    def image_version(self, frames: int) -> bool | str:
+        """Add the number of frames, all of which are encoded on channels."""
+        return f"{self.clip_version} in {frames}" if self.facts.first_frame == "channels" else self.clip_version
 
     # ---- the network -----------------------------------------------------------------------------------------------
 
     def condition(
         self, batch: Batch, x0: Tensor, frames: Sequence[Collection[int]], vae_stats: VAEStats
     ) -> tuple[VideoMeta, Tensor | None]:
-        """Implement `ModelSpec.condition`; `first_frame` is the mask and the latents of given frames, `[B, 20, T, H, W]`.
+        """Implement `ModelSpec.condition`; on channels, `first_frame` is a mask and the given frames' latents.
 
-        The mask has a channel for each frame of a latent frame, all of which are 1 for the first one.
+        They are `[B, 4 + 16, T, H, W]`: the mask has a channel for each frame of a latent frame, all 1 for the first.
         """
         meta, trained = super().condition(batch, x0, frames, vae_stats)
         if self.facts.first_frame != "channels":

@@ -161,7 +161,7 @@ class RunMemory:
         spec = self.checked.spec
         total = 0.0
         if config.data.precompute_conditions and plan.encodes_clips:
-            channels = 2 * int(self.transformer.config.out_channels)  # type: ignore[union-attr, arg-type]
+            channels = 2 * spec.latent_channels(self.transformer)
             media = 1 + len(spec.facts.media)
             for clip in plan.encoded_clips():
                 shape = self.checked.geometry.denoised_shape(*clip.bucket)

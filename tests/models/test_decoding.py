@@ -54,4 +54,5 @@ def test_it_is_that_of_autograd(family: str, tiny_repo: Callable[..., Path]) -> 
     found, _ = decode_gradient(spec, vae, latents, stats, fails_once, checkpointing=True)
     assert spec.vae_one_by_one == {(9, 64, 64)}
     assert vae.use_slicing
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+    # A pixel at a bound of the range is clamped or not by a rounding error, so that single numbers may differ.
+    assert (found - wanted).norm() <= 1e-4 * wanted.norm()

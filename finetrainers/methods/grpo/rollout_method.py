@@ -70,7 +70,7 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     def collect(self, transformer: nn.Module, rollout: int) -> R:
         """Return a rollout of the policy that samples, by default the one that is trained."""
-        companions, parallel = self.sampler.spec.companions, self.collector.parallel
+        companions, parallel = self.sampler.spec.experts, self.collector.parallel
         begin_work("rollout")
         with phase(ROLLOUT), companions.on(self.sampler.device), parallel.without_exchange(transformer):
             return self.rollout(transformer, rollout)
@@ -137,7 +137,7 @@ class RolloutMethod(ABC, Generic[R, T]):
         return bool(self.evaluation.prompts)
 
     def evaluate(self, transformer: nn.Module) -> Evaluation:
-        with self.sampler.spec.companions.on(self.sampler.device):
+        with self.sampler.spec.experts.on(self.sampler.device):
             return self.evaluation.run(transformer)
 
 

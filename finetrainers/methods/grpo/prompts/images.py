@@ -82,7 +82,8 @@ def encode_images(
     """Encode the images, for clips of a size, that the cache does not have; each rank encodes a share."""
     identity = model_fingerprint(clip_encoders.modules, tiling=bool(config.model.enable_tiling))
     vae = EncoderEntry(identity, spec.clip_version)
-    keys = replace(keys, vae=vae, tiled=spec.tiles_by_size, tiled_late=partial(tiled_for_memory, spec))
+    image_entry = replace(vae, with_first_frame=spec.image_version(size[0]))
+    keys = replace(keys, vae=image_entry, tiled=spec.tiles_by_size, tiled_late=partial(tiled_for_memory, spec))
     keys.cache.hold()
     own_images = sorted(set(images))[parallel.rank :: parallel.world_size]
     with parallel.raise_on_all_ranks("encoding the images of prompts"):
@@ -90,7 +91,7 @@ def encode_images(
         by_key = {keys.image(image): image for image in own_images}
         for key in keys.cache.missing(by_key):
             pixels = keys.picture(by_key[key])
-            entry = spec.encode_clip(clip_encoders, pixels[None, :, None], None)
+            entry = spec.encode_image(clip_encoders, pixels, size[0])
             keys.cache.put(key, {n: t.cpu() for n, t in entry.items()}, keys.about_image(by_key[key]))
     keys.digests.refresh()  # other ranks have computed theirs
     if parallel.rank == 0:

@@ -97,7 +97,7 @@ class Sampler:
         )
         self.tables = StepTables(parts.config, parts.process, self.times, parts.spec.facts)
         frames, height, width = geometry.denoised_shape(*size)
-        self.shape = (network.config.out_channels, frames - parts.source.start_frames, height, width)
+        self.shape = (parts.spec.latent_channels(network), frames - parts.source.start_frames, height, width)
         self.device = parts.parallel.device
         self.storage = DTYPES[section.trajectory_dtype]
         self.keep_on = torch.device("cpu") if section.offload_trajectory else self.device
