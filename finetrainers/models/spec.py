@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
+from weakref import WeakValueDictionary
 
 import torch
 from diffusers import ModelMixin
@@ -115,6 +116,7 @@ class ModelSpec(ABC):
         self.config = config
         self.name = name
         self._read = read
+        self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
         self.vae_one_by_one, self.vae_too_large = set[Size](), set[Size]()  # after an OOM; see `retry_vae_on_oom`
 
     # ---- description -------------------------------------------------------------------------------------------
@@ -197,12 +199,16 @@ class ModelSpec(ABC):
 
     def load_clip_encoders(self) -> ModelComponents:
         """Load the VAE and the family's other `clip_parts`, for `encode_clip`, on the CPU, in eval mode."""
-        return ModelComponents({"vae": self.load_vae(), **self._image_encoders.modules})
+        others = self._load_shared([part for part in self.facts.clip_parts if part != "vae"])
+        return ModelComponents({"vae": self.load_vae(), **others})
 
-    @cached_property
-    def _image_encoders(self) -> ModelComponents:
-        """The `clip_parts` other than the VAE, loaded once for training and sampling."""
-        return common.load_frozen(self.parts, self.config, [part for part in self.facts.clip_parts if part != "vae"])
+    def _load_shared(self, parts: Sequence[str]) -> dict[str, Any]:
+        """Load frozen parts, or return those that are still in use elsewhere, for encoding clips or for sampling."""
+        missing = [part for part in parts if part not in self._in_use]
+        modules = {part: self._in_use[part] for part in parts if part not in missing}
+        modules |= common.load_frozen(self.parts, self.config, missing).modules
+        self._in_use.update(modules)
+        return modules
 
     def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
         """Load the network that is trained, on the CPU, in `dtype`.
@@ -251,10 +257,8 @@ class ModelSpec(ABC):
 
     @cached_property
     def companions(self) -> ModelComponents:
-        """Frozen parts that sampling needs, such as another expert; loaded at the first sample, then kept on the CPU."""
-        shared = {n: part for n, part in self._image_encoders.modules.items() if n in self.facts.companions}
-        others = [part for part in self.facts.companions if part not in shared]
-        return ModelComponents({**common.load_frozen(self.parts, self.config, others).modules, **shared})
+        """Frozen parts that sampling needs, such as another expert; loaded at the first sample, then on the CPU."""
+        return ModelComponents(self._load_shared(self.facts.companions))
 
     @property
     def experts(self) -> ModelComponents:
