@@ -147,7 +147,7 @@ class GRPOSection(Section):
         "the worst, with prompt, seed, scores and advantage in `clips.jsonl`. `--method dpo` trains on them. 0 "
         "writes the best and the worst clip of one prompt.", resume="free", ge=0, le=100_000)
     keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts; a "
-        "tracker shows them. 0 writes none. The default is 10 with a tracker or `keep_rollouts`, else 0.",
+        "tracker and the report show them. 0 writes none. The default is every tenth rollout and the last one.",
         resume="free", ge=0)
     dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: "
         "`vq_reward.txt` and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "

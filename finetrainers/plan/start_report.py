@@ -124,6 +124,7 @@ def print_results(root: Path) -> None:
         "LoRA": root / "pytorch_lora_weights.safetensors",
         **{part_name(path.name): path for path in root.glob("transformer*")},
         "samples": root / "samples",
+        "rollouts": root / "rollouts",
         "report": root / "report.html",
         "model card": root / "README.md",
         "settings": root / "config.toml",
