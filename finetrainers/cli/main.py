@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import time
@@ -54,6 +55,9 @@ from .watch import watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
+#: Commands whose work is not done when their output ends.
+_RUNS = (["train"], ["prepare"], ["run"], ["sample"], ["watch"], ["search-batch"], ["quickstart"], ["demo"])
+_SIGPIPE = 13  # which Windows does not have
 #: Commands that report outdated libraries themselves.
 _DIAGNOSES = ("doctor",)
 
@@ -61,7 +65,10 @@ _DIAGNOSES = ("doctor",)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console command; return the exit code. Without `argv`, the process exits soon after it."""
     if argv is None:
-        return exit_in_time(lambda: main(sys.argv[1:]))
+        # A run that loses its output ends as if by SIGPIPE; what only prints has done its work.
+        is_run = sys.argv[1:2] in _RUNS and not {"-h", "--help"} & set(sys.argv)
+        ended = exit_codes.killed_by(_SIGPIPE) if is_run else exit_codes.DONE
+        return exit_in_time(lambda: _while_read(lambda: main(sys.argv[1:]), default=ended))
     argv = list(argv)
     configure_logging()
     yield_idle_threads()
@@ -83,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command not in _DIAGNOSES and _cannot_start(joining=False):
             return exit_codes.CONFIGURATION
-        return _run_command(arguments)
+        return arguments.run(arguments)
     except ConfigError as error:
         command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
         print(f"error: {command_error}", file=sys.stderr)
@@ -94,15 +101,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.FAILED
 
 
-def _run_command(arguments: argparse.Namespace) -> int:
-    """Run a parsed command; return an exit code. Output that is no longer read, as with `| head`, is not a failure."""
+def _while_read(command: Callable[[], int], *, default: int) -> int:
+    """Run a command; return its exit code, or `default` if nothing reads its output any more, as with `| head`."""
     try:
-        code: int = arguments.run(arguments)
+        code = command()
         sys.stdout.flush()
-    except BrokenPipeError:  # buffered output has no reader either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exit_codes.DONE
-    return code
+        return code
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):  # rich has replaced it by an exit
+            raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+    return default
+
+
+def _output_is_closed() -> bool:
+    """Return whether standard output is a pipe without a reader; False where the system cannot tell."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        output = select.poll()
+        output.register(sys.stdout, select.POLLOUT)
+        return any(state & select.POLLERR for _, state in output.poll(0))
+    return False
 
 
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
@@ -242,6 +263,8 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
         verbose: whether the terminal shows the traceback.
     """
     sentence = user_message(error)
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
+        return False
     if sentence is None or verbose or os.environ.get(_TRACEBACK):
         return False
     where = f"{_TRACEBACK}=1 shows it"
