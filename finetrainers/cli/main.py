@@ -28,6 +28,7 @@ from finetrainers.utils.failures import user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
+from finetrainers.utils.progress import working
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
@@ -139,7 +140,7 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(config)
-        with gc_paused():
+        with gc_paused(), working("importing torch and diffusers"):
             from finetrainers.runs.run import run
             from finetrainers.training.guards.hacking import HACKING_GUARD
 
@@ -189,7 +190,7 @@ def prepare_command(argv: Sequence[str]) -> int:
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(for_preparing(config), preparing=True)
-        with gc_paused():
+        with gc_paused(), working("importing torch and diffusers"):
             from finetrainers.runs.prepare import prepare
 
         quiet_progress_bars()
@@ -238,7 +239,8 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
         self._stack.close()
         if isinstance(error, KeyboardInterrupt):  # while loading; in a step it is a signal
             if launched_rank() == 0:
-                print(self.interrupted, file=sys.stderr)
+                end_of_echo = "\n" if sys.stderr.isatty() else ""  # after `^C`
+                print(f"{end_of_echo}{self.interrupted}", file=sys.stderr)
             self.code = exit_codes.killed_by(signal.SIGINT)
         elif isinstance(error, ConfigError):
             message = f"error: {_with_the_rest(error, preparing=self.preparing)}"
@@ -388,9 +390,11 @@ def _models(_: argparse.Namespace | None) -> int:
 def _tiny(arguments: argparse.Namespace) -> int:
     from finetrainers.models.registry import build_tiny
 
+    print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
     quiet_progress_bars()
     try:
-        build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
+        with working("writing its weights"):
+            build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:
         raise ConfigError([Problem("family", str(error.args[0]), "unknown")]) from None
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank
-from finetrainers.utils.phases import label
+from finetrainers.utils.phases import PHASES, label
 from finetrainers.utils.text import file_size, plural
 from finetrainers.utils.train_log import PrintedLines
 
@@ -143,9 +143,9 @@ def print_results(root: Path) -> None:
 
 
 def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the measured peaks of each phase."""
+    """Print the measured peaks of each phase, without figures of the whole run, which repeat them."""
     table = Table(box=None, pad_edge=False)
-    headings, *rows = memory_table(peaks)
+    headings, *rows = memory_table({phase: peak for phase, peak in peaks.items() if phase in PHASES})
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left")
     for row in rows:
