@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +23,8 @@ from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
 _SOURCES = {"family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run"}
+#: Environment variable of a stage's process: JSON list of warnings that were printed with the plan of all stages.
+SKIPPED_WARNINGS = "FINETRAINERS_SKIPPED_WARNINGS"
 _ORDINALS = {"2": "second ", "3": "third "}
 
 
@@ -99,9 +103,11 @@ def print_remarks(checked: ResolvedRun) -> None:
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """Print one line for each warning."""
+    """Print one line for each warning, except those in `SKIPPED_WARNINGS`."""
+    skipped = json.loads(os.environ.get(SKIPPED_WARNINGS, "[]"))
     for warning in warnings:
-        print_line(f"warning: {warning}")
+        if warning not in skipped:
+            print_line(f"warning: {warning}")
 
 
 def print_data(checked: ResolvedRun) -> None:
