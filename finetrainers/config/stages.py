@@ -14,7 +14,7 @@ from finetrainers.utils.text import nearest, quoted
 
 from .errors import ConfigError, Problem
 from .given import Locate, RawOptions
-from .load import build_config, file_source, find_line, read_toml, take_options
+from .load import build_config, file_source, find_inputs, find_line, read_toml, take_options
 from .root import TrainConfig
 
 #: Part of an earlier stage that a stage begins from: all weights, the LoRA, or the training state with the optimizer.
@@ -69,7 +69,7 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     Raises:
         ConfigError: there are no stages.
     """
-    text, document = read_toml(path)
+    path, text, document = read_toml(path)
     tables = document.pop("stage", None)
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         problem = Problem(
@@ -83,6 +83,7 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     lines = _stage_lines(text)
     shared = RawOptions()
     take_options(shared, document, _locate(path, lines[None], ""))
+    find_inputs(shared, path.parent)
     stages: list[Stage] = []
     for number, table in enumerate(tables):
         locate = _locate(path, lines.get(number, ""), "stage")
