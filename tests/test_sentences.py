@@ -305,7 +305,7 @@ REWARDS_AND_METHODS: list[Row] = [
     (
         lambda folder: plan_rewarded(folder, prompts=str(folder / "no.txt")),
         "1 problem with this configuration:\n"
-        "  - data: prompt file 'DIR/no.txt' cannot be read: No such file or directory",
+        "  - data: prompt file 'DIR/no.txt' does not exist: there is no 'no.txt' in 'DIR'",
     ),
     (
         lambda folder: plan_pairs(folder, caption_column="title", frame_selection="chunk"),

@@ -133,7 +133,8 @@ def read_toml(path: Path) -> tuple[Path, str, dict[str, Any]]:
     Raises:
         ConfigError: it cannot be read, or is something else.
     """
-    path = path if path.is_file() else find_shared(path) or path
+    with suppress(OSError):  # a name that is too long
+        path = path if path.is_file() else find_shared(path) or path
     path, text = read_text(path, option="--config", others=recipes())
     try:
         return path, text, tomllib.loads(text)

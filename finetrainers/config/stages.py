@@ -87,7 +87,9 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     stages: list[Stage] = []
     for number, table in enumerate(tables):
         locate = _locate(path, lines.get(number, ""), "stage")
-        stages.append(_read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, before=stages))
+        stages.append(
+            _read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, path.parent, before=stages)
+        )
     return _with_merged(stages)
 
 
@@ -122,14 +124,21 @@ def _locate(path: Path, text: str, above: str) -> Locate:
 
 
 def _read_stage(
-    table: Mapping[str, Any], shared: RawOptions, flags: RawOptions, locate: Locate, *, before: Sequence[Stage]
+    table: Mapping[str, Any],
+    shared: RawOptions,
+    flags: RawOptions,
+    locate: Locate,
+    directory: Path,
+    *,
+    before: Sequence[Stage],
 ) -> Stage:
-    """Return a stage, over the options that all share."""
+    """Return a stage of a file in `directory`, over the options that all share."""
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
     here = RawOptions()
     take_options(here, {key: value for key, value in table.items() if key not in _KEYS}, locate)
+    find_inputs(here, directory)
     sources = [shared, here, flags]
     if "config" in table:
         try:
