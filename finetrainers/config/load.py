@@ -88,7 +88,7 @@ def find_inputs(options: RawOptions, directory: Path) -> None:
     for name, value in options.values.items():
         if name not in fields() or fields()[name].place != "input" or not isinstance(value, str) or not value:
             continue
-        with suppress(OSError, ValueError):  # text of prompts that is no path
+        with suppress(OSError, ValueError):  # prompts that cannot be paths
             if not Path(value).exists():
                 path = directory / value if (directory / value).exists() else find_shared(value)
                 options.values[name] = value if path is None else str(path)

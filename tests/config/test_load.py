@@ -64,7 +64,7 @@ def test_names_of_recipes_are_suggested(name, suggested, tmp_path, monkeypatch):
 
 
 def test_data_and_prompts_are_found_beside_the_file_that_names_them(tmp_path, monkeypatch):
-    """Those in the working directory win, and a prompt is no file."""
+    """Those in the working directory win, and a prompt is not a file."""
     project = tmp_path / "project"
     project.mkdir()
     text = '[model]\npretrained_model_name_or_path = "repo"\n[data]\ndata_root = "clips"\ndataset_file = "clips.csv"\n'
