@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from finetrainers.utils.text import plural, printable
 from .options import positive_integer, read_run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
+_MAX_LEAST_USED = 5
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
   finetrainers check run.toml
 
@@ -140,6 +141,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(
             f"  ... and {len(rejected_items) - _MAX_REASONS} more; --json FILE and --html FILE have all of them"
         )
+    _print_usage(console, report["items"])
     for kind in ("warning", "note"):
         for text in report[f"{kind}s"]:
             console.print(f"{kind}: {printable(text)}")
@@ -153,6 +155,22 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"this data cannot be trained on as it is: {printable(report['problem'])}")
 
 
+def _print_usage(console: Console, items: Sequence[Mapping[str, Any]]) -> None:
+    """Print the clips of which least is used."""
+    from finetrainers.data.inspect.usage import MOST_LOST, describe_usage, frame_loss, least_used
+
+    clips = least_used(items)
+    if not clips:
+        return
+    count = sum(max(item["crop"], frame_loss(item)) > MOST_LOST for item in clips)
+    console.print(f"least used ({count} of {plural(sum(bool(item['bucket']) for item in items), 'clip')} lose over a "
+                  "third of their area or frames):")  # fmt: skip
+    for item in clips[:_MAX_LEAST_USED]:
+        console.print(f"  {printable(item['name'])}: {describe_usage(item)}")
+    if len(clips) > _MAX_LEAST_USED:
+        console.print(f"  ... and {len(clips) - _MAX_LEAST_USED} more that are not used whole")
+
+
 def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(box=None)
     for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cropped", "fps"):
@@ -161,7 +179,7 @@ def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
         low, high = (f"{rate:.4g}" for rate in row["fps"])
         table.add_row(
             row["bucket"], str(row["clips"]), str(row["held_out"]), str(row["batches"]), str(row["enlarged"]),
-            f"{100 * row['crop']:.1f} %", low if low == high else f"{low}-{high}",
+            f"{row['crop']:.1%}", low if low == high else f"{low}-{high}",
         )  # fmt: skip
     if rows:
         console.print(table)

@@ -144,7 +144,7 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
             f"lower `sliding_window_size` to {length}" if has_windows else f"add a bucket of {length} frames"
         )
     if data.video_resolution_buckets and not has_windows:
-        remedies.append("leave out `video_resolution_buckets`, so that sizes are chosen from the clips")
+        remedies.append("leave out `video_resolution_buckets` (sizes are then chosen from the clips)")
     if header.frames >= needed > entry.available:
         remedies.append("raise `target_fps`")
     remedies.append("remove the file")

@@ -20,7 +20,7 @@ from finetrainers.utils.text import plural, quoted
 from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
-from ..buckets.windows import item_index, non_overlapping
+from ..buckets.windows import count_used_frames, item_index, non_overlapping
 from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
 from ..reading.items import TABLES, DataError, Item
 from ..reading.sources.masks import MASK
@@ -31,6 +31,7 @@ from .item_report import ItemReport, report_item
 from .masks import describe_masks
 from .plan import FINGERPRINTED, DatasetPlan
 from .probe_all import ProbeOptions
+from .usage import usage_warnings
 
 
 def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
@@ -176,6 +177,7 @@ def _table_in(data: DataSection) -> Path | None:
 def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int]) -> None:
     """Report on every item."""
     examples = Counter(item_index(clip.index) for clip in clips)
+    used_frames = count_used_frames(clips)
     seen: set[str] = set()  # strings, since hashing a path takes ten times as long
     for part in parts:
         for entry in part.probed:
@@ -185,6 +187,7 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
                 dataset=part.dataset.name,
                 target_fps=part.target_fps,
                 examples=examples[index],
+                used_frames=used_frames.get(index, 0),
                 held_out=index in held_out,
                 seen=path in seen,
             )
@@ -253,8 +256,9 @@ def _fingerprint(
 
 
 def _remarks(part: Part) -> Iterator[str]:
-    """Yield warnings of readers, and of files that are not decoded by the configured library."""
+    """Yield warnings of readers, of lost parts of clips, and of files that the configured library does not decode."""
     yield from (*part.dataset.warnings, *part.reading.warnings)
+    yield from usage_warnings(part.reports, part.dataset.data)
     fallbacks = [f"{entry.item.name} ({entry.fallback_reason})" for entry in part.probed if entry.fallback_reason]
     if fallbacks:
         yield summarize_items(
@@ -285,9 +289,9 @@ def _oddities(part: Part) -> Iterator[str]:
             "are smaller than their buckets and enlarged",
             "is smaller than its bucket and enlarged",
             [
-                f"{item.name} ({max(item.bucket[1] / item.height, item.bucket[2] / item.width):.3g} x)"
-                for item in items
-                if item.bucket and "enlarged" in item.marks
+                f"{item.name} ({item.scale:.3g}x)"
+                for item in sorted(items, key=lambda item: -(item.scale or 0))
+                if "enlarged" in item.marks
             ],
         ),
         (
