@@ -142,7 +142,9 @@ def test_csv_with_an_unquoted_comma_or_a_short_row_is_named(root: Path) -> None:
 def test_missing_columns_name_those_that_exist(root: Path) -> None:
     file = root / "meta.csv"
     file.write_text("videos,description\na.mp4,x\nb.mov,y\n")
-    with refused("not_found", "'video' and 'text'", " videos, description; ", "--video_column videos ", error=DataError):
+    with refused(
+        "not_found", "'video' and 'text'", " videos, description; ", "--video_column videos ", error=DataError
+    ):
         read_dataset(DataSection(dataset_file=file))
 
 

@@ -72,7 +72,9 @@ def _area_remedy(data: DataSection) -> str:
 
 def _frame_remedy(data: DataSection) -> str:
     if data.sliding_window_size is not None:
-        return "lower `sliding_window_stride`, or raise the length of the buckets, which bounds what windows are cut from"
+        return (
+            "lower `sliding_window_stride`, or raise the length of the buckets, which bounds what windows are cut from"
+        )
     if data.frame_selection == "chunk":
         return "add a shorter bucket"
     return "`frame_selection` chunk trains on all of a clip, in consecutive segments; or add longer buckets"
