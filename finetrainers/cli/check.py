@@ -60,14 +60,25 @@ def check_command(argv: Sequence[str]) -> int:
     parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
-        problems = [*parser.problems([]), *_path_problems(arguments)]
-        return _check(read_run_config(parser, run_flags, problems), arguments)
+        own_problems = [*parser.problems([]), *_path_problems(arguments)]
+        try:
+            config, invalid = read_run_config(parser, run_flags, own_problems), ConfigError([])
+        except ConfigError as error:
+            if error.rest is None or own_problems:
+                raise
+            config, invalid = error.rest, error
+        return _check(config, arguments, invalid)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
-def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
+def _check(config: TrainConfig, arguments: argparse.Namespace, invalid: ConfigError) -> int:
+    """Check the data of `config`, which lacks the options that `invalid` refuses; print and write the reports.
+
+    Raises:
+        ConfigError: the problems of the configuration, including those of `invalid`.
+    """
     from finetrainers.data.inspect.html_report import make_page
     from finetrainers.data.inspect.probe_all import ProbeOptions
     from finetrainers.plan.check import examine
@@ -80,7 +91,12 @@ def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
             jobs=arguments.jobs,
             progress=progress,
         )
-        report, problems = examine(config, options)
+        report, further = examine(config, options)
+        # A problem that names an invalid option may be a consequence of it.
+        problems = [
+            *invalid.problems,
+            *(problem for problem in further if not any(name in str(problem) for name in invalid.wrong)),
+        ]
         if report is None:
             raise ConfigError(problems)
         page = make_page(report, jobs=arguments.jobs, progress=progress) if arguments.html else None

@@ -244,9 +244,12 @@ def test_wrong_configurations_are_told_apart(
 ) -> None:
     config = write_config(tmp_path, data[0], lr=-1.0)
     assert main(["check", str(config), "--decod", "full"]) == exit_codes.CONFIGURATION
-    message = capsys.readouterr().err
-    assert "--decod" in message
-    assert "lr" in message
+    output = capsys.readouterr()
+    assert "--decod" in output.err
+    assert "lr" in output.err
+    assert "  pipe.mp4: " in output.out  # beside what becomes of the data
+    code, refusals = refused_command(["check", config, "--data_root", tmp_path / "nowhere"])
+    assert (code, sorted(kind for _, kind in refusals)) == (exit_codes.CONFIGURATION, ["invalid", "not_found"])
     wrong = write_config(tmp_path, data[0], video_resolution_buckets=["16x32x64"])
     code, [(place, _)] = refused_command(["check", "--config", wrong])
     assert (code, place) == (2, "--video_resolution_buckets")
