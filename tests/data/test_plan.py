@@ -191,12 +191,15 @@ def test_unreadable_files_carry_their_reason(root: Path) -> None:
         plan(root, **BUCKETS)
 
 
-def test_a_table_in_the_folder_is_named_where_captions_are_missing(tmp_path: Path, make_image) -> None:
+def test_a_table_in_the_folder_is_read_or_named_where_captions_are_missing(tmp_path: Path, make_image) -> None:
     make_image(tmp_path / "still.png")
     with refused("invalid", "1 of 1 ", "--caption_missing ", "still.txt", error=DataError) as caught:
         plan(tmp_path, **BUCKETS)
     assert "--dataset_file" not in str(caught.value)
-    (tmp_path / "captions.jsonl").touch()
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "captions.jsonl").write_text('{"file_name": "still.png", "caption": "a caption"}')
+    assert [item.caption for item in plan(tmp_path, **BUCKETS).items] == ["a caption"]  # the only one is read
+    (tmp_path / "metadata.csv").write_text("file_name,caption")
     with refused("invalid", "--caption_missing ", f"--dataset_file '{tmp_path / 'captions.jsonl'}'\n", error=DataError):
         plan(tmp_path, **BUCKETS)
     make_image(tmp_path / "other.png")

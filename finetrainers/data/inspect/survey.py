@@ -22,7 +22,7 @@ from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import count_used_frames, item_index, non_overlapping
 from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
-from ..reading.items import TABLES, DataError, Item
+from ..reading.items import DataError, Item, tables_in
 from ..reading.sources.masks import MASK
 from ..reading.sources.rows import printable_name, summarize_items
 from .assign_buckets import Part, assign_buckets
@@ -150,8 +150,8 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
             remedy += (
                 "; --caption_missing empty trains without captions where there are none, and skip leaves such files out"
             )
-            if (table := _table_in(data)) is not None:
-                remedy += f"; if {table.name} has the captions, give --dataset_file {quoted(str(table))}"
+            if data.dataset_file is None and data.data_root is not None and (tables := tables_in(data.data_root)):
+                remedy += f"; if {tables[0].name} has the captions, give --dataset_file {quoted(str(tables[0]))}"
         return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{remedy}", rejected)
     if 0 < data.eval_num_items >= usable:
         message = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
@@ -165,13 +165,6 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
             kind="conflict",
         )
     return None
-
-
-def _table_in(data: DataSection) -> Path | None:
-    """Return a file in the folder of clips that may list them, and that no option names, or None."""
-    if data.dataset_file is not None or data.data_root is None or not data.data_root.is_dir():
-        return None
-    return next((path for path in sorted(data.data_root.iterdir()) if path.suffix in TABLES and path.is_file()), None)
 
 
 def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int]) -> None:
