@@ -49,7 +49,7 @@ def own_options() -> ArgumentParser:
         help="read headers, or decode every file from end to end [header]",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, with small pictures")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, with thumbnails")
     parser.add_argument("--jobs", type=positive_integer, help="processes that decode [one for each processor]")
     parser.add_argument("--fresh", action="store_true", help="probe every file again, and ignore stored facts")
     return parser
@@ -124,7 +124,7 @@ def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_dir():
-                yield Problem(option, f"{file} is a folder; give a file in it")
+                yield Problem(option, f"{file} is a directory; give a file in it")
             elif not os.access(file.parent, os.W_OK):
                 yield Problem(option, f"nothing can be written to {file.parent}", "unavailable")
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
@@ -172,7 +172,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _print_usage(console: Console, items: Sequence[Mapping[str, Any]]) -> None:
-    """Print the clips of which least is used."""
+    """Print the clips that lose most, by area and frames."""
     from finetrainers.data.inspect.usage import MOST_LOST, describe_usage, frame_loss, least_used
 
     clips = least_used(items)

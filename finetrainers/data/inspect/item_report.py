@@ -26,7 +26,7 @@ Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 class ItemReport:
     """The report on one item; it never changes after creation.
 
-    Its fields are described in docs/reference/data-check.md.
+    Its fields are described in docs/how-to/data.md.
     """
 
     index: int

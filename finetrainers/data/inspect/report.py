@@ -19,7 +19,7 @@ _DEGREES = {"cropped": "crop", "enlarged": "scale"}
 
 
 def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dict[str, Any]:
-    """Return the report on a dataset; its keys are described in docs/reference/data-check.md.
+    """Return the report on a dataset; its keys are described in docs/how-to/data.md.
 
     Args:
         plan: the plan of the dataset.
