@@ -427,8 +427,8 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: plan_image(folder, video_resolution_buckets=["9x32x48"]),
-        "1 of 1 file cannot be used; repair them\n  - a.png: there is no bucket for images; add one, HxW in "
-        "`image_resolution_buckets`; or leave out all buckets, so that sizes are chosen from the clips",
+        "1 of 1 file cannot be used; repair them\n  - a.png: no bucket for images; add one (HxW in "
+        "`image_resolution_buckets`), or leave out all buckets, so that sizes are chosen from the clips",
     ),
     (
         lambda folder: plan_image(folder, image_resolution_buckets=["32x40"], video_resolution_buckets=["16x32x48"]),

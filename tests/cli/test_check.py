@@ -175,7 +175,7 @@ def test_masks_are_counted_and_shown_below_their_clips(
     main([*arguments, "--max_bad_samples", "1"])
     out = capsys.readouterr().out
     assert re.search(r"^  film\.mp4: .*film\.mask\.mp4: .*colors", out, re.MULTILINE)
-    assert re.search(r"^note: 1 of 2 clips .* 25 % ", out, re.MULTILINE)
+    assert re.search(r"^note: 1 of 2 clips .* 25% ", out, re.MULTILINE)
     text = (tmp_path / "check.html").read_text()
     items = {item["name"]: item for item in json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])}
     assert set(items) == {"film.mp4", "plain.mp4", "still.mp4"}

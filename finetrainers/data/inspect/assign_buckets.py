@@ -205,8 +205,8 @@ def _make_clip(
     resolutions = bucket_set.by_kind[item.kind]
     if not resolutions:
         option = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
-        automatic = "; or leave out all buckets, so that sizes are chosen from the clips"
-        return InvalidSample("no_bucket", f"there is no bucket for {item.kind}s; add one, {option}{automatic}")
+        automatic = "leave out all buckets, so that sizes are chosen from the clips"
+        return InvalidSample("no_bucket", f"no bucket for {item.kind}s; add one ({option}), or {automatic}")
     bucket, buckets = choose(item.kind, entry.available, header.height, header.width)
     if bucket is None:
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)
