@@ -378,7 +378,7 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,txet\na.mp4,one\n"}, dataset_file="clips.csv"),
-        "clips.csv line 1: no column 'text' (set by `caption_column`); it has: video, txet; did you mean 'txet'?",
+        "clips.csv line 1: no column 'text' (set by `caption_column`); it has: video, txet; use --caption_column txet",
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,text,text\na.mp4,a,b\n"}, dataset_file="clips.csv"),

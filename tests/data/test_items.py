@@ -335,5 +335,8 @@ def test_the_flags_that_name_unknown_columns_are_in_the_error(root: Path) -> Non
     assert flags(row) == "--video_column 'my clip' --caption_column description"
     assert flags({**row, "caption": "a dog"}) == "--video_column 'my clip'"
     assert flags(row, video_column="my clip") == "--caption_column description"
+    assert (
+        flags({**row, "caption": "x"}, caption_column="captoin") == "--video_column 'my clip' --caption_column caption"
+    )
     assert flags(row, caption_columns=["short", "long"]) == "--video_column 'my clip'"
     assert flags({"n": 1}) == ""

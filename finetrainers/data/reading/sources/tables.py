@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,7 +100,8 @@ class Columns:
     def _flags_for(self, names: Sequence[str], record: Mapping[str, Any]) -> str:
         """Return a clause with the flags that name a record's own columns, or an empty text if these are unclear.
 
-        The medium is the column with the name of a media file, and the caption the longest other text.
+        The medium is the column with the name of a media file, and the caption the one of a similar name or else the
+        longest other text.
         """
         texts = {str(name): value for name, value in record.items() if isinstance(value, str)}
         media = next((name for name, value in texts.items() if Path(value).suffix.lower() in MEDIA_SUFFIXES), None)
@@ -108,7 +110,9 @@ class Columns:
         if self.media in names and not self.is_further and media is not None:
             flags.append(f"--video_column {shlex.quote(media)}")
         if self.captions[0] in names and self.option == "caption_column" and captions:
-            flags.append(f"--caption_column {shlex.quote(max(captions, key=lambda name: len(texts[name])))}")
+            similar = get_close_matches(self.captions[0], captions, n=1)
+            caption = similar[0] if similar else max(captions, key=lambda name: len(texts[name]))
+            flags.append(f"--caption_column {shlex.quote(caption)}")
         return f"; use {' '.join(flags)}" if flags else ""
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
