@@ -8,10 +8,11 @@ Names of fields are unique over all sections that are not qualified, so that eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
@@ -237,6 +238,19 @@ class DataSection(Section):
         "once. The default is the user's cache.", resume="free", place="folder")
     eval_num_items: int = option(0, "Number of items held out of training for the evaluation loss.", resume="free",
         ge=0)
+
+    _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def dataset_buckets(self) -> Mapping[str, list[tuple[int, int, int]]]:
+        """Buckets that the resumed run has chosen, by the name of each dataset of `dataset`."""
+        return self._dataset_buckets
+
+    def with_dataset_buckets(self, buckets: Mapping[str, list[tuple[int, int, int]]]) -> DataSection:
+        """Return a copy with these buckets for the datasets of `dataset` that name no sizes."""
+        data = self.model_copy()
+        data._dataset_buckets = dict(buckets)
+        return data
 
     @property
     def is_named(self) -> bool:

@@ -253,7 +253,7 @@ def test_option_page_is_up_to_date() -> None:
 
 
 def test_statuses_and_marks_are_those_of_the_code() -> None:
-    page = (DOCS / "reference" / "data-check.md").read_text(encoding="utf-8").partition("## Status and marks")[2]
+    page = (DOCS / "how-to" / "data.md").read_text(encoding="utf-8").partition("## Status and marks")[2]
     meanings, _, report = page.partition("## Odd files")[0].partition("## JSON report")
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", meanings, re.MULTILINE)) == MEANINGS
     named = report.partition("An item is")[2]
