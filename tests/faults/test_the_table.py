@@ -8,7 +8,7 @@ from pathlib import Path
 from finetrainers.utils.faults import KINDS, POINTS
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
+PAGE = (TESTS.parent / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
 
 
 def rows() -> dict[int, list[str]]:
