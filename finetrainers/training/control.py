@@ -118,9 +118,8 @@ class StopSignals:
 
 def _end_echoed_line(signum: int) -> None:
     """End the line of the terminal on which Ctrl-C has left `^C`; a live line of progress overwrites it by itself."""
-    stderr = sys.stderr
-    if signum == signal.SIGINT and stderr is not None and stderr is sys.__stderr__ and stderr.isatty():
-        stderr.write("\n")
+    if signum == signal.SIGINT and sys.stderr is sys.__stderr__ and os.isatty(2):
+        os.write(2, b"\n")
 
 
 def _send_to_main_thread(signum: int) -> None:

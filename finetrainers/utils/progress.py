@@ -61,7 +61,7 @@ def polling(poll: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
+def working(task: str) -> Iterator[None]:
     """Log, on rank 0, that work whose end cannot be foreseen goes on, for as long as it does."""
     started = since = time.monotonic()
 
@@ -69,7 +69,7 @@ def working(what: str) -> Iterator[None]:
         nonlocal since
         if is_silent(since, started):
             since = time.monotonic()
-            logger.info("%s, %s so far", what, duration(since - started))
+            logger.info("%s, %s so far", task, duration(since - started))
 
     if launched_rank() != 0:
         yield
