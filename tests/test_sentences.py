@@ -98,35 +98,33 @@ CONFIG: list[Row] = [
     (lambda: load(rnk=8), f"{ONE}rnk: unknown option 'rnk'; did you mean 'rank'?"),
     (
         lambda: load(lr="1e-4x", rank=0, data_root="a\0b", training_type="full"),
-        "4 problems with this configuration:\n"
-        "  - data_root: holds a NUL character: 'a\\x00b'\n"
-        "  - training_type: unknown value 'full'; did you mean 'full-finetune'? Valid: lora, full-finetune\n"
-        "  - rank: must be at least 1, got 0\n"
-        "  - lr: not a number, got '1e-4x'",
+        "4 problems with this configuration:\n  - data_root: must not contain a NUL character: 'a\\x00b'\n  - "
+        "training_type: unknown value 'full'; did you mean 'full-finetune'? Valid: lora, full-finetune\n  - rank: "
+        "must be at least 1, got 0\n  - lr: must be a number, got '1e-4x'",
     ),
     (lambda: parse("--batch_siz", "3"), f"{ONE}--batch_siz: unknown flag; did you mean --batch_size?"),
     (
         lambda: load(lr=1e-4, learning_rate=1e-5),
-        f"{ONE}learning_rate: learning_rate and lr (lr) set the same; give one of them",
+        f"{ONE}learning_rate: learning_rate and lr (lr) set the same option; remove one of them",
     ),
     (
         lambda: load(width=512),
-        f"{ONE}width: unknown option 'width'; sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example "
-        "49x512x768, and may be several",
+        f"{ONE}width: unknown option 'width'; sizes are set by --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for "
+        "example 49x512x768 (one or several)",
     ),
     (
         lambda: load(video_resolution_buckets=["49x512"]),
-        f"{ONE}video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: "
-        "1x512x768)",
+        f"{ONE}video_resolution_buckets: expected FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768), "
+        "got '49x512'",
     ),
     (
         lambda: load(frame_conditioning="frist=0.1"),
-        f"{ONE}frame_conditioning: 'frist' is no kind of given frames; did you mean 'first'?; kinds: first, last, "
-        "first+last, prefix, suffix, prefix+suffix, frame, span, interpolate, random",
+        f"{ONE}frame_conditioning: unknown frame-conditioning mode 'frist'; did you mean 'first'?; valid: first, "
+        "last, first+last, prefix, suffix, prefix+suffix, frame, span, interpolate, random",
     ),
     (
         lambda: load(attn_backend="sage"),
-        f"{ONE}attn_backend: sage has no backward pass, so nothing below it would learn; use flash or _flash_3_hub",
+        f"{ONE}attn_backend: sage has no backward pass, so layers before it would not learn; use flash or _flash_3_hub",
     ),
     (
         lambda folder: load_text(folder, "[training]\nrnk = 8\n\n[data]\nlr = 1e-4\n[optimiser]\nx = 1\n"),
@@ -141,13 +139,13 @@ CONFIG: list[Row] = [
     ),
     (
         lambda folder: load_text(folder, "rank: 64\n"),
-        f"{ONE}DIR/run.toml: is YAML, and config files are TOML: `rank = 64`, no colon; see "
+        f"{ONE}DIR/run.toml: is YAML, and config files are TOML: write `rank = 64`, no colon; see "
         "docs/reference/configuration.md",
     ),
-    (lambda folder: parse("--config", f"{folder}/run.toml"), f"{ONE}--config: no such file: DIR/run.toml"),
+    (lambda folder: parse("--config", f"{folder}/run.toml"), f"{ONE}--config: file not found: DIR/run.toml"),
     (
         lambda: check_rules(data_root=None),
-        "--data_root: no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset",
+        "--data_root: no data: set --data_root (a directory), --dataset_file, --hf_dataset or --dataset",
     ),
     (
         lambda: check_rules(video_resolution_buckets=["48x512x768"]),
@@ -159,11 +157,11 @@ CONFIG: list[Row] = [
     ),
     (
         lambda: check_rules(lora_autocast=False, mixed_precision="bf16"),
-        "--lora_autocast: --mixed_precision bf16 is the dtype of autocast; drop it or --no-lora_autocast",
+        "--lora_autocast: --mixed_precision bf16 is the dtype of autocast; remove it or --no-lora_autocast",
     ),
     (
         lambda: check_rules(sp_size=5),
-        "--sp_size: 32 attention heads do not divide by 5 processes; use one of 2, 4, 8, 16, 32, or --sp_mode ring",
+        "--sp_size: must divide the 32 attention heads, got 5; use one of 2, 4, 8, 16, 32, or --sp_mode ring",
     ),
     (
         lambda: check_rules(
@@ -180,7 +178,7 @@ CONFIG: list[Row] = [
     ),
     (
         lambda: check_rules(draft_k=2, refl_kind="draft-lv"),
-        "--method: sft has no use for --refl_kind, --draft_k; add --method refl or remove them",
+        "--method: sft does not use --refl_kind, --draft_k; add --method refl or remove them",
     ),
     (
         lambda: check_rules(lr_num_cycles=2),
@@ -191,7 +189,6 @@ CONFIG: list[Row] = [
         "DIR/stages.toml:3: init: no earlier stage 'lo'; it is the first stage",
     ),
 ]
-DATA: list[Row] = []
 
 
 def plan_method(**options: Any) -> Any:
@@ -449,7 +446,6 @@ DATA: list[Row] = [
         "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop",
     ),
 ]
-REWARDS_AND_METHODS: list[Row] = []
 
 
 def optimizer(device: str = "cuda", **options: Any) -> str:
@@ -662,7 +658,6 @@ MODELS: list[Row] = [
         "Linear does not support gradient checkpointing; use activation_memory none",
     ),
 ]
-PLAN: list[Row] = []
 
 
 #: The only process of a run.
@@ -916,9 +911,6 @@ TRAINING: list[Row] = [
 ]
 
 
-MODELS: list[Row] = []
-
-
 def plan_demo_run(directory: Path, **options: Any) -> Any:
     """Check a run of the demo model on one image in `data`, beside it another folder."""
     from PIL import Image
@@ -1136,8 +1128,6 @@ PLAN: list[Row] = [
         "there are no trained weights in run: stopped by SIGINT; resume it",
     ),
 ]
-TRAINING: list[Row] = []
-RESULTS: list[Row] = []
 
 
 def printed(*arguments: object) -> str:
@@ -1177,28 +1167,28 @@ COMMANDS: list[Row] = [
     (
         lambda: printed("train"),
         "error: 1 problem with this configuration:\n  - --pretrained_model_name_or_path: is required: Base model in "
-        "diffusers layout: a hub id, a local directory, or `demo://NAME` for a packaged one. It has the configs, the "
-        "tokenizers and the scheduler of the run, also where single files replace its weights.\n"
-        "finetrainers train --help lists the options. New here? finetrainers quickstart needs none.\n",
+        "diffusers layout: a Hub id, a local directory, or `demo://ltx`, the demo model. It provides configs, "
+        "tokenizers and scheduler even if single files replace its weights.\nfinetrainers train --help lists the "
+        "options. New here? finetrainers quickstart needs none.\n",
     ),
     (
         lambda folder: printed("check", "--config", folder / "run.toml", "--json", folder, "--jobs", "0"),
-        "error: 3 problems with this configuration:\n  - --jobs: must be a whole number of at least 1, got '0'\n"
-        "  - --json: DIR is a folder; give a file in it\n  - --config: no such file: DIR/run.toml\n",
+        "error: 3 problems with this configuration:\n  - --jobs: must be a whole number of at least 1, got '0'\n  - "
+        "--json: DIR is a folder; give a file in it\n  - --config: file not found: DIR/run.toml\n",
     ),
     (
         lambda folder: printed(
             "estimate", folder / "x.toml", "--gpu", "h1000", "--num_processes", "3", "--num_machines", "2"
         ),
-        "error: 3 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such as "
-        "h100, got 'h1000'; did you mean 'h100'?\n  - --num_processes: 3 processes do not divide among 2 machines; use "
-        "a multiple\n  - --config: no such file: DIR/x.toml\n",
+        "error: 3 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such "
+        "as h100, got 'h1000'; did you mean 'h100'?\n  - --num_processes: 3 processes do not divide among 2 "
+        "machines; use a multiple\n  - --config: file not found: DIR/x.toml\n",
     ),
     (
         lambda folder: printed("search-batch", folder / "x.toml", "--gpu", "24XB", "--margin", "95", "--estimate_onyl"),
-        "error: 4 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such as "
-        "h100, got '24XB'\n  - --margin: must be a number of percent from 0 to 89, got '95'\n  - --estimate_onyl: "
-        "unknown flag; did you mean --estimate_only?\n  - --config: no such file: DIR/x.toml\n",
+        "error: 4 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such "
+        "as h100, got '24XB'\n  - --margin: must be a number of percent from 0 to 89, got '95'\n  - --estimate_onyl: "
+        "unknown flag; did you mean --estimate_only?\n  - --config: file not found: DIR/x.toml\n",
     ),
     (
         lambda: printed("export"),
@@ -1282,9 +1272,6 @@ COMMANDS: list[Row] = [
         "error: 1 problem with this command:\n  - --device: cuda:7, but the reward says device=cpu\n",
     ),
 ]
-
-
-TRAINING: list[Row] = []
 
 
 def plan_clips(*names: str, **options: Any) -> Any:
@@ -1495,8 +1482,6 @@ RESULTS: list[Row] = [
     ),
 ]
 
-
-COMMANDS: list[Row] = []
 
 ALL = [*CONFIG, *DATA, *REWARDS_AND_METHODS, *MODELS, *PLAN, *TRAINING, *RESULTS, *COMMANDS]
 

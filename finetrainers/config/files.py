@@ -39,7 +39,7 @@ def read_text(path: str | Path, *, option: str) -> tuple[Path, str]:
     except ValueError as error:
         raise ConfigError([Problem.from_error(option, error)]) from None
     except FileNotFoundError:
-        raise ConfigError([Problem(option, f"no such file: {path}{nearest_file(Path(path))}", "not_found")]) from None
+        raise ConfigError([Problem(option, f"file not found: {path}{nearest_file(Path(path))}", "not_found")]) from None
     except OSError as error:
         raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}", "unreadable")]) from None
     try:
