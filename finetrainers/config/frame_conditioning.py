@@ -74,7 +74,7 @@ class FrameKind:
         return self.name if self.frames is None else f"{self.name}:{self.frames}"
 
     def draw(self, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
-        """Return the indexes of the conditioning frames among `latent_frames`, where each latent stands for `temporal` frames."""
+        """Return the indexes of conditioning frames among `latent_frames`, which stand for `temporal` frames each."""
         everything = range(latent_frames)
         if self.name == "first":
             return (0,)

@@ -26,8 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 #: Options that a file of stages cannot set, and the reason.
 _REFUSED = {
     "resume_from_checkpoint": "`finetrainers run` resumes an interrupted stage by itself; remove it",
-    "reset": "a stage begins from the weights of another stage by `init`, or from its complete training state by `init = { "
-    'stage = "NAME", load = "state" }`; remove it',
+    "reset": "a stage begins from the weights of another stage by `init`, or from its complete training state by "
+    '`init = { stage = "NAME", load = "state" }`; remove it',
     "dry_run": "`finetrainers run FILE --plan` checks all stages without training",
 }
 

@@ -112,7 +112,7 @@ def shown_at(path: Path) -> list[float]:
     """
     timeline = timeline_from_packets(path)
     if timeline is None:
-        raise ValueError(f"{path} does not say when its frames are shown")
+        raise ValueError(f"{path} has no frame timestamps")
     with open_container(path) as container:
         tick = video_stream(container).time_base
     assert tick is not None

@@ -41,9 +41,7 @@ def report_lines(
             )
     num_problems = sum(finding.is_problem for finding in findings)
     yield ""
-    yield (
-        f"{plural(num_problems, 'problem')} on {plural(len(nodes), 'machine')}" if num_problems else "nothing is wrong"
-    )
+    yield (f"{plural(num_problems, 'problem')} on {plural(len(nodes), 'machine')}" if num_problems else "no problems")
 
 
 def _group_by_text(findings: Sequence[Finding]) -> list[tuple[str, str]]:

@@ -60,7 +60,7 @@ def test_a_plain_run_has_no_findings(family, options):
         ({"rollout_size": None}, "rollout_size", "required", "FRAMESxHEIGHTxWIDTH"),
         ({"rollout_size": "16x64x64"}, "rollout_size", "invalid", "16x64x64: 16 frames "),
         ({"train_steps": None}, "train_steps", "required", "number of"),
-        ({"reward": ["a=0", "b=0"]}, "reward", "invalid", "weight is 0"),
+        ({"reward": ["a=0", "b=0"]}, "reward", "invalid", "weights are 0"),
         ({"reward": ["a=1", "a=2"]}, "reward", "duplicate", "a is"),
         ({"reward": ["a,p=1,q=2", "a=2,q=2,p=1"]}, "reward", "duplicate", "a is"),
         ({"reward": ["a,every=2", "b=0"]}, "reward", "invalid", "`every`"),
