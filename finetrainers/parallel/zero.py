@@ -150,7 +150,7 @@ class ZeRO(Strategy):
     saves_optimizer_itself = True
     can_drop_gradients = False
     why_no_local_gradients = (
-        "is not supported with DeepSpeed, which uses only gradients of its own backward pass; use DDP or --fsdp full"
+        "is not supported with DeepSpeed, which uses only the gradients of its backward pass; use DDP or --fsdp full"
     )
     why_no_swap = "is not supported with DeepSpeed, which moves and broadcasts all weights; use DDP or --fsdp full"
     why_no_retry = (

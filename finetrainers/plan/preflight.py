@@ -179,7 +179,7 @@ _BESIDES_WORK = {
 
 
 def plan_work_once(checked: ResolvedRun) -> Planner:
-    """Return a planner that returns the work of an earlier preflight, and plans anew only if its options may differ."""
+    """Return a planner that reuses the work of an earlier preflight unless its options may differ."""
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         now, then = config.without_chosen(SIZES), checked.config.without_chosen(SIZES)

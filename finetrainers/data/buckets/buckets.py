@@ -12,7 +12,7 @@ from finetrainers.config.sections import EpochEnd
 
 Bucket = tuple[int, int, int]
 
-#: Areas above this share of another one count as the same resolution: rounding makes them differ.
+#: Areas above this share of another area count as the same resolution: rounding makes them differ.
 _SAME_AREA = 0.8
 _DEFAULT_MAX_FRAMES = 49
 _DEFAULT_MAX_AREA = 512 * 768

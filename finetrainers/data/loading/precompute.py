@@ -93,12 +93,12 @@ def precompute_with_images(
     *,
     optional: bool = False,
 ) -> Encoded:
-    """Encode texts together with images, one by one, a share on each rank, and return the counts of all ranks.
+    """Encode prompts together with images, one by one, a share on each rank, and return the counts of all ranks.
 
     A clip is decoded for it, and again when its latents are encoded: text encoders and VAE never share memory.
 
     Args:
-        texts: distinct texts, each with the source of its image.
+        texts: distinct prompts, each with the source of its image.
         encode: see `ModelSpec.encode_with_images`.
         keys: names of entries.
         parallel: the processes of the run.

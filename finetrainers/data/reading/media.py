@@ -143,7 +143,7 @@ def too_large(width: int, height: int) -> InvalidSampleError:
 
 
 def open_container(path: Path) -> av.container.InputContainer:
-    """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`.
+    """Open a video with frames of at most `MAX_FRAME_PIXELS`.
 
     Raises:
         InvalidSampleError: the video is not a file, or its format is not supported.

@@ -31,7 +31,7 @@ MEANINGS: Mapping[Status | Mark, str] = {
     "not_a_file": "a folder, pipe, socket or device; never opened",
     "empty": "the file has no bytes",
     "unreadable": "not a media file, an unknown codec, a missing index, or it cannot be opened",
-    "no_video": "sound only, or a cover picture",
+    "no_video": "sound only, or a cover image",
     "no_rate": "its frame rate is missing or invalid",
     "too_large": "too many pixels in a frame, or in all frames (`max_pixels`)",
     "cut_off": "it has fewer frames than it declares",

@@ -128,7 +128,7 @@ def _header_reason(path: Path, codecs: Container[str]) -> str | None:
 
 
 def _has_idr(packet: bytes, extradata: bytes | None) -> bool:
-    """Return whether an H.264 packet has a slice of an IDR picture."""
+    """Return whether an H.264 packet has a slice of an IDR frame."""
     if extradata and extradata[0] == 1:  # "avcC": each unit is preceded by its length
         size = (extradata[4] & 3) + 1
         offset = 0

@@ -17,7 +17,7 @@ from ..reading.status import InvalidSampleError
 #: Frames count as evenly spaced if each is within this share of a period of its position. Clocks of containers are
 #: coarse (1 ms in Matroska, 1/600 s on phones), and so are declared rates.
 _EVEN = 0.25
-#: A frame is never reordered by more than this many others: the largest decoded picture buffer of H.264 and HEVC.
+#: A frame is never reordered by more than this many others: the largest buffer of decoded frames in H.264 and HEVC.
 _MAX_REORDERED = 16
 
 

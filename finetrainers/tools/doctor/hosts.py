@@ -48,7 +48,7 @@ class Node:
         slots: processes that the hosts file requests there.
         facts: as `host_facts` returns them, or None if there are none.
         error: why there are none, and the remedy.
-        clock_skew_s: seconds by which its clock is ahead of this machine's.
+        clock_skew_s: seconds that its clock is ahead of this machine's.
         round_trip_s: twice the maximum error of `clock_skew_s`.
     """
 

@@ -30,7 +30,7 @@ def report_lines(
         yield from _list_facts(nodes[0], visible)
     else:
         yield from _list_machines(nodes, visible, width)
-    for title, is_problem in (("wrong", True), ("notes", False)):
+    for title, is_problem in (("problems", True), ("notes", False)):
         selected = [finding for finding in findings if finding.is_problem is is_problem]
         if selected:
             yield ""

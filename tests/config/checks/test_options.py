@@ -197,7 +197,7 @@ def test_prompt_files(tmp_path):
         ("p.jsonl", '{"prompt": 5}', " entry 1", "invalid", "prompt: "),
         ("p.jsonl", '{"prompt": "a", "size": 5}', " entry 1", "invalid", "size: "),
         ("p.jsonl", '{"prompt": "a", "size": [9, 64]}', " entry 1", "required", "size: "),
-        ("p.jsonl", '{"prompt": "a", "image": ["x"]}', " entry 1", "invalid", "image: must be text"),
+        ("p.jsonl", '{"prompt": "a", "image": ["x"]}', " entry 1", "invalid", "image: must be"),
         ("p.toml", '[prompts]\nprompt = "a"', "", "required", "[[prompts]]"),
         ("p.toml", 'prompts = "a"', "", "required", "[[prompts]]"),
         ("p.toml", "caf\u00e9 = 1".encode("latin-1"), ":1", "unreadable", "UTF-8"),

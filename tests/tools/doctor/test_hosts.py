@@ -114,7 +114,7 @@ def test_machines_over_ssh(
     assert "broken*" in table
     assert "+3600.0 s" in table
     rest = " ".join(rest.split())
-    assert "GPUs 2 x H100 80GB HBM3" in rest.partition("wrong:")[0]
+    assert "GPUs 2 x H100 80GB HBM3" in rest.partition("problems:")[0]
     for expected in (
         "gone: ssh: Could not resolve hostname gone.invalid",
         "asleep: Connection timed out .*`ssh asleep`",

@@ -129,7 +129,7 @@ class Columns:
         """Return the captions of a record, or None if there is not even an empty one.
 
         Raises:
-            ValueError: a caption is neither text nor a list of texts.
+            ValueError: a caption is neither text nor a list of strings.
         """
         captions: list[str] = []
         for name in self.captions:

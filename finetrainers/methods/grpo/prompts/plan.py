@@ -106,7 +106,7 @@ class PromptPlan:
         section = config.grpo
         prompts, size, selected = section.prompts_per_step, section.num_generations, section.best_of_n
         clips = prompts * (selected or size) / section.updates_per_rollout
-        best = f", {selected} of them trained" if selected else ""
+        best = f", {selected} trained" if selected else ""
         return (
             f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {plural(size, 'clip')}"
             f"{best}, {plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per "

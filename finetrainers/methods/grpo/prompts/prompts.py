@@ -182,7 +182,7 @@ class RolloutSample:
         return generator("cpu", *self._purpose(seed, stream, per_group))
 
     def noise_seed(self, seed: int, stream: str, *, per_group: bool = False) -> int:
-        """Return the seed with which `torch.Generator.manual_seed` gives these random numbers."""
+        """Return the seed of these random numbers for `torch.Generator.manual_seed`."""
         return derive_seed(*self._purpose(seed, stream, per_group))
 
     def _purpose(self, seed: int, stream: str, per_group: bool) -> tuple[int | str, ...]:
