@@ -1158,7 +1158,7 @@ COMMANDS: list[Row] = [
     (
         lambda: printed("train"),
         "error: 1 problem with this configuration:\n  - --pretrained_model_name_or_path: is required: Base model in "
-        "diffusers layout: a Hub id, a local directory, or `demo://ltx`, the demo model. It provides configs, "
+        "diffusers layout: a Hub id, a local directory, or `demo://NAME`, a demo model. It provides configs, "
         "tokenizers and scheduler even if single files replace its weights.\nfinetrainers train --help lists the "
         "options. New here? finetrainers quickstart needs none.\n",
     ),
@@ -1396,7 +1396,7 @@ RESULTS: list[Row] = [
     (
         lambda folder: find_weights(folder / "runs"),
         "1 problem with this configuration:\n  - SOURCE: does not exist: there is no 'runs' in 'DIR'; use a run "
-        "directory, a checkpoint, a LoRA in safetensors, or a model (a directory, a Hub id or demo://ltx)",
+        "directory, a checkpoint, a LoRA in safetensors, or a model (a directory, a Hub id or demo://NAME)",
     ),
     (
         lambda: find_weights("demo://ltx"),

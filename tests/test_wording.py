@@ -8,8 +8,8 @@ import wording
 
 #: How often each rule of `wording` is broken. Lower a number when it has fallen; raise none.
 LIMITS = {
-    "opening": 4, "none": 0, "so many": 5, "is no": 35, "of its own": 79, "of": 7, "also": 28, "says": 34,
-    "idiom": 57, "what is": 75, "which": 52, "weights": 22, "number": 154, "term": 118, "name": 100,
+    "opening": 4, "none": 0, "so many": 3, "is no": 5, "of its own": 50, "of": 7, "also": 22, "says": 27,
+    "idiom": 36, "what is": 51, "which": 30, "weights": 15, "number": 152, "term": 73, "name": 100,
     "sentence": 170,
 }  # fmt: skip
 CODE = '''"""What is drawn.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ABOUT = """Sample clips of a trained model. A TARGET is a run directory
 (its result, else its newest checkpoint), a checkpoint, a LoRA in safetensors, or
-a model (directory, Hub id, demo://ltx). Several targets give several columns."""
+a model (directory, Hub id, demo://NAME). Several targets give several columns."""
 _EPILOG = """Options that you omit default to the run's validation settings: prompts, size,
 steps, guidance, dtypes. The same prompt and seed give the same clip, whatever
 else is sampled. Existing clips are not sampled again.

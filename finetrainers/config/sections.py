@@ -63,7 +63,7 @@ class ModelSection(Section):
     model_name: str = option(AUTO, "Model family; `finetrainers models` lists them. `auto` reads it from the model's "
         "files or from its Hub id.", resume="same", encodes="both")
     pretrained_model_name_or_path: Place = option(..., "Base model in diffusers layout: a Hub id, a local directory, "
-        "or `demo://ltx`, the demo model. It provides configs, tokenizers and scheduler even if single files replace "
+        "or `demo://NAME`, a demo model. It provides configs, tokenizers and scheduler even if single files replace "
         "its weights.", resume="unlisted", encodes="both", place="model")
     expert: Literal["high", "low"] | None = option(None, "Network to train in a model with separate ones for high "
         "and low noise levels: `high` (its `transformer`) or `low` (its `transformer_2`).", resume="same")

@@ -99,7 +99,7 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
         raise ConfigError([Problem("SOURCE", message)])
     overrides = RawOptions(dict(options), {name: f"--{name}" for name in options})
     if "pretrained_model_name_or_path" not in {**target.source.values, **options}:
-        message = f"is required: the base model of {given} is unknown; set a directory, a Hub id or demo://ltx"
+        message = f"is required: the base model of {given} is unknown; set a directory, a Hub id or demo://NAME"
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "required")])
     config = build_config([target.source, overrides])
     try:

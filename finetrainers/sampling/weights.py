@@ -176,7 +176,7 @@ def _model(name_or_path: str, path: Path) -> Target:
     ):
         raise InputError(
             f"{missing_path_problem(path)}; use a run directory, a checkpoint, a LoRA in safetensors, or a model (a "
-            "directory, a Hub id or demo://ltx)",
+            "directory, a Hub id or demo://NAME)",
             "not_found",
         )
     return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))

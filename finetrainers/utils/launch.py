@@ -131,7 +131,7 @@ def print_error(text: object) -> None:
         wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_on_hyphens=False)
         wrapper.break_long_words = wrapper.replace_whitespace = False
         for number, line in enumerate(lines):
-            wrapper.subsequent_indent = " " * len(re.match(" *(- )?", line).group())
+            wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip().removeprefix("- ")))
             lines[number] = wrapper.fill(line)
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 
