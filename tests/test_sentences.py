@@ -1466,7 +1466,7 @@ RESULTS: list[Row] = [
     ),
     (
         lambda: require_library("no-such-library>=2"),
-        "no-such-library not installed; run: pip install 'no-such-library>=2'",
+        "no-such-library is not installed; run: pip install 'no-such-library>=2'",
     ),
 ]
 
