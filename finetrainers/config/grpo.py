@@ -182,8 +182,8 @@ def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
     """Yield the reasons why gradients cannot be taken without replay, with the remedy."""
     if section.updates_per_rollout > 1:
         yield (
-            "computes only the gradient of the first update, and --updates_per_rollout is "
-            f"{section.updates_per_rollout}; use 1, or replay"
+            f"is not supported with --updates_per_rollout {section.updates_per_rollout}: only the gradient of the first "
+            "update is computed; use 1, or replay"
         )
     if section.kl_coef:
         yield (

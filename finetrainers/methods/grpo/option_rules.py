@@ -181,7 +181,7 @@ def _check_gradients(config: TrainConfig) -> Iterator[Finding]:
     if config.grpo.best_of_n is not None:
         yield "best_of_n", "--method refl trains on all clips without comparing them; remove it", "unsupported"
     if section.refl_kind == "draft" and section.draft_k > steps:
-        yield "draft_k", f"--sampling_steps is {steps}; use at most {steps}", "conflict"
+        yield "draft_k", f"there are only {steps} --sampling_steps; use at most {steps}", "conflict"
     elif section.refl_kind == "refl" and not section.gradient_steps(steps):
         first, last = section.refl_range
         yield "refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range", "conflict"
