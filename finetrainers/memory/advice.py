@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -136,10 +136,6 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
         is_exact=True,
     ),
 )  # fmt: skip
-
-
-#: Switches that leave results the same; options that the user has set stay.
-EXACT_MEMORY_OPTIONS = tuple(replace(switch, takes_back=False) for switch in MEMORY_OPTIONS if switch.is_exact)
 
 
 def sharing_options(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[MemoryOption]:

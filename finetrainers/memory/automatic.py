@@ -7,9 +7,10 @@ The estimate, its advice and a run choose by one rule, that every phase fits the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
@@ -22,6 +23,12 @@ from .activation_plan import ActivationPolicy, Machine
 from .phases import RunPlan
 from .swap_plan import fewest_blocks
 
+#: Options of what blocks store: one that is given leaves none of them to choose.
+ACTIVATION_OPTIONS = ("activation_memory", "gradient_checkpointing", "selective_checkpointing")
+#: Options with the same results to the last bit, which a run on a GPU chooses where they are open, and records.
+EXACT_CHOICES = ("activation_memory", "selective_checkpointing", "blocks_to_swap", "enable_model_cpu_offload")
+#: Share of a step that swapping more blocks must save: how far copies hide behind computation is not measured.
+_SWAP_GAIN = 0.05
 #: Options of the VAE that are chosen where they are left open, with the effect of each; exact ones first.
 _DECODING = {
     "enable_slicing": "clips of rollouts are decoded one by one",
@@ -66,6 +73,7 @@ class AutoSettings:
         offloads_samples: whether the model's parts wait in host memory while it samples, if that was to be chosen.
         decoding: options of the VAE that are turned on, if they were to be chosen.
         variant: of the method, if it was to be chosen.
+        repeats: whether they are the choices of the run that is resumed, or None if it has none.
     """
 
     config: TrainConfig
@@ -78,11 +86,24 @@ class AutoSettings:
     offloads_samples: bool | None = None
     decoding: tuple[str, ...] = ()
     variant: Variant | None = None
+    repeats: bool | None = None
+
+    @property
+    def exact_choices(self) -> dict[str, Any]:
+        """Values of `EXACT_CHOICES` that were to be chosen."""
+        chosen = {
+            "activation_memory": self.activations,
+            "selective_checkpointing": self.activations,
+            "blocks_to_swap": self.swapped,
+            "enable_model_cpu_offload": self.offloads_samples,
+        }
+        return {name: self.config.get(name) for name, choice in chosen.items() if choice is not None}
 
     @property
     def fits(self) -> bool:
         """True if every phase fits, or no machine is known."""
-        return self.machine is None or self.plan.peak <= self.machine.device
+        is_stored = self.activations is None or self.activations.fits
+        return self.machine is None or (self.plan.peak <= self.machine.device and is_stored)
 
     @property
     def words(self) -> dict[str, str]:
@@ -128,8 +149,8 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
     """Choose all settings but the variant.
 
     First clips of rollouts are decoded one by one, or in tiles, and samples drawn with the model's parts in host
-    memory, each if they would not fit otherwise. Then as few blocks are swapped as make every phase fit, and last the
-    fastest way to store activations is taken.
+    memory, each if they would not fit otherwise. Then blocks are swapped, and activations stored, in the fastest way
+    in which every phase fits.
     """
     memory, offload_option = config.memory, config.validation.enable_model_cpu_offload
     swaps, stores = memory.blocks_to_swap == "auto", memory.activation_memory == "auto"
@@ -142,7 +163,52 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
     if offload_option is None and run.may_offload_samples:
         in_place = _with_swap(config, run, machine.device, except_phase=VALIDATION)
         offloads = run.plan(in_place).peaks.get(VALIDATION, 0.0) > machine.device
-        config = with_samples(config if offloads else in_place, offloads=offloads)
+        config = with_samples(config, offloads=offloads)
+    bases = [config]
+    if swaps and stores:  # each has its fewest swapped blocks; with them, another setting may be faster
+        ways = run.model(with_blocks_to_swap(config, 0)).settings
+        bases = [config.with_values({"activation_memory": stored}) for stored in ways if stored != "keep_attention"]
+    candidates = [_with_fewest_swapped(base, run, machine, swaps=swaps, stores=stores) for base in bases]
+    return replace(_fastest(candidates), offloads_samples=offloads, decoding=decoding)
+
+
+def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Mapping[str, Any]) -> AutoSettings | None:
+    """Return the settings with choices of an earlier start where options are open, or None if they do not fit.
+
+    Args:
+        config: the run, with `auto` where options are open.
+        run: its memory.
+        machine: that it runs on.
+        choices: values of `EXACT_CHOICES`.
+    """
+    memory = config.memory
+    is_open = {
+        "activation_memory": memory.activation_memory == "auto",
+        "selective_checkpointing": memory.activation_memory == "auto",
+        "blocks_to_swap": memory.blocks_to_swap == "auto",
+        "enable_model_cpu_offload": config.validation.enable_model_cpu_offload is None and run.may_offload_samples,
+    }
+    names = [name for name, value in choices.items() if is_open.get(name)]
+    settings = choose_automatic(config.with_values({name: choices[name] for name in names}), run, machine)
+    repeated = settings.config
+    if "activation_memory" in names:
+        settings = replace(settings, activations=settings.model.policy(repeated, machine))
+    if "blocks_to_swap" in names:
+        settings = replace(settings, swapped=repeated.memory.blocks_to_swap)
+    if "enable_model_cpu_offload" in names:
+        settings = replace(settings, offloads_samples=repeated.validation.enable_model_cpu_offload)
+    return replace(settings, repeats=True) if names and settings.fits else None
+
+
+def _with_fewest_swapped(config: TrainConfig, run: Run, machine: Machine, *, swaps: bool, stores: bool) -> AutoSettings:
+    """Return the fewest swapped blocks that make every phase fit, if they are open, and the fastest setting with them.
+
+    Args:
+        config: with what blocks store while the number is chosen.
+        run: its memory.
+        machine: that it runs on.
+        swaps, stores: whether the number, and what blocks store, are to be chosen.
+    """
     config = _with_swap(config, run, machine.device)
     model, choice = run.model(config), None
     if stores:
@@ -150,10 +216,18 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
         config = with_choice(config, choice)
     swapped = config.memory.blocks_to_swap if swaps else None
     assert swapped != "auto"
-    return AutoSettings(
-        config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice,
-        offloads_samples=offloads, decoding=decoding,
-    )  # fmt: skip
+    return AutoSettings(config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice)
+
+
+def _fastest(candidates: Sequence[AutoSettings]) -> AutoSettings:
+    """Return the fastest settings that fit, with few swapped blocks if they take hardly longer; else the smallest."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else min(candidates, key=lambda candidate: candidate.plan.peak)
+    fastest = min(candidate.slower for candidate in fitting)
+    near = [candidate for candidate in fitting if candidate.slower <= fastest + _SWAP_GAIN]
+    fewest = min(candidate.swapped or 0 for candidate in near)
+    return min((c for c in near if (c.swapped or 0) == fewest), key=lambda candidate: candidate.slower)
 
 
 def with_blocks_to_swap(config: TrainConfig, number: int) -> TrainConfig:
