@@ -336,8 +336,9 @@ class _Search:
             saves, slower = (
                 (0.0, 0.0) if without is None else (without.peak - outcome.peak, outcome.slower - without.slower)
             )
-            chosen.append(Chosen(switch, saves, slower))
-        base_slower = 0.0 if base is None else base.slower
+            # Without it, what a run chooses by itself may have to save more, and take longer.
+            chosen.append(Chosen(switch, saves, max(0.0, slower) if outcome.chosen else slower))
+        base_slower = 0.0 if base is None or base.chosen else base.slower
         return Advice(with_options_set(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 
     def _is_useful(self, switch: MemoryOption) -> bool:

@@ -21,7 +21,7 @@ from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 from .activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, ActivationModel, with_choice
 from .activation_plan import ActivationPolicy, Machine
 from .phases import RunPlan
-from .swap_plan import fewest_blocks
+from .swap_plan import NUM_SLOTS, fewest_blocks
 
 #: Options of what blocks store: one that is given leaves none of them to choose.
 ACTIVATION_OPTIONS = ("activation_memory", "gradient_checkpointing", "selective_checkpointing")
@@ -279,4 +279,5 @@ def _with_swap(config: TrainConfig, run: Run, limit: float, *, except_phase: str
         return all(peak <= max(limit, lowest[phase]) for phase, peak in peaks.items() if phase != except_phase)
 
     number = fewest_blocks(run.num_blocks, is_enough)
-    return with_blocks_to_swap(config, run.num_blocks if number is None else number)
+    most = run.num_blocks if run.num_blocks > NUM_SLOTS else 0  # fewer save nothing
+    return with_blocks_to_swap(config, most if number is None else number)

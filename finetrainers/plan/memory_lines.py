@@ -110,7 +110,7 @@ def advice_lines(advice: Advice | None, heading: str) -> list[str]:
         saving = f"saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
         chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
         lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
-    lines += [f"  also chosen: {choice}" for choice in choices.values()]
+    lines += [f"  also chosen: {name}, {choice}" for name, choice in choices.items()]
     flags = " ".join(applied.switch.flags for applied in advice.switches)
     return [*lines, f"to paste: {flags}"] if len(advice.switches) > 1 else lines
 

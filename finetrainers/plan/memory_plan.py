@@ -233,7 +233,8 @@ class RunMemory:
             if any(problem not in own_problems for problem in problems):
                 return None
         settings = self.choose(config, machine=machine, device=device)
-        return Outcome(settings.plan.peaks, 100 * settings.slower, chosen=settings.words)
+        words = {name: text for name, text in settings.words.items() if name != "blocks_to_swap" or settings.swapped}
+        return Outcome(settings.plan.peaks, 100 * settings.slower, chosen=words)
 
     def _option_problems(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
         """Return the reasons why a run with these options is refused."""
