@@ -161,19 +161,19 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
     config, decoding = _with_decoding(config, run, machine.device) if run.decodes else (config, ())
     offloads = None
     if offload_option is None and run.may_offload_samples:
-        in_place = _with_swap(config, run, machine.device, except_phase=VALIDATION)
-        offloads = run.plan(in_place).peaks.get(VALIDATION, 0.0) > machine.device
+        in_place = _fewest_swapped(config, run, machine.device, except_phase=VALIDATION)
+        offloads = run.plan(with_blocks_to_swap(config, in_place)).peaks.get(VALIDATION, 0.0) > machine.device
         config = with_samples(config, offloads=offloads)
-    bases = [config]
-    if swaps and stores:  # each has its fewest swapped blocks; with them, another setting may be faster
-        ways = run.model(with_blocks_to_swap(config, 0)).settings
-        bases = [config.with_values({"activation_memory": stored}) for stored in ways if stored != "keep_attention"]
-    candidates = [_with_fewest_swapped(base, run, machine, swaps=swaps, stores=stores) for base in bases]
-    return replace(_fastest(candidates), offloads_samples=offloads, decoding=decoding)
+    ways = run.model(with_blocks_to_swap(config, 0)).settings if swaps and stores else ()
+    # Each has its fewest swapped blocks, with which another one may be faster.
+    bases = [config.with_values({"activation_memory": stored}) for stored in ways if stored != "keep_attention"]
+    numbers = dict.fromkeys(_fewest_swapped(base, run, machine.device) for base in bases or [config])
+    candidates = [_with_swapped(config, number, run, machine) for number in numbers]
+    return replace(_fastest(candidates, machine), offloads_samples=offloads, decoding=decoding)
 
 
-def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Mapping[str, Any]) -> AutoSettings | None:
-    """Return the settings with choices of an earlier start where options are open, or None if they do not fit.
+def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Mapping[str, Any]) -> AutoSettings:
+    """Return the settings with choices of an earlier start where options are open, or new ones if these do not fit.
 
     Args:
         config: the run, with `auto` where options are open.
@@ -181,6 +181,7 @@ def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Map
         machine: that it runs on.
         choices: values of `EXACT_CHOICES`.
     """
+    fresh = choose_automatic(config, run, machine)
     memory = config.memory
     is_open = {
         "activation_memory": memory.activation_memory == "auto",
@@ -197,37 +198,43 @@ def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Map
         settings = replace(settings, swapped=repeated.memory.blocks_to_swap)
     if "enable_model_cpu_offload" in names:
         settings = replace(settings, offloads_samples=repeated.validation.enable_model_cpu_offload)
-    return replace(settings, repeats=True) if names and settings.fits else None
+    if not names:
+        return fresh
+    repeats = _is_within(settings, machine.device, fresh.plan.peaks)
+    return replace(settings if repeats else fresh, repeats=repeats)
 
 
-def _with_fewest_swapped(config: TrainConfig, run: Run, machine: Machine, *, swaps: bool, stores: bool) -> AutoSettings:
-    """Return the fewest swapped blocks that make every phase fit, if they are open, and the fastest setting with them.
-
-    Args:
-        config: with what blocks store while the number is chosen.
-        run: its memory.
-        machine: that it runs on.
-        swaps, stores: whether the number, and what blocks store, are to be chosen.
-    """
-    config = _with_swap(config, run, machine.device)
+def _with_swapped(config: TrainConfig, number: int, run: Run, machine: Machine) -> AutoSettings:
+    """Return the settings with a number of swapped blocks, and the fastest way to store activations, if it is open."""
+    swapped = number if config.memory.blocks_to_swap == "auto" else None
+    config = with_blocks_to_swap(config, number)
     model, choice = run.model(config), None
-    if stores:
+    if config.memory.activation_memory == "auto":
         choice = model.choose(machine)
         config = with_choice(config, choice)
-    swapped = config.memory.blocks_to_swap if swaps else None
-    assert swapped != "auto"
-    return AutoSettings(config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice)
+    plan = run.plan(config)
+    return AutoSettings(config, plan, machine, model, run.num_blocks, swapped=swapped, activations=choice)
 
 
-def _fastest(candidates: Sequence[AutoSettings]) -> AutoSettings:
-    """Return the fastest settings that fit, with few swapped blocks if they take hardly longer; else the smallest."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if len(fitting) < 2:
-        return fitting[0] if fitting else min(candidates, key=lambda candidate: candidate.plan.peak)
+def _fastest(candidates: Sequence[AutoSettings], machine: Machine) -> AutoSettings:
+    """Return the fastest settings that fit, with fewer swapped blocks if they take hardly longer.
+
+    A phase that no candidate makes fit must be as small as possible.
+    """
+    lowest = {phase: min(candidate.plan.peaks[phase] for candidate in candidates) for phase in candidates[0].plan.peaks}
+    fitting = [candidate for candidate in candidates if _is_within(candidate, machine.device, lowest)]
+    if not fitting:
+        return min(candidates, key=lambda candidate: candidate.plan.peak)
     fastest = min(candidate.slower for candidate in fitting)
     near = [candidate for candidate in fitting if candidate.slower <= fastest + _SWAP_GAIN]
     fewest = min(candidate.swapped or 0 for candidate in near)
     return min((c for c in near if (c.swapped or 0) == fewest), key=lambda candidate: candidate.slower)
+
+
+def _is_within(settings: AutoSettings, limit: float, peaks: Mapping[str, float]) -> bool:
+    """Return whether every phase fits `limit` bytes or is not larger than in `peaks`, and activations fit."""
+    stores = settings.activations is None or settings.activations.fits
+    return stores and all(size <= max(limit, peaks[phase]) for phase, size in settings.plan.peaks.items())
 
 
 def with_blocks_to_swap(config: TrainConfig, number: int) -> TrainConfig:
@@ -251,8 +258,7 @@ def _with_decoding(config: TrainConfig, run: Run, limit: float) -> tuple[TrainCo
         if getattr(config.model, name) is not None:
             continue
         changed = config.with_values({name: True})
-        swapped = _with_swap(changed if name == "enable_slicing" else config, run, limit).memory.blocks_to_swap
-        assert swapped != "auto"
+        swapped = _fewest_swapped(changed if name == "enable_slicing" else config, run, limit)
         before, after = (run.plan(with_blocks_to_swap(variant, swapped)).peaks for variant in (config, changed))
         phases = [phase for phase in (ROLLOUT, REWARD) if phase in before]
         if any(before[phase] > limit and after[phase] < before[phase] for phase in phases):
@@ -261,8 +267,8 @@ def _with_decoding(config: TrainConfig, run: Run, limit: float) -> tuple[TrainCo
     return config, tuple(chosen)
 
 
-def _with_swap(config: TrainConfig, run: Run, limit: float, *, except_phase: str | None = None) -> TrainConfig:
-    """Return a copy of `config` with as few swapped blocks as make every phase fit, or as small as with all swapped.
+def _fewest_swapped(config: TrainConfig, run: Run, limit: float, *, except_phase: str | None = None) -> int:
+    """Return the fewest swapped blocks that make every phase fit, or as small as with all swapped; or those given.
 
     Args:
         config: the run.
@@ -271,13 +277,13 @@ def _with_swap(config: TrainConfig, run: Run, limit: float, *, except_phase: str
         except_phase: a phase that does not count.
     """
     if config.memory.blocks_to_swap != "auto":
-        return config
-    lowest = run.plan(with_blocks_to_swap(config, run.num_blocks)).peaks
+        return config.memory.blocks_to_swap
+    most = run.num_blocks if run.num_blocks > NUM_SLOTS else 0  # fewer save nothing
+    lowest = run.plan(with_blocks_to_swap(config, most)).peaks
 
     def is_enough(number: int) -> bool:
         peaks = run.plan(with_blocks_to_swap(config, number)).peaks
         return all(peak <= max(limit, lowest[phase]) for phase, peak in peaks.items() if phase != except_phase)
 
-    number = fewest_blocks(run.num_blocks, is_enough)
-    most = run.num_blocks if run.num_blocks > NUM_SLOTS else 0  # fewer save nothing
-    return with_blocks_to_swap(config, most if number is None else number)
+    number = fewest_blocks(most, is_enough)
+    return most if number is None else number

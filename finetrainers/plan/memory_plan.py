@@ -145,10 +145,9 @@ class RunMemory:
             decodes=own.samples, split=around.split,
         )  # fmt: skip
         earlier = self.checked.start.memory_choices
-        repeated = repeat_choices(config, run, machine, earlier) if earlier and machine is not None else None
-        settings = repeated or choose_automatic(config, run, machine)
-        has_lost = bool(settings.exact_choices.keys() & earlier.keys()) and machine is not None
-        return replace(settings, repeats=False) if repeated is None and has_lost else settings
+        if earlier and machine is not None:
+            return repeat_choices(config, run, machine, earlier)
+        return choose_automatic(config, run, machine)
 
     def _reward_bytes(self, config: TrainConfig, bucket: tuple[int, int, int]) -> tuple[float | None, float | None]:
         """Return the bytes on a process's device of reward networks, and of scoring, each None if unknown."""
