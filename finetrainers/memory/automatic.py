@@ -195,7 +195,7 @@ def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Map
     if "activation_memory" in names:
         settings = replace(settings, activations=settings.model.policy(repeated, machine))
     if "blocks_to_swap" in names:
-        settings = replace(settings, swapped=repeated.memory.blocks_to_swap)
+        settings = replace(settings, swapped=int(repeated.memory.blocks_to_swap))
     if "enable_model_cpu_offload" in names:
         settings = replace(settings, offloads_samples=repeated.validation.enable_model_cpu_offload)
     if not names:

@@ -111,7 +111,8 @@ class MemoryFailures:
         message = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
         device = self._memory.device.type
         change = suggest_change(self._config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
-        planned, advised = {}, []
+        planned: PhaseGib = {}
+        advised: list[str] = []
         with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # from models that cannot be planned
             planned, advice = planned_memory(self._checked, self._config, phase, device_type=device)
             if advice is not None and advice.switches:

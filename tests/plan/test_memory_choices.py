@@ -253,7 +253,7 @@ def test_a_run_of_before_keeps_its_memory_options(options: Callable[..., dict], 
 
     assert chosen(with_open_options(resumed())) == {"blocks_to_swap": "auto"}, "checkpointing was set, and stays"
     manifest = json.loads(path.read_text())
-    for name in ("manifest_sha256", "chosen"):
+    for name in ("manifest_sha256", "chosen", "run"):
         del manifest[name]
     del manifest["config"]["fit_gpu"]
     path.write_text(json.dumps(manifest))
