@@ -165,7 +165,7 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
         offloads = run.plan(with_blocks_to_swap(config, in_place)).peaks.get(VALIDATION, 0.0) > machine.device
         config = with_samples(config, offloads=offloads)
     ways = run.model(with_blocks_to_swap(config, 0)).settings if swaps and stores else ()
-    # Each has its fewest swapped blocks, with which another one may be faster.
+    # Each base gives a number of swapped blocks, for which another setting may be faster.
     bases = [config.with_values({"activation_memory": stored}) for stored in ways if stored != "keep_attention"]
     numbers = dict.fromkeys(_fewest_swapped(base, run, machine.device) for base in bases or [config])
     candidates = [_with_swapped(config, number, run, machine) for number in numbers]
@@ -278,12 +278,12 @@ def _fewest_swapped(config: TrainConfig, run: Run, limit: float, *, except_phase
     """
     if config.memory.blocks_to_swap != "auto":
         return config.memory.blocks_to_swap
-    most = run.num_blocks if run.num_blocks > NUM_SLOTS else 0  # fewer save nothing
-    lowest = run.plan(with_blocks_to_swap(config, most)).peaks
+    all_blocks = run.num_blocks if run.num_blocks > NUM_SLOTS else 0  # fewer save nothing
+    lowest = run.plan(with_blocks_to_swap(config, all_blocks)).peaks
 
     def is_enough(number: int) -> bool:
         peaks = run.plan(with_blocks_to_swap(config, number)).peaks
         return all(peak <= max(limit, lowest[phase]) for phase, peak in peaks.items() if phase != except_phase)
 
-    number = fewest_blocks(most, is_enough)
-    return most if number is None else number
+    number = fewest_blocks(all_blocks, is_enough)
+    return all_blocks if number is None else number

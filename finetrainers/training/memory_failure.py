@@ -177,7 +177,7 @@ def planned_memory(
         phase: that ran out of memory.
         device_type: of the device.
     """
-    memory, decided = run_memory(checked), config.with_values({"fit_gpu": False})  # what is chosen did not fit
+    memory, decided = run_memory(checked), config.with_values({"fit_gpu": False})  # its choices did not fit
     plan = memory.plan(decided)
     peaks = {name: size / GIB for name, size in plan.peaks.items()}
     if phase != plan.peak_phase:

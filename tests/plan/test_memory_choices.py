@@ -224,7 +224,7 @@ def test_what_only_other_options_make_fit_is_proposed(
     assert not config.changed("optimizer")
     assert not config.data.precompute_conditions
     printed = capsys.readouterr().out
-    assert re.search(r"^warning: .* planned in the phase ", printed, re.MULTILINE)
+    assert re.search(r"^warning: .* training step", printed, re.MULTILINE)
     assert "--quantize_frozen" in printed or "--video_resolution_buckets" in printed
 
 
