@@ -8,10 +8,11 @@ Names of fields are unique over all sections that are not qualified, so that eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
@@ -115,12 +116,13 @@ class DataSection(Section):
     in_plan = True
 
     data_root: Path | None = option(None, "Directory of the media files. Without `dataset_file`, the directory "
-        "itself is the dataset.", resume="unlisted", scope="dataset", local=True)
+        "itself is the dataset.", resume="unlisted", scope="dataset", local=True, place="input")
     dataset_file: Path | None = option(None, "Metadata (.csv, .json, .jsonl) with media paths relative to "
         "`data_root` or to this file, or .parquet or WebDataset .tar files. Several shards are "
-        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True)
+        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True, place="input")
     dataset: Path | None = option(None, "TOML file of several datasets, each with its own options, instead of "
-        "`data_root` and `dataset_file`. diffusion-pipe's dataset files are also read.", resume="unlisted", local=True)
+        "`data_root` and `dataset_file`. diffusion-pipe's dataset files are also read.", resume="unlisted", local=True,
+        place="input")
     hf_dataset: Place | None = option(None, "Dataset to load with the library `datasets`: a Hub id, a directory, or "
         "`videofolder` or `imagefolder` with `data_root`.", resume="free", scope="dataset")
     hf_subset: str | None = option(None, "Configuration of `hf_dataset`, if it has several.", resume="free",
@@ -230,6 +232,19 @@ class DataSection(Section):
         "once. The default is the user's cache.", resume="free", place="folder")
     eval_num_items: int = option(0, "Number of items held out of training for the evaluation loss.", resume="free",
         ge=0)
+
+    _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def dataset_buckets(self) -> Mapping[str, list[tuple[int, int, int]]]:
+        """Buckets that the resumed run has chosen, by the name of each dataset of `dataset`."""
+        return self._dataset_buckets
+
+    def with_dataset_buckets(self, buckets: Mapping[str, list[tuple[int, int, int]]]) -> DataSection:
+        """Return a copy with these buckets for the datasets of `dataset` that name no sizes."""
+        data = self.model_copy()
+        data._dataset_buckets = dict(buckets)
+        return data
 
     @property
     def is_named(self) -> bool:
@@ -352,7 +367,7 @@ class MemorySection(Section):
 
     activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "Activation storage per block: "
         "`none` (all), `checkpoint`, `keep_attention`, `offload`, or `auto` (the fastest that fits); see "
-        "activation-memory.md. `gradient_checkpointing` makes `checkpoint` the default.", resume="free")
+        "activation-memory.md. Without it, `gradient_checkpointing` and, on a GPU, `fit_gpu` choose.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
     selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` applies to, "
@@ -378,7 +393,7 @@ class MemorySection(Section):
         needs="quantize_frozen=int8|fp8|nf4")
     blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many transformer blocks in host memory "
         "until they compute (block swap, LoRA only); at least 3. `auto` swaps the fewest blocks that make the run "
-        "fit the GPU.", resume="free")
+        "fit, as `fit_gpu` does on a GPU.", resume="free")
     compile: CompileScope = option("none", "Compile each transformer block (torch.compile, `regional`): faster steps "
         "and fewer stored activations. Compiling takes minutes at the first step of every size.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
@@ -389,9 +404,9 @@ class MemorySection(Section):
     memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`: enables and prints the "
         "cheapest memory options estimated to fit. Options that you set stay; a run that cannot fit is an error.",
         resume="free", local=True)
-    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory "
-        "options that keep its results the same. On by default for commands and files of other trainers.",
-        resume="free", local=True)
+    fit_gpu: bool = option(True, "On a GPU, choose the fastest memory options that fit and keep results the same: "
+        "activation storage, swapped blocks, idle components in host memory. Options that you set stay.", resume="free",
+        local=True)
 
     @property
     def stored(self) -> ActivationMemory:
@@ -451,7 +466,7 @@ class ValidationSection(Section):
     """Validation samples, and evaluation by loss and by rewards, during training."""
 
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
-        ".jsonl or .toml file of prompts.", resume="free", local=True)
+        ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
     validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`: its "
@@ -477,7 +492,7 @@ class ValidationSection(Section):
         "optimizer steps.", resume="free", ge=1)
     eval_prompts: Path | None = option(None, "Held-out prompts, .txt (one per line) or .jsonl (keys `prompt`, "
         "`image`), scored before and after training and every `eval_steps`. The default is `validation_prompts`; "
-        "none in reward finetuning.", resume="free", former_table="grpo")
+        "none in reward finetuning.", resume="free", former_table="grpo", place="input")
     eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; "
         "they do not affect training. The default in reward finetuning is `reward`; other rewards reveal reward "
         "hacking.", resume="free", former_table="grpo")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .failures import InputError, Kind
+from .packaged import find_shared
 
 #: Variables with an integer, and its minimum.
 _COUNTS = {
@@ -176,6 +177,7 @@ def launcher_environment(path: Path) -> dict[str, str]:
 def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
+    path = path if path.is_file() else find_shared(path) or path
     if not path.is_file():
         message = f"{path} cannot be read: {('not a file' if path.exists() else 'file not found')}"
         raise InputError(message, "not_found")
