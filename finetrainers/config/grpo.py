@@ -100,8 +100,7 @@ class GRPOSection(Section):
     advantage_clip: float = option(5.0, "Largest absolute advantage.", resume="free", method="grpo|nft", gt=0)
     reward_combination: Literal["sum", "separate", "weighted", "gdpo"] = option("sum", "How to combine several "
         "rewards: the weighted sum of their advantages (`sum`), one clipped loss each (`separate`), advantages of "
-        "the weighted score (`weighted`), or a normalized sum of advantages (`gdpo`).", resume="free",
-        method="grpo|nft")
+        "the weighted score (`weighted`), or normalized sums (`gdpo`).", resume="free", method="grpo|nft")
     ratio_norm: bool = option(False, "Normalize probability ratios to the same mean and scale at all noise levels "
         "(GRPO-Guard).", resume="free", method="grpo")
     step_weight: Literal["none", "flash", "noise"] = option("none", "Weight of a denoising step's loss: none, "
@@ -149,7 +148,7 @@ class GRPOSection(Section):
         "training.", resume="unlisted", local=True, place="folder")
     hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "Action if a held-out reward falls while the "
         "trained reward rises (reward hacking): `off`, `warn`, or `stop` with a checkpoint and exit code 76. Without "
-        "a held-out reward, the KL is checked; see guards.md.", resume="free")
+        "one, the KL is checked; see guards.md.", resume="free")
     hacking_patience: int = option(2, "Evaluations in a row that must show reward hacking before `hacking_guard` acts.",
         resume="free", ge=1, le=1000)
     reward_on_error: Literal["raise", "mask"] = option("raise", "Action if a reward fails or does not return a "
@@ -182,8 +181,8 @@ def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
     """Yield the reasons why gradients cannot be taken without replay, with the remedy."""
     if section.updates_per_rollout > 1:
         yield (
-            f"is not supported with --updates_per_rollout {section.updates_per_rollout}: only the gradient of the first "
-            "update is computed; use 1, or replay"
+            f"is not supported with --updates_per_rollout {section.updates_per_rollout}: only the gradient of the "
+            "first update is computed; use 1, or replay"
         )
     if section.kl_coef:
         yield (

@@ -139,11 +139,11 @@ class DataSection(Section):
     video_column: str = option("video", "Column with the media path. In a directory, it may name a text file with "
         "one path per line.", resume="free", scope="dataset", min_length=1, max_length=200)
     extra_columns: list[MediaColumn] = option([], "Columns of the checkpoint's control inputs, as "
-        "`control_video=COLUMN`; the default is the input's name. In a directory, a text file with one path per "
-        "line, or a directory with files of the clips' names.", resume="free", scope="dataset")
+        "`control_video=COLUMN`; the default is the input's name. In a directory, a text file of paths, or a "
+        "directory with files of the clips' names.", resume="free", scope="dataset")
     mask_column: str | None = option(None, "Column with the path of a clip's loss mask (white counts, black does "
-        "not); in a directory, a text file or a directory. The default is `mask`, or `NAME.mask.png` or `.mp4` next "
-        "to a clip; empty reads none.", resume="free", scope="dataset", max_length=1000)
+        "not); in a directory, a text file or a directory. Default: `mask`, or `NAME.mask.png` or `.mp4` next to a "
+        "clip; empty reads none.", resume="free", scope="dataset", max_length=1000)
     unmasked_weight: float = option(0.0, "Loss weight of pixels where a mask is black; gray is between that and 1.",
         resume="free", scope="dataset", ge=0, le=1)
     caption_column: str = option("text", "Column with the caption. In a directory, it may name a text file with one "
@@ -220,7 +220,7 @@ class DataSection(Section):
     first_frame_conditioning_p: float | None = option(None, "Probability, per sample, of conditioning on the first "
         "frame (image-to-video). The default depends on the model.", resume="free", ge=0, le=1)
     frame_conditioning: FrameKinds | None = option(None, "Frame-conditioning modes and their probabilities per "
-        "sample, as `first=0.1,last=0.05,prefix:9=0.05`. Modes: first, last, first+last, prefix[:F], suffix[:F], "
+        "sample, as `first=0.1,prefix:9=0.05`. Modes: first, last, first+last, prefix[:F], suffix[:F], "
         "prefix+suffix, frame, span, interpolate, random.", resume="free")
     max_bad_samples: int = option(0, "Maximum number of unusable files before training starts. Each is named and "
         "left out; more are an error.", resume="free", ge=0)
@@ -260,7 +260,7 @@ class DataloaderSection(Section):
         "Other buckets use `batch_size`.", resume="free")
     epoch_end: EpochEnd = option("keep", "Clips that do not fill a batch at the end of an epoch: make smaller "
         "batches (`keep`), leave them out (`drop`), fill up with other clips of the bucket (`pad`), or start the "
-        "next epoch with them (`wrap`).", resume="free")
+        "next epoch (`wrap`).", resume="free")
     dataloader_num_workers: int = option(0, "Processes that decode clips; 0 decodes in the main process. A cache is "
         "read by the same number of threads, at least one.", resume="free", local=True, ge=0, le=1024)
     dataloader_timeout: Seconds = option(300, "Seconds that a step waits for decoding processes before they count as "
@@ -366,8 +366,8 @@ class MemorySection(Section):
     """Options that save GPU memory, and handling of OOM. See also [optimizer], [parallel] and [model]."""
 
     activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "Activation storage per block: "
-        "`none` (all), `checkpoint`, `keep_attention`, `offload`, or `auto` (the fastest that fits); see "
-        "activation-memory.md. Without it, `gradient_checkpointing` and, on a GPU, `fit_gpu` choose.", resume="free")
+        "`none` (all), `checkpoint`, `keep_attention`, `offload` or `auto` (see activation-memory.md). If unset, "
+        "`gradient_checkpointing` and, on a GPU, `fit_gpu` choose.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
     selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` applies to, "
@@ -392,8 +392,8 @@ class MemorySection(Section):
         "quantized. The default is the family's own list: embedders, norms and modulation.", resume="free",
         needs="quantize_frozen=int8|fp8|nf4")
     blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many transformer blocks in host memory "
-        "until they compute (block swap, LoRA only); at least 3. `auto` swaps the fewest blocks that make the run "
-        "fit, as `fit_gpu` does on a GPU.", resume="free")
+        "until they compute (block swap, LoRA only); at least 3. `auto` swaps the fewest that fit, as `fit_gpu` does "
+        "on a GPU.", resume="free")
     compile: CompileScope = option("none", "Compile each transformer block (torch.compile, `regional`): faster steps "
         "and fewer stored activations. Compiling takes minutes at the first step of every size.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
