@@ -38,6 +38,7 @@ from .doctor import add_doctor
 from .estimate import estimate_command
 from .estimate import own_options as estimate_options
 from .export import add_export
+from .init import add_init
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
@@ -298,6 +299,7 @@ def _parser() -> CommandParser:
     commands.add_parser("train", help="train a model", add_help=False)
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
+    add_init(commands)
     about = "train the stages of a file, each from the weights of an earlier one"
     _list_command(commands, "run", about, run_options())
     _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())

@@ -12,7 +12,7 @@ from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.names import invert_groups
 
 _TASKS = {
-    "start": ("quickstart", "demo", "models", "tiny"),
+    "start": ("quickstart", "init", "demo", "models", "tiny"),
     "train": ("doctor", "check", "estimate", "search-batch", "prepare", "train", "run"),
     "look": ("sample", "report", "watch", "plot", "ckpt"),
     "use": ("export", "sync"),
@@ -20,6 +20,7 @@ _TASKS = {
 }
 _EXAMPLES = """examples:
   finetrainers quickstart                         a first LoRA, on any CPU
+  finetrainers init clips                         a config file for your clips
   finetrainers check run.toml --html check.html   what happens to every clip
   finetrainers estimate run.toml --gpu 24GB       will it fit, and what makes it
   finetrainers train --config run.toml --dry_run  check all, print the plan
@@ -48,7 +49,8 @@ _INSTEAD = {
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "`search-batch` finds the batch size of each bucket that fits the GPU":
         "search_batch search-bs batch-size batchsize autobatch",
-    "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
+    "`init` writes a config file for your clips, and examples/ has one for each purpose":
+        "config configure new setup wizard",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",
