@@ -86,11 +86,17 @@ def _write(answers: dict[str, Any], output: Path) -> int:
 
     with Stages() as progress:
         proposal = propose(answers, progress=progress)
-    print(f"{answers['data_root']}: {proposal.usable} can be used, {plural(len(proposal.rejected), 'file')} cannot")
+    if proposal.rejected:
+        print(f"{plural(len(proposal.rejected), 'file')} of {answers['data_root']} cannot be used:")
     for item in proposal.rejected[:_MAX_NAMES]:
         print(f"  {printable(item['name'] + ': ' + item['reason'])}")
-    for row in proposal.checked.plan.table()[1:]:
-        print(f"  {row[1]} of {row[0]}")
+    sizes = ", ".join(f"{row[1]} of {row[0]}" for row in proposal.checked.plan.table()[1:])
+    print(f"data: {proposal.usable}; trained on: {sizes}")
+    if proposal.short:
+        count = plural(proposal.short, "clip")
+        print(f"warning: {count} shorter than the model's shortest clip train as images; use longer ones")
+    if proposal.memory:
+        print(proposal.memory)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(output, write_file(output, proposal, answers))
     print(f"wrote {output}; its dry run passes. Next:")

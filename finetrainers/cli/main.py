@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
         print(f"error: {command_error}", file=sys.stderr)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if not _say_failure(error):
             raise

@@ -165,7 +165,7 @@ QUESTIONS = {
         read_card, _default_card,
     ),
     "model": Question(
-        "--model", "Model: a number, or the directory of a checkpoint", read_model, _default_model, offered_models
+        "--model", "Model: one of these, another published checkpoint, or a directory", read_model, _default_model, offered_models
     ),
     "kind": Question(
         "--kind", "Kind of LoRA", read_kind, lambda answers: "style",
@@ -209,11 +209,11 @@ def complete(answers: Answers, *, ask: Callable[[str], str] | None) -> Answers:
 def _ask(question: Question, default: str | None, ask: Callable[[str], str]) -> Any:
     """Return the answer to a question, which is asked until it is valid; an empty line is the default."""
     choices = question.choices()
-    lines = [question.text]
     width = max(map(len, choices), default=0)
-    lines += [f"  {index}  {name:<{width}}  {about}" for index, (name, about) in enumerate(choices.items(), start=1)]
-    shown = "" if default is None else f" [{default or _NONE}]"
-    prompt = "\n".join(lines) + f"{shown}: "
+    listing = [f"  {index}  {name:<{width}}  {about}" for index, (name, about) in enumerate(choices.items(), start=1)]
+    end = "" if default is None else f" [{default or _NONE}]"
+    end = f"\n  number or name{end}: " if choices else f"{end}: "
+    prompt = "\n".join([question.text, *listing]) + end
     while True:
         text = ask(prompt).strip() or default
         if text is None:
@@ -223,4 +223,4 @@ def _ask(question: Question, default: str | None, ask: Callable[[str], str]) -> 
         try:
             return question.read(text)
         except ValueError as error:
-            prompt = f"{error}\n{question.text}{shown}: "
+            prompt = f"{error}{end if choices else f'{chr(10)}{question.text}{end}'}"

@@ -61,6 +61,11 @@ class Proposal:
         return listed(counts)
 
     @property
+    def short(self) -> int:
+        """Number of clips that train as images, since they are shorter than the model's shortest clip."""
+        return sum(item["kind"] == "video" and _is_image(item) for item in self.items)
+
+    @property
     def rejected(self) -> list[dict[str, Any]]:
         """Items that cannot be used."""
         return [item for item in self.items if item["use"] == "rejected"]
@@ -83,8 +88,8 @@ def propose(answers: Answers, *, progress: StageProgress | None = None) -> Propo
     }  # fmt: skip
     items, reading_options = _read_items({**options, **planned}, progress)
     usable = [item for item in items if item["use"] == "train"]
-    if kind.needs_motion and all(item["kind"] == "image" for item in usable):
-        message = f"{answers['kind']} needs clips, and {answers['data_root']} has images alone; add clips"
+    if kind.needs_motion and all(map(_is_image, usable)):
+        message = f"{answers['kind']} needs clips of several frames, and {answers['data_root']} has none; add clips"
         raise ConfigError([Problem("--kind", message, "conflict")], of="this command")
     options |= reading_options
     in_captions = bool(trigger_word) and any(_has_word(item["caption"], trigger_word) for item in usable)
@@ -136,8 +141,8 @@ def _read_items(
         reading_options = {"caption_missing": "empty"}
     if not report["counts"]["train"]:
         names = [f"{item['name']}: {item['reason']}" for item in report["items"][:5]]
-        message = "".join(f"\n    {name}" for name in names) or "; it has no clips or images"
-        raise ConfigError([Problem("DIR", f"no file of {options['data_root']} can be used{message}", "not_found")])
+        message = "".join(f"\n    {name}" for name in names)
+        raise ConfigError([Problem("data", f"no file of {options['data_root']} can be used{message}", "not_found")])
     if rejected := report["counts"]["rejected"]:
         reading_options["max_bad_samples"] = rejected
     return report["items"], reading_options
@@ -196,6 +201,10 @@ def choose_prompts(
     like = usable[0] if in_captions else f"{before}{usable[0]}"
     elsewhere = f"{before}{scene}" if trigger_word else usable[len(usable) // 2]
     return list(dict.fromkeys([like, elsewhere, scene]))
+
+
+def _is_image(item: Mapping[str, Any]) -> bool:
+    return str(item["bucket"]).startswith("1x")
 
 
 def _has_word(caption: str, word: str) -> bool:
