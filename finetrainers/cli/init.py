@@ -32,11 +32,11 @@ def add_init(commands: Any) -> None:
     examples = (
         "init",
         "init clips --kind style --trigger_word MYSTYLE --yes",
-        "init clips --model Lightricks/LTX-Video --card 16GB --output run16.toml",
+        "init clips --card 16GB --output run16.toml",
     )
     init = commands.add_parser("init", **described(about, *examples, more=" ".join(_MORE.split())))
     init.add_argument("data_root", nargs="?", metavar="DIR", help="directory of clips or images, with captions [clips]")
-    init.add_argument("--model", metavar="NAME", help="a Hub ID, a directory, or demo://ltx [by the card]")
+    init.add_argument("--model", metavar="NAME", help="a Hub ID, a directory, or a demo model [by the card]")
     init.add_argument("--card", metavar="16GB", help="GPU by size or name; this, or cpu [this GPU, else cpu]")
     init.add_argument("--kind", metavar="KIND", help="character, style, motion or general [style]")
     init.add_argument("--trigger_word", metavar="WORD", help="calls up what the LoRA learned; none [by kind]")
@@ -47,7 +47,7 @@ def add_init(commands: Any) -> None:
 
 
 def _read_flags(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems of the arguments, and replace their texts by values."""
+    """Return the problems of the arguments, and replace them by their values."""
     from finetrainers.tools.init.answers import QUESTIONS
 
     problems = []

@@ -190,9 +190,13 @@ def test_what_does_not_fit_the_card_gets_options_that_fit(here: Path, capsys: py
 
 
 def test_prompts_show_what_was_learned_and_what_was_not() -> None:
-    items = [{"kind": "image", "caption": "x"}, {"kind": "video", "caption": "a:::b"}, {"kind": "video", "caption": "y"}]
+    items = [
+        {"kind": "image", "caption": "x"},
+        {"kind": "video", "caption": "a:::b"},
+        {"kind": "video", "caption": "y"},
+    ]
     assert choose_prompts(items, "W", "boat", in_captions=False) == ["W y", "W boat", "boat"]
     assert choose_prompts(items, "", "boat", in_captions=False) == ["y", "x", "boat"]
-    named: list[dict[str, Any]] = [*items, {"kind": "video", "caption": "the w runs"}]
-    assert choose_prompts(named, "W", "boat", in_captions=True) == ["the w runs", "W boat", "boat"]
+    named: list[dict[str, Any]] = [*items, {"kind": "video", "caption": "a w"}]
+    assert choose_prompts(named, "W", "boat", in_captions=True) == ["a w", "W boat", "boat"]
     assert choose_prompts([], "W", "boat", in_captions=False) == ["W boat", "boat"]

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.values import check_gpu
-from finetrainers.models.files.files import is_hub_id
 from finetrainers.models.registry import families
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.failures import InputError
@@ -84,7 +83,7 @@ def read_model(text: str) -> str:
     if path.is_dir():
         return str(path)
     published = [name for family in families().values() for name in family.published]
-    if is_hub_id(text) and text.lower() in (name.lower() for name in published):
+    if text.lower() in (name.lower() for name in published):
         return text
     message = f"unknown model {quoted(text)}{nearest(text, [*packaged_models(), *published])}"
     raise InputError(f"{message}; for other checkpoints give a directory in diffusers layout", "unknown")
@@ -138,7 +137,7 @@ def _default_card(answers: Answers) -> str | None:
     if likely_device_type() != "cpu":
         return THIS_GPU
     model = answers.get("model")
-    return CPU if model is None or not is_hub_id(model) else None
+    return CPU if model is None or model.startswith(SCHEME) or Path(model).is_dir() else None
 
 
 def _default_model(answers: Answers) -> str:
@@ -165,7 +164,8 @@ QUESTIONS = {
         read_card, _default_card,
     ),
     "model": Question(
-        "--model", "Model: one of these, another published checkpoint, or a directory", read_model, _default_model, offered_models
+        "--model", "Model: one of these, another published checkpoint, or a directory", read_model, _default_model,
+        offered_models,
     ),
     "kind": Question(
         "--kind", "Kind of LoRA", read_kind, lambda answers: "style",

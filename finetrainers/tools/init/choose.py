@@ -26,7 +26,7 @@ from finetrainers.utils.text import file_size, listed, plural
 from .answers import CPU, THIS_GPU, Answers
 from .kinds import KINDS
 
-#: Usable items from which on some are held out for the evaluation loss, and the most that are.
+#: Usable items that allow holding some out for the evaluation loss, and the most that are held out.
 _HOLD_OUT_FROM, _MOST_HELD_OUT = 20, 16
 #: Intervals of samples and checkpoints; the longest that comes at least five times is chosen.
 _INTERVALS = (10, 25, 50, 100, 250, 500)
@@ -71,7 +71,7 @@ class Proposal:
         return [item for item in self.items if item["use"] == "rejected"]
 
 
-def propose(answers: Answers, *, progress: StageProgress | None = None) -> Proposal:
+def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
     """Return options of a new run that passes the checks of a dry run.
 
     Args:
@@ -104,7 +104,9 @@ def propose(answers: Answers, *, progress: StageProgress | None = None) -> Propo
     if is_seen and checked.facts.lora is not None:
         options |= checked.facts.lora.options
     checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
-    memory_options, reasons, memory = {}, {}, ""
+    memory_options: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    memory = ""
     if is_seen:
         memory_options, reasons, memory = _memory_options(checked, answers["card"])
     elif answers["card"] != CPU:
@@ -122,9 +124,7 @@ def _planning_options(card: str) -> dict[str, Any]:
     return {"dry_run": True, **({} if card in (CPU, THIS_GPU) else {"gpu": card})}
 
 
-def _read_items(
-    options: Mapping[str, Any], progress: StageProgress | None
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _read_items(options: Mapping[str, Any], progress: StageProgress) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return a report on each item of the data, and options that train on it although some cannot be used.
 
     Raises:

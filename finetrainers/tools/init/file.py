@@ -80,7 +80,7 @@ def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[st
         prior = [f"# {_option('prior_preservation_weight', 1.0)}"]
         if "id_token" not in proposal.options:
             prior.append(f"# {_option('class_prompt', '')}")
-        comments["sft"] = [*lines, *prior]
+        comments[fields()["prior_preservation_weight"].section] = [*lines, *prior]
     if proposal.memory:
         comments["memory"] = _comment(f"{proposal.memory[0].upper()}{proposal.memory[1:]}.")
     steps = proposal.options["validation_steps"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoRAKind:
-    """What a LoRA learns.
+    """A kind of LoRA.
 
     Attributes:
         about: description.
@@ -43,8 +43,8 @@ KINDS = {
         "a movement, a camera move or an effect",
         "MYMOTION",
         "Describe the content; name the motion by the trigger word.",
-        "Images teach no motion. Smaller and longer clips suit motion: Lightricks recommends 121 frames of 512x512 "
-        "for LTX-Video (`resolutions = [512]`, `frame_buckets = [121]`).",
+        "Images teach no motion. If memory is short, use more frames of a smaller size (`resolutions`, "
+        "`frame_buckets`).",
         needs_motion=True,
     ),
     "general": LoRAKind(
