@@ -106,6 +106,7 @@ def test_a_mixed_directory_becomes_a_file_that_is_checked_and_trained(
     assert [words[0] for words in commands] == ["check", "train"]
     assert main(commands[0]) == exit_codes.DONE
     short = ["--train_steps", "2", "--rank", "2", "--lora_alpha", "2", "--validation_inference_steps", "2"]
+    short += ["--validation_prompts", "ZORK", "--eval_num_timesteps", "1"]
     assert main([*commands[1], *short]) == exit_codes.DONE
     assert (here / "runs" / "zork" / "pytorch_lora_weights.safetensors").is_file()
 

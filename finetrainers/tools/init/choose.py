@@ -10,6 +10,7 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
+from finetrainers.config.root import fields
 from finetrainers.config.target import target_device
 from finetrainers.data.inspect.probe_all import ProbeOptions
 from finetrainers.memory.advice import OTHER_REMEDIES
@@ -99,24 +100,20 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
         options["eval_num_items"] = min(len(usable) // 10, _MOST_HELD_OUT)
 
     checked = preflight_by_model(load_config(**options, **planned))
-    options |= _sampling_options(checked, usable, trigger_word, in_captions=in_captions)
-    is_seen = unseen_reason(checked) is None
-    if is_seen and checked.facts.lora is not None:
-        options |= checked.facts.lora.options
+    options |= _recipe(checked) | _sampling_options(checked, usable, trigger_word, in_captions=in_captions)
     checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
-    memory_options: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
-    memory = ""
-    if is_seen:
-        memory_options, reasons, memory = _memory_options(checked, answers["card"])
-    elif answers["card"] != CPU:
-        gib = planned_gib(checked.config)
-        memory_options = {} if gib is None else {"memory_budget": gib}
-        memory = f"{unseen_reason(checked)}: training chooses memory options for this size when it starts"
+    memory_options, reasons, memory = _memory_options(checked, answers["card"])
     if memory_options:
         options |= memory_options
         checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
     return Proposal(options, {**_data_reasons(items), **reasons}, items, build_without_weights(checked)[0], memory)
+
+
+def _recipe(checked: ResolvedRun) -> dict[str, Any]:
+    """Return the options of the family's recipe; without the model's configs, those that all its checkpoints share."""
+    is_seen, lora = unseen_reason(checked) is None, checked.facts.lora
+    options = {} if lora is None else lora.options
+    return {name: value for name, value in options.items() if is_seen or fields()[name].section != "model"}
 
 
 def _planning_options(card: str) -> dict[str, Any]:
@@ -217,13 +214,16 @@ def _memory_options(checked: ResolvedRun, card: str) -> tuple[dict[str, Any], di
     Raises:
         ConfigError: nothing makes it fit.
     """
-    memory, gib = RunMemory(checked), planned_gib(checked.config)
+    gib, unseen = planned_gib(checked.config), unseen_reason(checked)
+    if unseen is not None:
+        options = {} if card == CPU or gib is None else {"memory_budget": gib}
+        return options, {}, f"{unseen}: training chooses memory options by the model's size when it starts"
+    memory = RunMemory(checked)
     plan = memory.plan()
     if card == CPU or gib is None:
         return {}, {}, f"planned peak: {file_size(plan.peak + plan.machine_bytes)} of host memory"
-    options: dict[str, Any] = {}
     reasons: dict[str, str] = {}
-    needed = plan.peak
+    options, needed = {}, plan.peak
     if not fits(plan.peak, GIB * gib):
         advice = memory.advice(gib, device=target_device(checked.config))
         if advice is None:
