@@ -21,6 +21,7 @@ import atexit
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -257,10 +258,16 @@ def planned_peak(recipe: Path) -> str:
     """The line of a recipe that says how much memory its command is planned to take, as the command `estimate` says
     it."""
     [words] = _commands(recipe)
-    family = load_config(recipe).model.model_name
-    sizes = [name for name, network in NETWORKS.items() if network.family == family]
+    config = load_config(recipe)
+    sizes = [name for name, network in NETWORKS.items() if network.family == config.model.model_name]
     [name] = [one for one in sizes if len(sizes) == 1 or one.rpartition("-")[2] in recipe.stem]
-    flags = [str(recipe), "--json", "--pretrained_model_name_or_path", str(model(name))]
+    flags = [str(recipe), "--json", "--host", f"{HOST_GIB}GiB", "--pretrained_model_name_or_path", str(model(name))]
+    if config.training.method == "sft" and not method_spec(config).sizes(config):  # they are chosen from the clips
+        frames, height, width = NETWORKS[name].bucket
+        if config.data.resolutions:  # the largest of them, as landscape as the usual size
+            [(area, _)], frames = config.data.resolutions, max(config.data.frame_buckets)
+            height, width = (round(area * math.sqrt(ratio) / 32) * 32 for ratio in (height / width, width / height))
+        flags += ["--resolutions", "--frame_buckets", "--video_resolution_buckets", f"{frames}x{height}x{width}"]
     if "--config_file" in words:
         at = words.index("--config_file")
         flags += ["--accelerate_config", str(ROOT / words[at + 1]), "--num_processes", words[at + 3]]

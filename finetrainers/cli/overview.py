@@ -49,8 +49,8 @@ _INSTEAD = {
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "`search-batch` finds the batch size of each bucket that fits the GPU":
         "search_batch search-bs batch-size batchsize autobatch",
-    "`init` writes a config file for your clips, and examples/ has one for each purpose":
-        "config configure new setup wizard",
+    "`init` writes a config file for your clips, `train --help recipes` lists config files to start from":
+        "config configure new setup wizard recipe recipes example examples",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",

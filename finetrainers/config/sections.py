@@ -8,10 +8,11 @@ Names of fields are unique over all sections that are not qualified, so that eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
@@ -116,13 +117,13 @@ class DataSection(Section):
     in_plan = True
 
     data_root: Path | None = option(None, "Folder of the media files. Without `dataset_file`, the folder itself is the "
-        "dataset.", resume="unlisted", scope="dataset", local=True)
+        "dataset.", resume="unlisted", scope="dataset", local=True, place="input")
     dataset_file: Path | None = option(None, "Metadata (.csv, .json, .jsonl) with media paths relative to `data_root` "
         "or to this file, or media and captions together (.parquet, WebDataset .tar). Several shards are "
-        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True)
+        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True, place="input")
     dataset: Path | None = option(None, "TOML file that lists several datasets, each with options of its own. It "
         "replaces `data_root` and `dataset_file`. Dataset files of diffusion-pipe are read as well.", resume="unlisted",
-        local=True)
+        local=True, place="input")
     hf_dataset: Place | None = option(None, "Dataset to load with the library `datasets`: a hub id, a folder, or "
         "`videofolder` or `imagefolder` with `data_root`.", resume="free", scope="dataset")
     hf_subset: str | None = option(None, "Configuration of `hf_dataset`, if it has several.", resume="free",
@@ -237,6 +238,19 @@ class DataSection(Section):
         "once. The default is the user's cache.", resume="free", place="folder")
     eval_num_items: int = option(0, "Number of items held out of training for the evaluation loss.", resume="free",
         ge=0)
+
+    _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def dataset_buckets(self) -> Mapping[str, list[tuple[int, int, int]]]:
+        """Buckets that the resumed run has chosen, by the name of each dataset of `dataset`."""
+        return self._dataset_buckets
+
+    def with_dataset_buckets(self, buckets: Mapping[str, list[tuple[int, int, int]]]) -> DataSection:
+        """Return a copy with these buckets for the datasets of `dataset` that name no sizes."""
+        data = self.model_copy()
+        data._dataset_buckets = dict(buckets)
+        return data
 
     @property
     def is_named(self) -> bool:
@@ -470,7 +484,7 @@ class ValidationSection(Section):
     """Sample videos, and evaluation by loss and by rewards, during training."""
 
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
-        ".jsonl or .toml file of prompts.", resume="free", local=True)
+        ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
     validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`. "
@@ -499,7 +513,7 @@ class ValidationSection(Section):
         "optimizer steps.", resume="free", ge=1)
     eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (keys `prompt`, "
         "`image`). They are sampled and scored before and after training, and every `eval_steps`. The default is "
-        "`validation_prompts`; reward finetuning has none.", resume="free", former_table="grpo")
+        "`validation_prompts`; reward finetuning has none.", resume="free", former_table="grpo", place="input")
     eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; "
         "only samples change, not what is trained. Reward finetuning takes `reward` by default; others than these "
         "reveal reward hacking.", resume="free", former_table="grpo")

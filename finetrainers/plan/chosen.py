@@ -13,6 +13,7 @@ from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import read_manifest
+from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.launch import launched_processes
 
 from .initial_weights import InitialWeights
@@ -22,7 +23,7 @@ _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
 _LENGTH = ("train_steps", "train_epochs")
 #: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
 SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
-_SIZING = (*SIZES, "sliding_window_size", "dataset")
+_SIZING = (*SIZES, "sliding_window_size")
 #: Sources of chosen values.
 FAMILY, DATA, RUN = "family", "data", "run"
 
@@ -40,6 +41,9 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
     chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
     config = config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
+    if config.data.dataset is not None:
+        buckets = _read_dataset_buckets(checkpoint.resolve().parents[1] / "manifest.jsonl")
+        return config.model_copy(update={"data": config.data.with_dataset_buckets(buckets)})
     if any(map(config.changed, _SIZING)):
         return config
     sizes = _read_sizes(checkpoint, has_areas=config.changed("resolutions"))
@@ -61,6 +65,24 @@ def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
     if has_areas:  # images have every area by themselves
         return {"frame_buckets": sorted({bucket[0] for bucket in videos}, reverse=True)} if videos else {}
     return {name: sizes for name, sizes in zip(SIZES, (videos, images), strict=False) if sizes}
+
+
+def _read_dataset_buckets(manifest: Path) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the buckets of each dataset's clips by the manifest of a run's data, largest first.
+
+    Datasets whose videos have a single frame are left out: a list of buckets would not give them that of images.
+    """
+    buckets: dict[str, set[tuple[int, int, int]]] = {}
+    inexpressible = set()
+    for item in read_jsonl(manifest)[0] if manifest.is_file() else ():
+        name, text = item.get("dataset"), item.get("bucket")
+        if not name or not text:
+            continue
+        frames, height, width = map(int, text.split("x"))
+        buckets.setdefault(name, set()).add((frames, height, width))
+        if item.get("kind") == "video" and frames == 1:
+            inexpressible.add(name)
+    return {name: sorted(sizes, reverse=True) for name, sizes in buckets.items() if name not in inexpressible}
 
 
 def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:

@@ -1,4 +1,6 @@
-"""Models and configs that ship with the package: `demo://NAME` is accepted wherever a model directory or Hub id is.
+"""Files that ship with the package: models, configs, recipes.
+
+`demo://NAME` is accepted wherever a model directory or Hub id is.
 
 Packaged configs of published repositories, for families of `models/configs/`, replace those of the repository where
 all weights come from single files.
@@ -13,8 +15,11 @@ from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import nearest
 
 SCHEME = "demo://"
-_ROOT = Path(__file__).parents[1] / "demo" / "weights"
-_CONFIGS = Path(__file__).parents[1] / "models" / "configs"
+_PACKAGE = Path(__file__).parents[1]
+_ROOT = _PACKAGE / "demo" / "weights"
+_CONFIGS = _PACKAGE / "models" / "configs"
+#: Directory of `examples/` and `accelerate_configs/`: the package if it was installed from a wheel, else the checkout.
+SHARED = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
 
 
 def packaged_models() -> list[str]:
@@ -45,3 +50,19 @@ def packaged_configs(hub_id: str) -> Path | None:
     """Return the folder with the configs of a Hub repository, or None if they are not packaged."""
     folders = (path.parent for path in _CONFIGS.glob("*/model_index.json"))
     return next((folder for folder in folders if published_base(folder.name) == hub_id), None)
+
+
+def recipes() -> dict[str, Path]:
+    """Return the recipes by name, such as `FAMILY/lora`."""
+    files = sorted((SHARED / "examples").glob("*/*.toml"))
+    return {f"{path.parent.name}/{path.stem}": path for path in files}
+
+
+def find_shared(path: str | Path) -> Path | None:
+    """Return the path of a file of `examples/` or `accelerate_configs/`, or None if `path` does not name one.
+
+    Paths start with either name; those of recipes may leave out `examples/` and `.toml`.
+    """
+    if Path(path).parts[:1] in (("examples",), ("accelerate_configs",)) and (SHARED / path).is_file():
+        return SHARED / path
+    return recipes().get(str(path).removeprefix("examples/").removesuffix(".toml"))

@@ -60,7 +60,9 @@ def test_json(estimate: Callable[..., tuple[int, str, str]]) -> None:
     assert all(one["saves"] > 0 or one["planned_slowdown_percent"] < 0 for one in found["advice"]["switches"])
 
 
-def test_processes_of_a_launcher(estimate: Callable[..., tuple[int, str, str]]) -> None:
+def test_processes_of_a_launcher(
+    estimate: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = (*SIZE, "--training_type", "full-finetune", "--json")
     before = dict(os.environ)
     alone = json.loads(estimate(*full)[1])
@@ -71,7 +73,8 @@ def test_processes_of_a_launcher(estimate: Callable[..., tuple[int, str, str]]) 
     weights = [one["phases"]["checkpoint"]["parts"]["trainable weights"] for one in (alone, shared)]
     assert weights[1] == pytest.approx(weights[0] / 4, rel=1e-3)
     assert dict(os.environ) == before
-    zero = launcher_environment(ROOT / "accelerate_configs" / "deepspeed_zero3_offload.yaml")
+    monkeypatch.chdir(tmp_path)  # packaged files are found by their name in a checkout
+    zero = launcher_environment(Path("accelerate_configs/deepspeed_zero3_offload.yaml"))
     assert zero["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
     assert zero["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "cpu"
 

@@ -381,6 +381,9 @@ def _check_parallel(config: TrainConfig) -> Iterator[Finding]:
     parallel = config.parallel
     if parallel.fsdp and parallel.deepspeed:
         yield "deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp", "conflict"
+    if parallel.deepspeed and find_spec("deepspeed") is None:
+        message = "requires the package deepspeed, which is not installed; run `pip install deepspeed`"
+        yield Problem("--deepspeed", message, "not_installed", is_local=True)
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
         yield "fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out", "conflict"
     if (
