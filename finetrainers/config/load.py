@@ -193,8 +193,6 @@ def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
     translate_dependent(merged)
     translate(merged)
     fill_preset(merged)
-    if merged.is_translated:  # it ran elsewhere with other memory, and its options are not ours
-        merged.values.setdefault("fit_gpu", True)
     if os.environ.get("RANK", "0") == "0":
         for note in merged.notes:
             NOTES.warning(note)

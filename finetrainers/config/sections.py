@@ -381,7 +381,7 @@ class MemorySection(Section):
         "(`keep_attention`), or the same in pinned host memory (`offload`). Gradients are bitwise equal. `auto` "
         "chooses the fastest of these, and the share of the blocks, that is estimated to fit the GPU or "
         "`memory_budget`, and chooses once more after the first measured step. The default is `checkpoint` with "
-        "`gradient_checkpointing`, else `none`.", resume="free")
+        "`gradient_checkpointing`, else `none`, or on a GPU what `fit_gpu` chooses.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
     selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` holds for, "
@@ -409,7 +409,7 @@ class MemorySection(Section):
     blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many "
         "transformer blocks in host memory, and copy each block to the GPU before it computes (block swap, LoRA only). "
         "Two of them are on the GPU at a time, so 3 is the fewest that saves memory. `auto` swaps the fewest with "
-        "which the estimate fits the GPU.", resume="free")
+        "which the estimate fits the GPU. On a GPU see `fit_gpu`.", resume="free")
     compile: CompileScope = option("none", "Compile each block of the transformer (torch.compile, `regional`): "
         "faster steps and fewer stored activations, after minutes of compiling at the first step of every size. All "
         "blocks of a class share their code.", resume="free")
@@ -421,8 +421,8 @@ class MemorySection(Section):
     memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options "
         "with which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as "
         "they are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
-    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory "
-        "options that leave its results the same. On by default for commands and files of other trainers.",
+    fit_gpu: bool = option(True, "On a GPU, choose the fastest memory options that fit it and leave results the same: "
+        "what blocks store, swapped blocks, and idle components in host memory. Options that are set stay.",
         resume="free", local=True)
 
     @property

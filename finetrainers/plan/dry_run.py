@@ -15,13 +15,23 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits
 from finetrainers.utils.text import plural
 
+from .automatic import record_choices
+from .chosen import MEMORY
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import ResolvedRun, collecting_problems
 from .ready import check_classes, examine_weights, missing_rewards
 from .room import check_trainable, room_warnings
-from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
+from .start_report import (
+    print_chosen,
+    print_data,
+    print_first_line,
+    print_line,
+    print_origin,
+    print_remarks,
+    sizes_on_disk,
+)
 from .trainable import network_without_weights, num_quantizable, trainable_dtype, trainable_parameters
 
 #: Options of this invocation, not of the run.
@@ -45,7 +55,7 @@ def dry_run_report(checked: ResolvedRun) -> None:
     )
     print_origin(checked)
     if unseen is None:
-        _print_memory(checked, transformer)
+        config = _print_memory(checked, transformer)
     print_remarks(checked)
     _print_options(config)
     print_line(_conclude(checked, unseen))
@@ -92,7 +102,8 @@ def unseen_reason(checked: ResolvedRun) -> str | None:
     return checked.unseen
 
 
-def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
+def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> TrainConfig:
+    """Print sizes, memory and disk of a run; return its configuration with the memory options that it chooses."""
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
     print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
@@ -110,6 +121,11 @@ def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
         )
     for line in lines:
         print_line(line)
+    if memory.device.type != "cuda":
+        return config
+    config = record_choices(config, settings)
+    print_chosen(config, MEMORY)
+    return config
 
 
 def _print_options(config: TrainConfig) -> None:

@@ -79,7 +79,7 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     if settings.offloads_samples:
         lines.append(settings.words["enable_model_cpu_offload"])
     lines += [settings.words[name] for name in settings.decoding]
-    if settings.swapped is not None:
+    if settings.swapped is not None and (settings.swapped or memory.blocks_to_swap == "auto"):
         lines.append(f"--blocks_to_swap auto: {settings.words['blocks_to_swap']}")
     if settings.activations is not None:
         speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
@@ -96,22 +96,23 @@ def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
     size = file_size(with_reserve(plan.peak))
     if fits(plan.peak, GIB * gpu.gib):
         return [f"it fits {gpu}: {size} are needed"]
-    lines = [f"it does not fit {gpu}: {size} are needed"]
+    heading = f"it does not fit {gpu}: {size} are needed"
+    return advice_lines(None, heading) if advice is None else [heading, *advice_lines(advice, "it fits with")]
+
+
+def advice_lines(advice: Advice | None, heading: str) -> list[str]:
+    """Return the options of an advice, each with its saving and cost, and a line to paste; or what else helps."""
     if advice is None:
-        lines.append("no set of options makes it fit. What does:")
-        return [*lines, *(f"  * {way}" for way in OTHER_REMEDIES)]
-    return [*lines, *advice_lines(advice, "it fits with")]
-
-
-def advice_lines(advice: Advice, heading: str) -> list[str]:
-    """Return the switches of an advice, each with its saving and cost, and the choices for `auto`."""
+        return [heading, "no set of options makes it fit. What does:", *(f"  * {way}" for way in OTHER_REMEDIES)]
     choices = dict(advice.outcome.chosen)
     lines = [f"{heading} {with_reserve(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
         saving = f"saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
         chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
         lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
-    return [*lines, *(f"  also chosen: {choice}" for choice in choices.values())]
+    lines += [f"  also chosen: {name}, {choice}" for name, choice in choices.items()]
+    flags = " ".join(applied.switch.flags for applied in advice.switches)
+    return [*lines, f"to paste: {flags}"] if len(advice.switches) > 1 else lines
 
 
 def _describe_slowdown(applied: Chosen) -> str:

@@ -8,11 +8,12 @@ from functools import lru_cache
 
 from torch import nn
 
-from finetrainers.config.checks.options import check_shared_sizes
+from finetrainers.config.checks.kernels import is_compiled
+from finetrainers.config.checks.options import check_block_swap, check_shared_sizes
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.target import TargetDevice, planned_gpu
+from finetrainers.config.target import TargetDevice, planned_gpu, target_device
 from finetrainers.memory.activation_auto import (
     ASSUMED_FLOPS,
     ASSUMED_LINK,
@@ -21,8 +22,8 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS, MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
-from finetrainers.memory.automatic import AutoSettings, Run, choose_automatic
+from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
+from finetrainers.memory.automatic import ACTIVATION_OPTIONS, AutoSettings, Run, choose_automatic, repeat_choices
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
 from finetrainers.memory.fit import with_reserve, without_reserve
@@ -38,6 +39,7 @@ from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import label
 from finetrainers.utils.text import file_size
 
+from .chosen import MEMORY, is_open
 from .preflight import ResolvedRun, option_findings
 from .room import Needs, disk_needs
 from .start_report import print_line
@@ -63,6 +65,8 @@ class RunMemory:
         host = read_host_memory().total if host_gib is None else GIB * host_gib
         self._host = HOST_SHARE * host / local_world_size()
         gpu_gib = gpu_gib or planned_gib(checked.config)
+        #: The device that the run trains on.
+        self.device = target_device(checked.config)
         #: The machine to plan for, or None if no GPU is known.
         self.machine = None if gpu_gib is None else self._assume_machine(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
@@ -95,16 +99,19 @@ class RunMemory:
 
     def choose(
         self, config: TrainConfig | None = None, *, machine: Machine | None = None,
-        batch: tuple[tuple[int, int, int], int] | None = None,
+        device: TargetDevice | None = None, batch: tuple[tuple[int, int, int], int] | None = None,
     ) -> AutoSettings:  # fmt: skip
         """Return the settings that a run on this machine chooses for open options, with the memory of each phase.
 
         Args:
             config: with other options that save memory.
             machine: another machine to choose for.
+            device: another device to choose for.
             batch: the bucket and the number of clips of a micro-batch; default: those of the heaviest one.
         """
+        machine, device = machine or self.machine, device or self.device
         config = config or self.checked.config
+        config = with_open_options(config) if device.type == "cuda" and machine is not None else config
         spec, geometry = self.checked.family.load(config.model), self.checked.geometry
         bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
         # Encoding beforehand takes clips of all buckets; otherwise only those of the micro-batch are encoded.
@@ -137,7 +144,10 @@ class RunMemory:
             may_offload_samples=is_unsharded and bool(around.sampled),
             decodes=own.samples, split=around.split,
         )  # fmt: skip
-        return choose_automatic(config, run, machine or self.machine)
+        earlier = self.checked.start.memory_choices
+        if earlier and machine is not None:
+            return repeat_choices(config, run, machine, earlier)
+        return choose_automatic(config, run, machine)
 
     def _reward_bytes(self, config: TrainConfig, bucket: tuple[int, int, int]) -> tuple[float | None, float | None]:
         """Return the bytes on a process's device of reward networks, and of scoring, each None if unknown."""
@@ -175,13 +185,15 @@ class RunMemory:
             total += text_bytes * len({"", *plan.all_captions()})
         return total
 
-    def advice(self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False) -> Advice | None:
+    def advice(
+        self, budget_gib: float, *, device: TargetDevice | None = None, config: TrainConfig | None = None
+    ) -> Advice | None:
         """Return the cheapest options that make the run fit a GPU, or None if there are none.
 
         Args:
             budget_gib: of the GPU.
             device: that options are checked for, or None for a GPU with unknown properties.
-            exact: whether to choose only options that leave results the same and that the user did not set.
+            config: with other options that save memory.
         """
         # The advice must work on this machine: missing packages are not excused.
         device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
@@ -193,12 +205,17 @@ class RunMemory:
                 self._outcomes[key] = self._outcome(config, machine, device)
             return self._outcomes[key]
 
-        config = self.checked.config
+        config = config or self.checked.config
         heads = self.checked.facts.heads if self.checked.spec.token_plan else None
         sharing = sharing_options(launched_processes(), heads, config.parallel.sp_mode)
-        exact_switches = [switch for switch in EXACT_MEMORY_OPTIONS if not any(map(config.is_given, switch.options))]
-        switches = exact_switches if exact else [*MEMORY_OPTIONS, *sharing]
-        return cheapest(config, outcome, budget=machine.device, switches=switches)
+        automatic = with_open_options(config) if device.type == "cuda" else config
+        switches = [
+            switch
+            for switch in MEMORY_OPTIONS
+            if not any(name in automatic.chosen and automatic.get(name) == "auto" for name in switch.options)
+            and not ("gradient_checkpointing" in switch.options and automatic.memory.activation_memory == "auto")
+        ]
+        return cheapest(config, outcome, budget=machine.device, switches=[*switches, *sharing])
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
         """Return memory and time of other options, or None if the run would be refused, or they would do nothing."""
@@ -214,8 +231,9 @@ class RunMemory:
             own_problems = self._option_problems(self.checked.config, device)
             if any(problem not in own_problems for problem in problems):
                 return None
-        settings = self.choose(config, machine=machine)
-        return Outcome(settings.plan.peaks, 100 * settings.slower, chosen=settings.words)
+        settings = self.choose(config, machine=machine, device=device)
+        words = {name: text for name, text in settings.words.items() if name != "blocks_to_swap" or settings.swapped}
+        return Outcome(settings.plan.peaks, 100 * settings.slower, chosen=words)
 
     def _option_problems(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
         """Return the reasons why a run with these options is refused."""
@@ -225,6 +243,20 @@ class RunMemory:
         )
         check_shared_sizes(config, checked.facts, checked.sizes, findings, processes=launched_processes())
         return findings.errors
+
+
+def with_open_options(config: TrainConfig) -> TrainConfig:
+    """Return a copy with `auto` for the exact memory options that a run on a GPU chooses, where they are open.
+
+    Nothing is chosen without `fit_gpu`, and nothing of a network that is compiled.
+    """
+    if not config.memory.fit_gpu or is_compiled(config):
+        return config
+    if all(is_open(config, name) for name in ACTIVATION_OPTIONS):
+        config = config.with_chosen({"activation_memory": "auto"}, MEMORY)
+    swapping = config.with_chosen({"blocks_to_swap": "auto"}, MEMORY)
+    launched = swapping.model_copy(update={"parallel": with_launcher(config.parallel)})
+    return swapping if is_open(config, "blocks_to_swap") and not any(check_block_swap(launched)) else config
 
 
 def planned_gib(config: TrainConfig) -> float | None:

@@ -54,7 +54,7 @@ def check_config(
         _check_sizes(config, facts.geometry, prompts),
         _check_model(config, facts),
         _check_training(config),
-        _check_block_swap(config),
+        check_block_swap(config),
         _check_parallel(config),
         _check_sequence_parallel(config, facts, processes=processes),
         _check_validation(config, facts, prompts),
@@ -358,7 +358,8 @@ def _check_training(config: TrainConfig) -> Iterator[Finding]:
             yield "on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps", "conflict"
 
 
-def _check_block_swap(config: TrainConfig) -> Iterator[Finding]:
+def check_block_swap(config: TrainConfig) -> Iterator[Finding]:
+    """Check that the frozen weights of blocks can be swapped."""
     number = config.memory.blocks_to_swap
     if number == 0:
         return

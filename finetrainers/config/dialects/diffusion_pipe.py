@@ -121,7 +121,6 @@ def translate_document(document: Mapping[str, Any], options: RawOptions, locate:
         options: gets our options; diffusion-pipe's defaults have the first line as their place.
         locate: says where a key stands.
     """
-    options.is_translated = True
     external: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in document.items():
