@@ -237,4 +237,5 @@ def _memory_options(checked: ResolvedRun, card: str) -> tuple[dict[str, Any], di
         for applied in advice.switches:
             options |= applied.switch.options
             reasons[next(iter(applied.switch.options))] = applied.switch.cost
-    return options, reasons, f"planned peak: {file_size(with_reserve(needed))} of {gib:.3g} GiB on the GPU"
+    peak = f"planned peak: {file_size(with_reserve(needed))} of {gib:.3g} GiB on the GPU"
+    return options, reasons, f"{peak}; options that leave results the same are chosen when training starts"
