@@ -24,7 +24,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.exit_in_time import exit_in_time
 from finetrainers.utils.failures import user_message
-from finetrainers.utils.launch import launch_problems, launched_rank, print_refusal
+from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
 from finetrainers.utils.versions import __version__, version_problem
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
-        print(f"error: {unknown_command(argv[0], list(parser.commands.choices))}", file=sys.stderr)
+        print_error(unknown_command(argv[0], list(parser.commands.choices)))
         return exit_codes.CONFIGURATION
     try:
         arguments = parser.parse_args(argv, checked=True)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_command(arguments)
     except ConfigError as error:
         command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
-        print(f"error: {command_error}", file=sys.stderr)
+        print_error(command_error)
         return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if not _say_failure(error):
@@ -109,7 +109,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
     """Train with these flags; return an exit code (`utils.exit_codes`). Unexpected errors are raised."""
     interrupted = (
-        "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command "
+        "stopped before the first step, without a new checkpoint; cached encodings are kept, and the same command "
         "continues"
     )
     with _RunOptions(argv, prog, interrupted) as command:
@@ -160,7 +160,7 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
 
 def prepare_command(argv: Sequence[str]) -> int:
     """Encode the data that a training run with these flags would encode before its first step; return an exit code."""
-    interrupted = "stopped; the same command encodes what is not in the cache yet"
+    interrupted = "stopped; the same command encodes the remaining entries"
     with _RunOptions(argv, "finetrainers prepare", interrupted, preparing=True) as command:
         config = command.parse()
         if config is None:
@@ -221,7 +221,7 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
                 print(self.interrupted, file=sys.stderr)
             self.code = exit_codes.killed_by(signal.SIGINT)
         elif isinstance(error, ConfigError):
-            message = f"error: {_with_the_rest(error, preparing=self.preparing)}"
+            message = str(_with_the_rest(error, preparing=self.preparing))
             if not self.argv and not self.preparing:
                 message += f"\n{self.prog} --help lists the options. New here? finetrainers quickstart needs none."
             print_refusal(message)
@@ -245,14 +245,14 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
     sentence = user_message(error)
     if sentence is None or verbose or os.environ.get(_TRACEBACK):
         return False
-    where = f"{_TRACEBACK}=1 shows it"
+    where = f"set {_TRACEBACK}=1 to print it"
     if directory is not None and directory.is_dir():
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n"
         with contextlib.suppress(OSError):  # the disk may have failed
             with open(directory / "traceback.txt", "a", encoding="utf-8") as file:
                 file.write(text)
             where = str(directory / "traceback.txt")
-    print(f"error: {sentence}\n(traceback: {where})", file=sys.stderr)
+    print_error(f"{sentence}\n(traceback: {where})")
     return True
 
 
@@ -266,7 +266,7 @@ def _cannot_start(*, joining: bool = True) -> bool:
     problems = [Problem("", outdated, "not_installed")] if outdated is not None else []
     problems += [Problem(*problem) for problem in launch_problems()] if joining else []
     if problems:
-        print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
+        print_error(ConfigError(problems, of="this environment"))
     return bool(problems)
 
 
@@ -291,7 +291,7 @@ def _list_command(commands: Any, name: str, about: str, options: ArgumentParser)
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
+    parser = CommandParser(prog="finetrainers", description="Train LoRAs or fully finetune video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
     parser.commands = commands
@@ -300,24 +300,24 @@ def _parser() -> CommandParser:
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
     add_init(commands)
-    about = "train the stages of a file, each from the weights of an earlier one"
+    about = "train the stages of a stage file in order"
     _list_command(commands, "run", about, run_options())
     _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())
-    _list_command(commands, "estimate", "memory that a run needs, and what makes it fit a GPU", estimate_options())
-    about = "find the batch size of each bucket: the fastest that fits the GPU"
+    _list_command(commands, "estimate", "estimate memory use and suggest options that fit a GPU", estimate_options())
+    about = "find the fastest batch size of each bucket that fits the GPU"
     _list_command(commands, "search-batch", about, search_batch_options())
     add_doctor(commands)
 
-    about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
+    about = "train a LoRA of a new look on the demo model, on any CPU, in minutes"
     quickstart = commands.add_parser("quickstart", **described(about, "quickstart"))
-    place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "where everything goes [quickstart]"}
+    place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "output directory [quickstart]"}
     add_demonstration(quickstart, "quickstart:quickstart", steps=150, **place)
 
     _add_models(commands)
     add_export(commands)
     _list_command(commands, "sample", "sample clips of a run, a checkpoint, a LoRA or a model", sample_options())
     add_report(commands)
-    about = "sample and score a run's checkpoints as they are published, on another device"
+    about = "sample and score a run's checkpoints as they appear, on another device"
     _list_command(commands, "watch", about, watch_options())
     add_plot(commands)
     add_cache(commands)
@@ -343,17 +343,19 @@ def _add_models(commands: Any) -> None:
     about = "write a tiny random model of a family, for trials without downloads"
     training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
-    tiny.add_argument("family", help="a name from `finetrainers models`")
-    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
-    tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
-    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
+    tiny.add_argument("family", help="name from `finetrainers models`")
+    tiny.add_argument(
+        "directory", type=Path, help="new or empty directory, where the model is written in diffusers layout"
+    )
+    tiny.add_argument("--version", help="checkpoint of the family that it is modeled on [the first]")
+    tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")
     tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
 
 
 def _models(_: argparse.Namespace | None) -> int:
     from finetrainers.models.registry import families
 
-    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}given frames")
+    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}conditioning frames")
     for name, family in families().items():
         facts, g = family.facts, family.facts.geometry
         process = "flow matching" if facts.is_flow else "v-prediction"

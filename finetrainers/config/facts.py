@@ -76,7 +76,7 @@ class Facts:
             "channels", or "unknown" where that depends on a config that is not on this disk.
         any_frame: whether any latent frames can be conditioned on, since the network takes a noise level for each, or
             each on channels; where that depends on a config that is not on this disk: whether they can with some.
-        first_frame_p: probability with which training conditions on the first frame by default.
+        first_frame_p: default probability of conditioning on the first frame.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
             frame on channels in training, or None if none was.
         text_sees_image: whether the text encoder is given the image that a clip starts from, so that text and image are

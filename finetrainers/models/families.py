@@ -74,8 +74,8 @@ def hunyuan_video(configs: Configs) -> Facts:
         inputs == outputs is None or animates or inputs == _times_plus(outputs, *layouts[kind])
     ):
         raise InputError(
-            f"a hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for {outputs} "
-            "output channels is not known; there are text-to-video checkpoints such as "
+            f"unknown hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for "
+            f"{outputs} output channels; supported are text-to-video checkpoints such as "
             "hunyuanvideo-community/HunyuanVideo, and from an image Skywork/SkyReels-V1-Hunyuan-I2V and "
             "hunyuanvideo-community/HunyuanVideo-I2V",
             "unsupported",
@@ -126,7 +126,7 @@ def cogvideox(configs: Configs) -> Facts:
     inputs, latents = transformer.get("in_channels", 16), transformer.get("out_channels", 16)
     if inputs not in (latents, 2 * latents):
         raise InputError(
-            f"a cogvideox transformer with {inputs} input channels for {latents} latent channels is not known; "
+            f"unknown cogvideox transformer with {inputs} input channels for {latents} latent channels; "
             f"text-to-video checkpoints have {latents}, image-to-video ones and those with a control video "
             f"{2 * latents}",
             "unsupported",
@@ -187,8 +187,8 @@ def _cogvideox_in_comfyui(transformer: Mapping[str, Any]) -> tuple[str | None, s
         return "ComfyUI ignores the rotary positions of checkpoints with learned ones", None
     if rotary and transformer.get("patch_size_t") is None:
         return None, (
-            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, also those of the published weights, "
-            "so that its samples differ from those of diffusers; CogVideoX 1.5 is not concerned"
+            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, even those of the published weights, "
+            "so its samples differ from those of diffusers; CogVideoX 1.5 is not affected"
         )
     if rotary:
         return None, None

@@ -278,9 +278,9 @@ def _host_group(timeout: timedelta) -> dist.ProcessGroup:
         return dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"the processes do not reach each other by gloo, between their hosts: {error}. It takes the address that "
-            "the host's name resolves to, on some machines 127.0.1.1, which others cannot reach: name the network "
-            "interface with GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
+            f"the processes do not reach each other by gloo, between their hosts: {error}. It uses the address of "
+            "the host's name, on some machines 127.0.1.1, which others cannot reach: set the network interface with "
+            "GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
         ) from error
 
 

@@ -68,12 +68,12 @@ def preflight_by_model(
     if fetched.new:
         checked = preflight(config, preparing=preparing, damaged=damaged, planner=plan_work_once(checked))
     elif fetched.missing and not config.run.dry_run:
-        message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or give a directory"
+        message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or use a directory"
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
     elif fetched.missing:
         checked = replace(checked, unseen=absence)
     elif fetched.away is not None and not fetched.is_offline_by_choice:
-        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it is on this disk"
+        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used from this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
     return checked
 

@@ -79,7 +79,7 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
         return None
     if not buckets:
         option = method.size_options[0]
-        message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
+        message = "memory depends on the size of clips; set it, such as 49x512x768, or the data"
         raise ConfigError([Problem(f"--{option}", message, "required")])
     needs_text = method.needs_text(config)
     return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=needs_text)

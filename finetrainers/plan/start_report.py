@@ -96,7 +96,7 @@ def print_origin(checked: ResolvedRun) -> None:
         return
     resumes = checked.start.checkpoint is not None
     start = "resumes from a checkpoint" if resumes else "starts from the weights of --init_from"
-    print_line(f"{start}; source of each part:")
+    print_line(f"{start}; source of each component:")
     width = max(len(part) for part, _ in checked.start.rows)
     for part, origin in checked.start.rows:  # not a table: paths must not be wrapped
         print_line(f"  {part:<{width}}  {origin}")

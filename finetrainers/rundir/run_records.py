@@ -150,11 +150,11 @@ def run_problem(root: Path) -> str | None:
     if not any((root / name).is_file() for name in _FILES):
         inside = sorted(path.parent.name for path in root.glob("*/metrics.jsonl"))
         if inside:
-            return f"is no run directory, but contains some: {', '.join(str(root / name) for name in inside[:5])}"
+            return f"is not a run directory, but contains some: {', '.join(str(root / name) for name in inside[:5])}"
         above = next((folder for folder in root.absolute().parents if (folder / "metrics.jsonl").is_file()), None)
         if above is not None:
-            return f"is a folder of a run; give the run directory, {above}"
-        return f"is no run directory: it has none of {', '.join(_FILES)}"
+            return f"is a directory inside of a run; use the run directory, {above}"
+        return f"is not a run directory: it has none of {', '.join(_FILES)}"
     return None
 
 

@@ -144,7 +144,9 @@ class ControlFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            logger.warning("%s is no folder (%s): this run takes no commands by file", self.folder, error.strerror)
+            logger.warning(
+                "%s is not a directory (%s): control files are disabled for this run", self.folder, error.strerror
+            )
         self._drop("left from an earlier run")
         try:
             yield
@@ -155,7 +157,7 @@ class ControlFiles:
 
     def _drop(self, reason: str) -> None:
         for command in sorted(self.take()):
-            logger.warning("%s was %s and is removed", self.folder / command, reason)
+            logger.warning("%s was %s; removed", self.folder / command, reason)
 
     def take(self) -> set[str]:
         """Return and remove the commands in the directory. One that is gone, or cannot be read, holds none."""
@@ -168,7 +170,7 @@ class ControlFiles:
             return present
         self._stuck &= present
         for name in sorted(present - set(COMMANDS) - self._unknown):
-            logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))
+            logger.warning("ignoring unknown control file %s; valid names: %s", self.folder / name, ", ".join(COMMANDS))
         self._unknown = present - set(COMMANDS)
         commands = (present & set(COMMANDS)) - self._stuck
         for command in commands:
@@ -181,7 +183,7 @@ class ControlFiles:
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         except OSError as error:
             self._stuck.add(path.name)
-            logger.warning("%s is taken as a command, and cannot be removed (%s)", path, error.strerror)
+            logger.warning("%s is accepted as a command, but cannot be removed (%s)", path, error.strerror)
 
 
 class Requests:

@@ -66,7 +66,7 @@ def _load_or_encode(
     cached = method_spec(config).caches_texts(config)
     sampling = sampling_dtype if checked.sampled else None
     if cached and sampling is None and (recalled := texts.find_cached()) is not None:
-        reason = "is in the cache" if checked.needs_text else "came encoded"
+        reason = "is in the cache" if checked.needs_text else "is already encoded"
         print_line(f"text encoders are not loaded: every caption {reason}")
         return recalled, None
     with report_loading(checked, "text encoder"):
@@ -126,7 +126,6 @@ def _check_same_plan(plan: TrainingSet, parallel: DistributedContext) -> None:
     others = [rank for rank, fingerprint in enumerate(plans) if fingerprint != plans[0]]
     if others:
         raise RuntimeError(
-            f"rank 0 and rank {', '.join(map(str, others))} have found other data, though all need the same: other "
-            f"{plan.fingerprint_of}, or what is remembered of files; compare `finetrainers check` on these machines, "
-            "or share --probe_dir"
+            f"dataset mismatch: rank {', '.join(map(str, others))} differs from rank 0 in {plan.fingerprint_of}, or "
+            "in stored facts of files; compare `finetrainers check` on these machines, or share --probe_dir"
         )

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
     control: Callable[..., dict], make_clips: Callable[..., Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:
     for method in ("grpo", "nft", "dpo"):
-        assert re.search("--method: .* control_video .*--method sft ", refusal(**control(method=method)))
+        assert re.search("--method: .* control_video .*--method sft", refusal(**control(method=method)))
     sampled = {"validation_prompts": "a@@@9x64x64", "validation_steps": 1}
     assert re.search("--validation_videos: .* control_video;", refusal(**control(**sampled)))
     assert "--validation_images: " in refusal(**control(**sampled, validation_images="x.png"))

@@ -206,7 +206,7 @@ def test_what_is_not_read_is_not_announced(
         sliding_window_stride=16, frame_conditioning="last=0.5", window_context=1, method=method, train_steps=1,
     ))  # fmt: skip
     said = capsys.readouterr().out
-    announced = [text in said for text in ("clean frames", "of context", "a mask, which")]
+    announced = [text in said for text in ("frame-conditioning", "of context", "a mask, which")]
     assert announced == [method == "sft"] * 3
 
 

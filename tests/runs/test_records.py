@@ -160,7 +160,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     lines = printed.splitlines()
     assert lines[0].endswith(f" {family} ({values['pretrained_model_name_or_path']}) on 3 clips")
     assert "9x64x64" in printed
-    assert "M weights" in printed
+    assert "M parameters" in printed
     assert "< peak" in printed
     assert "encoding clips" in printed
     changed = changed_options(load_config(**values))

@@ -187,7 +187,7 @@ class Clock:
 
 
 def fit(fields: Fields, width: int) -> list[str]:
-    """Return the texts that fit in `width`, by priority up to the first that does not; priority 0 always stays."""
+    """Return the fields that fit in `width`, chosen by priority; priority 0 is always kept."""
     fitting: set[int] = set()
     columns = width + len(_GAP)
     for index in sorted(range(len(fields)), key=lambda index: fields[index][0]):

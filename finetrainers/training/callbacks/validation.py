@@ -63,7 +63,7 @@ class Validation(Callback):
     def __post_init__(self) -> None:
         section = self.section
         self.sizes = [prompt.size or self.size for prompt in self.encoded.prompts]
-        assert section.validation_frame_rate is not None, "the model's own rate, if no other was asked for"
+        assert section.validation_frame_rate is not None, "the model's own rate, unless another was set"
         self.settings = SamplingSettings(
             section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale
         )

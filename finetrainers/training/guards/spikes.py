@@ -49,7 +49,7 @@ class SpikeDetector:
             self.count += 1
             text = ", ".join(spikes)
             self.run_dir.event("spike", step=step, values=text)
-            logger.warning("step %d: a spike: %s", step, text)
+            logger.warning("step %d: spike: %s", step, text)
         return {"spikes": float(self.count)} if self.count else {}
 
     def _take(self, name: str, value: float) -> str | None:
