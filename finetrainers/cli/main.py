@@ -40,6 +40,7 @@ from .doctor import add_doctor
 from .estimate import estimate_command
 from .estimate import own_options as estimate_options
 from .export import add_export
+from .init import add_init
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
         print_error(command_error)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if not _say_failure(error):
             raise
@@ -321,12 +322,9 @@ def _parser() -> CommandParser:
     parser.commands = commands
 
     commands.add_parser("train", help="train a model", add_help=False)
-    commands.add_parser(
-        "prepare",
-        help="must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it is set in the launcher's file",
-        add_help=False,
-    )
+    commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
+    add_init(commands)
     about = "train the stages of a stage file in order"
     _list_command(commands, "run", about, run_options())
     _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())
