@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from finetrainers.utils.failures import user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
+from finetrainers.utils.progress import working
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
@@ -38,6 +40,7 @@ from .doctor import add_doctor
 from .estimate import estimate_command
 from .estimate import own_options as estimate_options
 from .export import add_export
+from .init import add_init
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
@@ -54,6 +57,9 @@ from .watch import watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
+#: Commands whose work is not done when their output ends.
+_RUNS = (["train"], ["prepare"], ["run"], ["sample"], ["watch"], ["search-batch"], ["quickstart"], ["demo"])
+_SIGPIPE = 13  # which Windows does not have
 #: Commands that report outdated libraries themselves.
 _DIAGNOSES = ("doctor",)
 
@@ -61,7 +67,10 @@ _DIAGNOSES = ("doctor",)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console command; return the exit code. Without `argv`, the process exits soon after it."""
     if argv is None:
-        return exit_in_time(lambda: main(sys.argv[1:]))
+        # A run that loses its output ends as if by SIGPIPE; what only prints has done its work.
+        is_run = sys.argv[1:2] in _RUNS and not {"-h", "--help"} & set(sys.argv)
+        ended = exit_codes.killed_by(_SIGPIPE) if is_run else exit_codes.DONE
+        return exit_in_time(lambda: _while_read(lambda: main(sys.argv[1:]), default=ended))
     argv = list(argv)
     configure_logging()
     yield_idle_threads()
@@ -83,26 +92,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command not in _DIAGNOSES and _cannot_start(joining=False):
             return exit_codes.CONFIGURATION
-        return _run_command(arguments)
+        return arguments.run(arguments)
     except ConfigError as error:
         command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
         print_error(command_error)
-        return exit_codes.CONFIGURATION
+        return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if not _say_failure(error):
             raise
         return exit_codes.FAILED
 
 
-def _run_command(arguments: argparse.Namespace) -> int:
-    """Run a parsed command; return an exit code. Output that is no longer read, as with `| head`, is not a failure."""
+def _while_read(command: Callable[[], int], *, default: int) -> int:
+    """Run a command; return its exit code, or `default` if nothing reads its output any more, as with `| head`."""
     try:
-        code: int = arguments.run(arguments)
+        code = command()
         sys.stdout.flush()
-    except BrokenPipeError:  # buffered output has no reader either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exit_codes.DONE
-    return code
+        return code
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):  # rich has replaced it by an exit
+            raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+    return default
+
+
+def _output_is_closed() -> bool:
+    """Return whether standard output is a pipe without a reader; False where the system cannot tell."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        output = select.poll()
+        output.register(sys.stdout, select.POLLOUT)
+        return any(state & select.POLLERR for _, state in output.poll(0))
+    return False
 
 
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
@@ -118,7 +141,7 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(config)
-        with gc_paused():
+        with gc_paused(), working("importing torch and diffusers"):
             from finetrainers.runs.run import run
             from finetrainers.training.guards.hacking import HACKING_GUARD
 
@@ -168,7 +191,7 @@ def prepare_command(argv: Sequence[str]) -> int:
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(for_preparing(config), preparing=True)
-        with gc_paused():
+        with gc_paused(), working("importing torch and diffusers"):
             from finetrainers.runs.prepare import prepare
 
         quiet_progress_bars()
@@ -217,7 +240,8 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
         self._stack.close()
         if isinstance(error, KeyboardInterrupt):  # while loading; in a step it is a signal
             if launched_rank() == 0:
-                print(self.interrupted, file=sys.stderr)
+                end_of_echo = "\n" if sys.stderr.isatty() else ""  # after `^C`
+                print(f"{end_of_echo}{self.interrupted}", file=sys.stderr)
             self.code = exit_codes.killed_by(signal.SIGINT)
         elif isinstance(error, ConfigError):
             message = str(_with_the_rest(error, preparing=self.preparing))
@@ -242,6 +266,8 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
         verbose: whether the terminal shows the traceback.
     """
     sentence = user_message(error)
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
+        return False
     if sentence is None or verbose or os.environ.get(_TRACEBACK):
         return False
     where = f"set {_TRACEBACK}=1 to print it"
@@ -296,12 +322,9 @@ def _parser() -> CommandParser:
     parser.commands = commands
 
     commands.add_parser("train", help="train a model", add_help=False)
-    commands.add_parser(
-        "prepare",
-        help="must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it is set in the launcher's file",
-        add_help=False,
-    )
+    commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
+    add_init(commands)
     about = "train the stages of a stage file in order"
     _list_command(commands, "run", about, run_options())
     _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())
@@ -371,9 +394,11 @@ def _models(_: argparse.Namespace | None) -> int:
 def _tiny(arguments: argparse.Namespace) -> int:
     from finetrainers.models.registry import build_tiny
 
+    print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
     quiet_progress_bars()
     try:
-        build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
+        with working("writing its weights"):
+            build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:
         raise ConfigError([Problem("family", str(error.args[0]), "unknown")]) from None
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")

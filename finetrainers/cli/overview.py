@@ -12,7 +12,7 @@ from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.names import invert_groups
 
 _TASKS = {
-    "get started": ("quickstart", "demo", "models", "tiny"),
+    "get started": ("quickstart", "init", "demo", "models", "tiny"),
     "train": ("doctor", "check", "estimate", "search-batch", "prepare", "train", "run"),
     "evaluate": ("sample", "report", "watch", "plot", "ckpt"),
     "export": ("export", "sync"),
@@ -20,6 +20,7 @@ _TASKS = {
 }
 _EXAMPLES = """examples:
   finetrainers quickstart                         a first LoRA, on any CPU
+  finetrainers init clips                         a config file for your clips
   finetrainers check run.toml --html check.html   what happens to every clip
   finetrainers estimate run.toml --gpu 24GB       check that it fits
   finetrainers train --config run.toml --dry_run  check all, print the plan
@@ -48,8 +49,8 @@ _INSTEAD = {
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "`search-batch` finds the batch size of each bucket that fits the GPU":
         "search_batch search-bs batch-size batchsize autobatch",
-    "`train --help recipes` lists config files to start from, and `schema` describes them to editors":
-        "init config configure new recipe recipes example examples",
+    "`init` writes a config file for your clips, `train --help recipes` lists config files to start from":
+        "config configure new setup wizard recipe recipes example examples",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` writes an HTML page of a run, and `plot RUN` draws its curves":
         "curves log logs summary compare dashboard",

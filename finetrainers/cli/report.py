@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import Problem
+from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import file_size
 
 from .overview import described
+from .sync import seconds
 
 _MORE = (
     "The page is a single HTML file that works offline: curves, samples by prompt and step, rollouts, memory, data, "
@@ -30,6 +33,8 @@ def add_report(commands: Any) -> None:
     report.add_argument("--output", type=Path, metavar="FILE|FOLDER", help=where)
     count = "maximum number of videos; larger ones are scaled down [36]"
     report.add_argument("--videos", type=_parse_count, metavar="N|none", help=count)
+    every = "write the page again until training ends; the browser reloads it"
+    report.add_argument("--every", type=seconds, metavar="SECONDS", help=every)
     report.set_defaults(run=_report, check=_check)
 
 
@@ -70,11 +75,17 @@ def _report(arguments: argparse.Namespace) -> int:
     roots: list[Path] = arguments.directory
     output = _output_path(arguments.output, roots)
     limits = VideoLimits(MOST_VIDEOS if arguments.videos is None else arguments.videos)
-    runs = [read_run(root, name=name) for root, name in zip(roots, _run_names(roots), strict=True)]
-    page = make_report(runs, limits)
-    write_text_atomic(output, page)
-    print(f"{output} ({file_size(output.stat().st_size)})")
-    return 0
+    while True:
+        runs = [read_run(root, name=name) for root, name in zip(roots, _run_names(roots), strict=True)]
+        is_training = any(run.status == "training" for run in runs)
+        write_text_atomic(output, make_report(runs, limits, reload_s=arguments.every if is_training else None))
+        print(f"{output} ({file_size(output.stat().st_size)})", flush=True)
+        if arguments.every is None or not is_training:
+            return exit_codes.DONE
+        try:
+            time.sleep(arguments.every)
+        except KeyboardInterrupt:
+            return exit_codes.DONE
 
 
 def _run_names(roots: list[Path]) -> list[str]:

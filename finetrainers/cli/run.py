@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
@@ -102,15 +104,18 @@ def run_command(argv: Sequence[str], train: _Command) -> int:
         print_error(error)
         return exit_codes.CONFIGURATION
 
-    def check() -> int:
+    def check(warnings_file: IO[str] | None = None) -> int:
         os.environ.update(environment)
-        return _plan(stages, arguments)
+        return _plan(stages, arguments, warnings_file)
 
     if arguments.plan:
         return check()
     # In a separate process: it imports torch and may query the GPU, whose memory is for the stages.
-    code = _in_child(check)
-    return code if code != exit_codes.DONE else _train_all(stages, arguments, train)
+    with tempfile.TemporaryFile("w+") as file:
+        code = _in_child(lambda: check(file))
+        file.seek(0)
+        warnings = file.read()
+    return code if code != exit_codes.DONE else _train_all(stages, arguments, train, warnings=warnings)
 
 
 def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flags: Sequence[str]) -> list[Stage]:
@@ -173,23 +178,26 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
-    """Check all stages, and print their plan; return an exit code."""
+def _plan(stages: Sequence[Stage], arguments: argparse.Namespace, warnings_file: IO[str] | None) -> int:
+    """Check all stages, and print their plan, with its warnings as JSON to a file; return an exit code."""
     from finetrainers.runs.stages_plan import plan_stages
 
     quiet_progress_bars()
     try:
-        plan_stages(
+        warnings = plan_stages(
             stages, again_from=arguments.again_from, keep_finished=arguments.keep_finished, trains=not arguments.plan
         )
     except ConfigError as error:
         print_error(error)
         return exit_codes.CONFIGURATION
+    if warnings_file is not None:
+        json.dump(warnings, warnings_file)
+        warnings_file.flush()
     return exit_codes.DONE
 
 
-def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _Command) -> int:
-    """Train the unfinished stages; return an exit code."""
+def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _Command, *, warnings: str) -> int:
+    """Train the unfinished stages, which do not repeat the warnings (JSON) of the plan; return an exit code."""
     from finetrainers.runs.stages import look_at, set_aside, start_flags
 
     for was, now in set_aside(look_at(stages, again_from=arguments.again_from)):
@@ -204,7 +212,7 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _C
         print(f"{head}: {f'from step {status.step}, ' if status.step else ''}in {status.root}", flush=True)
         run = status.config.run
         flags = [*start_flags(status), *(["--verbose"] if run.verbose else [])]
-        code = _start(flags, arguments.launcher, run.hub_token, train)
+        code = _start(flags, arguments.launcher, run.hub_token, train, warnings=warnings)
         if code != exit_codes.DONE:
             advice = (
                 "the same command resumes it"
@@ -217,10 +225,12 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _C
     return exit_codes.DONE
 
 
-def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Command) -> int:
+def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Command, *, warnings: str) -> int:
     """Train one stage in a separate process, or in those of the launcher; return the exit code."""
+    from finetrainers.plan.start_report import SKIPPED_WARNINGS
 
     def work() -> int:
+        os.environ[SKIPPED_WARNINGS] = warnings
         if token is not None:  # no file has it
             os.environ["HF_TOKEN"] = token.get_secret_value()
         if not launcher:

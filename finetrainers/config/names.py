@@ -86,6 +86,7 @@ _SAME = {
     "validation_separator": "validation_prompt_separator",
     "validation_steps": "sample_every sample_every_n_steps validation_interval validation_step_interval",
     "validation_epochs": "sample_every_n_epochs validation_epoch_interval",
+    "validation_at_start": "sample_at_first validation_on_startup",
     "validation_inference_steps": "num_inference_steps inference_steps validation_num_inference_steps "
     "validation_sampling_steps",
     "validation_guidance_scale": "validation_guidance",
@@ -205,7 +206,6 @@ _INSTEAD = {
         "guidance_scale",
     "samples have an empty negative prompt; remove it": "negative_prompt validation_negative_prompt neg",
     "--seed also determines the noise of samples": "validation_seed",
-    "to get samples at any time, create an empty file `control/sample` in the run directory": "sample_at_first",
     "use --logging_steps, in optimizer steps": "log_every logging_interval steps_per_print log_interval",
     "a run is named by its --output_dir, and its project by --tracker_name": "wandb_run_name",
     "keys are not options; set WANDB_API_KEY in the environment": "wandb_api_key wandb_key",

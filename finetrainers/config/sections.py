@@ -465,6 +465,16 @@ class OptimizerSection(Section):
 class ValidationSection(Section):
     """Validation samples, and evaluation by loss and by rewards, during training."""
 
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the validation prompts are sampled during training, and not only at its end."""
+        return self.validation_steps is not None or self.validation_epochs is not None
+
+    @property
+    def samples_at_start(self) -> bool:
+        """True if the validation prompts are sampled before the first step."""
+        return self.is_scheduled if self.validation_at_start is None else self.validation_at_start
+
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
         ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
@@ -480,6 +490,8 @@ class ValidationSection(Section):
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)
     validation_epochs: int | None = option(None, "Sample every N epochs.", resume="free", ge=1)
     validation_steps: int | None = option(None, "Sample every N optimizer steps.", resume="free", ge=1)
+    validation_at_start: bool | None = option(None, "Also sample before the first step, for comparison. The default is "
+        "true with `validation_steps` or `validation_epochs`, else false.", resume="free")
     validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the median of "
         "the training clips, or the model's own rate if it is within 2% of it.", resume="free", gt=0, le=1000)
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ class Family:
         pipelines: names of the pipelines that its checkpoints are made for, as `model_index.json` states them, or empty
             for any.
         published: Hub ids of its checkpoints, whose family is known without their files.
+        starters: those that train on clips and captions alone, with billions of parameters; `finetrainers init` offers
+            them.
         tiny: `module:function` that builds a complete tiny random repository, or None.
         tiny_versions: values of that function's `version`, if it has one; the first is its default.
     """
@@ -60,6 +62,7 @@ class Family:
     vae: str | None = None
     pipelines: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
+    starters: Mapping[str, float] = field(default_factory=dict, hash=False)
     tiny: str | None = None
     tiny_versions: tuple[str, ...] = ()
 

@@ -182,6 +182,7 @@ def _total_steps(checked: ResolvedRun) -> int:
 def _samples_size(checked: ResolvedRun) -> int:
     validation, todo = checked.config.validation, max(0, _total_steps(checked) - checked.start.step)
     times, evaluations = 1 + (todo // validation.validation_steps if validation.validation_steps else 0), 0
+    times += validation.samples_at_start and not checked.start.step
     if validation.eval_reward and validation.eval_steps and not method_spec(checked.config).samples:
         evaluations = 1 + todo // validation.eval_steps  # including one before training
     videos = validation.num_validation_videos

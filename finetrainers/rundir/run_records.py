@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.load import CHOSEN
 from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
 from finetrainers.draw.curves import Points, is_number, points, read_metrics
 from finetrainers.utils.files import missing_path_problem, read_jsonl
@@ -257,6 +258,8 @@ def _read_options(path: Path) -> dict[str, Any]:
             options[table] = values
             continue
         section = table if table in sections() else None
+        if table == CHOSEN:  # a table for each source
+            values = {name: value for chosen in values.values() for name, value in chosen.items()}
         options |= {flat_name(key, section): value for key, value in values.items()}
     return by_current_names(options)
 

@@ -296,7 +296,7 @@ def _prompts(
     values: dict[str, Any] = {
         "validation_inference_steps": options.num_inference_steps or section.validation_inference_steps,
         "validation_frame_rate": options.frame_rate or section.validation_frame_rate,
-        "validation_steps": None, "validation_epochs": None,
+        "validation_steps": None, "validation_epochs": None, "validation_at_start": None,
     }  # fmt: skip
     if options.guidance_scale is not None:
         values["validation_guidance_scale"] = options.guidance_scale

@@ -197,15 +197,20 @@ def _make_validations(
         scheduler=scheduler,
         load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
     )
+    # Scores without those before training would not show what training changes.
+    scores_at_start = config.validation_at_start is not False
     count = len(checked.prompts)
     if scores is not None and checked.scored:
         held_out = encoded.select(count, len(encoded.prompts))
         one_video = section.model_copy(update={"num_validation_videos": 1})
-        yield validation(encoded=held_out, section=one_video, due=due_scores, scores=scores, prefix="eval-")
+        yield validation(
+            encoded=held_out, section=one_video, due=due_scores, at_start=scores_at_start, scores=scores, prefix="eval-"
+        )
         scores = None
     if checked.prompts:
         both = due if scores is None else lambda step: due(step) or due_scores(step)
-        yield validation(encoded=encoded.select(0, count), section=section, due=both, scores=scores)
+        at_start = config.samples_at_start if scores is None else scores_at_start
+        yield validation(encoded=encoded.select(0, count), section=section, due=both, at_start=at_start, scores=scores)
 
 
 def _schedule(

@@ -41,17 +41,13 @@ class StopSignals:
     A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
     """
 
-    def __init__(self, *, logs_signal: bool, resume_command: str = "") -> None:
-        """Args:
-        logs_signal: whether this process logs the signal that it received (one of all ranks should).
-        resume_command: command that continues the run, to be logged then.
-        """
+    def __init__(self, *, logs_signal: bool) -> None:
+        """Make the listener; with `logs_signal`, this process logs the signal that it received (one rank should)."""
         self._second_exits = True
         self._forwarded: int | None = None  # the second signal, left to the host program
         self._handlers: dict[int, Any] = {}
         self._wakeup = -1
         self.logs_signal = logs_signal
-        self.resume_command = resume_command
         self.received: int | None = None
         self._received_at = 0.0
 
@@ -102,11 +98,10 @@ class StopSignals:
         if self.received is None:
             self.received, self._received_at = signum, time.monotonic()
             if self.logs_signal:
-                advice = f". To continue: {self.resume_command}" if self.resume_command else ""
-                logger.warning(
-                    "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, advice
-                )
+                _end_echoed_line(signum)
+                logger.warning("%s: stopping after this step, with a checkpoint; a second one stops at once", name)
         elif self._forwarded is None and time.monotonic() - self._received_at > _SAME_REQUEST_S:
+            _end_echoed_line(signum)
             logger.warning("%s again: stopping at once", name)
             if self._second_exits:
                 sys.stderr.flush()
@@ -119,6 +114,12 @@ class StopSignals:
         if self._forwarded == signum:
             signal.signal(signum, self._handlers[signum])
             signal.raise_signal(signum)
+
+
+def _end_echoed_line(signum: int) -> None:
+    """End the line of the terminal on which Ctrl-C has left `^C`; a live line of progress overwrites it by itself."""
+    if signum == signal.SIGINT and sys.stderr is sys.__stderr__ and os.isatty(2):
+        os.write(2, b"\n")
 
 
 def _send_to_main_thread(signum: int) -> None:
@@ -196,7 +197,7 @@ class Requests:
     """
 
     def __init__(self, *, run_dir: RunDirectory, parallel: Strategy) -> None:
-        self.signals = StopSignals(logs_signal=parallel.is_main, resume_command=run_dir.resume_command)
+        self.signals = StopSignals(logs_signal=parallel.is_main)
         self.stop: str | None = None
         self.save = False
         self.sample = False

@@ -14,6 +14,7 @@ from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import print_line, report_loading
 from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
 from finetrainers.utils.process_state import free_memory
+from finetrainers.utils.progress import working
 
 from .sampling import EncodedPrompts, encode_prompts
 from .watchdog import Watchdog
@@ -77,7 +78,7 @@ def _load_or_encode(
         )
     watchdog.enter("encoding")
     with phase(ENCODING_TEXT):
-        with parallel.raise_on_all_ranks("encoding the prompts"):
+        with parallel.raise_on_all_ranks("encoding the prompts"), working("encoding the prompts of samples"):
             prompts = None if sampling is None else encode_prompts(spec, encoders, checked.sampled, sampling)
         conditioning = texts.encode(encoders) if cached else texts.encode_on_demand(encoders)
     del encoders

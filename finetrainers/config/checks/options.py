@@ -468,7 +468,7 @@ def check_shared_sizes(
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     validation = config.validation
-    if (validation.validation_steps or validation.validation_epochs) and not prompts:
+    if (validation.is_scheduled or validation.validation_at_start) and not prompts:
         yield (
             "validation_prompts",
             "validation is scheduled, but there are no prompts; set --validation_prompts",

@@ -125,6 +125,7 @@ def _encode_texts(
         inputs_by_key = {keys.text(caption, source): (caption, source) for caption, source in rank_inputs}
         todo = [(key, *inputs_by_key[key]) for key in keys.cache.missing(inputs_by_key)]
         size = 0
+        progress(0, len(todo))
         for start in range(0, len(todo), batch_size):
             batch = todo[start : start + batch_size]
             try:
@@ -180,6 +181,7 @@ def precompute_video(
         keys.digests.learn(path for clip in rank_clips for path in clip.files)
         todo, num_cached, bad_samples = _find_missing(rank_clips, keys, optional, make_key=keys.video)
         done = encoded = size = 0
+        progress(0, len(todo))
         remaining_pixels = sum(
             math.prod(clip.bucket) for _, clip in todo
         )  # pixels times frames, as entries' sizes are proportional
