@@ -164,7 +164,7 @@ def damage(
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
     mismatches = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
-    return f"checksum mismatch of {mismatches[0]} (SHA-256)" if mismatches else None
+    return f"{mismatches[0]} does not match its SHA-256 checksum" if mismatches else None
 
 
 def share_of(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:

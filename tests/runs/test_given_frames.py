@@ -290,8 +290,8 @@ def test_what_channels_leave_no_choice_in(options: Callable[..., dict], media: P
     for family, version, expected in (
         ("hunyuan_video", "latent_concat", "hunyuan_video .*, not last"),
         ("hunyuan_video", "token_replace", "hunyuan_video .*, not last"),
-        ("hunyuan_video", "t2v", "hunyuan_video takes no "),
-        ("cogvideox", "5b", "cogvideox takes no "),
+        ("hunyuan_video", "t2v", "hunyuan_video does not support "),
+        ("cogvideox", "5b", "cogvideox does not support "),
     ):
         assert re.search(f"--frame_conditioning: .*{expected}", said(family, version, frame_conditioning="last=1"))
 
@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
     assert "no.png" in str(no.value)
     assert "no.mp4;" in str(no.value)
     for place, size, expected in (
-        (clip, "17x64x64", " 20 frames at 25 fps,.* 17 frames .* 9; .* FILE:9, "),
+        (clip, "17x64x64", " 20 frames at 25 fps;.* 17 frames .* 9; .* FILE:9,"),
         (f"{clip}:8", "33x64x64", r" 8 .* 8\*k\+1; .* FILE:1$"),
         (f"{clip}:0", "33x64x64", r" 0 .* 8\*k\+1; .* FILE:1$"),
         (f"{clip}:25", "65x64x64", ", not 25; .* FILE:17, "),
@@ -333,7 +333,7 @@ def test_what_does_not_fit_is_refused_at_the_start(options: Callable[..., dict],
             preflight_sampled(size, validation_video_prefixes=place)
         assert re.search(expected, str(refused.value))
     ending = said("25x64x64", validation_video_prefixes=f"{clip}:17", validation_last_images=last)
-    assert re.search("--validation_video_prefixes: .* 25 frames .* 9; .* FILE:9, ", ending)
+    assert re.search("--validation_video_prefixes: .* 25 frames .* 9; .* FILE:9,", ending)
     with refused_options(("--validation_last_images", "conflict")) as refused:
         preflight_sampled("9x64x64", validation_images=first, validation_last_images=last)
     assert " 9 frames" in str(refused.value)

@@ -155,7 +155,7 @@ def test_rewards_of_all_processes_on_the_gpu_of_one(monkeypatch):
         ({"updates_per_rollout": 3, "num_generations": 16, "train_steps": 99, "checkpointing_steps": 0},
          ("4 prompts x 16 clips = 64,", "1 process x batches of 1 x 3 --updates_per_rollout = 3")),
         ({"rollout_gradients": "reweight", "best_of_n": 4},
-         ("--rollout_gradients reweight", "--best_of_n 4;", " about 6 of 8;", "retain")),
+         ("--rollout_gradients reweight", "--best_of_n 4;", " about 6 of 8", "retain")),
         ({"rollout_gradients": "retain"}, ("--rollout_gradients retain", "reweight")),
         ({"rollout_gradients": "retain", "best_of_n": 4, "offload_trajectory": True},
          ("--offload_trajectory", "--rollout_gradients retain")),
