@@ -125,6 +125,7 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
     """
     from finetrainers.methods.registry import method_names, method_spec
 
+    config = config.model_copy(update={"model": config.model.for_estimate()})
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
     resolved_run = _check(without_data or config, has_data=without_data is None)
     missing = resolved_run.family.configs_not_here(resolved_run.config.model)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
@@ -108,6 +108,19 @@ class ModelSection(Section):
     enable_tiling: bool | None = option(None, "Encode and decode in spatial tiles (VAE tiling): less memory, "
         "slightly different latents. By default only clips that would take more than 24 GiB are tiled, and clips of "
         "rollouts that do not even fit the GPU one by one, which the run says.", resume="free", encodes="vae")
+
+    _is_estimated: bool = PrivateAttr(default=False)
+
+    @property
+    def is_estimated(self) -> bool:
+        """True if nothing but configs is read, so that packaged ones of published models will do."""
+        return self._is_estimated
+
+    def for_estimate(self) -> ModelSection:
+        """Return a copy for an estimate; see `is_estimated`."""
+        section = self.model_copy()
+        section._is_estimated = True
+        return section
 
 
 class DataSection(Section):

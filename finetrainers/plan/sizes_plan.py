@@ -11,6 +11,8 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.bucket_choice import choose_buckets
+from finetrainers.data.buckets.buckets import LARGEST_CHOSEN
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 
@@ -70,16 +72,21 @@ class SizesPlan:
 def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
     """Return a plan of the configured sizes, or None if they are wrong.
 
+    A method that trains on clips has the sizes that large clips get where no size is configured.
+
     Raises:
-        ConfigError: there are none.
+        ConfigError: the method samples clips, and their size is not configured.
+        DataError: the model cannot be trained on the sizes.
     """
     method = method_spec(config)
-    buckets = method.sizes(config)
+    buckets = tuple(method.sizes(config))
     if sizes_are_wrong:
         return None
-    if not buckets:
+    if not buckets and method.samples:
         option = method.size_options[0]
         message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
         raise ConfigError([Problem(f"--{option}", message, "required")])
+    if not method.samples:
+        buckets = choose_buckets(config.data, geometry, {"video": [LARGEST_CHOSEN], "image": []}).all
     needs_text = method.needs_text(config)
-    return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=needs_text)
+    return SizesPlan(buckets, encodes_clips=not method.samples, needs_empty_text=needs_text)
