@@ -171,7 +171,7 @@ def plan_run(
     at_once = around.local_processes if maker.zero else 1
     return RunPlan(
         on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
-        one_by_one=maker.loaded * at_once, written_alone=maker.saving()[1],
+        one_by_one=max(maker.loaded * at_once, maker.on_host(LOADING)), written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
 

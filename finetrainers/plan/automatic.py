@@ -39,22 +39,25 @@ from .throughput import peak_flops
 _PROBE_BYTES = 64 << 20
 
 
-def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None) -> ResolvedRun:
+def within_budget(
+    checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None, *, host_gib: float | None = None
+) -> ResolvedRun:
     """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU, and print them.
 
     Args:
         checked: the run.
         check: function that checks the run with other options; by default `preflight`, without reading data again.
+        host_gib: host memory of the machine; default: of this one.
 
     Raises:
         ConfigError: nothing fits `memory_budget`.
     """
     config = checked.config
     if config.memory.memory_budget is not None:
-        options = _options_for_budget(checked, config.memory.memory_budget)
+        options = _options_for_budget(checked, config.memory.memory_budget, host_gib)
     elif config.memory.fit_gpu and not checked.family.configs_not_here(config.model):
         # One process asks: a CUDA context of each would stay on the first GPU.
-        options = once_per_node(lambda: _options_for_gpu(checked), config, timeout_s=config.run.idle_timeout)
+        options = once_per_node(lambda: _options_for_gpu(checked, host_gib), config, timeout_s=config.run.idle_timeout)
     else:
         return checked
     if options == config:
@@ -65,13 +68,13 @@ def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedR
     return replace(rechecked, unseen=checked.unseen, warnings=[*rechecked.warnings, *earlier])
 
 
-def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
+def _options_for_budget(checked: ResolvedRun, budget: float, host_gib: float | None) -> TrainConfig:
     """Return the options that fit a budget in GiB.
 
     Raises:
         ConfigError: nothing fits.
     """
-    memory = run_memory(checked)
+    memory = run_memory(checked, host_gib)
     peak = memory.plan().peak
     needed_gib = with_reserve(peak) / GIB
     if fits(peak, GIB * budget):
@@ -81,8 +84,8 @@ def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
     if advice is None:
         remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_REMEDIES)
         message = (
-            f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
-            f"does:{remedies}"
+            f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit on a machine "
+            f"with {file_size(memory.host)} of memory. What does:{remedies}"
         )
         raise ConfigError([Problem("--memory_budget", message, "too_large")])
     for line in advice_lines(advice, f"memory budget: {needed_gib:.1f} GiB are planned, more than {budget:g}. Chosen:"):
@@ -90,7 +93,7 @@ def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
     return advice.config
 
 
-def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
+def _options_for_gpu(checked: ResolvedRun, host_gib: float | None) -> TrainConfig:
     """Return options that fit the GPU with the same results; the run's own if it fits already, or if nothing fits."""
     config = checked.config
     gib = planned_gib(config)
@@ -98,7 +101,7 @@ def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
         return config
     if launched_processes() > local_world_size():
         gib = math.floor(gib)  # drivers of several machines report slightly different sizes
-    memory = run_memory(checked)
+    memory = run_memory(checked, host_gib)
     peak = memory.plan().peak
     if fits(peak, GIB * gib):
         return config

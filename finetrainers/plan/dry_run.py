@@ -11,8 +11,6 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
-from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import fits
 from finetrainers.utils.text import plural
 
 from .init_distributed import check_device, check_strategy
@@ -45,7 +43,7 @@ def dry_run_report(checked: ResolvedRun) -> None:
     )
     print_origin(checked)
     if unseen is None:
-        _print_memory(checked, transformer)
+        checked = _print_memory(checked, transformer)
     print_remarks(checked)
     _print_options(config)
     print_line(_conclude(checked, unseen))
@@ -92,7 +90,8 @@ def unseen_reason(checked: ResolvedRun) -> str | None:
     return checked.unseen
 
 
-def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
+def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> ResolvedRun:
+    """Print the size of the network and the estimate; return the run, with a warning if the machine has too little."""
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
     print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
@@ -104,12 +103,13 @@ def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
     settings = memory.choose()
     lines = memory_lines(memory, settings)
     if gpu is not None:
-        is_too_large = not fits(settings.plan.peak, GIB * gpu.gib)
-        lines += fit_lines(
-            settings.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None
-        )
+        fits = memory.fits(settings.plan, gpu.gib)
+        advice = None if fits else memory.advice(gpu.gib, device=target_device(config))
+        lines += fit_lines(memory, settings.plan, gpu, advice)
     for line in lines:
         print_line(line)
+    problem = memory.host_problem(settings.plan) if gpu is None else None
+    return checked if problem is None else replace(checked, warnings=[*checked.warnings, problem])
 
 
 def _print_options(config: TrainConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import tomli_w
+
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import OTHER_REMEDIES, Advice, Chosen
 from finetrainers.memory.automatic import AutoSettings
@@ -26,7 +28,7 @@ def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
     """Return the estimate as lines: a table of phases, contents of the peak, host memory, choices for `auto`, disk."""
     plan, lines = settings.plan, _phase_lines(settings.plan)
     machine = plural(plan.local_processes, "process", "processes")
-    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
+    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)} of {file_size(memory.host)}")
     options = with_launcher(memory.checked.config.parallel)
     if launched_processes() == 1 and ((options.fsdp is not None and not options.fsdp_cpu_offload) or options.deepspeed):
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
@@ -91,16 +93,31 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     return lines
 
 
-def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
-    """Return whether the run fits a GPU, and the options that make it fit."""
-    size = file_size(with_reserve(plan.peak))
-    if fits(plan.peak, GIB * gpu.gib):
-        return [f"it fits {gpu}: {size} are needed"]
-    lines = [f"it does not fit {gpu}: {size} are needed"]
+def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
+    """Return whether a run fits a GPU and the machine, and the options that make it fit, also as lines to paste."""
+    size, warning = file_size(with_reserve(plan.peak)), memory.host_problem(plan)
+    verb = "fits" if fits(plan.peak, GIB * gpu.gib) else "does not fit"
+    lines = [f"it {verb} {gpu}: {size} are needed"]
+    if verb == "fits" and warning is None:
+        return lines
+    lines += [] if warning is None else [f"it does not fit the machine: {warning}"]
     if advice is None:
         lines.append("no set of options makes it fit. What does:")
         return [*lines, *(f"  * {way}" for way in OTHER_REMEDIES)]
-    return [*lines, *advice_lines(advice, "it fits with")]
+    return [*lines, *advice_lines(advice, "it fits with"), *paste_lines(advice, gpu)]
+
+
+def paste_lines(advice: Advice, gpu: Gpu) -> list[str]:
+    """Return the options of an advice as flags and for a config file, and the budget that chooses them in a run."""
+    values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
+    budget = gpu.name.replace(" G", "G").replace(" ", "-")
+    return [
+        "as flags:",
+        f"  {' '.join(applied.switch.flags for applied in advice.switches)}",
+        "in the config file:",
+        *(f"  {line}" for line in tomli_w.dumps(values).splitlines()),
+        f"or let the run choose such options: --memory_budget {budget}",
+    ]
 
 
 def advice_lines(advice: Advice, heading: str) -> list[str]:
@@ -137,6 +154,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
         "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(with_reserve(plan.peak))},
         "processes": launched_processes(),
         "machine_host": round(plan.machine_bytes),
+        "fits_host": memory.host_problem(plan) is None,
         "disk": {
             "checkpoint": needs.checkpoint, "num_checkpoints": needs.num_checkpoints, "result": needs.result,
             "samples": needs.samples, "cache": round(memory.cache_bytes()),
@@ -147,7 +165,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
     if gpu is not None:
         estimate["gpu"], estimate["gpu_gib"] = gpu.name, gpu.gib
         estimate["fits"] = fits(plan.peak, GIB * gpu.gib)
-        if not estimate["fits"]:
+        if not memory.fits(plan, gpu.gib):
             estimate["advice"] = None if advice is None else _advice_json(advice)
     return estimate
 
