@@ -194,12 +194,9 @@ def _run_lines(run: ResolvedRun, *, no_data: bool) -> Iterator[str]:
     size, clips = run.plan.heaviest(config)
     rank = f" of rank {config.training.rank}" if config.training.training_type == "lora" else ""
     frames_size = "x".join(map(str, size))
-    yield (
-        f"{config.training.method} {config.training.training_type}{rank} of "
-        f"{config.model.pretrained_model_name_or_path}, in micro-batches of {plural(clips, run.plan.noun)} of "
-        f"{frames_size}"
-    )
+    yield f"{config.training.method} {config.training.training_type}{rank} of {config.model.model_name}"
+    yield f"micro-batches of {plural(clips, run.plan.noun)} of {frames_size}"
     if no_data:
         named = method_spec(config).sizes(config) or config.data.resolutions
-        source = "sizes are those of the options" if named else "the size is the largest that a run chooses for clips"
-        yield f"the data is not on this machine: {source}, and its cache is not counted"
+        source = "sizes are those of the options" if named else "the largest size that a run chooses by itself"
+        yield f"the data is not on this machine: {source}; its cache is not counted"

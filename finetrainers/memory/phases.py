@@ -388,7 +388,8 @@ class _Phases:
         """Return the bytes of decoded clips that workers have ready, and of their processes."""
         workers = self.config.dataloader.dataloader_num_workers
         frames, height, width = max(self.around.encoded, key=lambda size: size[0] * size[1] * size[2])
-        clip = 3.0 * frames * height * width * self.around.clips
+        batch = self.config.data.precompute_batch_size if self.precomputed else self.around.clips
+        clip = 3.0 * frames * height * width * batch
         return workers * (PROCESS_GIB * GIB + 2 * clip) + clip
 
     def _offloaded(self) -> float:

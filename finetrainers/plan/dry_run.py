@@ -34,6 +34,7 @@ def dry_run_report(checked: ResolvedRun) -> None:
     """
     config, unseen = checked.config, unseen_reason(checked)
     checked, transformer = build_without_weights(checked)
+    packaged = None if unseen is None else _with_packaged_configs(checked)
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps
@@ -44,9 +45,11 @@ def dry_run_report(checked: ResolvedRun) -> None:
     print_origin(checked)
     if unseen is None:
         checked = _print_memory(checked, transformer)
+    elif packaged is not None:
+        _print_memory(packaged, network_without_weights(packaged))
     print_remarks(checked)
     _print_options(config)
-    print_line(_conclude(checked, unseen))
+    print_line(_conclude(checked, unseen, is_planned=packaged is not None))
 
 
 def build_without_weights(checked: ResolvedRun) -> tuple[ResolvedRun, nn.Module]:
@@ -122,12 +125,21 @@ def _print_options(config: TrainConfig) -> None:
     print_line(tomli_w.dumps({name: value for name, value in options.items() if value is not None}))
 
 
-def _conclude(checked: ResolvedRun, unseen: str | None) -> str:
+def _with_packaged_configs(checked: ResolvedRun) -> ResolvedRun | None:
+    """Return the run with the configs of its published model that are packaged, or None if there are none."""
+    model = checked.config.model.for_estimate()
+    if checked.family.configs_not_here(model):
+        return None
+    return replace(checked, config=checked.config.model_copy(update={"model": model}))
+
+
+def _conclude(checked: ResolvedRun, unseen: str | None, *, is_planned: bool) -> str:
     """Return the last line; it claims nothing about unchecked parts."""
     if unseen is not None:
+        memory = "Memory is that of its packaged configs" if is_planned else "Memory cannot be estimated"
         return (
             f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} "
-            "models, and LoRA targets with a tiny one. Memory cannot be estimated"
+            f"models, and LoRA targets with a tiny one. {memory}"
         )
     missing = [name for name, size in sizes_on_disk(checked).items() if size is None]
     missing += missing_rewards(checked)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.bucket_choice import choose_buckets
@@ -72,21 +71,13 @@ class SizesPlan:
 def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
     """Return a plan of the configured sizes, or None if they are wrong.
 
-    A method that trains on clips has the sizes that large clips get where no size is configured.
+    Where no size is configured, clips have the largest that a run chooses by itself.
 
     Raises:
-        ConfigError: the method samples clips, and their size is not configured.
         DataError: the model cannot be trained on the sizes.
     """
-    method = method_spec(config)
-    buckets = tuple(method.sizes(config))
     if sizes_are_wrong:
         return None
-    if not buckets and method.samples:
-        option = method.size_options[0]
-        message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
-        raise ConfigError([Problem(f"--{option}", message, "required")])
-    if not method.samples:
-        buckets = choose_buckets(config.data, geometry, {"video": [LARGEST_CHOSEN], "image": []}).all
-    needs_text = method.needs_text(config)
-    return SizesPlan(buckets, encodes_clips=not method.samples, needs_empty_text=needs_text)
+    method, clips = method_spec(config), {"video": [LARGEST_CHOSEN], "image": []}
+    buckets = method.sizes(config) if method.samples else choose_buckets(config.data, geometry, clips).all
+    return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=method.needs_text(config))

@@ -37,7 +37,7 @@ def model_path(name: str) -> str:
 
 
 def published_base(family: str) -> str | None:
-    """Return the Hub id of the repository of a family whose packaged configs are for training, or None if it has none."""
+    """Return the Hub id of a family's repository whose packaged configs are for training, or None if it has none."""
     index = _CONFIGS / family / "model_index.json"
     return _read_index(index).get("_name_or_path") if index.is_file() else None
 

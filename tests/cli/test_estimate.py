@@ -80,7 +80,6 @@ def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     for flags, place, value in (
         ((*SIZE, "--gpu", "much"), "--gpu", "'much'"),
         ((*SIZE, "--gpu", "9" * 5000 + "GB"), "--gpu", "(5004 "),
-        ((), "--video_resolution_buckets", ""),
         ((*SIZE, "--accelerate_config", str(tmp_path / "absent.yaml")), "--accelerate_config", "absent.yaml"),
     ):
         code, out, err = estimate(*flags)
@@ -93,6 +92,44 @@ def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     processes = ["--num_processes", "3", "--num_machines", "2"]
     assert refused_command(["estimate", *SIZE, *model, *processes]) == (2, [("--num_processes", "conflict")])
     assert refused_command(["estimate", "--list_models"]) == (2, [("--list_models", "unknown")])
+
+
+def test_published_models_are_estimated_without_data_and_downloads(
+    estimate: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LoRA has the recommended settings and the largest size that a run chooses, unless options name others."""
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asks the Hub"))
+    (tmp_path / "run.toml").write_text(f'data_root = "{tmp_path}/later"\noutput_dir = "{tmp_path}/run"\n')
+    model, run = Path("Lightricks/LTX-Video"), ("--config", str(tmp_path / "run.toml"))
+    code, out, err = estimate(*run, "--gpu", "16GB", repo=model)
+    assert code == 0, err
+    assert "sft lora of rank 32 of ltx_video\nmicro-batches of 1 clip of 49x512x768\n" in out
+    flags, toml, budget = "--precompute_conditions", "precompute_conditions = true", "--memory_budget 16GB"
+    assert out.endswith(
+        f"as flags:\n  {flags}\nin the config file:\n  {toml}\nor let the run choose such options: {budget}\n"
+    )
+    assert "it fits 16 GB" in estimate(*run, "--gpu", "16GB", flags, repo=model)[1]
+    areas = ("--resolutions", "256x256", "--frame_buckets", "17")
+    assert "1 clip of 17x256x256\n" in estimate(*run, *areas, repo=model)[1]
+    both = [estimate("--json", repo=Path(f"{owner}/CogVideoX-5b")) for owner in ("THUDM", "zai-org")]
+    assert both[0][1] == both[1][1] != ""
+    other = ["estimate", "--pretrained_model_name_or_path", "THUDM/CogVideoX1.5-5B"]
+    assert refused_command(other) == (2, [("--pretrained_model_name_or_path", "not_found")])
+
+
+def test_host_memory_is_compared_with_the_machine(estimate: Callable[..., tuple[int, str, str]]) -> None:
+    """Options that the machine has too little memory for are not proposed, and a run that needs more gets a warning."""
+    model = Path("hunyuanvideo-community/HunyuanVideo")
+    options = ("--activation_memory", "checkpoint", "--precompute_conditions", "--gpu", "24GB", "--json")
+    large, small = (json.loads(estimate(*options, "--host", host, repo=model)[1]) for host in ("64GB", "20GB"))
+    assert (large["fits_host"], small["fits_host"]) == (True, False)
+    assert "blocks_to_swap" in [name for switch in large["advice"]["switches"] for name in switch["options"]]
+    assert small["advice"] is None, "the network alone takes 24 GiB"
+    assert {phase["host"] > 0 for phase in small["phases"].values()} == {True}
+    code, out, _ = estimate(*SIZE, "--host", "0.5")
+    assert code == 0
+    assert re.search("^warning: .* of host memory are planned", out, re.MULTILINE)
+    assert "warning: " not in estimate(*SIZE, "--host", "8")[1]
 
 
 #: What only a CUDA GPU can do, and what the run is planned for.
