@@ -40,13 +40,13 @@ from published_networks import NETWORKS  # noqa: E402
 
 from finetrainers.cli.estimate import checked_sizes, estimate_command, planned_for  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
+from finetrainers.memory.advice import Outcome  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
 from finetrainers.memory.fit import fits as fits_gpu  # noqa: E402
 from finetrainers.memory.fit import with_reserve  # noqa: E402
 from finetrainers.memory.gathered import zero_host_bytes  # noqa: E402
 from finetrainers.memory.network_weights import NetworkWeights  # noqa: E402
-from finetrainers.methods.registry import method_spec  # noqa: E402
 from finetrainers.models.registry import get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
@@ -106,16 +106,20 @@ def run_memory(name: str, kind: str) -> RunMemory:
 
 @cache
 def card(name: str, kind: str, gpu: int) -> tuple[str, ...]:
-    """A row of the table of cards, as `HEADINGS` say."""
-    memory, start = run_memory(name, kind), (name, f"{gpu} GB")
-    advice = memory.advice(read_gpu(f"{gpu}GB").gib)
-    if advice is None:
+    """A row of the table of cards, as `HEADINGS` say: nothing is set where exact choices are enough."""
+    memory, gib, start = run_memory(name, kind), read_gpu(f"{gpu}GB").gib, (name, f"{gpu} GB")
+    settings = memory.choose(machine=memory.machine_with(gib))
+    if memory.fits(settings.plan, gib):
+        plan, flags = settings.plan, NOTHING
+        outcome = Outcome(plan.peaks, 100 * settings.slower, settings.words, plan.machine_bytes)
+    elif (advice := memory.advice(gib)) is not None:
+        outcome, flags = advice.outcome, " ".join(f"`{applied.switch.flags}`" for applied in advice.switches)
+    else:
         return (*start, ABSENT, "", "", "", "")
-    flags = " ".join(f"`{applied.switch.flags}`" for applied in advice.switches) or NOTHING
-    chosen = "; ".join(_SHORT.get(option, "{}").format(what) for option, what in advice.outcome.chosen.items())
-    peaks = (_gib(advice.outcome.peak), f"{advice.outcome.host / GIB:.1f} GiB")
-    percent = f"{advice.outcome.slower:+.0f}%" if round(advice.outcome.slower) else "none"
-    return (*start, flags, *peaks, chosen.replace("none; ", "").removesuffix("none"), percent)
+    words = {option: what for option, what in outcome.chosen.items() if what != "none" and what[:2] != "0 "}
+    chosen = "; ".join(_SHORT.get(option, "{}").format(what) for option, what in words.items())
+    percent = f"{outcome.slower:+.0f}%" if round(outcome.slower) else "none"
+    return (*start, flags, _gib(outcome.peak), f"{outcome.host / GIB:.1f} GiB", chosen, percent)
 
 
 def cards(name: str, kind: str) -> Iterator[tuple[str, ...]]:
@@ -135,8 +139,8 @@ def planned(name: str, kind: str, flags: Sequence[str]) -> Any:
     """What the command `estimate` says of a run without validation."""
     size = {"LoRA r128": ["--rank", "128", "--lora_alpha", "128"], "full": ["--training_type", "full-finetune"]}[kind]
     argv = [
-        "--json", "--model_name", NETWORKS[name].family, "--pretrained_model_name_or_path", NETWORKS[name].hub_id, *size,
-        "--data_root", "absent", "--output_dir", "runs/estimate", "--optimizer", "adamw", "--mixed_precision", "bf16",
+        "--json", "--pretrained_model_name_or_path", NETWORKS[name].hub_id, *size, "--data_root", "absent",
+        "--output_dir", "runs/estimate", "--optimizer", "adamw", "--mixed_precision", "bf16",
         "--gradient_checkpointing", "--precompute_conditions", "--enable_slicing", "--enable_tiling", *flags,
     ]  # fmt: skip
     return _estimated(argv)
@@ -277,8 +281,7 @@ def errors() -> Iterator[str]:
     for name, network in NETWORKS.items():
         for training_type in ("lora", "full-finetune"):
             config = load_config(
-                model_name=network.family, pretrained_model_name_or_path=NETWORKS[name].hub_id, training_type=training_type,
-                rank=64, optimizer="adamw",
+                pretrained_model_name_or_path=network.hub_id, training_type=training_type, rank=64, optimizer="adamw",
             )  # fmt: skip
             family, section = get_family(network.family), config.model.for_estimate()
             geometry, spec = family.facts_of(section).geometry, family.load(section)
@@ -323,7 +326,7 @@ def zero_errors() -> Iterator[str]:
     for name, training_type, stage, offload, processes, micro_batches in ZERO:
         network = NETWORKS[name]
         config = load_config(
-            model_name=network.family, pretrained_model_name_or_path=NETWORKS[name].hub_id, training_type=training_type,
+            pretrained_model_name_or_path=network.hub_id, training_type=training_type,
             rank=64, optimizer="adamw", mixed_precision="bf16", gradient_checkpointing=True, deepspeed=True,
             zero_stage=stage, zero_offload=offload, gradient_accumulation_steps=micro_batches,
         )  # fmt: skip
@@ -382,28 +385,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             if own.write:
                 path.write_text(text, encoding="ascii")
         return 0
+    tables = list(_tables(own))
+    for page, name, table in tables:
+        print(table)
+        if own.write:
+            write_table(page, name, table)
+    if not tables:
+        for line in zero_errors() if own.zero else errors():
+            print(line, flush=True)
+    return 0
+
+
+def _tables(own: argparse.Namespace) -> Iterator[tuple[Path, str, str]]:
+    """The requested tables, each with its page and its name there."""
     if own.cards:
         for kind in RUNS:
             table = markdown([row for name in NETWORKS for row in cards(name, kind)])
-            print(table, flush=True)
-            if own.write:
-                write_table(HOW_TO / "memory.md", f"cards, {kind}", table)
-        page, name = ROOT / "README.md", "cards"
-        table = markdown([summary(name) for name in NETWORKS], SUMMARY_HEADINGS)
-    elif own.clusters:
-        page, name = HOW_TO / "distributed.md", "what to launch"
-        table = markdown(list(all_clusters()), CLUSTER_HEADINGS)
-    elif own.sharing:
-        page, name = HOW_TO / "sequence-parallel.md", "what shared clips take"
+            yield HOW_TO / "memory.md", f"cards, {kind}", table
+        yield ROOT / "README.md", "cards", markdown([summary(name) for name in NETWORKS], SUMMARY_HEADINGS)
+    if own.clusters:
+        yield HOW_TO / "distributed.md", "what to launch", markdown(list(all_clusters()), CLUSTER_HEADINGS)
+    if own.sharing:
         table = markdown([sharing(size) for size in (1, 2, 4, 8)], SHARING_HEADINGS)
-    else:
-        for line in zero_errors() if own.zero else errors():
-            print(line, flush=True)
-        return 0
-    print(table)
-    if own.write:
-        write_table(page, name, table)
-    return 0
+        yield HOW_TO / "sequence-parallel.md", "what shared clips take", table
 
 
 if __name__ == "__main__":

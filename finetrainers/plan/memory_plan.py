@@ -65,7 +65,7 @@ class RunMemory:
         self.host = float(read_host_memory().total) if host_gib is None else GIB * host_gib
         gpu_gib = gpu_gib or planned_gib(checked.config)
         #: The machine to plan for, or None if no GPU is known.
-        self.machine = None if gpu_gib is None else self._assume_machine(gpu_gib)
+        self.machine = None if gpu_gib is None else self.machine_with(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
         spec = checked.spec
         networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
@@ -155,7 +155,7 @@ class RunMemory:
             size = max(sizes, key=math.prod, default=bucket)
         return method.reward_bytes(config), method.scoring_bytes(config, size, fps=checked.frame_rate)
 
-    def _assume_machine(self, gpu_gib: float) -> Machine:
+    def machine_with(self, gpu_gib: float) -> Machine:
         """Return a machine whose memory alone is known; its speeds are assumed."""
         host = HOST_SHARE * self.host / local_world_size()
         return Machine(without_reserve(GIB * gpu_gib), host, ASSUMED_FLOPS, ASSUMED_LINK)
@@ -221,7 +221,7 @@ class RunMemory:
         """
         # The advice must work on this machine: missing packages are not excused.
         device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
-        machine = self._assume_machine(budget_gib)
+        machine = self.machine_with(budget_gib)
 
         def outcome(config: TrainConfig) -> Outcome | None:
             key = f"{budget_gib} {device} {config.model_dump_json()}"

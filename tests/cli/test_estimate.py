@@ -109,7 +109,7 @@ def test_published_models_are_estimated_without_data_and_downloads(
         f"as flags:\n  {flags}\nin the config file:\n  {toml}\nor let the run choose such options: {budget}\n"
     )
     assert "it fits 16 GB" in estimate(*run, "--gpu", "16GB", flags, repo=model)[1]
-    areas = ("--resolutions", "256x256", "--frame_buckets", "17")
+    areas = ("--resolutions", "256x256", "--num_ar_buckets", "0", "--frame_buckets", "17")
     assert "1 clip of 17x256x256\n" in estimate(*run, *areas, repo=model)[1]
     both = [estimate("--json", repo=Path(f"{owner}/CogVideoX-5b")) for owner in ("THUDM", "zai-org")]
     assert both[0][1] == both[1][1] != ""
