@@ -55,7 +55,7 @@ from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 
-HOW_TO = ROOT / "docs" / "how-to"
+HOW_TO, README = ROOT / "docs" / "how-to", ROOT / "README.md"
 #: Sizes of cards, in GB as they are sold.
 GPUS = (8, 12, 16, 24, 32, 48, 80)
 #: Memory of the machine that these GPUs are in.
@@ -128,11 +128,10 @@ def cards(name: str, kind: str) -> Iterator[tuple[str, ...]]:
     return (row for row in rows if kind == "LoRA" or row[2] != ABSENT)
 
 
-def summary(name: str) -> tuple[str, ...]:
-    """A row of README: a cell for each card, and for full finetuning the smallest card."""
+def summary(name: str, lora: Sequence[Sequence[str]], full: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A row of README, of the rows of a model: a cell for each card, and the smallest card for full finetuning."""
     marks = {NOTHING: "yes", ABSENT: "no"}
-    cells = (marks.get(card(name, "LoRA", gpu)[2], "budget") for gpu in GPUS)
-    return (name, *cells, next((row[1] for row in cards(name, "full")), "several"))
+    return (name, *(marks.get(row[2], "budget") for row in lora), full[0][1])
 
 
 def planned(name: str, kind: str, flags: Sequence[str]) -> Any:
@@ -226,7 +225,13 @@ def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) 
 
 
 def write_table(page: Path, name: str, table: str) -> None:
-    """Put a table between its marks in a page."""
+    """Put a table between its marks in a page, or its rows in the place of those of the same names in README."""
+    if page == README:
+        rows = {row.split(" | ")[0]: row for row in table.splitlines()[2:]}
+        lines = page.read_text(encoding="utf-8").splitlines()
+        lines = [rows.get(line.removesuffix(" |").split(" | ")[0], line) for line in lines]
+        page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return
     marks = (f"<!-- {name} -->", f"<!-- end of {name} -->")
     text = page.read_text(encoding="utf-8")
     assert all(mark in text for mark in marks), page
@@ -402,7 +407,13 @@ def _tables(own: argparse.Namespace) -> Iterator[tuple[Path, str, str]]:
         for kind in RUNS:
             table = markdown([row for name in NETWORKS for row in cards(name, kind)])
             yield HOW_TO / "memory.md", f"cards, {kind}", table
-        yield ROOT / "README.md", "cards", markdown([summary(name) for name in NETWORKS], SUMMARY_HEADINGS)
+        yield (
+            README,
+            "",
+            markdown(
+                [summary(name, *(list(cards(name, kind)) for kind in RUNS)) for name in NETWORKS], SUMMARY_HEADINGS
+            ),
+        )
     if own.clusters:
         yield HOW_TO / "distributed.md", "what to launch", markdown(list(all_clusters()), CLUSTER_HEADINGS)
     if own.sharing:

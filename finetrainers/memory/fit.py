@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Share that the allocator reserves beyond allocated memory, including CUDA's context: published measurements, see
-#: `docs/how-to/memory.md`.
+#: `docs/reference/memory-estimate.md`.
 RESERVE = 0.15
 #: Share of a machine's memory that is left to the operating system and other programs.
 HOST_RESERVE = 0.05

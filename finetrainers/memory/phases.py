@@ -1,7 +1,7 @@
 """Memory of a run by phase: on the GPU of each process and on the host. By arithmetic, without torch.
 
 `estimate.py` has the training step. Here are the other contents of a process in each phase: loaded networks, the needs
-of the VAE and of sampling. `docs/how-to/memory.md` names the sources of the figures.
+of the VAE and of sampling. `docs/reference/memory-estimate.md` names the sources of the figures.
 """
 
 from __future__ import annotations
