@@ -259,7 +259,7 @@ def planned_peak(recipe: Path) -> str:
     """The line of a recipe that says how much memory its command is planned to take, as the command `estimate` says
     it."""
     [words] = _commands(recipe)
-    flags = ["--config", str(recipe), "--json"]
+    flags = ["--config", str(recipe), "--json", "--host", f"{HOST_GIB}GiB"]
     if "--config_file" in words:
         at = words.index("--config_file")
         flags += ["--accelerate_config", str(ROOT / words[at + 1]), "--num_processes", words[at + 3]]

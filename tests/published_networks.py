@@ -39,7 +39,7 @@ class Network:
 
 
 def _configs(hub_id: str) -> Path:
-    folder = packaged_configs(hub_id, estimated=True)
+    folder = packaged_configs(hub_id, "transformer", estimated=True)
     assert folder is not None
     return folder
 

@@ -33,7 +33,7 @@ _EPILOG = """All options of `finetrainers train` are valid too. The config file 
 No weights are read, only configs of the model; those of published models are in the package. The data may be missing.
 
 examples:
-  finetrainers estimate --pretrained_model_name_or_path Lightricks/LTX-Video --gpu 16GB
+  finetrainers estimate --pretrained_model_name_or_path HUB_ID --gpu 16GB
   finetrainers estimate run.toml --gpu 24GB --host 64GB
   finetrainers estimate run.toml --fsdp full --num_processes 8
   finetrainers estimate run.toml --accelerate_config accelerate_configs/deepspeed_zero3.yaml

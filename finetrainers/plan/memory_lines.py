@@ -94,7 +94,7 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
 
 
 def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
-    """Return whether a run fits a GPU and the machine, and the options that make it fit, also as lines to paste."""
+    """Return whether a run fits a GPU and the machine, and the options that make it fit, with lines to paste."""
     size, warning = file_size(with_reserve(plan.peak)), memory.host_problem(plan)
     verb = "fits" if fits(plan.peak, GIB * gpu.gib) else "does not fit"
     lines = [f"it {verb} {gpu}: {size} are needed"]

@@ -12,6 +12,7 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.data.buckets.bucket_choice import choose_buckets
 from finetrainers.data.buckets.buckets import LARGEST_CHOSEN
+from finetrainers.data.reading.items import Kind
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 
@@ -78,6 +79,7 @@ def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool
     """
     if sizes_are_wrong:
         return None
-    method, clips = method_spec(config), {"video": [LARGEST_CHOSEN], "image": []}
+    method = method_spec(config)
+    clips: dict[Kind, list[Size]] = {"video": [LARGEST_CHOSEN], "image": []}
     buckets = method.sizes(config) if method.samples else choose_buckets(config.data, geometry, clips).all
     return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=method.needs_text(config))

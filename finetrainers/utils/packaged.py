@@ -1,7 +1,8 @@
 """Models and configs that ship with the package: `demo://NAME` is accepted wherever a model directory or Hub id is.
 
 Packaged configs of published repositories, in `models/configs/`, replace those of the repository in an estimate. Those
-with a `_name_or_path` do so in training too, where all weights come from single files.
+with a `_name_or_path` do so in training too, where all weights come from single files. `_rest` names the folder of the
+configs that a folder leaves out.
 """
 
 from __future__ import annotations
@@ -42,17 +43,19 @@ def published_base(family: str) -> str | None:
     return _read_index(index).get("_name_or_path") if index.is_file() else None
 
 
-def packaged_configs(hub_id: str, *, estimated: bool = False) -> Path | None:
-    """Return the folder with the configs of a Hub repository, or None if they are not packaged.
+def packaged_configs(hub_id: str, part: str, *, estimated: bool = False) -> Path | None:
+    """Return the folder that has the packaged config of a part of a Hub repository, or None if there is none.
 
     Args:
         hub_id: of the repository.
-        estimated: whether they are for an estimate, which takes those of more repositories than training does.
+        part: subfolder of the folder.
+        estimated: whether it is for an estimate, which takes configs of more repositories than training does.
     """
     for path in sorted(_CONFIGS.glob("*/model_index.json")):
         index = _read_index(path)
         if hub_id in (index["_published"] if estimated else [index.get("_name_or_path")]):
-            return path.parent
+            has_part = (path.parent / part).is_dir()
+            return path.parent if has_part or "_rest" not in index else _CONFIGS / index["_rest"]
     return None
 
 

@@ -103,17 +103,16 @@ def test_published_models_are_estimated_without_data_and_downloads(
     model, run = Path("Lightricks/LTX-Video"), ("--config", str(tmp_path / "run.toml"))
     code, out, err = estimate(*run, "--gpu", "16GB", repo=model)
     assert code == 0, err
-    assert "sft lora of rank 32 of ltx_video\nmicro-batches of 1 clip of 49x512x768\n" in out
+    assert (" rank 32 " in out, " 49x512x768\n" in out) == (True, True)
     flags, toml, budget = "--precompute_conditions", "precompute_conditions = true", "--memory_budget 16GB"
-    assert out.endswith(
-        f"as flags:\n  {flags}\nin the config file:\n  {toml}\nor let the run choose such options: {budget}\n"
-    )
+    assert {f"  {flags}", f"  {toml}"} < set(out.splitlines())
+    assert out.splitlines()[-1].endswith(f" {budget}")
     assert "it fits 16 GB" in estimate(*run, "--gpu", "16GB", flags, repo=model)[1]
     areas = ("--resolutions", "256x256", "--num_ar_buckets", "0", "--frame_buckets", "17")
-    assert "1 clip of 17x256x256\n" in estimate(*run, *areas, repo=model)[1]
+    assert " 17x256x256\n" in estimate(*run, *areas, repo=model)[1]
     both = [estimate("--json", repo=Path(f"{owner}/CogVideoX-5b")) for owner in ("THUDM", "zai-org")]
     assert both[0][1] == both[1][1] != ""
-    other = ["estimate", "--pretrained_model_name_or_path", "THUDM/CogVideoX1.5-5B"]
+    other = ["estimate", "--pretrained_model_name_or_path", "Skywork/SkyReels-V1-Hunyuan-I2V"]
     assert refused_command(other) == (2, [("--pretrained_model_name_or_path", "not_found")])
 
 
@@ -128,7 +127,7 @@ def test_host_memory_is_compared_with_the_machine(estimate: Callable[..., tuple[
     assert {phase["host"] > 0 for phase in small["phases"].values()} == {True}
     code, out, _ = estimate(*SIZE, "--host", "0.5")
     assert code == 0
-    assert re.search("^warning: .* of host memory are planned", out, re.MULTILINE)
+    assert "\nwarning: " in out
     assert "warning: " not in estimate(*SIZE, "--host", "8")[1]
 
 

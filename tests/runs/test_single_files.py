@@ -20,10 +20,11 @@ from torch import Tensor
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
+from finetrainers.config.sections import ModelSection
 from finetrainers.data.cache.encoder_index import recall_files, remember_files
 from finetrainers.models.files.layouts import stored_tensors
 from finetrainers.models.files.original import known_layouts
-from finetrainers.models.registry import get_family
+from finetrainers.models.registry import families, get_family
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import examine_weights
 from finetrainers.runs.training import train
@@ -163,7 +164,7 @@ def test_the_seed_trains_from_single_files(
 def test_packaged_configs_are_those_of_the_published_repository(name: str, tiny_repo: Callable[..., Path]) -> None:
     """Their networks have its numbers of weights, and the scheduler is the one that the tiny repository has from it."""
     published = NETWORKS[name]
-    folder, family = packaged.packaged_configs(published.hub_id, estimated=True), get_family(published.family)
+    folder, family = packaged.packaged_configs(published.hub_id, "vae", estimated=True), get_family(published.family)
     assert folder is not None
     assert set(json.loads((folder / "model_index.json").read_text())["_published"]) <= set(family.published)
     assert packaged.published_base(family.name) in (None, *family.published)
@@ -184,7 +185,20 @@ def test_packaged_configs_are_those_of_the_published_repository(name: str, tiny_
     found = family.read({part: config(part) for part in ("transformer", "vae", "scheduler")})
     assert found.geometry == family.facts.geometry
     if packaged.published_base(family.name) is None:  # their other files are the repository's
-        assert packaged.packaged_configs(published.hub_id) is None
+        assert packaged.packaged_configs(published.hub_id, "vae") is None
+
+
+def test_packaged_repositories_are_published_ones() -> None:
+    """Their families read facts of each, also where configs are shared."""
+    published = {hub_id: family for family in families().values() for hub_id in family.published}
+    folders = Path(packaged.__file__).parents[1] / "models" / "configs"
+    indices = [json.loads(path.read_text()) for path in folders.glob("*/model_index.json")]
+    for hub_id in (hub_id for index in indices for hub_id in index["_published"]):
+        section = ModelSection(pretrained_model_name_or_path=hub_id).for_estimate()
+        family = published[hub_id]
+        assert family.configs_not_here(section) == []
+        assert (family.facts_of(section).first_frame == "channels") == hub_id.endswith("I2V")
+        assert family.facts_of(ModelSection(pretrained_model_name_or_path=hub_id)) == family.facts
 
 
 def test_what_is_wrong_with_single_files_is_said_at_once(

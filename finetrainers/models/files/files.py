@@ -130,11 +130,11 @@ def _packaged_configs(config: ModelSection, part: str, root: str) -> Path | None
     if not is_hub_id(root):
         return None
     if config.is_estimated:
-        folder = packaged_configs(root, estimated=True) if part == "scheduler" or is_network(part) else None
+        folder = packaged_configs(root, part, estimated=True) if part == "scheduler" or is_network(part) else None
     else:
         needs_config_only = part == "scheduler" or (is_network(part) and single_file(config, part) is not None)
         are_files = all(single_file(config, network) is not None for network in ("vae", trained_part(config)))
-        folder = packaged_configs(root) if needs_config_only and are_files else None
+        folder = packaged_configs(root, part) if needs_config_only and are_files else None
     if folder is None:
         return None
     return None if _on_disk(root, config, config.revision, part, _config_name(part)) is not None else folder
@@ -345,7 +345,11 @@ def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Probl
     problems = []
     for part in (part for part in parts if part.startswith("tokenizer")):
         place = part_sources(config, part)[0][0]
-        if is_hub_id(place) and packaged_configs(place) is not None and folder_on_disk(config, part) is None:
+        if (
+            is_hub_id(place)
+            and packaged_configs(place, "transformer") is not None
+            and folder_on_disk(config, part) is None
+        ):
             encoder = part.replace("tokenizer", "text_encoder")
             message = f"the {part} of {place} is not on this disk, and the hub cannot be asked; give a folder with "
             problems.append(
