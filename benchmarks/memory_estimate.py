@@ -62,8 +62,6 @@ GPUS = (8, 12, 16, 24, 32, 48, 80)
 HOST_GIB = 64
 #: Runs of the table of cards: all other options are those that a run chooses.
 RUNS = {"LoRA": {}, "full": {"training_type": "full-finetune"}}
-#: What a run chooses by itself on a GPU, since it leaves results the same.
-AUTOMATIC = {"LoRA": {"activation_memory": "auto", "blocks_to_swap": "auto"}, "full": {"activation_memory": "auto"}}
 KINDS = {"LoRA r128": {"rank": 128, "lora_alpha": 128}, "full": {"training_type": "full-finetune"}}
 ABSENT, NOTHING = "does not fit", "nothing"
 _SHORT = {"blocks_to_swap": "{} swapped", "enable_model_cpu_offload": "samples with idle components in host memory"}
@@ -98,7 +96,7 @@ def run_memory(name: str, kind: str) -> RunMemory:
     """The estimate of a run with one validation prompt, with recommended settings and exact choices."""
     config = load_config(
         pretrained_model_name_or_path=NETWORKS[name].hub_id, validation_prompts="a cat", validation_steps=100,
-        output_dir="runs/estimate", **RUNS[kind], **AUTOMATIC[kind],
+        output_dir="runs/estimate", **RUNS[kind],
     )  # fmt: skip
     run, _ = checked_sizes(planned_for(config, "80GB"))
     return RunMemory(run, host_gib=HOST_GIB)

@@ -305,7 +305,7 @@ REWARDS_AND_METHODS: list[Row] = [
     (
         lambda folder: plan_rewarded(folder, prompts=str(folder / "no.txt")),
         "1 problem with this configuration:\n"
-        "  - data: prompt file 'DIR/no.txt' cannot be read: No such file or directory",
+        "  - data: prompt file 'DIR/no.txt' does not exist: there is no 'no.txt' in 'DIR'",
     ),
     (
         lambda folder: plan_pairs(folder, caption_column="title", frame_selection="chunk"),
@@ -378,7 +378,7 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,txet\na.mp4,one\n"}, dataset_file="clips.csv"),
-        "clips.csv line 1: no column 'text' (set by `caption_column`); it has: video, txet; did you mean 'txet'?",
+        "clips.csv line 1: no column 'text' (set by `caption_column`); it has: video, txet; use --caption_column txet",
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,text,text\na.mp4,a,b\n"}, dataset_file="clips.csv"),
@@ -427,8 +427,8 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: plan_image(folder, video_resolution_buckets=["9x32x48"]),
-        "1 of 1 file cannot be used; repair them\n  - a.png: there is no bucket for images; add one, HxW in "
-        "`image_resolution_buckets`; or leave out all buckets, so that sizes are chosen from the clips",
+        "1 of 1 file cannot be used; repair them\n  - a.png: no bucket for images; add one (HxW in "
+        "`image_resolution_buckets`), or leave out all buckets, so that sizes are chosen from the clips",
     ),
     (
         lambda folder: plan_image(folder, image_resolution_buckets=["32x40"], video_resolution_buckets=["16x32x48"]),

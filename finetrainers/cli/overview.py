@@ -48,7 +48,8 @@ _INSTEAD = {
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "`search-batch` finds the batch size of each bucket that fits the GPU":
         "search_batch search-bs batch-size batchsize autobatch",
-    "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
+    "`train --help recipes` lists config files to start from, and `schema` describes them to editors":
+        "init config configure new recipe recipes example examples",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
     "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",

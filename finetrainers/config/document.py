@@ -37,7 +37,9 @@ data_root = "clips"
 video_resolution_buckets = ["49x512x768"]
 ```
 
-Complete files are in `examples/`.
+Recipes are complete files ([list](../../examples/README.md)). `--config`, and every command that reads a config file,
+takes the name of one where there is no such file; `finetrainers train --help recipes` lists them. Data and prompt
+files that a config file names are looked for in the working directory, and then beside the config file.
 
 `finetrainers schema > finetrainers.schema.json` writes a JSON schema. Editors use it to check and complete such
 files. [Compatibility](compatibility.md) says how options differ from the programs that first used their names. With

@@ -31,7 +31,8 @@ class GRPOSection(Section):
     in_plan = True
 
     prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl or .csv (keys "
-        "`prompt` and `image`, from which its clips start), or `videos2caption.json` of DanceGRPO.", resume="free")
+        "`prompt` and `image`, from which its clips start), or `videos2caption.json` of DanceGRPO.", resume="free",
+        place="input")
     reward: list[Reward] = option([], "Rewards that score the clips, each as `NAME[=WEIGHT][,option=value...]`: a "
         "registered reward, one head of it (`videoalign.vq`), `module:function`, or `http://host:port`. Weight 0 only "
         "logs.", resume="same")

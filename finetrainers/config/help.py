@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetrainers.utils.packaged import SHARED, recipes
+
 from .errors import ConfigError, Problem
 from .names import INSTEAD, SAME, other_names, suggest_option
 from .root import TrainConfig, fields
@@ -17,12 +19,14 @@ from .shape import choices, is_list, is_switch, kind, value_text
 
 _END = """more help:
   --help all     every option
+  --help recipes the recipes that --config takes by name
   --help WORD    a section, an option, or a part of a name: --help optimizer
 
 {sections}
 
 Defaults are in brackets. Switches have a --no- form, which overrides a file.
 All options are also listed in docs/reference/configuration.md."""
+_CONFIG = "TOML file of options, or the name of a recipe; --help recipes lists them."
 _WIDE = 40  # characters of choices above which they are not shown after the flag
 _METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD", "kinds": "KIND=P,..."}
 
@@ -86,12 +90,14 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
 
     Args:
         prog: the command.
-        word: `all`, a section, an option, a part of a name, or None for the options that most people set.
+        word: `all`, `recipes`, a section, an option, a part of a name, or None for the options that most people set.
         guide: the first part of the help.
 
     Raises:
         ConfigError: nothing is called `word`.
     """
+    if word == "recipes":
+        return _recipes_text()
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [--config FILE] [options]",
@@ -105,7 +111,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         parser.description = "\n\n".join([*paragraphs, f"examples:\n{examples}"])
         parser.epilog = _END.format(sections=_wrapped(f"sections: {' '.join(sections)}"))
         general = parser.add_argument_group("general")
-        general.add_argument("--config", metavar="FILE", help="TOML file of options.")
+        general.add_argument("--config", metavar="FILE", help=_CONFIG)
         general.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
         groups = guide.common if word is None else sections
     else:
@@ -122,6 +128,20 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         for option_name in names:
             _add(group, option_name, in_full=word not in (None, "all"))
     return parser.format_help()
+
+
+def _recipes_text() -> str:
+    """Return the names and first sentences of all recipes, and where they and the files for launchers are."""
+    width, columns = max(map(len, recipes()), default=0) + 2, shutil.get_terminal_size().columns
+    lines = []
+    for name, path in recipes().items():
+        head = path.read_text(encoding="utf-8").partition("\n\n")[0].replace("\n#", "").removeprefix("# ")
+        title = f"  {name:<{width}}{re.split(r'[.](?= |$)', head, maxsplit=1)[0]}"
+        lines.append(textwrap.fill(title, columns, subsequent_indent=" " * (width + 2)))
+    return "\n".join([
+        f"Recipes for --config, by name; README.md in {SHARED / 'examples'} describes them:", "", *lines, "",
+        f"Files for `accelerate launch --config_file` are in {SHARED / 'accelerate_configs'}.", "",
+    ])  # fmt: skip
 
 
 def _wrapped(text: str) -> str:

@@ -302,7 +302,6 @@ def translate_names(source: RawOptions, *, others: Container[str]) -> None:
             accepted[name in former_names()].append(phrase)
     notes = [f"names of earlier versions are accepted: {', '.join(accepted[True])}"] if accepted[True] else []
     if accepted[False]:
-        source.is_translated = True
         notes.append(f"names of other trainers are accepted: {', '.join(accepted[False])}")
     alpha_is_default = "network_alpha" not in source.where and source.values.get("lora_alpha") is None
     if notes and "network_dim" in source.where and alpha_is_default:

@@ -8,6 +8,7 @@ Names of fields are unique over all sections that are not qualified, so that eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -129,13 +130,13 @@ class DataSection(Section):
     in_plan = True
 
     data_root: Path | None = option(None, "Folder of the media files. Without `dataset_file`, the folder itself is the "
-        "dataset.", resume="unlisted", scope="dataset", local=True)
+        "dataset.", resume="unlisted", scope="dataset", local=True, place="input")
     dataset_file: Path | None = option(None, "Metadata (.csv, .json, .jsonl) with media paths relative to `data_root` "
         "or to this file, or media and captions together (.parquet, WebDataset .tar). Several shards are "
-        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True)
+        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True, place="input")
     dataset: Path | None = option(None, "TOML file that lists several datasets, each with options of its own. It "
         "replaces `data_root` and `dataset_file`. Dataset files of diffusion-pipe are read as well.", resume="unlisted",
-        local=True)
+        local=True, place="input")
     hf_dataset: Place | None = option(None, "Dataset to load with the library `datasets`: a hub id, a folder, or "
         "`videofolder` or `imagefolder` with `data_root`.", resume="free", scope="dataset")
     hf_subset: str | None = option(None, "Configuration of `hf_dataset`, if it has several.", resume="free",
@@ -250,6 +251,19 @@ class DataSection(Section):
         "once. The default is the user's cache.", resume="free", place="folder")
     eval_num_items: int = option(0, "Number of items held out of training for the evaluation loss.", resume="free",
         ge=0)
+
+    _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def dataset_buckets(self) -> Mapping[str, list[tuple[int, int, int]]]:
+        """Buckets that the resumed run has chosen, by the name of each dataset of `dataset`."""
+        return self._dataset_buckets
+
+    def with_dataset_buckets(self, buckets: Mapping[str, list[tuple[int, int, int]]]) -> DataSection:
+        """Return a copy with these buckets for the datasets of `dataset` that name no sizes."""
+        data = self.model_copy()
+        data._dataset_buckets = dict(buckets)
+        return data
 
     @property
     def is_named(self) -> bool:
@@ -380,7 +394,7 @@ class MemorySection(Section):
         "(`keep_attention`), or the same in pinned host memory (`offload`). Gradients are bitwise equal. `auto` "
         "chooses the fastest of these, and the share of the blocks, that is estimated to fit the GPU or "
         "`memory_budget`, and chooses once more after the first measured step. The default is `checkpoint` with "
-        "`gradient_checkpointing`, else `none`.", resume="free")
+        "`gradient_checkpointing`, else `none`, or on a GPU what `fit_gpu` chooses.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
     selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` holds for, "
@@ -408,7 +422,7 @@ class MemorySection(Section):
     blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many "
         "transformer blocks in host memory, and copy each block to the GPU before it computes (block swap, LoRA only). "
         "Two of them are on the GPU at a time, so 3 is the fewest that saves memory. `auto` swaps the fewest with "
-        "which the estimate fits the GPU.", resume="free")
+        "which the estimate fits the GPU. On a GPU see `fit_gpu`.", resume="free")
     compile: CompileScope = option("none", "Compile each block of the transformer (torch.compile, `regional`): "
         "faster steps and fewer stored activations, after minutes of compiling at the first step of every size. All "
         "blocks of a class share their code.", resume="free")
@@ -420,8 +434,8 @@ class MemorySection(Section):
     memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options "
         "with which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as "
         "they are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
-    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory "
-        "options that leave its results the same. On by default for commands and files of other trainers.",
+    fit_gpu: bool = option(True, "On a GPU, choose the fastest memory options that fit it and leave results the same: "
+        "what blocks store, swapped blocks, and idle components in host memory. Options that are set stay.",
         resume="free", local=True)
 
     @property
@@ -483,7 +497,7 @@ class ValidationSection(Section):
     """Sample videos, and evaluation by loss and by rewards, during training."""
 
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
-        ".jsonl or .toml file of prompts.", resume="free", local=True)
+        ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
     validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`. "
@@ -512,7 +526,7 @@ class ValidationSection(Section):
         "optimizer steps.", resume="free", ge=1)
     eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (keys `prompt`, "
         "`image`). They are sampled and scored before and after training, and every `eval_steps`. The default is "
-        "`validation_prompts`; reward finetuning has none.", resume="free", former_table="grpo")
+        "`validation_prompts`; reward finetuning has none.", resume="free", former_table="grpo", place="input")
     eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; "
         "only samples change, not what is trained. Reward finetuning takes `reward` by default; others than these "
         "reveal reward hacking.", resume="free", former_table="grpo")

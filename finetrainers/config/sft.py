@@ -23,5 +23,5 @@ class SFTSection(Section):
         resume="free", needs="prior_preservation_weight")
     prior_prompts: Path | None = option(None, "File of prior prompts (.txt, one per line, or .jsonl with the key "
         "`prompt`), instead of `class_prompt`. One is drawn for each sample.", resume="free",
-        needs="prior_preservation_weight")
+        needs="prior_preservation_weight", place="input")
 # fmt: on

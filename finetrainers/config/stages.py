@@ -14,7 +14,7 @@ from finetrainers.utils.text import nearest, quoted
 
 from .errors import ConfigError, Problem
 from .given import Locate, RawOptions
-from .load import build_config, file_source, find_line, read_toml, take_options
+from .load import build_config, file_source, find_inputs, find_line, read_toml, take_options
 from .root import TrainConfig
 
 #: Part of an earlier stage that a stage begins from: all weights, the LoRA, or the training state with the optimizer.
@@ -69,7 +69,7 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     Raises:
         ConfigError: there are no stages.
     """
-    text, document = read_toml(path)
+    path, text, document = read_toml(path)
     tables = document.pop("stage", None)
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         problem = Problem(
@@ -83,10 +83,13 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     lines = _stage_lines(text)
     shared = RawOptions()
     take_options(shared, document, _locate(path, lines[None], ""))
+    find_inputs(shared, path.parent)
     stages: list[Stage] = []
     for number, table in enumerate(tables):
         locate = _locate(path, lines.get(number, ""), "stage")
-        stages.append(_read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, before=stages))
+        stages.append(
+            _read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, path.parent, before=stages)
+        )
     return _with_merged(stages)
 
 
@@ -121,14 +124,21 @@ def _locate(path: Path, text: str, above: str) -> Locate:
 
 
 def _read_stage(
-    table: Mapping[str, Any], shared: RawOptions, flags: RawOptions, locate: Locate, *, before: Sequence[Stage]
+    table: Mapping[str, Any],
+    shared: RawOptions,
+    flags: RawOptions,
+    locate: Locate,
+    directory: Path,
+    *,
+    before: Sequence[Stage],
 ) -> Stage:
-    """Return a stage, over the options that all share."""
+    """Return a stage of a file in `directory`, over the options that all share."""
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
     here = RawOptions()
     take_options(here, {key: value for key, value in table.items() if key not in _KEYS}, locate)
+    find_inputs(here, directory)
     sources = [shared, here, flags]
     if "config" in table:
         try:

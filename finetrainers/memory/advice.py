@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import inf
 from typing import Any
@@ -139,10 +139,6 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
         is_exact=True,
     ),
 )  # fmt: skip
-
-
-#: Switches that leave results the same; options that the user has set stay.
-EXACT_MEMORY_OPTIONS = tuple(replace(switch, takes_back=False) for switch in MEMORY_OPTIONS if switch.is_exact)
 
 
 def sharing_options(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[MemoryOption]:
@@ -361,8 +357,9 @@ class _Search:
             saves, slower = (
                 (0.0, 0.0) if without is None else (without.peak - outcome.peak, outcome.slower - without.slower)
             )
-            chosen.append(Chosen(switch, saves, slower))
-        base_slower = 0.0 if base is None else base.slower
+            # Without it, what a run chooses by itself may have to save more, and take longer.
+            chosen.append(Chosen(switch, saves, max(0.0, slower) if outcome.chosen else slower))
+        base_slower = 0.0 if base is None or base.chosen else base.slower
         return Advice(with_options_set(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 
     def _is_useful(self, switch: MemoryOption) -> bool:

@@ -13,13 +13,23 @@ from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.utils.text import plural
 
+from .automatic import record_choices
+from .chosen import MEMORY
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import ResolvedRun, collecting_problems
 from .ready import check_classes, examine_weights, missing_rewards
 from .room import check_trainable, room_warnings
-from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
+from .start_report import (
+    print_chosen,
+    print_data,
+    print_first_line,
+    print_line,
+    print_origin,
+    print_remarks,
+    sizes_on_disk,
+)
 from .trainable import network_without_weights, num_quantizable, trainable_dtype, trainable_parameters
 
 #: Options of this invocation, not of the run.
@@ -45,6 +55,7 @@ def dry_run_report(checked: ResolvedRun) -> None:
     print_origin(checked)
     if unseen is None:
         checked = _print_memory(checked, transformer)
+        config = checked.config
     elif packaged is not None:
         _print_memory(packaged, network_without_weights(packaged))
     print_remarks(checked)
@@ -94,7 +105,10 @@ def unseen_reason(checked: ResolvedRun) -> str | None:
 
 
 def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> ResolvedRun:
-    """Print the size of the network and the estimate; return the run, with a warning if the machine has too little."""
+    """Print sizes, memory and disk of a run; return it with the memory options that it chooses, and a warning.
+
+    The warning is about a machine with too little host memory.
+    """
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
     print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
@@ -112,7 +126,13 @@ def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> ResolvedRun:
     for line in lines:
         print_line(line)
     problem = memory.host_problem(settings.plan) if gpu is None else None
-    return checked if problem is None else replace(checked, warnings=[*checked.warnings, problem])
+    if problem is not None:
+        checked = replace(checked, warnings=[*checked.warnings, problem])
+    if memory.device.type != "cuda":
+        return checked
+    config = record_choices(config, settings)
+    print_chosen(config, MEMORY)
+    return replace(checked, config=config)
 
 
 def _print_options(config: TrainConfig) -> None:

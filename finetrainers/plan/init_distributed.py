@@ -10,7 +10,6 @@ from accelerate.utils import DynamoBackend
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import TargetDevice, target_device
-from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS
 from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
@@ -49,7 +48,7 @@ def make_strategy(config: TrainConfig) -> Strategy:
     """
     parallel = join(config)
     capability = torch.cuda.get_device_capability(parallel.device) if parallel.device.type == "cuda" else None
-    problems = [*_problems(config, parallel, capability=capability), *_gpu_problems(config, parallel)]
+    problems = [*_problems(config, parallel, capability=capability)]
     if problems:
         parallel.close()
         raise ConfigError(problems)
@@ -122,17 +121,6 @@ def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False)
     if in_backward:
         return "--optimizer_in_backward has changed weights in this step already"
     return parallel.why_no_retry
-
-
-def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
-    """Yield a problem if machines have chosen different options for their GPUs."""
-    if config.memory.fit_gpu:
-        options = [str(config.get(name)) for switch in EXACT_MEMORY_OPTIONS for name in switch.options]
-        if any(other != options for other in parallel.gather_objects([options])):
-            message = (
-                "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
-            )
-            yield Problem("--fit_gpu", message, "mismatch")
 
 
 def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:

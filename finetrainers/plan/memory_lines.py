@@ -81,7 +81,7 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     if settings.offloads_samples:
         lines.append(settings.words["enable_model_cpu_offload"])
     lines += [settings.words[name] for name in settings.decoding]
-    if settings.swapped is not None:
+    if settings.swapped is not None and (settings.swapped or memory.blocks_to_swap == "auto"):
         lines.append(f"--blocks_to_swap auto: {settings.words['blocks_to_swap']}")
     if settings.activations is not None:
         speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
@@ -96,39 +96,32 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
 def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
     """Return whether a run fits a GPU and the machine, and the options that make it fit, with lines to paste."""
     size, warning = file_size(with_reserve(plan.peak)), memory.host_problem(plan)
-    verb = "fits" if fits(plan.peak, GIB * gpu.gib) else "does not fit"
-    lines = [f"it {verb} {gpu}: {size} are needed"]
-    if verb == "fits" and warning is None:
+    is_small = fits(plan.peak, GIB * gpu.gib)
+    lines = [f"it {'fits' if is_small else 'does not fit'} {gpu}: {size} are needed"]
+    if is_small and warning is None:
         return lines
     lines += [] if warning is None else [f"it does not fit the machine: {warning}"]
     if advice is None:
-        lines.append("no set of options makes it fit. What does:")
-        return [*lines, *(f"  * {way}" for way in OTHER_REMEDIES)]
-    return [*lines, *advice_lines(advice, "it fits with"), *paste_lines(advice, gpu)]
-
-
-def paste_lines(advice: Advice, gpu: Gpu) -> list[str]:
-    """Return the options of an advice as flags and for a config file, and the budget that chooses them in a run."""
-    values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
+        return [*lines[:-1], *advice_lines(None, lines[-1])]
     budget = gpu.name.replace(" G", "G").replace(" ", "-")
-    return [
-        "as flags:",
-        f"  {' '.join(applied.switch.flags for applied in advice.switches)}",
-        "in the config file:",
-        *(f"  {line}" for line in tomli_w.dumps(values).splitlines()),
-        f"or let the run choose such options: --memory_budget {budget}",
-    ]
+    lines += advice_lines(advice, "it fits with")
+    return [*lines, f"or let the run choose such options: --memory_budget {budget}"]
 
 
-def advice_lines(advice: Advice, heading: str) -> list[str]:
-    """Return the switches of an advice, each with its saving and cost, and the choices for `auto`."""
+def advice_lines(advice: Advice | None, heading: str) -> list[str]:
+    """Return the options of an advice, each with its saving and cost, and lines to paste; or what else helps."""
+    if advice is None:
+        return [heading, "no set of options makes it fit. What does:", *(f"  * {way}" for way in OTHER_REMEDIES)]
     choices = dict(advice.outcome.chosen)
     lines = [f"{heading} {with_reserve(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
         saving = f"saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
         chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
         lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
-    return [*lines, *(f"  also chosen: {choice}" for choice in choices.values())]
+    lines += [f"  also chosen: {name}, {choice}" for name, choice in choices.items()]
+    values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
+    lines += ["as flags:", f"  {' '.join(applied.switch.flags for applied in advice.switches)}"]
+    return [*lines, "in the config file:", *(f"  {line}" for line in tomli_w.dumps(values).splitlines())]
 
 
 def _describe_slowdown(applied: Chosen) -> str:

@@ -8,12 +8,13 @@ from functools import lru_cache
 
 from torch import nn
 
-from finetrainers.config.checks.options import check_shared_sizes
+from finetrainers.config.checks.kernels import is_compiled
+from finetrainers.config.checks.options import check_block_swap, check_shared_sizes
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ModelSection
-from finetrainers.config.target import TargetDevice, planned_gpu
+from finetrainers.config.target import TargetDevice, planned_gpu, target_device
 from finetrainers.memory.activation_auto import (
     ASSUMED_FLOPS,
     ASSUMED_LINK,
@@ -22,8 +23,8 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS, MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
-from finetrainers.memory.automatic import AutoSettings, Run, choose_automatic
+from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
+from finetrainers.memory.automatic import ACTIVATION_OPTIONS, AutoSettings, Run, choose_automatic, repeat_choices
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
 from finetrainers.memory.fit import fits, usable_host, with_reserve, without_reserve
@@ -39,6 +40,7 @@ from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import LOADING, label
 from finetrainers.utils.text import file_size
 
+from .chosen import MEMORY, is_open
 from .preflight import ResolvedRun, option_findings
 from .room import Needs, disk_needs
 from .start_report import print_line
@@ -64,6 +66,8 @@ class RunMemory:
         #: Bytes of memory of the machine.
         self.host = float(read_host_memory().total) if host_gib is None else GIB * host_gib
         gpu_gib = gpu_gib or planned_gib(checked.config)
+        #: The device that the run trains on.
+        self.device = target_device(checked.config)
         #: The machine to plan for, or None if no GPU is known.
         self.machine = None if gpu_gib is None else self.machine_with(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
@@ -97,16 +101,19 @@ class RunMemory:
 
     def choose(
         self, config: TrainConfig | None = None, *, machine: Machine | None = None,
-        batch: tuple[tuple[int, int, int], int] | None = None,
+        device: TargetDevice | None = None, batch: tuple[tuple[int, int, int], int] | None = None,
     ) -> AutoSettings:  # fmt: skip
         """Return the settings that a run on this machine chooses for open options, with the memory of each phase.
 
         Args:
             config: with other options that save memory.
             machine: another machine to choose for.
+            device: another device to choose for.
             batch: the bucket and the number of clips of a micro-batch; default: those of the heaviest one.
         """
+        machine, device = machine or self.machine, device or self.device
         config = config or self.checked.config
+        config = with_open_options(config) if device.type == "cuda" and machine is not None else config
         spec, geometry = self._load_spec(config.model), self.checked.geometry
         bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
         # Encoding beforehand takes clips of all buckets; otherwise only those of the micro-batch are encoded.
@@ -138,7 +145,10 @@ class RunMemory:
             may_offload_samples=is_unsharded and bool(around.sampled),
             decodes=own.samples, split=around.split,
         )  # fmt: skip
-        return choose_automatic(config, run, machine or self.machine)
+        earlier = self.checked.start.memory_choices
+        if earlier and machine is not None:
+            return repeat_choices(config, run, machine, earlier)
+        return choose_automatic(config, run, machine)
 
     def _load_spec(self, model: ModelSection) -> ModelSpec:
         """Return the spec of the model with these options, which reads its configs once."""
@@ -211,13 +221,15 @@ class RunMemory:
             total += text_bytes * len({"", *plan.all_captions()})
         return total
 
-    def advice(self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False) -> Advice | None:
+    def advice(
+        self, budget_gib: float, *, device: TargetDevice | None = None, config: TrainConfig | None = None
+    ) -> Advice | None:
         """Return the cheapest options that make the run fit a GPU and the machine, or None if there are none.
 
         Args:
             budget_gib: of the GPU.
             device: that options are checked for, or None for a GPU with unknown properties.
-            exact: whether to choose only options that leave results the same and that the user did not set.
+            config: with other options that save memory.
         """
         # The advice must work on this machine: missing packages are not excused.
         device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
@@ -229,12 +241,18 @@ class RunMemory:
                 self._outcomes[key] = self._outcome(config, machine, device)
             return self._outcomes[key]
 
-        config = self.checked.config
+        config = config or self.checked.config
         heads = self.checked.facts.heads if self.checked.spec.token_plan else None
         sharing = sharing_options(launched_processes(), heads, config.parallel.sp_mode)
-        exact_switches = [switch for switch in EXACT_MEMORY_OPTIONS if not any(map(config.is_given, switch.options))]
-        switches = exact_switches if exact else [*MEMORY_OPTIONS, *sharing]
-        return cheapest(config, outcome, budget=machine.device, host=usable_host(self.host), switches=switches)
+        automatic = with_open_options(config) if device.type == "cuda" else config
+        switches = [
+            switch
+            for switch in MEMORY_OPTIONS
+            if not any(name in automatic.chosen and automatic.get(name) == "auto" for name in switch.options)
+            and not ("gradient_checkpointing" in switch.options and automatic.memory.activation_memory == "auto")
+        ]
+        host = usable_host(self.host)
+        return cheapest(config, outcome, budget=machine.device, host=host, switches=[*switches, *sharing])
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
         """Return memory and time of other options, or None if the run would be refused, or they would do nothing."""
@@ -250,9 +268,10 @@ class RunMemory:
             own_problems = self._option_problems(self.checked.config, device)
             if any(problem not in own_problems for problem in problems):
                 return None
-        settings = self.choose(config, machine=machine)
+        settings = self.choose(config, machine=machine, device=device)
+        words = {name: text for name, text in settings.words.items() if name != "blocks_to_swap" or settings.swapped}
         plan = settings.plan
-        return Outcome(plan.peaks, 100 * settings.slower, chosen=settings.words, host=plan.machine_bytes)
+        return Outcome(plan.peaks, 100 * settings.slower, chosen=words, host=plan.machine_bytes)
 
     def _option_problems(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
         """Return the reasons why a run with these options is refused."""
@@ -262,6 +281,20 @@ class RunMemory:
         )
         check_shared_sizes(config, checked.facts, checked.sizes, findings, processes=launched_processes())
         return findings.errors
+
+
+def with_open_options(config: TrainConfig) -> TrainConfig:
+    """Return a copy with `auto` for the exact memory options that a run on a GPU chooses, where they are open.
+
+    Nothing is chosen without `fit_gpu`, and nothing of a network that is compiled.
+    """
+    if not config.memory.fit_gpu or is_compiled(config):
+        return config
+    if all(is_open(config, name) for name in ACTIVATION_OPTIONS):
+        config = config.with_chosen({"activation_memory": "auto"}, MEMORY)
+    swapping = config.with_chosen({"blocks_to_swap": "auto"}, MEMORY)
+    launched = swapping.model_copy(update={"parallel": with_launcher(config.parallel)})
+    return swapping if is_open(config, "blocks_to_swap") and not any(check_block_swap(launched)) else config
 
 
 def planned_gib(config: TrainConfig) -> float | None:

@@ -6,7 +6,7 @@ All decisions, refusals and descriptions here are made before anything is loaded
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
+from .chosen import memory_choices
 from .initial_weights import (
     INITIAL_LORA,
     InitialWeights,
@@ -68,6 +69,7 @@ class Start:
         schedule_start: step at which the learning rate schedule begins.
         rows: `(part, source)`, to be printed; empty for a new run of the model's own weights.
         warnings: messages for the user.
+        memory_choices: memory options that the run has chosen by itself, with the same results (`EXACT_CHOICES`).
     """
 
     data_position: DataPosition
@@ -81,6 +83,7 @@ class Start:
     schedule_start: int = 0
     rows: Sequence[tuple[str, str]] = ()
     warnings: Sequence[str] = ()
+    memory_choices: Mapping[str, Any] = field(default_factory=dict)
 
     def checkpoint_fields(self, config: TrainConfig) -> dict[str, Any]:
         """Return the entries of this run's checkpoints about its start.
@@ -264,6 +267,7 @@ def resume_run(
         data_position=data_position,
         resets=resets,
         critical=now,
+        memory_choices=memory_choices(manifest),
     )
     warnings = list(_warnings(start, state, config, plan, manifest))
     return replace(start, rows=_rows(start, state, config, manifest), warnings=warnings)

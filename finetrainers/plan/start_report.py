@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from finetrainers.config.root import TrainConfig
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank
 from finetrainers.utils.phases import label
@@ -20,7 +21,10 @@ from finetrainers.utils.train_log import PrintedLines
 from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
-_SOURCES = {"family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run"}
+_SOURCES = {
+    "family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run",
+    "memory": "memory of the GPU",
+}  # fmt: skip
 _ORDINALS = {"2": "second ", "3": "third "}
 
 
@@ -43,15 +47,22 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
-    plain = {
-        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
-    }
-    for source in dict.fromkeys(config.chosen.values()):
-        values = ", ".join(f"{name} {plain[name]}" for name, by in config.chosen.items() if by == source)
-        print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
+    print_chosen(config, *dict.fromkeys(config.chosen.values()))
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
+
+
+def print_chosen(config: TrainConfig, *sources: str) -> None:
+    """Print the values that the run has chosen for open options, a line for each of these sources."""
+    plain = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
+    }
+    for source in sources:
+        names = [name for name, by in config.chosen.items() if by == source and plain[name] is not None]
+        if names:
+            values = ", ".join(f"{name} {plain[name]}" for name in names)
+            print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
 
 
 def sizes_on_disk(checked: ResolvedRun) -> dict[str, int | None]:

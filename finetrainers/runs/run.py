@@ -101,11 +101,11 @@ def _choose_checkpoint_again(checked: ResolvedRun, parallel: Strategy) -> Resolv
     # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
     has_changed = parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
     if parallel.broadcast_object(has_changed):
-        checked = examine_weights(get_ready(config, earlier=checked))
+        checked = examine_weights(within_budget(get_ready(config, earlier=checked)))
     damaged: dict[Path, str] = {}
     while damage := find_damage(checked.start, parallel):
         damaged |= damage
-        checked = examine_weights(get_ready(config, damaged=damaged, earlier=checked))
+        checked = examine_weights(within_budget(get_ready(config, damaged=damaged, earlier=checked)))
     return checked
 
 

@@ -14,7 +14,9 @@ from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
 from finetrainers.config.root import by_current_names
 from finetrainers.config.sections import ModelSection
+from finetrainers.memory.automatic import EXACT_CHOICES
 from finetrainers.models.registry import is_hub_id
+from finetrainers.plan.chosen import MEMORY
 from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
@@ -122,6 +124,8 @@ def run_source(home: Path) -> RawOptions:
         ConfigError: `config.toml` cannot be read.
     """
     source = file_source(home / _CONFIG)
+    for name in [name for name in EXACT_CHOICES if source.chosen.get(name) == MEMORY]:  # for the GPU of then
+        del source.values[name], source.chosen[name]
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the version of a run may be unknown
         made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
         if source.problems and made_by != __version__:

@@ -23,7 +23,7 @@ from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.plan.automatic import apply_decoding_settings, choose_settings
+from finetrainers.plan.automatic import apply_decoding_settings, choose_settings, record_choices
 from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
@@ -77,7 +77,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     chosen, automatic = choose_settings(checked, parallel)
     apply_decoding_settings(automatic, spec, plan.size)
     activations = activation_planner(checked, automatic, parallel.device)
-    resolved = replace(checked, config=chosen)
+    resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .failures import InputError, Kind
+from .packaged import find_shared
 
 #: Variables with an integer, and its minimum.
 _COUNTS = {
@@ -162,6 +163,7 @@ def launcher_environment(path: Path) -> dict[str, str]:
 def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
+    path = path if path.is_file() else find_shared(path) or path
     if not path.is_file():
         message = f"{path} cannot be read: {'not a file' if path.exists() else 'no such file'}"
         raise InputError(message, "not_found")

@@ -1,4 +1,6 @@
-"""Models and configs that ship with the package: `demo://NAME` is accepted wherever a model directory or Hub id is.
+"""Files that ship with the package: models, configs, recipes.
+
+`demo://NAME` is accepted wherever a model directory or Hub id is.
 
 Packaged configs of published repositories, in `models/configs/`, replace those of the repository in an estimate. Those
 with a `_name_or_path` do so in training too, where all weights come from single files. `_rest` names the folder of the
@@ -15,8 +17,11 @@ from finetrainers.utils.failures import InputError
 from finetrainers.utils.text import nearest
 
 SCHEME = "demo://"
-_ROOT = Path(__file__).parents[1] / "demo" / "weights"
-_CONFIGS = Path(__file__).parents[1] / "models" / "configs"
+_PACKAGE = Path(__file__).parents[1]
+_ROOT = _PACKAGE / "demo" / "weights"
+_CONFIGS = _PACKAGE / "models" / "configs"
+#: Directory of `examples/` and `accelerate_configs/`: the package if it was installed from a wheel, else the checkout.
+SHARED = _PACKAGE if (_PACKAGE / "examples").is_dir() else _PACKAGE.parent
 
 
 def packaged_models() -> list[str]:
@@ -62,3 +67,19 @@ def packaged_configs(hub_id: str, part: str, *, estimated: bool = False) -> Path
 def _read_index(path: Path) -> dict[str, Any]:
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return index
+
+
+def recipes() -> dict[str, Path]:
+    """Return the recipes by name, such as `FAMILY/lora`."""
+    files = sorted((SHARED / "examples").glob("*/*.toml"))
+    return {f"{path.parent.name}/{path.stem}": path for path in files}
+
+
+def find_shared(path: str | Path) -> Path | None:
+    """Return the path of a file of `examples/` or `accelerate_configs/`, or None if `path` does not name one.
+
+    Paths start with either name; those of recipes may leave out `examples/` and `.toml`.
+    """
+    if Path(path).parts[:1] in (("examples",), ("accelerate_configs",)) and (SHARED / path).is_file():
+        return SHARED / path
+    return recipes().get(str(path).removeprefix("examples/").removesuffix(".toml"))

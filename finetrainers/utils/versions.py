@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 
 def version_problem(requirements: Iterable[str] | None = None) -> str | None:

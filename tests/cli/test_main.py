@@ -112,6 +112,16 @@ def test_help_on_a_word(word, shown, said, capsys):
         assert re.findall(r"^  --(\w+)", text, flags=re.MULTILINE) == shown
 
 
+@pytest.mark.usefixtures("narrow")
+def test_help_lists_the_recipes_and_where_they_are(capsys):
+    text = helped(capsys, "train", "--help", "recipes")
+    root = Path(__file__).parents[2]
+    recipes = [f"{path.parent.name}/{path.stem}" for path in sorted((root / "examples").glob("*/*.toml"))]
+    assert re.findall(r"^  ([a-z]\S+)  ", text, flags=re.MULTILINE) == recipes
+    assert f"{root / 'examples'}" in text
+    assert f"{root / 'accelerate_configs'}" in text
+
+
 def test_help_on_what_does_not_exist(capsys):
     assert main(["train", "--help", "zzz"]) == 2
     said = capsys.readouterr().err

@@ -242,7 +242,7 @@ def test_masks_are_judged_all_at_once_and_counted(
         assert found[name][0] == status
         assert all(value in found[name][1] for value in values), found[name]
     assert "9 of 12 " in str(plan.problem)
-    assert any("2 of 3 " in note and " 38 %" in note for note in plan.notes)
+    assert any("2 of 3 " in note and " 38%" in note for note in plan.notes)
     record = next(item.record() for item in plan.items if item.name == "half.mp4")
     assert (record["mask"], record["mask_white"]) == (str(tmp_path / "half.mask.png"), 0.25)
     assert "mask" not in next(item.record() for item in plan.items if item.name == "none.mp4")
@@ -256,7 +256,7 @@ def test_masks_are_judged_all_at_once_and_counted(
         "none",
         "black",
     }
-    assert any("3 of 4 " in note and " 62 %" in note for note in lenient.notes)
+    assert any("3 of 4 " in note and " 62%" in note for note in lenient.notes)
     assert lenient.fingerprint != plan.fingerprint
     assert survey(tmp_path, image_resolution_buckets=["32x48"], mask_column="").problem is None
 

@@ -44,6 +44,7 @@ SHELL, PYTHON = ("bash", "sh"), ("python", "py")
 TINY = "TINY_LTX_VIDEO"  # becomes the path of the tiny repository
 
 INSTEAD = {
+    "--config ltx_video/lora ": "--config examples/ltx_video/lora.toml ",  # a copy of the recipe that is small
     "Lightricks/LTX-Video": TINY,
     '.to("cuda")': '.to("cpu")',
     "49x512x768": "9x32x64",

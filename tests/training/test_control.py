@@ -261,7 +261,7 @@ def test_commands_that_are_folders_and_a_folder_that_is_a_file(
 
 
 def test_exit_codes_are_those_of_the_documentation() -> None:
-    page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")}
     codes = [exit_codes.DONE, exit_codes.FAILED, exit_codes.CONFIGURATION, exit_codes.STOPPED, exit_codes.HUNG]
     codes += [exit_codes.killed_by(number) for number in SIGNALS]

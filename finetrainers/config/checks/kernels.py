@@ -103,9 +103,18 @@ def _dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
 
 
+def is_compiled(config: TrainConfig) -> bool:
+    """Return whether the network is compiled, by an option or by the launcher's file."""
+    return config.memory.compile != "none" or _is_compiled_by_launcher()
+
+
+def _is_compiled_by_launcher() -> bool:
+    return os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no"
+
+
 def _check_compile(config: TrainConfig, device_type: str) -> Iterator[Finding]:
     memory = config.memory
-    if os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no":
+    if _is_compiled_by_launcher():
         yield (
             "compile",
             "regional: the launcher's file compiles, too (dynamo_config); choose one of them",

@@ -54,7 +54,7 @@ def check_config(
         _check_sizes(config, facts.geometry, prompts),
         _check_model(config, facts),
         _check_training(config),
-        _check_block_swap(config),
+        check_block_swap(config),
         _check_parallel(config),
         _check_sequence_parallel(config, facts, processes=processes),
         _check_validation(config, facts, prompts),
@@ -358,7 +358,8 @@ def _check_training(config: TrainConfig) -> Iterator[Finding]:
             yield "on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps", "conflict"
 
 
-def _check_block_swap(config: TrainConfig) -> Iterator[Finding]:
+def check_block_swap(config: TrainConfig) -> Iterator[Finding]:
+    """Check that the frozen weights of blocks can be swapped."""
     number = config.memory.blocks_to_swap
     if number == 0:
         return
@@ -381,6 +382,9 @@ def _check_parallel(config: TrainConfig) -> Iterator[Finding]:
     parallel = config.parallel
     if parallel.fsdp and parallel.deepspeed:
         yield "deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp", "conflict"
+    if parallel.deepspeed and find_spec("deepspeed") is None:
+        message = "requires the package deepspeed, which is not installed; run `pip install deepspeed`"
+        yield Problem("--deepspeed", message, "not_installed", is_local=True)
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
         yield "fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out", "conflict"
     if (

@@ -150,7 +150,6 @@ def _translate_all(options: RawOptions, dance_names: Sequence[str]) -> None:
         options: the options; DanceGRPO's are replaced.
         dance_names: names of DanceGRPO's algorithm among them.
     """
-    options.is_translated |= bool(dance_names)
     _choose_preset(options, dance_names)
     _note_without_effect(options, dance_names)
     for name in [name for name in REFUSED if name in options.values]:

@@ -88,7 +88,6 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
                 f"{source.where['lr_scheduler']} {schedule} is over 1,000,000 steps there, so it hardly decays: "
                 "--lr_scheduler constant_with_warmup"
             )
-    settings.is_translated = True
     return settings
 
 

@@ -65,7 +65,7 @@ REFUSED = invert_groups({
     "name the file as transformer_path, and as vae_path too if it holds the VAE": "model.single_file_path",
     "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them": "model.min_t model.max_t",
     "FramePack's own training is not here; framepack_window_size cuts sliding windows, see "
-    "docs/how-to/sliding-windows.md": "model.latent_window_size model.f1 model.siglip_path",
+    "docs/reference/buckets.md": "model.latent_window_size model.f1 model.siglip_path",
     "fuse it beforehand with diffusers' fuse_lora, and give the result as --transformer_id": "adapter.fuse_adapters",
     "there is no LoKr here; use type = 'lora'": "adapter.decompose_factor",
     "use --optimizer_in_backward, which needs --max_grad_norm 0":
@@ -121,7 +121,6 @@ def translate_document(document: Mapping[str, Any], options: RawOptions, locate:
         options: gets our options; diffusion-pipe's defaults have the first line as their place.
         locate: says where a key stands.
     """
-    options.is_translated = True
     external: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in document.items():

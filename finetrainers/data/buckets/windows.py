@@ -190,6 +190,22 @@ def non_overlapping(clips: Iterable[Clip]) -> list[Clip]:
     return selected
 
 
+def count_used_frames(clips: Iterable[Clip]) -> dict[int, int]:
+    """Return the number of frames, at its rate, that the clips of each item use; overlaps of windows count once.
+
+    Args:
+        clips: those of an item in order of their starts.
+    """
+    counts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for clip in clips:
+        item, start = item_index(clip.index), clip.start or 0
+        end = start + clip.bucket[0]
+        counts[item] = counts.get(item, 0) + end - max(start, ends.get(item, 0))
+        ends[item] = end
+    return counts
+
+
 def encoded_clip(clip: Clip) -> Clip:
     """Return the clip that the VAE encodes: itself, or the segment that its latents are cut from."""
     if clip.latent_segment is None:

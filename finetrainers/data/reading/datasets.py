@@ -102,7 +102,27 @@ def read_datasets(data: DataSection) -> list[Dataset]:
     if problems:
         problems = list(dict.fromkeys(problems))  # a problem at the top repeats for every table
         raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
-    return _with_names(datasets)
+    return [
+        replace(dataset, data=_with_buckets(dataset.data, data.dataset_buckets.get(dataset.name, ())))
+        for dataset in _with_names(datasets)
+    ]
+
+
+def _with_buckets(data: DataSection, buckets: Sequence[tuple[int, int, int]]) -> DataSection:
+    """Return the options of a dataset with buckets that were chosen for it, unless its options say how it is cut.
+
+    With `resolutions` only the lengths were chosen.
+    """
+    if any(getattr(data, name) for name in (*_BUCKET_OPTIONS, "frame_buckets", "sliding_window_size")):
+        return data
+    videos = [bucket for bucket in buckets if bucket[0] > 1]
+    sizes: dict[str, Any] = {"frame_buckets": sorted({bucket[0] for bucket in videos}, reverse=True)}
+    if not data.resolutions:
+        sizes = {
+            "video_resolution_buckets": videos,
+            "image_resolution_buckets": [bucket[1:] for bucket in buckets if bucket[0] == 1],
+        }
+    return data.model_copy(update=sizes)
 
 
 def media_dir(config: TrainConfig) -> Path:

@@ -95,8 +95,9 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
 
     The source is `hf_dataset`, or `dataset_file` (.csv, .json, .jsonl, .parquet, .tar) if given; else the two text
     files `video_column` and `caption_column` in `data_root` (or `videos.txt` and `prompts.txt`), one entry a line; else
-    every media file below `data_root`, each with its caption in a .txt file of the same name. Media paths are relative
-    to `data_root`, or without it to the metadata file, and may not lead out of that folder.
+    every media file below `data_root`, each with its caption in a .txt file of the same name. If none has a caption,
+    `data_root` is read by the one metadata file that it holds. Media paths are relative to `data_root`, or without it
+    to the metadata file, and may not lead out of that folder.
 
     Args:
         data: its options.
@@ -109,7 +110,12 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     """
     findings, data = Findings(), folder.with_known_lists(data)
     root = _find_root(data)
-    rows = _read_rows(data, root, media_dir, findings)[: data.max_items]
+    rows = _read_rows(data, root, media_dir, findings)
+    if (table := _caption_table(rows, data, root)) is not None:
+        findings, data = Findings(), data.model_copy(update={"dataset_file": table})
+        rows = _read_rows(data, root, media_dir, findings)
+        folder.note_unlisted([row.media for row in rows], root, table.name, findings)
+    rows = rows[: data.max_items]
     items = _make_items(rows, data, root, findings, first=first, prefix=prefix)
     further = {}
     for name, column in sorted(data.extra_columns):
@@ -127,6 +133,21 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         warnings = f" ({'; '.join(findings.warnings)})" if findings.warnings else ""
         raise DataError(f"{source}: no items found{warnings}", kind="not_found")
     return Reading(items, findings.warnings, further, masks)
+
+
+def tables_in(directory: Path) -> list[Path]:
+    """Return the metadata files in a directory, without empty ones."""
+    paths = sorted(path for path in directory.iterdir() if path.suffix.lower() in TABLES)
+    return [path for path in paths if path.is_file() and path.stat().st_size]
+
+
+def _caption_table(rows: Sequence[Row], data: DataSection, root: Root) -> Path | None:
+    """Return the one metadata file in a directory of clips that all lack the captions that they need, or None."""
+    needs_captions = folder.lacks_lists(data) and data.caption_missing in (None, "error")
+    if not needs_captions or not rows or any(row.captions is not None or row.unusable for row in rows):
+        return None
+    tables = tables_in(root.folder)
+    return tables[0] if len(tables) == 1 else None
 
 
 def media_kind(path: str) -> Kind:

@@ -177,7 +177,7 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream:
     if all(Disposition.attached_pic in stream.disposition for stream in streams):
         raise InvalidSampleError("no video stream", "no_video")
     if Disposition.attached_pic in streams[0].disposition:
-        raise InvalidSampleError("its first video stream is a cover picture", "unreadable")
+        raise InvalidSampleError("its first video stream is a cover image", "unreadable")
     if streams[0].codec_context is None:
         raise InvalidSampleError("its codec is unknown to FFmpeg; convert the file, to H.264 for example", "unreadable")
     return streams[0]

@@ -69,6 +69,7 @@ def searched_config(config: TrainConfig) -> TrainConfig:
     sections = {
         "dataloader": config.dataloader.model_copy(update=loading),
         "training": config.training.model_copy(update=training),
+        "memory": config.memory.model_copy(update={"fit_gpu": False}),  # sizes are found for the options as they are
     }
     return config.model_copy(update=sections)
 

@@ -241,3 +241,10 @@ def test_nf4_needs_cuda_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> Non
     (missing,) = problems("cuda")
     assert (missing.where, missing.kind) == ("--quantize_frozen nf4", "not_installed")
     assert "pip install bitsandbytes" in missing.message
+
+
+def test_zero_needs_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetrainers.config.checks.options.find_spec", lambda _: None)
+    assert findings().errors == []
+    (missing,) = findings(deepspeed=True).errors
+    assert (missing.where, missing.kind) == ("--deepspeed", "not_installed")

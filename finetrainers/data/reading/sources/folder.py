@@ -71,7 +71,7 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
         further = [root.folder / column for _, column in data.extra_columns]
         other_media = [name for path in further if path.is_file() for name in read_lines(path)]
         other_media += [row.mask for row in rows if row.mask]
-        _note_unlisted([*(row.media for row in rows), *other_media], root, media_list.name, findings)
+        note_unlisted([*(row.media for row in rows), *other_media], root, media_list.name, findings)
         return rows
     changed_options = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
     if changed_options or media_list.is_file() or caption_list.is_file():
@@ -139,7 +139,7 @@ def _read_two_files(media_list: Path, caption_list: Path, findings: Findings) ->
     return rows
 
 
-def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: Findings) -> None:
+def note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: Findings) -> None:
     """Warn of media files that are in the folders of listed ones, or of the list, and are not listed."""
     listed = {unicodedata.normalize("NFC", os.path.normpath(root.relative(name))) for name in names}
     for folder in sorted({"", *map(os.path.dirname, listed)}):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +17,7 @@ from finetrainers.utils.failures import InputError, Kind, error_kind
 from finetrainers.utils.text import nearest
 
 from .masks import MASK
-from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
+from .rows import MEDIA_SUFFIXES, NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
 
 Records = Iterator[tuple[str, Any]]
 
@@ -92,8 +94,26 @@ class Columns:
             return None
         present = ", ".join(map(str, record)) or "none"
         options = " and ".join(dict.fromkeys(f"`{set_by[name]}`" for name in names))
-        hint = nearest(names[0], map(str, record))
+        hint = self._flags_for(names, record) or nearest(names[0], map(str, record), listed=0)
         return f"no column {' and '.join(map(repr, names))} (set by {options}); it has: {present}{hint}"
+
+    def _flags_for(self, names: Sequence[str], record: Mapping[str, Any]) -> str:
+        """Return a clause with the flags that name a record's own columns, or an empty text if these are unclear.
+
+        The medium is the column with the name of a media file, and the caption the one of a similar name or else the
+        longest other text.
+        """
+        texts = {str(name): value for name, value in record.items() if isinstance(value, str)}
+        media = next((name for name, value in texts.items() if Path(value).suffix.lower() in MEDIA_SUFFIXES), None)
+        captions = [name for name in texts if name not in (media, self.media)]
+        flags = []
+        if self.media in names and not self.is_further and media is not None:
+            flags.append(f"--video_column {shlex.quote(media)}")
+        if self.captions[0] in names and self.option == "caption_column" and captions:
+            similar = get_close_matches(self.captions[0], captions, n=1)
+            caption = similar[0] if similar else max(captions, key=lambda name: len(texts[name]))
+            flags.append(f"--caption_column {shlex.quote(caption)}")
+        return f"; use {' '.join(flags)}" if flags else ""
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the other columns of the clip's record."""

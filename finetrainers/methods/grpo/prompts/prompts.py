@@ -16,6 +16,7 @@ from finetrainers.config.base import check_text
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import plural, printable, quoted
 
@@ -195,9 +196,11 @@ class RolloutSample:
 def _read(path: Path) -> str:
     try:
         content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"prompt file {quoted(str(path))} {missing_path_problem(path)}", kind="not_found") from None
     except OSError as error:
         message = f"prompt file {quoted(str(path))} cannot be read: {error.strerror}"
-        raise DataError(message, kind="not_found" if isinstance(error, FileNotFoundError) else "unreadable") from error
+        raise DataError(message, kind="unreadable") from error
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
