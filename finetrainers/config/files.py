@@ -42,7 +42,7 @@ def read_text(path: str | Path, *, option: str, others: Iterable[str] = ()) -> t
         raise ConfigError([Problem.from_error(option, error)]) from None
     except FileNotFoundError:
         hint = nearest_file(Path(path)) or nearest(str(path), others, listed=0 if Path(path).suffix else 100)
-        raise ConfigError([Problem(option, f"no such file: {path}{hint}", "not_found")]) from None
+        raise ConfigError([Problem(option, f"file not found: {path}{hint}", "not_found")]) from None
     except OSError as error:
         raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}", "unreadable")]) from None
     try:

@@ -58,7 +58,7 @@ class RawOptions:
         if self.values.get(option) is not None:
             self.refuse(
                 names[0],
-                f"{', '.join(names)} and {option} ({self.where[option]}) set the same; give one of them",
+                f"{', '.join(names)} and {option} ({self.where[option]}) set the same option; remove one of them",
                 option,
                 kind="conflict",
             )

@@ -122,7 +122,7 @@ def _take_option(options: RawOptions, table: str | None, name: str, value: Any, 
     elif option not in fields() and name not in OTHER_NAMES:
         options.problems.append(unknown_option(name, where))
     elif name in options.values:
-        options.problems.append(Problem(where, f"{name!r} is given twice", "duplicate"))
+        options.problems.append(Problem(where, f"{name!r} is set twice", "duplicate"))
     else:
         options.values[name], options.where[name] = value, where
 
@@ -141,9 +141,11 @@ def read_toml(path: Path) -> tuple[Path, str, dict[str, Any]]:
     except tomllib.TOMLDecodeError as error:
         message = f"not valid TOML: {error}"
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
-            message = "is JSON, and config files are TOML: `rank = 64` and so on, see docs/reference/configuration.md"
+            message = "is JSON, and config files are TOML: write `rank = 64`; see docs/reference/configuration.md"
         elif path.suffix.lower() in (".yaml", ".yml") or re.match(r"(\s*#.*\n|---\s*\n)*\s*\w+:\s", text):
-            message = "is YAML, and config files are TOML: `rank = 64`, no colon; see docs/reference/configuration.md"
+            message = (
+                "is YAML, and config files are TOML: write `rank = 64`, no colon; see docs/reference/configuration.md"
+            )
         raise ConfigError([Problem(str(path), message, "unreadable")]) from None
 
 

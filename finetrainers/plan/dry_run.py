@@ -111,11 +111,11 @@ def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> ResolvedRun:
     """
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
-    print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
+    print_line(f"transformer: {total / 1000000.0:.4g}M parameters, {trained / 1000000.0:.4g}M trainable")
     config = checked.config
     if config.memory.quantize_frozen != "none":
         weights = num_quantizable(transformer, config, checked.spec)
-        print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
+        print_line(f"  {weights / 1000000.0:.4g}M of them quantized to {config.memory.quantize_frozen}")
     memory, gpu = RunMemory(checked, transformer), planned_gpu(config)
     settings = memory.choose()
     lines = memory_lines(memory, settings)
@@ -156,10 +156,10 @@ def _with_packaged_configs(checked: ResolvedRun) -> ResolvedRun | None:
 def _conclude(checked: ResolvedRun, unseen: str | None, *, is_planned: bool) -> str:
     """Return the last line; it claims nothing about unchecked parts."""
     if unseen is not None:
-        memory = "Memory is that of its packaged configs" if is_planned else "Memory cannot be estimated"
+        memory = "Memory is estimated by packaged configs" if is_planned else "Memory cannot be estimated"
         return (
-            f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} "
-            f"models, and LoRA targets with a tiny one. {memory}"
+            f"model config unavailable: {unseen}; options checked against the published "
+            f"{checked.config.model.model_name} configs, LoRA targets against a tiny model. {memory}"
         )
     missing = [name for name, size in sizes_on_disk(checked).items() if size is None]
     missing += missing_rewards(checked)

@@ -81,12 +81,16 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     if settings.offloads_samples:
         lines.append(settings.words["enable_model_cpu_offload"])
     lines += [settings.words[name] for name in settings.decoding]
+    swap_label, activation_label = (
+        f"--{name} auto" if config.get(name) == "auto" else f"{name.replace('_', ' ')}, chosen"
+        for name in ("blocks_to_swap", "activation_memory")
+    )
     if settings.swapped is not None and (settings.swapped or memory.blocks_to_swap == "auto"):
-        lines.append(f"--blocks_to_swap auto: {settings.words['blocks_to_swap']}")
+        lines.append(f"{swap_label}: {settings.words['blocks_to_swap']}")
     if settings.activations is not None:
         speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
         lines += [
-            f"--activation_memory auto, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
+            f"{activation_label}, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
             f"  {settings.activations.what}",
             f"  {settings.activations.why(machine)}",
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +16,7 @@ from rich.table import Table
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank
-from finetrainers.utils.phases import label
+from finetrainers.utils.phases import PHASES, label
 from finetrainers.utils.text import file_size, plural
 from finetrainers.utils.train_log import PrintedLines
 
@@ -25,6 +27,8 @@ _SOURCES = {
     "family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run",
     "memory": "memory of the GPU",
 }  # fmt: skip
+#: Environment variable of a stage's process: JSON list of warnings that were printed with the plan of all stages.
+SKIPPED_WARNINGS = "FINETRAINERS_SKIPPED_WARNINGS"
 _ORDINALS = {"2": "second ", "3": "third "}
 
 
@@ -96,7 +100,7 @@ def print_origin(checked: ResolvedRun) -> None:
         return
     resumes = checked.start.checkpoint is not None
     start = "resumes from a checkpoint" if resumes else "starts from the weights of --init_from"
-    print_line(f"{start}; source of each part:")
+    print_line(f"{start}; source of each component:")
     width = max(len(part) for part, _ in checked.start.rows)
     for part, origin in checked.start.rows:  # not a table: paths must not be wrapped
         print_line(f"  {part:<{width}}  {origin}")
@@ -110,9 +114,11 @@ def print_remarks(checked: ResolvedRun) -> None:
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """Print one line for each warning."""
+    """Print one line for each warning, except those in `SKIPPED_WARNINGS`."""
+    skipped = json.loads(os.environ.get(SKIPPED_WARNINGS, "[]"))
     for warning in warnings:
-        print_line(f"warning: {warning}")
+        if warning not in skipped:
+            print_line(f"warning: {warning}")
 
 
 def print_data(checked: ResolvedRun) -> None:
@@ -135,6 +141,7 @@ def print_results(root: Path) -> None:
         "LoRA": root / "pytorch_lora_weights.safetensors",
         **{part_name(path.name): path for path in root.glob("transformer*")},
         "samples": root / "samples",
+        "rollouts": root / "rollouts",
         "report": root / "report.html",
         "model card": root / "README.md",
         "settings": root / "config.toml",
@@ -153,9 +160,9 @@ def print_results(root: Path) -> None:
 
 
 def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the measured peaks of each phase."""
+    """Print the measured peaks of each phase, without figures of the whole run, which repeat them."""
     table = Table(box=None, pad_edge=False)
-    headings, *rows = memory_table(peaks)
+    headings, *rows = memory_table({phase: peak for phase, peak in peaks.items() if phase in PHASES})
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left")
     for row in rows:

@@ -130,8 +130,8 @@ def run_source(home: Path) -> RawOptions:
         made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
         if source.problems and made_by != __version__:
             message = (
-                f"the run is of finetrainers {made_by}, and this is {__version__}; "
-                f"install that version, or correct {_CONFIG}"
+                f"the run was made by finetrainers {made_by}, and this is {__version__}; install that version, or "
+                f"correct {_CONFIG}"
             )
             source.problems.append(Problem(str(home), message, "mismatch"))
     return source
@@ -179,8 +179,8 @@ def _model(name_or_path: str, path: Path) -> Target:
         or path.suffix == ".safetensors"
     ):
         raise InputError(
-            f"{missing_path_problem(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
-            "(a folder, a hub id or demo://NAME)",
+            f"{missing_path_problem(path)}; use a run directory, a checkpoint, a LoRA in safetensors, or a model (a "
+            "directory, a Hub id or demo://NAME)",
             "not_found",
         )
     return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))

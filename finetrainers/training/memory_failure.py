@@ -55,10 +55,10 @@ _OPTIONS_BY_PHASE: Mapping[str, tuple[str, ...]] = {
 }
 #: Suggestions for a phase if none of `_OPTIONS_BY_PHASE` is applicable.
 _FALLBACKS: Mapping[str, str] = {
-    LOADING: "--transformer_dtype bf16, if the weights are loaded in more; else --fsdp full, which shards them",
+    LOADING: "--transformer_dtype bf16, if the weights have another dtype; else --fsdp full, which shards them",
     REWARD: "smaller clips to score: --rollout_size",
     ROLLOUT: "smaller or shorter clips: --rollout_size",
-    CHECKPOINT: "an optimizer with less state, of which a checkpoint has a copy: --optimizer adamw-torchao-8bit",
+    CHECKPOINT: "an optimizer with less state, copied by checkpoints: --optimizer adamw-torchao-8bit",
 }
 
 
@@ -157,7 +157,7 @@ class MemoryFailures:
             *advised,
             "",
             *_table(planned, {name: dict(peak) for name, peak in self._memory.peaks.items()}, phase),
-            "planned: allocated memory, as estimated; what is not planned is not estimated",
+            "planned: allocated memory, as estimated; missing numbers are not estimated",
             "",
             *_free_memory_lines(self._memory.device),
         ]
@@ -243,7 +243,7 @@ def _suggest_for_text_encoders(config: TrainConfig, *, on_host: bool) -> str:
     if wide:
         return f"{wide} (half as large)"
     if quantization == "none" and not is_cast:
-        return "--quantize_text_encoders int8 (text encoders are rounded: prompts are encoded a bit differently)"
+        return "--quantize_text_encoders int8 (text encoders are rounded: prompt embeddings change slightly)"
     if quantization in ("int8", "fp8") and not on_host:
         return "--quantize_text_encoders nf4 (text encoders are rounded to 4 bits)"
     return "--precompute_conditions, with a cache that was filled on a machine with more memory"

@@ -98,7 +98,7 @@ def _class(address: str) -> type:
     """
     cls = resolve(address) if address.startswith(f"{_PACKAGE}.") else None
     if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, (BaseModel, tuple))):
-        raise TypeError(f"{address} is no dataclass, named tuple or table of options of {_PACKAGE}")
+        raise TypeError(f"{address} is not a dataclass, named tuple or table of options of {_PACKAGE}")
     return cls
 
 

@@ -38,7 +38,7 @@ def model_path(name: str) -> str:
     if not name.startswith(SCHEME):
         return name
     if name not in packaged_models():
-        raise InputError(f"no packaged model {name!r}{nearest(name, packaged_models())}", "unknown")
+        raise InputError(f"unknown demo model {name!r}{nearest(name, packaged_models())}", "unknown")
     return str(_ROOT / name.removeprefix(SCHEME))
 
 

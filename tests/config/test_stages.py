@@ -194,7 +194,7 @@ def test_every_mistake_of_every_stage_is_found(tmp_path: Path) -> None:
         ('{ stage = "low" }', '"low"', 17, "required", 'init = { stage = "low" }'),
         ('stage = "low"', 'stage = "on"', 17, "unknown", "'on'"),
         ('{ stage = "low" }', '{ stage = "low", load = "lora" }', 17, "conflict", 'load = "weights"'),
-        ("lr = 2e-5", 'init_from = "x"', 18, "conflict", "low (init);"),
+        ("lr = 2e-5", 'init_from = "x"', 18, "conflict", "stage low;"),
         ('output_dir = "elsewhere"', 'output_dir = "runs/look/mid"', 23, "duplicate", "runs/look/mid "),
         ('output_dir = "elsewhere"', 'output_dir = "runs/x/../look/mid"', 23, "duplicate", "runs/x/../look/mid "),
     ],

@@ -393,6 +393,10 @@ def test_runs_choose_what_the_table_recommends() -> None:
         "cogvideox/lora_2b": read["cogvideox"]({}).lora,
         "cogvideox/lora_5b": read["cogvideox"]({"transformer": {"num_attention_heads": 48}}).lora,
     }
+    for name, lora in chosen.items():
+        assert lora is not None
+        recipe = load_config(ROOT / "examples" / f"{name}.toml")
+        assert {option: recipe.get(option) for option in lora.options} == dict(lora.options), name
     table = {name: row for name, row in recommendations().items() if row[0] is not None}
     assert {name: (row[0], row[1], row[2], row[5]) for name, row in table.items()} == {
         name: (lora.rank, lora.rank, lora.lr, lora.steps) for name, lora in chosen.items() if lora is not None

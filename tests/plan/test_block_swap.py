@@ -42,7 +42,7 @@ GIVEN = {
 
 def digests(directory: Path) -> dict[str, str]:
     """Of every tensor, and every sample, that a run and its checkpoints have."""
-    found = {path.name: path.read_bytes() for path in directory.rglob("*.mp4")}
+    found = {str(path.relative_to(directory)): path.read_bytes() for path in directory.glob("samples/step-*/*.mp4")}
     for path in directory.rglob("*.safetensors"):
         if "precomputed" not in path.parts:
             found |= {

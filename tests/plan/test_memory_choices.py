@@ -30,6 +30,7 @@ from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.memory_plan import RunMemory, with_open_options
 from finetrainers.plan.preflight import ResolvedRun, preflight, with_options
 from finetrainers.plan.ready import get_ready
+from finetrainers.rundir.run_records import read_run
 from finetrainers.sampling.weights import run_source
 from finetrainers.training.callbacks import validation
 from finetrainers.utils.phases import TRAINING_STEP
@@ -94,6 +95,7 @@ def test_chosen_options_change_no_bit_and_are_repeated(
     manifest = json.loads((first.root / "checkpoints" / "step-2" / "manifest.json").read_text())
     assert {manifest["chosen"][name] for name in choices} == {MEMORY}
     assert "[chosen.memory]" in (first.root / "config.toml").read_text()
+    assert read_run(first.root).options["blocks_to_swap"] == 4
     assert re.search(r"^chosen \(.*\): .*blocks_to_swap 4", capsys.readouterr().out, re.MULTILINE)
 
     copy = load_config(first.root / "config.toml", output_dir=str(tmp_path / "new"))

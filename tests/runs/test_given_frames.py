@@ -76,7 +76,8 @@ def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
         "ltx_video", data_root=str(make_clips(2, frames=33)), video_resolution_buckets=["33x64x64"],
         sliding_window_size=17, sliding_window_stride=8, frame_conditioning="last=0.5,first+last=0.5", window_context=1,
         train_steps=6, batch_size=2, checkpointing_steps=3, validation_frame_rate=25.0,
-        validation_prompts=str(tmp_path / "prompts.jsonl"), validation_steps=6, validation_inference_steps=2,
+        validation_prompts=str(tmp_path / "prompts.jsonl"), validation_steps=6, validation_at_start=False,
+        validation_inference_steps=2,
     )  # fmt: skip
     whole = run(**values)
     # Of each clip the first window is given what is drawn, and the two others their context.
@@ -206,7 +207,7 @@ def test_what_is_not_read_is_not_announced(
         sliding_window_stride=16, frame_conditioning="last=0.5", window_context=1, method=method, train_steps=1,
     ))  # fmt: skip
     said = capsys.readouterr().out
-    announced = [text in said for text in ("clean frames", "of context", "a mask, which")]
+    announced = [text in said for text in ("frame-conditioning", "of context", "a mask, which")]
     assert announced == [method == "sft"] * 3
 
 

@@ -164,7 +164,7 @@ def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
     refuse("--part: vae .*--vae_id and --vae_dtype", "vae=x/y")
     refuse("--part: image_processor .*fp32$", "image_processor=,fp32")
     refuse("--part: image_encoder .*once", "image_encoder=,fp32", "image_encoder=,bf16")
-    refuse("NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE", "image_encoder")
+    refuse("NAME=PATH, NAME=PATH,DTYPE or NAME=,DTYPE", "image_encoder")
     with refused_options(("--part", "not_found")) as caught:
         preflight(load_config(**values | {"part": [f"image_encoder={tmp_path}/none"]}))
     assert f"{tmp_path}/none" in str(caught.value)

@@ -179,7 +179,7 @@ def _further_rows(
     if not findings.problems and line_numbers != column_numbers:  # two text files: a line may be blank in one of them
         last = column_numbers[-1] if column_numbers else "1"
         line = next((number for number in line_numbers if number not in column_numbers), last)
-        message = f"its lines do not belong to those of {data.video_column!r}; see line {line}"
+        message = f"its lines do not match those of {data.video_column!r}; see line {line}"
         raise DataError(message, kind="mismatch")
     return column_rows
 
@@ -237,7 +237,7 @@ def _find_root(data: DataSection) -> Root:
         if folder.suffix in TABLES and folder.is_file() and data.dataset_file is None:
             path = quoted(str(folder))
             raise DataError(
-                f"data_root {path} is not a folder but a file; if it lists clips, give --dataset_file {path}"
+                f"data_root {path} is a file, not a directory; if it lists clips, use --dataset_file {path}"
             )
         raise path_error("data_root", folder, folder=True)
     if folder is None and data.dataset_file is not None:
@@ -246,7 +246,7 @@ def _find_root(data: DataSection) -> Root:
         folder = Path(data.hf_dataset) if Path(data.hf_dataset).is_dir() else Path()
     if folder is None:
         raise DataError(
-            "no dataset: give `data_root` (a folder), `dataset_file` (.csv, .json, .jsonl, .parquet, .tar), "
+            "no dataset: set `data_root` (a directory), `dataset_file` (.csv, .json, .jsonl, .parquet, .tar), "
             "`hf_dataset` or `dataset`",
             kind="required",
         )
@@ -263,7 +263,7 @@ def _read_rows(data: DataSection, root: Root, media_dir: Path | None, findings: 
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
         message = f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar"
         raise DataError(message, kind="unsupported")
-    assert media_dir is not None, "media of this dataset have to be unpacked"
+    assert media_dir is not None, "media of this dataset must be unpacked"
     if file is not None and is_tar:
         return tars.read_tars(file, data, MediaFolder(media_dir), findings)
     return hub.read_hub(data, root, MediaFolder(media_dir), findings)
@@ -285,7 +285,7 @@ def _text_problem(captions: Sequence[str]) -> str | None:
     """Return the reason why a caption cannot be encoded, or None if all can."""
     longest = max(map(len, captions))
     if longest > MAX_CAPTION_BYTES:
-        return f"the caption has {longest} characters, more than the {MAX_CAPTION_BYTES} of any caption"
+        return f"the caption has {longest} characters, more than the limit of {MAX_CAPTION_BYTES}"
     for caption in captions:
         if "\0" in caption:
             return "the caption holds a NUL character"
@@ -293,7 +293,7 @@ def _text_problem(captions: Sequence[str]) -> str | None:
             if not caption.isascii():
                 caption.encode()
         except UnicodeEncodeError:
-            return "the caption holds half of a surrogate pair, which is no character"
+            return "the caption holds half of a surrogate pair, which is not a character"
     return None
 
 
@@ -322,7 +322,7 @@ def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[st
     longest = max(map(len, cleaned))
     if longest > LONG_CAPTION:
         findings.note(
-            f"with a caption of more than {LONG_CAPTION} characters, of which text encoders read only the beginning",
+            f"with a caption of more than {LONG_CAPTION} characters (text encoders read only the beginning)",
             f"{printable_name(row.media)} ({longest})",
         )
     return cleaned

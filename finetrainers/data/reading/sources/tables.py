@@ -137,8 +137,8 @@ class Columns:
         mask = record.get(self.mask) if self.mask and not self.is_further else None
         if mask is not None and not isinstance(mask, str):
             raise ValueError(
-                f"column {self.mask!r} must be the path of a mask, or null where there is none, got {mask!r}; if it is "
-                'something else, name another with `mask_column`, or none with ""'
+                f"column {self.mask!r} must be the path of a mask, or null for none, got {mask!r}; set another "
+                '`mask_column`, or "" to read no masks'
             )
         extra = self.extra(record)
         if self.mask and self.mask in extra:
@@ -149,7 +149,7 @@ class Columns:
         """Return the captions of a record, or None if there is not even an empty one.
 
         Raises:
-            ValueError: a caption is neither text nor a list of texts.
+            ValueError: a caption is neither text nor a list of strings.
         """
         captions: list[str] = []
         for name in self.captions:
@@ -159,7 +159,7 @@ class Columns:
             elif isinstance(value, list) and all(isinstance(text, str) for text in value):
                 captions += value
             elif value is not None:
-                raise ValueError(f"column {name!r} must be text or a list of texts, got {value!r}")
+                raise ValueError(f"column {name!r} must be text or a list of strings, got {value!r}")
         return tuple(captions) or None
 
 
@@ -171,7 +171,7 @@ def _csv_records(path: Path, findings: Findings) -> Records:
         duplicates = {name for name in header if header.count(name) > 1}
         if duplicates:
             raise DataError(
-                f"{path.name} line 1: column {min(duplicates)!r} is there twice; rename one", kind="duplicate"
+                f"{path.name} line 1: column {min(duplicates)!r} occurs twice; rename one", kind="duplicate"
             )
         first = reader.line_num + 1  # of the next row, which may have several lines
         for fields in reader:
@@ -220,7 +220,7 @@ def _json_kind(error: Exception) -> Kind:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value; write null, or leave the key out")
+    raise ValueError(f"{name} is not a JSON value; write null, or remove the key")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -228,5 +228,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"the key {repeated!r} is there twice", "duplicate")
+        raise InputError(f"the key {repeated!r} occurs twice", "duplicate")
     return record
