@@ -979,14 +979,6 @@ def train_second_stage() -> str:
     return str(problem)
 
 
-def plan_without_sizes() -> Any:
-    """Plan the work of a run without data."""
-    from finetrainers.plan.sizes_plan import plan_sizes
-
-    geometry: Any = None
-    return plan_sizes(load(), geometry, sizes_are_wrong=False)
-
-
 def overwrite_page(directory: Path) -> Any:
     """Write an HTML page over another file."""
     from finetrainers.plan.ownership import page_problem
@@ -1092,11 +1084,6 @@ PLAN: list[Row] = [
         check_offline_upload,
         "1 problem with this configuration:\n  - --push_to_hub: HF_HUB_OFFLINE is set; unset it, or remove it, and "
         "upload the results later with `hf upload`",
-    ),
-    (
-        plan_without_sizes,
-        "1 problem with this configuration:\n  - --video_resolution_buckets: memory depends on the size of clips; "
-        "set it, such as 49x512x768, or the data",
     ),
     (
         train_second_stage,

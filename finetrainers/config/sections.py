@@ -109,6 +109,19 @@ class ModelSection(Section):
         "slightly different latents. By default, only clips above 24 GiB and rollout clips that do not fit the GPU "
         "one by one are tiled.", resume="free", encodes="vae")
 
+    _is_estimated: bool = PrivateAttr(default=False)
+
+    @property
+    def is_estimated(self) -> bool:
+        """True if nothing but configs is read, so that packaged ones of published models will do."""
+        return self._is_estimated
+
+    def for_estimate(self) -> ModelSection:
+        """Return a copy for an estimate; see `is_estimated`."""
+        section = self.model_copy()
+        section._is_estimated = True
+        return section
+
 
 class DataSection(Section):
     """Sources of clips and captions, and buckets that clips are cut to."""

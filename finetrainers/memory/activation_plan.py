@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import floor
 from typing import Any, TypeVar
 
@@ -42,8 +43,9 @@ def select_evenly(blocks: Sequence[T], share: float | None) -> list[T]:
     return [block for n, block in enumerate(blocks) if floor((n + 1) * share + 0.5) > floor(n * share + 0.5)]
 
 
+@lru_cache(maxsize=4096)
 def activation_units(
-    counted: Activations, num_blocks: Sequence[int], stored: ActivationMemory, share: float | None = None
+    counted: Activations, num_blocks: tuple[int, ...], stored: ActivationMemory, share: float | None = None
 ) -> ActivationUnits:
     """Return the stored activations, and those at the peaks of forward and of backward.
 

@@ -38,12 +38,15 @@ from .throughput import peak_flops
 _PROBE_BYTES = 64 << 20
 
 
-def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None) -> ResolvedRun:
+def within_budget(
+    checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None, *, host_gib: float | None = None
+) -> ResolvedRun:
     """Return the run with the cheapest options that fit `memory_budget`, and print them.
 
     Args:
         checked: the run.
         check: function that checks the run with other options; by default `preflight`, without reading data again.
+        host_gib: host memory of the machine; default: of this one.
 
     Raises:
         ConfigError: nothing fits.
@@ -52,7 +55,7 @@ def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedR
     if budget is None:
         return checked
     # What a GPU chooses by itself comes after the budget, which knows the price of everything.
-    memory, decided = run_memory(checked), config.with_values({"fit_gpu": False})
+    memory, decided = run_memory(checked, host_gib), config.with_values({"fit_gpu": False})
     peak = memory.plan(decided).peak
     needed = f"{with_reserve(peak) / GIB:.1f}"
     if fits(peak, GIB * budget):
@@ -60,7 +63,10 @@ def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedR
         return checked
     advice = memory.advice(budget, device=target_device(config), config=decided)
     if advice is None:
-        lines = advice_lines(None, f"{needed} GiB are planned, more than {budget:g}")
+        heading = (
+            f"{needed} GiB are planned, more than {budget:g}, and {file_size(memory.host)} of host memory are there"
+        )
+        lines = advice_lines(None, heading)
         raise ConfigError([Problem("--memory_budget", "\n  ".join(lines), "too_large")])
     for line in advice_lines(advice, f"memory budget: {needed} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import tomli_w
+
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import OTHER_REMEDIES, Advice, Chosen
 from finetrainers.memory.automatic import AutoSettings
@@ -26,7 +28,7 @@ def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
     """Return the estimate as lines: a table of phases, contents of the peak, host memory, choices for `auto`, disk."""
     plan, lines = settings.plan, _phase_lines(settings.plan)
     machine = plural(plan.local_processes, "process", "processes")
-    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
+    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)} of {file_size(memory.host)}")
     options = with_launcher(memory.checked.config.parallel)
     if launched_processes() == 1 and ((options.fsdp is not None and not options.fsdp_cpu_offload) or options.deepspeed):
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
@@ -95,17 +97,23 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     return lines
 
 
-def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
-    """Return whether the run fits a GPU, and the options that make it fit."""
-    size = file_size(with_reserve(plan.peak))
-    if fits(plan.peak, GIB * gpu.gib):
-        return [f"it fits {gpu}: {size} are needed"]
-    heading = f"it does not fit {gpu}: {size} are needed"
-    return advice_lines(None, heading) if advice is None else [heading, *advice_lines(advice, "it fits with")]
+def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
+    """Return whether a run fits a GPU and the machine, and the options that make it fit, with lines to paste."""
+    size, warning = file_size(with_reserve(plan.peak)), memory.host_problem(plan)
+    is_small = fits(plan.peak, GIB * gpu.gib)
+    lines = [f"it {'fits' if is_small else 'does not fit'} {gpu}: {size} are needed"]
+    if is_small and warning is None:
+        return lines
+    lines += [] if warning is None else [f"it does not fit the machine: {warning}"]
+    if advice is None:
+        return [*lines[:-1], *advice_lines(None, lines[-1])]
+    budget = gpu.name.replace(" G", "G").replace(" ", "-")
+    lines += advice_lines(advice, "it fits with")
+    return [*lines, f"or let the run choose such options: --memory_budget {budget}"]
 
 
 def advice_lines(advice: Advice | None, heading: str) -> list[str]:
-    """Return the options of an advice, each with its saving and cost, and a line to paste; or what else helps."""
+    """Return the options of an advice, each with its saving and cost, and lines to paste; or what else helps."""
     if advice is None:
         return [heading, "no set of options makes it fit. What does:", *(f"  * {way}" for way in OTHER_REMEDIES)]
     choices = dict(advice.outcome.chosen)
@@ -115,8 +123,9 @@ def advice_lines(advice: Advice | None, heading: str) -> list[str]:
         chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
         lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
     lines += [f"  also chosen: {name}, {choice}" for name, choice in choices.items()]
-    flags = " ".join(applied.switch.flags for applied in advice.switches)
-    return [*lines, f"to paste: {flags}"] if len(advice.switches) > 1 else lines
+    values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
+    lines += ["as flags:", f"  {' '.join(applied.switch.flags for applied in advice.switches)}"]
+    return [*lines, "in the config file:", *(f"  {line}" for line in tomli_w.dumps(values).splitlines())]
 
 
 def _describe_slowdown(applied: Chosen) -> str:
@@ -142,6 +151,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
         "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(with_reserve(plan.peak))},
         "processes": launched_processes(),
         "machine_host": round(plan.machine_bytes),
+        "fits_host": memory.host_problem(plan) is None,
         "disk": {
             "checkpoint": needs.checkpoint, "num_checkpoints": needs.num_checkpoints, "result": needs.result,
             "samples": needs.samples, "cache": round(memory.cache_bytes()),
@@ -152,7 +162,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
     if gpu is not None:
         estimate["gpu"], estimate["gpu_gib"] = gpu.name, gpu.gib
         estimate["fits"] = fits(plan.peak, GIB * gpu.gib)
-        if not estimate["fits"]:
+        if not memory.fits(plan, gpu.gib):
             estimate["advice"] = None if advice is None else _advice_json(advice)
     return estimate
 

@@ -84,7 +84,6 @@ def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     for flags, place, value in (
         ((*SIZE, "--gpu", "much"), "--gpu", "'much'"),
         ((*SIZE, "--gpu", "9" * 5000 + "GB"), "--gpu", "(5004 "),
-        ((), "--video_resolution_buckets", ""),
         ((*SIZE, "--accelerate_config", str(tmp_path / "absent.yaml")), "--accelerate_config", "absent.yaml"),
     ):
         code, out, err = estimate(*flags)
@@ -97,6 +96,47 @@ def test_errors(estimate: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     processes = ["--num_processes", "3", "--num_machines", "2"]
     assert refused_command(["estimate", *SIZE, *model, *processes]) == (2, [("--num_processes", "conflict")])
     assert refused_command(["estimate", "--list_models"]) == (2, [("--list_models", "unknown")])
+
+
+def test_published_models_are_estimated_without_data_and_downloads(
+    estimate: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LoRA has the recommended settings and the largest size that a run chooses, unless options name others."""
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asks the Hub"))
+    (tmp_path / "run.toml").write_text(f'data_root = "{tmp_path}/later"\noutput_dir = "{tmp_path}/run"\n')
+    model, run = Path("Lightricks/LTX-Video"), ("--config", str(tmp_path / "run.toml"), "--host", "64GB")
+    code, out, err = estimate(*run, "--gpu", "12GB", repo=model)
+    assert code == 0, err
+    assert (" rank 32 " in out, " 49x512x768\n" in out) == (True, True)
+    lines = out.splitlines()
+    flags, toml = lines[lines.index("as flags:") + 1].split(), lines[lines.index("in the config file:") + 1 : -1]
+    assert ("--precompute_conditions" in flags, "  precompute_conditions = true" in toml) == (True, True)
+    assert lines[-1].endswith(" --memory_budget 12GB")
+    assert "it fits 12 GB" in estimate(*run, "--gpu", "12GB", *flags, repo=model)[1]
+    with (tmp_path / "run.toml").open("a") as file:
+        file.write("\n".join(toml))
+    assert "it fits 12 GB" in estimate(*run, "--gpu", "12GB", repo=model)[1]
+    areas = ("--resolutions", "256x256", "--num_ar_buckets", "0", "--frame_buckets", "17")
+    assert " 17x256x256\n" in estimate(*run, *areas, repo=model)[1]
+    both = [estimate("--json", repo=Path(f"{owner}/CogVideoX-5b")) for owner in ("THUDM", "zai-org")]
+    assert both[0][1] == both[1][1] != ""
+    other = ["estimate", "--pretrained_model_name_or_path", "Skywork/SkyReels-V1-Hunyuan-I2V"]
+    assert refused_command(other) == (2, [("--pretrained_model_name_or_path", "not_found")])
+
+
+def test_host_memory_is_compared_with_the_machine(estimate: Callable[..., tuple[int, str, str]]) -> None:
+    """Options that the machine has too little memory for are not proposed, and a run that needs more gets a warning."""
+    model = Path("hunyuanvideo-community/HunyuanVideo")
+    options = ("--activation_memory", "checkpoint", "--precompute_conditions", "--gpu", "24GB", "--json")
+    large, small = (json.loads(estimate(*options, "--host", host, repo=model)[1]) for host in ("64GB", "20GB"))
+    assert [(found["fits"], found["fits_host"]) for found in (large, small)] == [(True, True), (True, False)]
+    assert large["blocks_to_swap"]["blocks"] > 0
+    assert small["advice"] is None, "the network alone takes 24 GiB"
+    assert {phase["host"] > 0 for phase in small["phases"].values()} == {True}
+    code, out, _ = estimate(*SIZE, "--host", "0.5")
+    assert code == 0
+    assert "\nwarning: " in out
+    assert "warning: " not in estimate(*SIZE, "--host", "8")[1]
 
 
 #: What only a CUDA GPU can do, and what the run is planned for.

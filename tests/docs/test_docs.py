@@ -76,7 +76,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "include", "local",  # of hf download, as far as their first hyphen
     "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
-    "write", "fits", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
+    "write", "cards", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
     "follow", "rotation", "show",  # of mypy and the tests
     "logdir", "samples_per_plugin",  # of tensorboard

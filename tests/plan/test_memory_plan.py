@@ -196,7 +196,7 @@ def test_what_is_said(checked: Callable[..., ResolvedRun]) -> None:
     assert data["fits"] is True
     assert data["peak"]["allocated"] == round(plan.peak)
     assert sum(data["phases"][plan.peak_phase]["parts"].values()) == pytest.approx(plan.peak, abs=10)
-    assert fit_lines(plan, read_gpu("24GB"), None)[0].startswith("it fits 24 GB (23.5 GiB)")
+    assert fit_lines(memory, plan, read_gpu("24GB"), None)[0].startswith("it fits 24 GB (23.5 GiB)")
 
 
 def test_a_budget_chooses(checked: Callable[..., ResolvedRun], capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +249,7 @@ def test_host_memory_decides_too(checked: Callable[..., ResolvedRun]) -> None:
     assert large.machine is not None
     assert large.machine.host == 0.75 * 64 * GIB
     assert small.machine == replace(large.machine, host=large.machine.host / 2)
-    assert "--host 64GB" in "\n".join(fit_lines(large.plan(), read_gpu("0.001"), None))
+    assert "--host 64GB" in "\n".join(fit_lines(large, large.plan(), read_gpu("0.001"), None))
 
 
 def test_the_network_is_built_once(

@@ -14,8 +14,8 @@ Bucket = tuple[int, int, int]
 
 #: Areas above this share of another area count as the same resolution: rounding makes them differ.
 _SAME_AREA = 0.8
-_DEFAULT_MAX_FRAMES = 49
-_DEFAULT_MAX_AREA = 512 * 768
+#: Frames, height and width of clips that get the largest bucket where sizes are chosen from clips.
+LARGEST_CHOSEN: Bucket = (49, 512, 768)
 #: Aspect ratios within a factor of two that get separate sizes where sizes are chosen from clips.
 _RATIOS_PER_OCTAVE = 3
 #: Share of its frames that a clip uses at least where lengths are chosen from clips.
@@ -55,7 +55,7 @@ def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequen
     for similar in by_ratio.values():
         height = statistics.median(clip[1] for clip in similar)
         width = statistics.median(clip[2] for clip in similar)
-        shrink = min(1.0, math.sqrt(_DEFAULT_MAX_AREA / (height * width)))
+        shrink = min(1.0, math.sqrt(_area(LARGEST_CHOSEN) / (height * width)))
         sizes.add(geometry.fitted(height * shrink, width * shrink))
     bucket_lengths = lengths or default_lengths([clip[0] for clip in clips], geometry)
     buckets = [(frames, *sides) for frames in bucket_lengths for sides in sizes]
@@ -70,7 +70,7 @@ def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
     They are the largest one that a clip fills and, for shorter clips, as few as leave each at least two thirds of its
     frames, as far as legal lengths allow.
     """
-    available = sorted(min(count, _DEFAULT_MAX_FRAMES) for count in frames)
+    available = sorted(min(count, LARGEST_CHOSEN[0]) for count in frames)
     longest = legal_length(available[-1], geometry)
     lengths = [legal_length(available[0], geometry)]
     for count in available:

@@ -124,13 +124,18 @@ def part_sources(config: ModelSection, part: str, folder: Path | None = None) ->
 def _packaged_configs(config: ModelSection, part: str, root: str) -> Path | None:
     """Return the packaged folder that a part's config is read from, or None if it is read from the repository.
 
-    It is if the transformer and the VAE are single files, and the part needs only a config, which the Hub's cache
-    lacks.
+    It is if the Hub's cache lacks the config, and the part needs nothing else: the run is only estimated, or the
+    transformer and the VAE are single files.
     """
-    needs_config_only = part == "scheduler" or (is_network(part) and single_file(config, part) is not None)
-    if not needs_config_only or not is_hub_id(root) or (folder := packaged_configs(root)) is None:
+    if not is_hub_id(root):
         return None
-    if any(single_file(config, network) is None for network in ("vae", trained_part(config))):
+    if config.is_estimated:
+        folder = packaged_configs(root, part, estimated=True) if part == "scheduler" or is_network(part) else None
+    else:
+        needs_config_only = part == "scheduler" or (is_network(part) and single_file(config, part) is not None)
+        are_files = all(single_file(config, network) is not None for network in ("vae", trained_part(config)))
+        folder = packaged_configs(root, part) if needs_config_only and are_files else None
+    if folder is None:
         return None
     return None if _on_disk(root, config, config.revision, part, _config_name(part)) is not None else folder
 
@@ -340,7 +345,11 @@ def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Probl
     problems = []
     for part in (part for part in parts if part.startswith("tokenizer")):
         place = part_sources(config, part)[0][0]
-        if is_hub_id(place) and packaged_configs(place) is not None and folder_on_disk(config, part) is None:
+        if (
+            is_hub_id(place)
+            and packaged_configs(place, "transformer") is not None
+            and folder_on_disk(config, part) is None
+        ):
             encoder = part.replace("tokenizer", "text_encoder")
             message = f"the {part} of {place} is not on this disk, and the Hub is offline; use a directory with "
             problems.append(
