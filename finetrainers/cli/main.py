@@ -115,7 +115,7 @@ def _while_read(command: Callable[[], int], *, default: int) -> int:
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):  # rich has replaced it by an exit
             raise
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for buffered output
     return default
 
 

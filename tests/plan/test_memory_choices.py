@@ -139,7 +139,7 @@ def test_samples_from_host_memory_are_the_same(
     moved = run(**{**values, "output_dir": str(tmp_path / "moved")})
     assert moved.state.config.validation.enable_model_cpu_offload
     assert chosen(moved.state.config)["enable_model_cpu_offload"]
-    assert offloads == [True]
+    assert offloads == [True, True]  # of the base model, and after training
     assert any(name.endswith(".mp4") for name in contents(tmp_path / "plain"))
     assert contents(tmp_path / "moved") == contents(tmp_path / "plain")
 
