@@ -57,6 +57,7 @@ AFTER = {
         rundir/publish.py: reserve
         training/checkpoints/restore.py: check_restorable
         results/export.py: upload
+        plan/init_distributed.py: make_strategy
         training/load_inputs.py: _check_same_plan
         rundir/lock.py: exclusive 2, keep_unused
         plan/once_per_node.py: _read_answer 3
