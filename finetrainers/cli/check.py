@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
+from finetrainers.utils.launch import print_error
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
@@ -69,7 +69,7 @@ def check_command(argv: Sequence[str]) -> int:
             config, invalid = error.rest, error
         return _check(config, arguments, invalid)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 

@@ -20,7 +20,7 @@ from finetrainers.config.values import check_gpu
 from finetrainers.methods.registry import method_names, method_spec, plan_work
 from finetrainers.utils import exit_codes
 from finetrainers.utils.gpus import read_gib
-from finetrainers.utils.launch import launcher_environment
+from finetrainers.utils.launch import launcher_environment, print_error
 from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
@@ -90,7 +90,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 problems += error.problems
             return _estimate(read_run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 

@@ -392,11 +392,12 @@ def _models(_: argparse.Namespace | None) -> int:
 
 
 def _tiny(arguments: argparse.Namespace) -> int:
-    from finetrainers.models.registry import build_tiny
+    from finetrainers.models.registry import build_tiny, get_family
 
-    print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
     quiet_progress_bars()
     try:
+        get_family(arguments.family)
+        print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
         with working("writing its weights"):
             build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:
