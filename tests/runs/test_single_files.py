@@ -252,7 +252,7 @@ def test_what_is_wrong_with_single_files_is_said_at_once(
     (bare / "transformer" / "config.json").unlink()
     save_file(state, path)
     (problem,) = said(transformer_id=str(path), pretrained_model_name_or_path=str(bare))
-    assert f" {bare}/transformer/config.json, " in problem
+    assert f" {bare}/transformer/config.json " in problem
 
 
 def test_a_cast_to_8_bits_is_read_and_said(options: Callable[..., dict], files: Path) -> None:
