@@ -17,7 +17,6 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.config.values import check_gpu
-from finetrainers.methods.registry import method_names, method_spec, plan_work
 from finetrainers.utils import exit_codes
 from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.launch import launcher_environment, print_error
@@ -126,6 +125,8 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
     Raises:
         ConfigError: it cannot be run, or the model's config files are not here.
     """
+    from finetrainers.methods.registry import method_names, method_spec
+
     config = config.model_copy(update={"model": config.model.for_estimate()})
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
     resolved_run = _check(without_data or config, has_data=without_data is None)
@@ -140,6 +141,7 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
 
 
 def _check(config: TrainConfig, *, has_data: bool) -> ResolvedRun:
+    from finetrainers.methods.registry import plan_work
     from finetrainers.plan.preflight import preflight
     from finetrainers.plan.sizes_plan import plan_sizes
 
@@ -190,6 +192,8 @@ def _print_progress(activity: str) -> None:
 
 def _run_lines(run: ResolvedRun, *, no_data: bool) -> Iterator[str]:
     """Yield lines about what the estimate is for."""
+    from finetrainers.methods.registry import method_spec
+
     config = run.config
     size, clips = run.plan.heaviest(config)
     rank = f" of rank {config.training.rank}" if config.training.training_type == "lora" else ""

@@ -394,9 +394,9 @@ def _models(_: argparse.Namespace | None) -> int:
 def _tiny(arguments: argparse.Namespace) -> int:
     from finetrainers.models.registry import build_tiny, get_family
 
-    quiet_progress_bars()
     try:
         get_family(arguments.family)
+        quiet_progress_bars()
         print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
         with working("writing its weights"):
             build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
