@@ -1,8 +1,10 @@
 """Packaging; tool settings are in pyproject.toml, the tested versions in requirements.txt."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 OPTIMIZERS = ["prodigyopt>=1.1", "came-pytorch>=0.1.3"]
 DEEPSPEED = ["deepspeed>=0.17"]
@@ -14,11 +16,11 @@ TORCHCODEC = ["torchcodec"]  # its version must belong to the installed torch, w
 DOCS = ["properdocs==1.6.7", "properdocs-theme-mkdocs==1.6.7"]  # MkDocs, as its maintainers continue it
 TEST = [
     *OPTIMIZERS,
-    *DEEPSPEED,
     *DEMO,
     *DOCS,
     "decord==0.6.0; platform_machine == 'x86_64'",
     "datasets==5.2.0",
+    *DEEPSPEED,
     "ninja==1.13.2",
     "tensorboard==2.21.0",
     "pytest==9.2.0",
@@ -32,9 +34,25 @@ TEST = [
     "codespell==2.4.3",
 ]
 
+#: Directories that stay beside the package in a checkout, and of which a wheel has a copy in the package.
+SHARED = ["examples", "accelerate_configs"]
+
+
+class BuildWithShared(build_py):
+    """Build of the package that copies `SHARED` into it; an editable install reads the checkout's."""
+
+    def run(self) -> None:
+        """Build the package."""
+        super().run()
+        if not self.editable_mode:
+            for name in SHARED:
+                target = Path(self.build_lib) / "finetrainers" / name
+                shutil.copytree(name, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+
 setup(
     name="finetrainers",
-    version="0.1.0",
+    version="0.3.0",
     description="LoRA and full finetuning of video diffusion models",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -96,5 +114,6 @@ setup(
         "docs": DOCS,
         "test": TEST,
     },
+    cmdclass={"build_py": BuildWithShared},
     entry_points={"console_scripts": ["finetrainers=finetrainers.cli.main:main"]},
 )

@@ -2,10 +2,10 @@
 
     python benchmarks/memory_estimate.py                  # every family, LoRA and full, against the count: minutes
     python benchmarks/memory_estimate.py --zero           # DeepSpeed's stages against its own engine: minutes
-    python benchmarks/memory_estimate.py --fits           # GPU and model -> flags, planned peak, expected slowdown
+    python benchmarks/memory_estimate.py --cards          # model and GPU -> what to set, planned peaks, slowdown
     python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
     python benchmarks/memory_estimate.py --clusters       # model, clip, GPUs -> strategy, --sp_size, planned peak
-    python benchmarks/memory_estimate.py --fits --write   # writes that table into docs/how-to/memory.md
+    python benchmarks/memory_estimate.py --cards --write  # writes that table into docs/how-to/memory.md and README.md
     python benchmarks/memory_estimate.py --clusters --write  # writes that one into docs/how-to/distributed.md
     python benchmarks/memory_estimate.py --sharing --write  # shared clips, into docs/how-to/sequence-parallel.md
     python benchmarks/memory_estimate.py --recipes --write  # writes those peaks into the recipes
@@ -17,16 +17,13 @@ Nothing runs on a GPU here: the networks are the published ones without weights.
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import io
 import json
 import os
 import re
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -39,35 +36,37 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from count_zero import count_zero  # noqa: E402
-from published_networks import NETWORKS, published_model  # noqa: E402
+from published_networks import NETWORKS  # noqa: E402
 
-from finetrainers.cli.estimate import estimate_command  # noqa: E402
+from finetrainers.cli.estimate import checked_sizes, estimate_command, planned_for  # noqa: E402
 from finetrainers.config.load import load_config  # noqa: E402
+from finetrainers.memory.advice import Outcome  # noqa: E402
 from finetrainers.memory.count import StepShape, count_step  # noqa: E402
 from finetrainers.memory.estimate import GIB, estimate_for  # noqa: E402
 from finetrainers.memory.fit import fits as fits_gpu  # noqa: E402
 from finetrainers.memory.fit import with_reserve  # noqa: E402
 from finetrainers.memory.gathered import zero_host_bytes  # noqa: E402
 from finetrainers.memory.network_weights import NetworkWeights  # noqa: E402
-from finetrainers.methods.registry import method_spec  # noqa: E402
-from finetrainers.models.registry import build_tiny, get_family  # noqa: E402
+from finetrainers.models.registry import get_family  # noqa: E402
 from finetrainers.parallel.sharding import expected_split  # noqa: E402
 from finetrainers.parallel.zero import complete_settings, make_plugin, split_weights  # noqa: E402
 from finetrainers.plan.memory_plan import RunMemory  # noqa: E402
-from finetrainers.plan.preflight import preflight  # noqa: E402
-from finetrainers.plan.sizes_plan import plan_sizes  # noqa: E402
 from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 
-HOW_TO = ROOT / "docs" / "how-to"
-GPUS = (12, 16, 24, 32, 48, 80)
+HOW_TO, README = ROOT / "docs" / "how-to", ROOT / "README.md"
+#: Sizes of cards, in GB as they are sold.
+GPUS = (8, 12, 16, 24, 32, 48, 80)
 #: Memory of the machine that these GPUs are in.
 HOST_GIB = 64
+#: Runs of the table of cards: all other options are those that a run chooses.
+RUNS = {"LoRA": {}, "full": {"training_type": "full-finetune"}}
 KINDS = {"LoRA r128": {"rank": 128, "lora_alpha": 128}, "full": {"training_type": "full-finetune"}}
-ABSENT = "does not fit one GPU"
-_SHORT = {"blocks_to_swap": "{} swapped", "enable_model_cpu_offload": "samples with parts in host memory"}
-HEADINGS = ("GPU", "model", "flags", "chosen by the run", "planned peak", "planned slowdown")
+ABSENT, NOTHING = "does not fit", "nothing"
+_SHORT = {"blocks_to_swap": "{} swapped", "enable_model_cpu_offload": "samples with idle components in host memory"}
+HEADINGS = ("model", "GPU", "what to set", "planned peak, GPU", "host memory", "the run chooses", "planned slowdown")
+SUMMARY_HEADINGS = ("LoRA on a card of", *(f"{gpu} GB" for gpu in GPUS), "full finetuning from")
 #: Clips that several GPUs are for: the model's usual size, and its largest.
 CLIPS = (
     ("LTX-Video", "49x512x768"), ("LTX-Video", "121x704x1216"), ("CogVideoX-5b", "49x480x720"),
@@ -93,57 +92,52 @@ CLUSTER_HEADINGS = (
 
 
 @cache
-def model(name: str) -> Path:
-    """The configs of a published model, until this process ends."""
-    network, folder = NETWORKS[name], Path(tempfile.mkdtemp(prefix="memory-estimate-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    build_tiny(network.family, folder / "tiny", version=network.tiny.get("version"))
-    return published_model(folder / "tiny", folder / "model", network)
+def run_memory(name: str, kind: str) -> RunMemory:
+    """The estimate of a run with one validation prompt, with recommended settings and exact choices."""
+    config = load_config(
+        pretrained_model_name_or_path=NETWORKS[name].hub_id, validation_prompts="a cat", validation_steps=100,
+        output_dir="runs/estimate", **RUNS[kind],
+    )  # fmt: skip
+    run, _ = checked_sizes(planned_for(config, "80GB"))
+    return RunMemory(run, host_gib=HOST_GIB)
 
 
 @cache
-def run_memory(name: str, kind: str) -> RunMemory:
-    """The estimate of a run with one validation prompt, all memory options at their defaults."""
-    size = "x".join(map(str, NETWORKS[name].bucket))
-    config = load_config(
-        model_name=NETWORKS[name].family, pretrained_model_name_or_path=str(model(name)), optimizer="adamw",
-        video_resolution_buckets=[size], validation_prompts=f"a cat@@@{size}", validation_steps=100, train_steps=1000,
-        mixed_precision="bf16", output_dir="runs/estimate", data_root="absent", **KINDS[kind],
-    )  # fmt: skip
-    config = method_spec(config).without_data(config) or config
-    return RunMemory(preflight(config, preparing=True, weights=False, planner=plan_sizes), host_gib=HOST_GIB)
+def card(name: str, kind: str, gpu: int) -> tuple[str, ...]:
+    """A row of the table of cards, as `HEADINGS` say: nothing is set where exact choices are enough."""
+    memory, gib, start = run_memory(name, kind), read_gpu(f"{gpu}GB").gib, (name, f"{gpu} GB")
+    settings = memory.choose(machine=memory.machine_with(gib))
+    if memory.fits(settings.plan, gib):
+        plan, flags = settings.plan, NOTHING
+        outcome = Outcome(plan.peaks, 100 * settings.slower, settings.words, plan.machine_bytes)
+    elif (advice := memory.advice(gib)) is not None:
+        outcome, flags = advice.outcome, " ".join(f"`{applied.switch.flags}`" for applied in advice.switches)
+    else:
+        return (*start, ABSENT, "", "", "", "")
+    words = {option: what for option, what in outcome.chosen.items() if what != "none" and what[:2] != "0 "}
+    chosen = "; ".join(_SHORT.get(option, "{}").format(what) for option, what in words.items())
+    percent = f"{outcome.slower:+.0f}%" if round(outcome.slower) else "none"
+    return (*start, flags, _gib(outcome.peak), f"{outcome.host / GIB:.1f} GiB", chosen, percent)
 
 
-def fits(name: str, kind: str, gpu: int) -> tuple[str, ...]:
-    """A row of what fits, as `HEADINGS` say."""
-    memory = run_memory(name, kind)
-    start = [f"{gpu} GB", f"{name} {kind}"]
-    advice = memory.advice(read_gpu(f"{gpu}GB").gib)
-    if advice is None:
-        return (*start, ABSENT, "", "", "")
-    flags = " ".join(f"`{one.switch.flags}`" for one in advice.switches) or "none"
-    chosen = "; ".join(_SHORT.get(name, "{}").format(what) for name, what in advice.outcome.chosen.items())
-    return (*start, flags, chosen, f"{with_reserve(advice.outcome.peak) / GIB:.1f} GiB", advice.slowdown)
+def cards(name: str, kind: str) -> Iterator[tuple[str, ...]]:
+    """The rows of a model: of a LoRA all cards, of full finetuning those that it fits."""
+    rows = (card(name, kind, gpu) for gpu in GPUS)
+    return (row for row in rows if kind == "LoRA" or row[2] != ABSENT)
 
 
-def all_fits() -> Iterator[tuple[str, ...]]:
-    """Every row that says something else than that of a smaller GPU."""
-    for name in NETWORKS:
-        for kind in KINDS:
-            before: tuple[str, ...] = (ABSENT, "", "", "")
-            for gpu in GPUS:
-                row = fits(name, kind, gpu)
-                if row[2:] != before:
-                    yield row
-                before = row[2:]
+def summary(name: str, lora: Sequence[Sequence[str]], full: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A row of README, of the rows of a model: a cell for each card, and the smallest card for full finetuning."""
+    marks = {NOTHING: "yes", ABSENT: "no"}
+    return (name, *(marks.get(row[2], "budget") for row in lora), full[0][1])
 
 
 def planned(name: str, kind: str, flags: Sequence[str]) -> Any:
     """What the command `estimate` says of a run without validation."""
     size = {"LoRA r128": ["--rank", "128", "--lora_alpha", "128"], "full": ["--training_type", "full-finetune"]}[kind]
     argv = [
-        "--json", "--model_name", NETWORKS[name].family, "--pretrained_model_name_or_path", str(model(name)), *size,
-        "--data_root", "absent", "--output_dir", "runs/estimate", "--optimizer", "adamw", "--mixed_precision", "bf16",
+        "--json", "--pretrained_model_name_or_path", NETWORKS[name].hub_id, *size, "--data_root", "absent",
+        "--output_dir", "runs/estimate", "--optimizer", "adamw", "--mixed_precision", "bf16",
         "--gradient_checkpointing", "--precompute_conditions", "--enable_slicing", "--enable_tiling", *flags,
     ]  # fmt: skip
     return _estimated(argv)
@@ -229,7 +223,13 @@ def markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADINGS) 
 
 
 def write_table(page: Path, name: str, table: str) -> None:
-    """Put a table between its marks in a page."""
+    """Put a table between its marks in a page, or its rows in the place of those of the same names in README."""
+    if page == README:
+        rows = {row.split(" | ")[0]: row for row in table.splitlines()[2:]}
+        lines = page.read_text(encoding="utf-8").splitlines()
+        lines = [rows.get(line.removesuffix(" |").split(" | ")[0], line) for line in lines]
+        page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return
     marks = (f"<!-- {name} -->", f"<!-- end of {name} -->")
     text = page.read_text(encoding="utf-8")
     assert all(mark in text for mark in marks), page
@@ -257,10 +257,7 @@ def planned_peak(recipe: Path) -> str:
     """The line of a recipe that says how much memory its command is planned to take, as the command `estimate` says
     it."""
     [words] = _commands(recipe)
-    family = load_config(recipe).model.model_name
-    sizes = [name for name, network in NETWORKS.items() if network.family == family]
-    [name] = [one for one in sizes if len(sizes) == 1 or one.rpartition("-")[2] in recipe.stem]
-    flags = [str(recipe), "--json", "--pretrained_model_name_or_path", str(model(name))]
+    flags = ["--config", str(recipe), "--json", "--host", f"{HOST_GIB}GiB"]
     if "--config_file" in words:
         at = words.index("--config_file")
         flags += ["--accelerate_config", str(ROOT / words[at + 1]), "--num_processes", words[at + 3]]
@@ -287,11 +284,10 @@ def errors() -> Iterator[str]:
     for name, network in NETWORKS.items():
         for training_type in ("lora", "full-finetune"):
             config = load_config(
-                model_name=network.family, pretrained_model_name_or_path=str(model(name)), training_type=training_type,
-                rank=64, optimizer="adamw",
+                pretrained_model_name_or_path=network.hub_id, training_type=training_type, rank=64, optimizer="adamw",
             )  # fmt: skip
-            family = get_family(network.family)
-            geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+            family, section = get_family(network.family), config.model.for_estimate()
+            geometry, spec = family.facts_of(section).geometry, family.load(section)
             meta = spec.transformer_on_meta()
             make_trainable(meta, config.training)
             sizes = {
@@ -333,12 +329,12 @@ def zero_errors() -> Iterator[str]:
     for name, training_type, stage, offload, processes, micro_batches in ZERO:
         network = NETWORKS[name]
         config = load_config(
-            model_name=network.family, pretrained_model_name_or_path=str(model(name)), training_type=training_type,
+            pretrained_model_name_or_path=network.hub_id, training_type=training_type,
             rank=64, optimizer="adamw", mixed_precision="bf16", gradient_checkpointing=True, deepspeed=True,
             zero_stage=stage, zero_offload=offload, gradient_accumulation_steps=micro_batches,
         )  # fmt: skip
-        family = get_family(network.family)
-        geometry, spec = family.facts_of(config.model).geometry, family.load(config.model)
+        family, section = get_family(network.family), config.model.for_estimate()
+        geometry, spec = family.facts_of(section).geometry, family.load(section)
         meta = spec.transformer_on_meta()
         make_trainable(meta, config.training)
         weights = NetworkWeights(meta, spec)
@@ -372,7 +368,7 @@ def zero_errors() -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--fits", action="store_true", help="print what fits which GPU instead")
+    parser.add_argument("--cards", action="store_true", help="print what to set on which GPU instead")
     parser.add_argument(
         "--write",
         action="store_true",
@@ -392,22 +388,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             if own.write:
                 path.write_text(text, encoding="ascii")
         return 0
-    if own.fits:
-        page, name, table = HOW_TO / "memory.md", "what fits", markdown(list(all_fits()))
-    elif own.clusters:
-        page, name = HOW_TO / "distributed.md", "what to launch"
-        table = markdown(list(all_clusters()), CLUSTER_HEADINGS)
-    elif own.sharing:
-        page, name = HOW_TO / "sequence-parallel.md", "what shared clips take"
-        table = markdown([sharing(size) for size in (1, 2, 4, 8)], SHARING_HEADINGS)
-    else:
+    tables = list(_tables(own))
+    for page, name, table in tables:
+        print(table)
+        if own.write:
+            write_table(page, name, table)
+    if not tables:
         for line in zero_errors() if own.zero else errors():
             print(line, flush=True)
-        return 0
-    print(table)
-    if own.write:
-        write_table(page, name, table)
     return 0
+
+
+def _tables(own: argparse.Namespace) -> Iterator[tuple[Path, str, str]]:
+    """The requested tables, each with its page and its name there."""
+    if own.cards:
+        for kind in RUNS:
+            table = markdown([row for name in NETWORKS for row in cards(name, kind)])
+            yield HOW_TO / "memory.md", f"cards, {kind}", table
+        yield (
+            README,
+            "",
+            markdown(
+                [summary(name, *(list(cards(name, kind)) for kind in RUNS)) for name in NETWORKS], SUMMARY_HEADINGS
+            ),
+        )
+    if own.clusters:
+        yield HOW_TO / "distributed.md", "what to launch", markdown(list(all_clusters()), CLUSTER_HEADINGS)
+    if own.sharing:
+        table = markdown([sharing(size) for size in (1, 2, 4, 8)], SHARING_HEADINGS)
+        yield HOW_TO / "sequence-parallel.md", "what shared clips take", table
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Published memory figures of CogVideoX finetuning, beside what the estimate says and what counting gives.
 
     python benchmarks/memory_seed_table.py            # prints the table and the errors, in about a minute
-    python benchmarks/memory_seed_table.py --write    # writes it into docs/reference/memory-figures.md
+    python benchmarks/memory_seed_table.py --write    # writes it into docs/reference/memory-estimate.md
 
 The figures were published by an earlier version of finetrainers, for 49 frames of 480x720 on A100 GPUs of 80 GB, with
 latents and text embeddings encoded beforehand. The runs are estimated and counted with the dtypes that they had: bf16
@@ -35,7 +35,7 @@ from finetrainers.parallel.sharding import WHOLE, ShardingSpec  # noqa: E402
 from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.logs import quiet_progress_bars  # noqa: E402
 
-PAGE = ROOT / "docs" / "reference" / "memory-figures.md"
+PAGE = ROOT / "docs" / "reference" / "memory-estimate.md"
 _MARKS = ("<!-- table -->", "<!-- end of table -->")
 
 #: Kind of training and optimizer, checkpointing, clips of a batch, then for each model and rank the published figures

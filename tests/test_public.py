@@ -6,19 +6,24 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
+import pytest
+
 import finetrainers
 from finetrainers.utils.failures import Kind
+from finetrainers.utils.video import write_mp4
 
 ROOT = Path(__file__).parents[1]
 
 
-def fresh(code: str, *, cwd: Path) -> str:
-    """What a fresh interpreter prints."""
+def fresh(code: str, *, cwd: Path, path: Path = ROOT) -> str:
+    """What a fresh interpreter prints that has a directory on its path."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, "PYTHONPATH": str(path)}, capture_output=True,
         text=True,
         timeout=60, check=False,
     )  # fmt: skip
@@ -55,15 +60,56 @@ def test_importing_the_package_costs_nothing(tmp_path: Path) -> None:
     assert fresh(code, cwd=tmp_path).splitlines() == ["['finetrainers']", "False", "False"]
 
 
-def test_the_package_is_built_with_its_type_marker_and_data(tmp_path: Path) -> None:
-    built = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unpacked wheel, built without writing to the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [
+            *(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder),
+            *("build", "--build-base", folder / "build"),
+            *("bdist_wheel", "--bdist-dir", folder / "unpacked", "--dist-dir", folder),
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert built.returncode == 0, built.stderr
-    package = tmp_path / "lib" / "finetrainers"
-    assert (package / "py.typed").is_file()
-    assert (package / "data" / "inspect" / "html_report.html").is_file()
-    for name in ("sampling/page.html", "sampling/grid.html", "draw/head.html", "draw/page.css"):
+    [file] = folder.glob("finetrainers-*.whl")
+    assert file.name == f"finetrainers-{finetrainers.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_the_wheel_has_data_recipes_and_launcher_files(wheel: Path) -> None:
+    package = wheel / "finetrainers"
+    for name in (
+        *("py.typed", "data/inspect/html_report.html", "sampling/page.html", "sampling/grid.html", "draw/head.html"),
+        "draw/page.css",
+    ):
         assert (package / name).is_file()
     assert list((package / "demo" / "weights").glob("*/model_index.json"))
+    for name in ("examples", "accelerate_configs"):
+        files = [path.relative_to(ROOT) for path in (ROOT / name).rglob("*") if path.is_file()]
+        assert [path for path in files if (package / path).read_bytes() != (ROOT / path).read_bytes()] == []
+
+
+def test_recipes_of_the_wheel_are_found_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    code = "from finetrainers.config.load import load_config as l; print(l('ltx_video/grpo_lora').grpo.prompts)"
+    assert fresh(code, cwd=tmp_path, path=wheel).strip() == str(wheel / "finetrainers" / "examples" / "prompts.txt")
+
+
+@pytest.mark.rotating
+def test_recipes_of_the_wheel_run_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
+    for number in range(2):
+        write_mp4(tmp_path / "clips" / f"{number}.mp4", np.full((60, 32, 64, 3), 90, np.uint8), fps=25)
+        (tmp_path / "clips" / f"{number}.txt").write_text("a grey clip")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "finetrainers", "train", "--config", "ltx_video/lora", "--dry_run"),
+            *("--pretrained_model_name_or_path", "demo://ltx"),
+        ],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(wheel)}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "49x32x64" in done.stdout

@@ -98,35 +98,33 @@ CONFIG: list[Row] = [
     (lambda: load(rnk=8), f"{ONE}rnk: unknown option 'rnk'; did you mean 'rank'?"),
     (
         lambda: load(lr="1e-4x", rank=0, data_root="a\0b", training_type="full"),
-        "4 problems with this configuration:\n"
-        "  - data_root: holds a NUL character: 'a\\x00b'\n"
-        "  - training_type: unknown value 'full'; did you mean 'full-finetune'? Valid: lora, full-finetune\n"
-        "  - rank: must be at least 1, got 0\n"
-        "  - lr: not a number, got '1e-4x'",
+        "4 problems with this configuration:\n  - data_root: must not contain a NUL character: 'a\\x00b'\n  - "
+        "training_type: unknown value 'full'; did you mean 'full-finetune'? Valid: lora, full-finetune\n  - rank: "
+        "must be at least 1, got 0\n  - lr: must be a number, got '1e-4x'",
     ),
     (lambda: parse("--batch_siz", "3"), f"{ONE}--batch_siz: unknown flag; did you mean --batch_size?"),
     (
         lambda: load(lr=1e-4, learning_rate=1e-5),
-        f"{ONE}learning_rate: learning_rate and lr (lr) set the same; give one of them",
+        f"{ONE}learning_rate: learning_rate and lr (lr) set the same option; remove one of them",
     ),
     (
         lambda: load(width=512),
-        f"{ONE}width: unknown option 'width'; sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example "
-        "49x512x768, and may be several",
+        f"{ONE}width: unknown option 'width'; sizes are set by --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for "
+        "example 49x512x768 (one or several)",
     ),
     (
         lambda: load(video_resolution_buckets=["49x512"]),
-        f"{ONE}video_resolution_buckets: '49x512' is not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: "
-        "1x512x768)",
+        f"{ONE}video_resolution_buckets: expected FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768), "
+        "got '49x512'",
     ),
     (
         lambda: load(frame_conditioning="frist=0.1"),
-        f"{ONE}frame_conditioning: 'frist' is no kind of given frames; did you mean 'first'?; kinds: first, last, "
-        "first+last, prefix, suffix, prefix+suffix, frame, span, interpolate, random",
+        f"{ONE}frame_conditioning: unknown frame-conditioning mode 'frist'; did you mean 'first'?; valid: first, "
+        "last, first+last, prefix, suffix, prefix+suffix, frame, span, interpolate, random",
     ),
     (
         lambda: load(attn_backend="sage"),
-        f"{ONE}attn_backend: sage has no backward pass, so nothing below it would learn; use flash or _flash_3_hub",
+        f"{ONE}attn_backend: sage has no backward pass, so layers before it would not learn; use flash or _flash_3_hub",
     ),
     (
         lambda folder: load_text(folder, "[training]\nrnk = 8\n\n[data]\nlr = 1e-4\n[optimiser]\nx = 1\n"),
@@ -141,13 +139,13 @@ CONFIG: list[Row] = [
     ),
     (
         lambda folder: load_text(folder, "rank: 64\n"),
-        f"{ONE}DIR/run.toml: is YAML, and config files are TOML: `rank = 64`, no colon; see "
+        f"{ONE}DIR/run.toml: is YAML, and config files are TOML: write `rank = 64`, no colon; see "
         "docs/reference/configuration.md",
     ),
-    (lambda folder: parse("--config", f"{folder}/run.toml"), f"{ONE}--config: no such file: DIR/run.toml"),
+    (lambda folder: parse("--config", f"{folder}/run.toml"), f"{ONE}--config: file not found: DIR/run.toml"),
     (
         lambda: check_rules(data_root=None),
-        "--data_root: no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset",
+        "--data_root: no data: set --data_root (a directory), --dataset_file, --hf_dataset or --dataset",
     ),
     (
         lambda: check_rules(video_resolution_buckets=["48x512x768"]),
@@ -159,11 +157,11 @@ CONFIG: list[Row] = [
     ),
     (
         lambda: check_rules(lora_autocast=False, mixed_precision="bf16"),
-        "--lora_autocast: --mixed_precision bf16 is the dtype of autocast; drop it or --no-lora_autocast",
+        "--lora_autocast: --mixed_precision bf16 is the dtype of autocast; remove it or --no-lora_autocast",
     ),
     (
         lambda: check_rules(sp_size=5),
-        "--sp_size: 32 attention heads do not divide by 5 processes; use one of 2, 4, 8, 16, 32, or --sp_mode ring",
+        "--sp_size: must divide the 32 attention heads, got 5; use one of 2, 4, 8, 16, 32, or --sp_mode ring",
     ),
     (
         lambda: check_rules(
@@ -180,7 +178,7 @@ CONFIG: list[Row] = [
     ),
     (
         lambda: check_rules(draft_k=2, refl_kind="draft-lv"),
-        "--method: sft has no use for --refl_kind, --draft_k; add --method refl or remove them",
+        "--method: sft does not use --refl_kind, --draft_k; add --method refl or remove them",
     ),
     (
         lambda: check_rules(lr_num_cycles=2),
@@ -191,7 +189,6 @@ CONFIG: list[Row] = [
         "DIR/stages.toml:3: init: no earlier stage 'lo'; it is the first stage",
     ),
 ]
-DATA: list[Row] = []
 
 
 def plan_method(**options: Any) -> Any:
@@ -242,44 +239,42 @@ def register(kind: str, name: str, value: Any) -> Any:
 REWARDS_AND_METHODS: list[Row] = [
     (
         lambda folder: plan_rewarded(folder, reward=["brightnes", "videoalign=0.5"]),
-        "2 problems with this configuration:\n"
-        "  - --reward: unknown reward 'brightnes'; did you mean 'brightness'?\n"
-        "  - --reward: videoalign gives several numbers; name one: videoalign.vq, videoalign.mq, videoalign.ta",
+        "2 problems with this configuration:\n  - --reward: unknown reward 'brightnes'; did you mean "
+        "'brightness'?\n  - --reward: videoalign has several scores; use one: videoalign.vq, videoalign.mq, "
+        "videoalign.ta",
     ),
     (
         lambda folder: plan_rewarded(folder, reward=["color,tarket=red", "brightness.light"]),
-        "2 problems with this configuration:\n"
-        "  - --reward: color takes no option 'tarket'; did you mean 'target'?\n"
-        "  - --reward: brightness gives no 'light'; valid: score",
+        "2 problems with this configuration:\n  - --reward: color has no option 'tarket'; did you mean 'target'?\n  "
+        "- --reward: brightness has no score 'light'; valid: score",
     ),
     (
         lambda folder: plan_rewarded(folder, reward=["clipscore,path=/nowhere,device=gpu"]),
-        "2 problems with this configuration:\n"
-        "  - --reward: clipscore: path='/nowhere': '/nowhere' is no file or folder here, and no hub id (owner/name)\n"
-        "  - --reward: clipscore: device='gpu': device 'gpu' is none of torch's: auto, cpu, cuda, cuda:1, ...",
+        "2 problems with this configuration:\n  - --reward: clipscore: path='/nowhere': '/nowhere' is not a file or "
+        "directory here, or a Hub id (owner/name)\n  - --reward: clipscore: device='gpu': device must be auto, cpu, "
+        "cuda, cuda:1, ..., got 'gpu'",
     ),
     (
         lambda folder: plan_rewarded(folder, reward=["color", "motion"], rollout_size="1x64x64"),
-        "2 problems with this configuration:\n"
-        "  - --reward: color: prompts.txt line 1: the prompt 'a cat' names no CSS color; name one, or give the reward "
-        "a fixed target=COLOR\n"
-        "  - --reward: motion: compares frames: clips need at least 2, and these have 1; sample more frames",
+        "2 problems with this configuration:\n  - --reward: color: prompts.txt line 1: the prompt 'a cat' names no "
+        "CSS color; name one, or set a fixed target=COLOR for the reward\n  - --reward: motion: compares frames: "
+        "clips must have at least 2, got 1; sample more frames",
     ),
     (
         lambda folder: plan_rewarded(folder, reward_device="gpu"),
-        "1 problem with this configuration:\n  - --reward_device: gpu is none of auto, cpu, cuda, cuda:0, cuda:1, ...",
+        "1 problem with this configuration:\n  - --reward_device: must be auto, cpu, cuda, cuda:0, cuda:1, ..., got "
+        "gpu",
     ),
     (
         lambda folder: plan_rewarded(folder, reward_device="cpu"),
-        "1 problem with this configuration:\n"
-        "  - --reward_device: cpu: no reward is a network that this run loads; remove it",
+        "1 problem with this configuration:\n  - --reward_device: cpu: this run loads no reward network; remove it",
     ),
     (
         lambda folder: plan_rewarded(folder, method="refl", reward=["compressibility"]),
-        "1 problem with this configuration:\n"
-        "  - --reward: compressibility gives no gradient. These do: aesthetic, brightness, clipscore, color, contrast, "
-        "hpsv2, motion, pickscore, preferred_color, sharpness, smoothness, steadiness; and functions `module:function` "
-        "that say so (`function.differentiable = True`). Weight 0 only logs it; policy gradients train on any reward",
+        "1 problem with this configuration:\n  - --reward: compressibility has no gradient. Use one of aesthetic, "
+        "brightness, clipscore, color, contrast, hpsv2, motion, pickscore, preferred_color, sharpness, smoothness, "
+        "steadiness, or a function `module:function` with `function.differentiable = True`. Weight 0 only logs it; "
+        "policy gradients support any reward",
     ),
     (
         lambda folder: plan_rewarded(
@@ -287,10 +282,9 @@ REWARDS_AND_METHODS: list[Row] = [
             '{"prompt": "a cat", "text": "a dog"}\n{"prompt": 3}\n{"prompt": "a cat", "image": "no.png"}',
             name="prompts.jsonl",
         ),
-        "data: DIR/prompts.jsonl: 3 problems\n"
-        "  - prompts.jsonl line 1 has both 'prompt' and 'text'; wanted one of prompt, caption, text\n"
-        "  - prompts.jsonl line 2: 'prompt' is a number, not a text\n"
-        "  - prompts.jsonl line 3: cannot decode DIR/no.png: does not exist",
+        "data: DIR/prompts.jsonl: 3 problems\n  - prompts.jsonl line 1 has both 'prompt' and 'text'; expected one of "
+        "prompt, caption, text\n  - prompts.jsonl line 2: 'prompt' must be text, got a number\n  - prompts.jsonl "
+        "line 3: cannot decode DIR/no.png: does not exist",
     ),
     (
         lambda folder: plan_rewarded(folder, "# cats"),
@@ -305,24 +299,23 @@ REWARDS_AND_METHODS: list[Row] = [
     (
         lambda folder: plan_rewarded(folder, prompts=str(folder / "no.txt")),
         "1 problem with this configuration:\n"
-        "  - data: prompt file 'DIR/no.txt' cannot be read: No such file or directory",
+        "  - data: prompt file 'DIR/no.txt' does not exist: there is no 'no.txt' in 'DIR'",
     ),
     (
         lambda folder: plan_pairs(folder, caption_column="title", frame_selection="chunk"),
-        "3 problems with this configuration:\n"
-        "  - --caption_column: the columns of pairs are `prompt`, `chosen` and `rejected`; remove it\n"
-        "  - --frame_selection chunk: cuts several samples from a clip, and a pair is one; use another selection\n"
-        "  - data: 1 of 1 pair cannot be used\n"
-        "      - pairs.jsonl line 1: chosen a.mp4: does not exist; rejected b.mp4: does not exist",
+        "3 problems with this configuration:\n  - --caption_column: the columns of pairs are `prompt`, `chosen` and "
+        "`rejected`; remove it\n  - --frame_selection chunk: cuts several samples from a clip, but a pair is one "
+        "sample; use another selection\n  - data: 1 of 1 pair cannot be used\n      - pairs.jsonl line 1: chosen "
+        "a.mp4: does not exist; rejected b.mp4: does not exist",
     ),
     (lambda: register("reward", "brightness", max), "reward 'brightness' is registered already"),
-    (lambda: register("reward", "a.b", max), "reward name 'a.b' must be without '.', ':', '=', ',' and blanks"),
+    (lambda: register("reward", "a.b", max), "reward name 'a.b' must not contain '.', ':', '=', ',' or spaces"),
     (lambda: register("method", "sft", "collections:Counter"), "method 'sft' is registered already"),
     (lambda: register("method", "new", 42), "method of 'new': expected a class or an address, got a int"),
     (lambda: make_reward("nowhere:red"), "reward 'nowhere:red': No module named 'nowhere'"),
     (
         lambda: make_reward("http://"),
-        "'http://' is no address of a reward server, such as http://localhost:8000#head",
+        "'http://' is not an address of a reward server, such as http://localhost:8000#head",
     ),
     (
         lambda: make_reward("http://localhost:8000", retries="-1"),
@@ -334,11 +327,11 @@ REWARDS_AND_METHODS: list[Row] = [
     ),
     (
         lambda: score_clips("brightness", 1, 3, 2, 8, 8),
-        "clips to be scored must be [B, T, 3, H, W], got [1, 3, 2, 8, 8]; the channels come third",
+        "clips to score must be [B, T, 3, H, W], got [1, 3, 2, 8, 8]; the channels come third",
     ),
     (
         lambda: score_clips("operator:is_", 1, 2, 3, 8, 8),
-        "reward operator:is_ gave bool as 'score' of 1 clip; wanted a tensor [1], one number a clip",
+        "reward operator:is_ returned bool as 'score' of 1 clip; expected a tensor [1], one number per clip",
     ),
 ]
 
@@ -364,33 +357,33 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: read_data(folder, {}, data_root=""),
-        "no clips in 'DIR': put videos or images there, each with a text file of the same name that holds its caption "
-        "(dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, or the two text files "
-        "--video_column and --caption_column with a line for each clip",
+        "no clips in 'DIR': put videos or images there, each with a caption in a text file of the same name (dog.mp4 "
+        "and dog.txt). Or set --dataset_file, a table of paths and captions, or the two text files --video_column "
+        "and --caption_column with one line per clip",
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,text\n"}, data_root="clips.csv"),
-        "data_root 'DIR/clips.csv' is not a folder but a file; if it lists clips, give --dataset_file 'DIR/clips.csv'",
+        "data_root 'DIR/clips.csv' is a file, not a directory; if it lists clips, use --dataset_file 'DIR/clips.csv'",
     ),
     (
         lambda folder: read_data(folder, {"a.mp4": "", "a.mask.png": "", "a.mask.mp4": ""}, data_root=""),
-        "DIR: 1 problem\n  - a.mask.mp4 and a.mask.png are masks of one clip; keep one of them",
+        "DIR: 1 problem\n  - a.mask.mp4 and a.mask.png are masks of the same clip; remove one of them",
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,txet\na.mp4,one\n"}, dataset_file="clips.csv"),
-        "clips.csv line 1: no column 'text' (set by `caption_column`); it has: video, txet; did you mean 'txet'?",
+        "clips.csv line 1: no column 'text' (set by `caption_column`); it has: video, txet; use --caption_column txet",
     ),
     (
         lambda folder: read_data(folder, {"clips.csv": "video,text,text\na.mp4,a,b\n"}, dataset_file="clips.csv"),
-        "clips.csv line 1: column 'text' is there twice; rename one",
+        "clips.csv line 1: column 'text' occurs twice; rename one",
     ),
     (
         lambda folder: read_data(
             folder, {"c.jsonl": '{"video": 3, "text": ""}\n{"video": "a", "text": NaN}\n[]\n'}, dataset_file="c.jsonl"
         ),
-        "DIR/c.jsonl: 3 problems\n  - c.jsonl line 1: column 'video' must be a path, got 3\n"
-        "  - c.jsonl line 2 is not JSON: NaN is no JSON value; write null, or leave the key out\n"
-        "  - c.jsonl line 3: must be an object, got []",
+        "DIR/c.jsonl: 3 problems\n  - c.jsonl line 1: column 'video' must be a path, got 3\n  - c.jsonl line 2 is "
+        "not JSON: NaN is not a JSON value; write null, or remove the key\n  - c.jsonl line 3: must be an object, "
+        "got []",
     ),
     (
         lambda folder: read_data(folder, {"clips.xlsx": ""}, dataset_file="clips.xlsx"),
@@ -398,8 +391,8 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: read_data(folder, {}, dataset_file="clips-{0..1}.tar"),
-        "dataset_file 'DIR/clips-{0..1}.tar': no such file\n  - DIR/clips-0.tar is not there\n"
-        "  - DIR/clips-1.tar is not there",
+        "dataset_file 'DIR/clips-{0..1}.tar': file not found\n  - DIR/clips-0.tar is missing\n  - DIR/clips-1.tar is "
+        "missing",
     ),
     (
         lambda folder: read_data(
@@ -407,16 +400,15 @@ DATA: list[Row] = [
             {"sets.toml": "max_bad_samples = 3\n[[dataset]]\ndata_roots = 'a'\nweight = 0\n[dataset.more]\nx = 1\n"},
             dataset="sets.toml",
         ),
-        "DIR/sets.toml: 4 problems\n"
-        "  - at the top: max_bad_samples: is the same for all datasets; make it an option of the run\n"
-        "  - [[dataset]] 1: data_roots: is no option of a dataset; did you mean 'data_root'?\n"
-        "  - [[dataset]] 1: more: is an unknown table\n  - [[dataset]] 1: weight: must be above 0, got 0",
+        "DIR/sets.toml: 4 problems\n  - at the top: max_bad_samples: must be the same for all datasets; set it as an "
+        "option of the run\n  - [[dataset]] 1: data_roots: is not an option of a dataset; did you mean "
+        "'data_root'?\n  - [[dataset]] 1: more: unknown table\n  - [[dataset]] 1: weight: must be above 0, got 0",
     ),
     (
         lambda folder: read_data(
             folder, {"sets.toml": "[[dataset]]\ndata_root = 'a'\n[[directory]]\npath = 'b'\n"}, dataset="sets.toml"
         ),
-        "DIR/sets.toml: [[dataset]] and [[directory]] are of two kinds of files; use one of them",
+        "DIR/sets.toml: [[dataset]] and [[directory]] cannot be combined; use one of them",
     ),
     (
         lambda folder: read_data(
@@ -427,18 +419,17 @@ DATA: list[Row] = [
     ),
     (
         lambda folder: plan_image(folder, video_resolution_buckets=["9x32x48"]),
-        "1 of 1 file cannot be used; repair them\n  - a.png: there is no bucket for images; add one, HxW in "
-        "`image_resolution_buckets`; or leave out all buckets, so that sizes are chosen from the clips",
+        "1 of 1 file cannot be used; repair them\n  - a.png: no bucket for images; add one (HxW in "
+        "`image_resolution_buckets`), or leave out all buckets, so that sizes are chosen from the clips",
     ),
     (
         lambda folder: plan_image(folder, image_resolution_buckets=["32x40"], video_resolution_buckets=["16x32x48"]),
-        "buckets that this model cannot train on\n  - 16x32x48: 16 frames is not 8*k+1; use 9 or 17\n"
-        "  - 1x32x40: width 40 is not a multiple of 16; use 32 or 48",
+        "buckets that this model does not support\n  - 16x32x48: 16 frames is not 8*k+1; use 9 or 17\n  - 1x32x40: "
+        "width 40 is not a multiple of 16; use 32 or 48",
     ),
     (
         lambda folder: plan_image(folder, image_resolution_buckets=["32x48"], bucket_batch_sizes=["1x32x32=2"]),
-        "`bucket_batch_sizes` names buckets that are not there\n  - 1x32x32 is no bucket of this run; the nearest is "
-        "1x32x48",
+        "`bucket_batch_sizes` names unknown buckets\n  - 1x32x32 is not a bucket of this run; the nearest is 1x32x48",
     ),
     (
         lambda folder: plan_image(folder, image_resolution_buckets=["32x48"], eval_num_items=1),
@@ -449,7 +440,6 @@ DATA: list[Row] = [
         "nothing to train on: no bucket has clips for a whole batch; lower --batch_size, or leave out --epoch_end drop",
     ),
 ]
-REWARDS_AND_METHODS: list[Row] = []
 
 
 def optimizer(device: str = "cuda", **options: Any) -> str:
@@ -566,19 +556,18 @@ MODELS: list[Row] = [
     ),
     (
         lambda directory: family(model_name="auto", pretrained_model_name_or_path=str(directory)),
-        "1 problem with this configuration:\n"
-        "  - --model_name: is not given, and no config of DIR on this disk tells it; supported: "
-        "cogvideox, hunyuan_video, ltx_video",
+        "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
+        "DIR on this disk; supported: cogvideox, hunyuan_video, ltx_video",
     ),
     (
         lambda directory: part(directory, "vae", file="transformer/config.json"),
-        "--pretrained_model_name_or_path: DIR has no folder 'vae', so it is no model in diffusers layout "
-        "(it holds: transformer)",
+        "--pretrained_model_name_or_path: DIR has no directory 'vae', so it is not a model in diffusers layout (it "
+        "holds: transformer)",
     ),
     (
         lambda directory: part(directory, "vae", "[1]", file="vae/config.json"),
-        "--pretrained_model_name_or_path: DIR/vae/config.json must be a JSON object, and it is a list\n"
-        "--pretrained_model_name_or_path: DIR/vae has no diffusion_pytorch_model.safetensors; it holds: "
+        "--pretrained_model_name_or_path: DIR/vae/config.json must be a JSON object, got "
+        "list\n--pretrained_model_name_or_path: DIR/vae has no diffusion_pytorch_model.safetensors; it holds: "
         "config.json",
     ),
     (
@@ -587,22 +576,22 @@ MODELS: list[Row] = [
     ),
     (
         lambda directory: part(directory, "transformer", b"GGUF", file="a.gguf"),
-        "--transformer_id: DIR/a.gguf holds quantized weights (GGUF), and these are not read; give the "
-        "unquantized ones, which --quantize_frozen int8, fp8 or nf4 quantizes while they are loaded",
+        "--transformer_id: DIR/a.gguf holds quantized weights (GGUF), which are not supported; use the unquantized "
+        "ones, which --quantize_frozen int8, fp8 or nf4 quantizes while they are loaded",
     ),
     (
         lambda directory: part(directory, "vae"),
-        "--vae_id: no such file: DIR/a.safetensors",
+        "--vae_id: file not found: DIR/a.safetensors",
     ),
     (
         lambda: network_file(proj_in=(4, 3), proj_ou=(2, 4)),
-        "FILE lacks 1 tensor: proj_out (it has proj_ou)\n"
-        "proj_in in FILE has shape (4, 3), and the config asks for (4, 2)",
+        "FILE lacks 1 tensor: proj_out (it has proj_ou)\nproj_in in FILE has shape (4, 3), and the config requires "
+        "(4, 2)",
     ),
     (
         lambda: hub("OfflineModeIsEnabled"),
-        "It is not on this disk, and the hub cannot be reached: download it first where there is a "
-        "connection (`hf download someone/model`), into the same cache (HF_HOME, or --cache_dir).",
+        "It is not on this disk, and the hub cannot be reached: download it first with a connection (`hf download "
+        "someone/model`), into the same cache (HF_HOME, or --cache_dir).",
     ),
     (
         lambda: lora(a__lora_A__weight=(4, 2)),
@@ -610,41 +599,40 @@ MODELS: list[Row] = [
     ),
     (
         lambda: lora(a__lokr_w1=(4, 2)),
-        "1 tensor of no known meaning: a.lokr_w1",
+        "1 tensor with unknown names: a.lokr_w1",
     ),
     (
         lambda: optimizer(optimizer="lion", use_8bit_bnb=True),
-        "--use_8bit_bnb: use_8bit_bnb works with optimizer adam or adamw, got 'lion'; drop use_8bit_bnb "
-        "or choose one of those",
+        "--use_8bit_bnb: use_8bit_bnb requires optimizer adam or adamw, got 'lion'; remove use_8bit_bnb or use one "
+        "of those",
     ),
     (
         lambda: optimizer(optimizer="muon", training_type="full-finetune", beta3=0.9),
-        "--beta3: 0.9 is no parameter of optimizer muon; remove it or use one of prodigy, came\n"
-        "--optimizer: muon updates matrices only, and full-finetune also trains biases and norms; use "
-        "--training_type lora or another optimizer",
+        "--beta3: 0.9 is not a parameter of optimizer muon; remove it or use one of prodigy, came\n--optimizer: muon "
+        "supports only matrices, and full-finetune also trains biases and norms; use --training_type lora or another "
+        "optimizer",
     ),
     (
         lambda: optimizer("cpu", optimizer="came", use_cpu_offload_optimizer=True),
-        "--use_cpu_offload_optimizer: needs a CUDA or XPU device, and this run is on cpu; drop it\n"
-        "--use_cpu_offload_optimizer: works with plain adam or adamw, got --optimizer came\n"
-        "--use_cpu_offload_optimizer: copies gradients to the host as backward makes them, before their "
-        "norm is known, so --max_grad_norm 1 cannot clip them; use --max_grad_norm 0",
+        "--use_cpu_offload_optimizer: requires a CUDA or XPU device, and this run is on cpu; remove "
+        "it\n--use_cpu_offload_optimizer: requires plain adam or adamw, got --optimizer "
+        "came\n--use_cpu_offload_optimizer: cannot be combined with --max_grad_norm 1: it copies gradients to the "
+        "host before their norm is known; use --max_grad_norm 0",
     ),
     (
         lambda: optimizer(lr=0.02, lr_scheduler="cosine", train_steps=500),
-        "--lr 0.02 is far above what finetuning uses, 1e-6 to 1e-3; weights may be ruined within a few "
-        "steps\n"
-        "--lr_warmup_steps 500 is not below --train_steps 500: the learning rate never reaches --lr",
+        "--lr 0.02 is far above the usual range for finetuning, 1e-6 to 1e-3; it may ruin the weights within a few "
+        "steps\n--lr_warmup_steps 500 is not below --train_steps 500: the learning rate never reaches --lr",
     ),
     (
         lambda: split(fsdp="full", fsdp_group_size=2),
-        "1 problem with this configuration:\n"
-        "  - --fsdp_group_size: groups are for --fsdp hybrid; `full` splits over all processes",
+        "1 problem with this configuration:\n  - --fsdp_group_size: requires --fsdp hybrid; `full` shards over all "
+        "processes",
     ),
     (
         lambda: launch(deepspeed=True),
-        "1 problem with this configuration:\n"
-        "  - --deepspeed: needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch",
+        "1 problem with this configuration:\n  - --deepspeed: requires a launcher, even for one process: deepspeed, "
+        "torchrun, or accelerate launch",
     ),
     (
         lambda: noise(4.0, 1.0, 0.7, 0.4),
@@ -654,15 +642,14 @@ MODELS: list[Row] = [
     ),
     (
         lambda: shifts(flow_base_seq_len=4096),
-        "--flow_max_seq_len 4096 must be above --flow_base_seq_len 4096 (what is not given comes from "
-        "the checkpoint's scheduler, else 256 and 4096)",
+        "--flow_max_seq_len 4096 must be above --flow_base_seq_len 4096 (the default is that of the checkpoint's "
+        "scheduler, else 256 and 4096)",
     ),
     (
         checkpointing,
         "Linear does not support gradient checkpointing; use activation_memory none",
     ),
 ]
-PLAN: list[Row] = []
 
 
 #: The only process of a run.
@@ -818,21 +805,21 @@ TRAINING: list[Row] = [
     ),
     (
         lambda directory: resume(directory, "3"),
-        "no checkpoint of step 3 in DIR/checkpoints; there are: 2, 4",
+        "no checkpoint of step 3 in DIR/checkpoints; valid: 2, 4",
     ),
     (
         lambda directory: resume(directory, "step-4"),
-        "step-4 is not a checkpoint (no state.json); give `auto`, `latest`, a step (2, 4) or a directory",
+        "step-4 is not a checkpoint (no state.json); use `auto`, `latest`, a step (2, 4) or a directory",
     ),
     (
         lambda directory: resume(directory, "4", cut="state.json"),
-        "DIR/checkpoints/step-4 is damaged: state.json has 0 bytes instead of 2; `latest` takes the newest whole one "
-        "(whole by size: none)",
+        "DIR/checkpoints/step-4 is damaged: state.json has 0 bytes instead of 2; `latest` uses the newest complete "
+        "one (by file sizes: none)",
     ),
     (
         lambda directory: resume(directory, "4", missing="manifest.json"),
-        "DIR/checkpoints/step-4 is damaged: manifest.json is missing: not written to the end, or by an earlier "
-        "version; `latest` takes the newest whole one (whole by size: none)",
+        "DIR/checkpoints/step-4 is damaged: manifest.json is missing: the checkpoint is incomplete, or was saved by "
+        "an earlier version; `latest` uses the newest complete one (by file sizes: none)",
     ),
     (
         lambda directory: resume(directory, "latest", missing="state.json"),
@@ -840,7 +827,7 @@ TRAINING: list[Row] = [
     ),
     (
         lambda directory: resume(directory, "4", missing="optimizer.pt"),
-        "DIR/checkpoints/step-4 has no optimizer state: it is a copy to sample from. Resume where it was trained, or "
+        "DIR/checkpoints/step-4 has no optimizer state: it is a copy for sampling. Resume where it was trained, or "
         "start a new run from its weights with --init_from",
     ),
     (
@@ -849,29 +836,29 @@ TRAINING: list[Row] = [
     ),
     (
         use_twice,
-        "1 problem with this configuration:\n"
-        "  - --output_dir: DIR is in use by another run; wait for it, stop it, or give another one",
+        "1 problem with this configuration:\n  - --output_dir: DIR is in use by another run; wait for it, stop it, "
+        "or use another directory",
     ),
     (
         save_on_full_disk,
         "[Errno 28] a checkpoint needs about 12 GiB and DIR has 1 GiB free; nothing was written, earlier checkpoints "
-        "are intact. Make room (--checkpointing_limit bounds how many are kept) and continue with "
+        "are intact. Free up space (--checkpointing_limit bounds the number of checkpoints) and continue with "
         "--resume_from_checkpoint latest",
     ),
     (
         lambda: take_nan_step("raise", limit=9),
-        "step 3: loss nan. No weight was changed. Continue from an earlier checkpoint with a lower --lr, longer "
-        "--lr_warmup_steps or other data, or leave such steps out with --on_nonfinite skip",
+        "step 3: loss nan. No weights were changed. Continue from an earlier checkpoint with a lower --lr, longer "
+        "--lr_warmup_steps or other data, or skip such steps with --on_nonfinite skip",
     ),
     (
         lambda: take_nan_step("skip", limit=0),
-        "step 3: loss nan; 1 steps were not finite, more than --max_nonfinite_steps 0. No weight was changed. Continue "
-        "from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or other data",
+        "step 3: loss nan; 1 steps were not finite, more than --max_nonfinite_steps 0. No weights were changed. "
+        "Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or other data",
     ),
     (
         roll_back_at_once,
-        "step 4 was not finite, and there is nothing to roll back to: no checkpoint in DIR/checkpoints; leave the "
-        "option out to start a new run. Lower --lr, or save more often with --checkpointing_steps",
+        "step 4 was not finite, and there is no checkpoint to roll back to: no checkpoint in DIR/checkpoints; remove "
+        "the option to start a new run. Lower --lr, or save more often with --checkpointing_steps",
     ),
     (
         run_out_of_memory,
@@ -883,14 +870,14 @@ TRAINING: list[Row] = [
     (
         lambda: describe_hacking("shape", "run/checkpoints/step-20"),
         "the held-out reward shape has fallen from 0.625 around step 24 to 0.25, while the trained reward has risen "
-        "from 0.5 to 0.9; the nearest checkpoint before it is run/checkpoints/step-20. Resume there with a lower --lr "
-        "or a larger KL penalty, or train on shape too (--reward)",
+        "from 0.5 to 0.9; the nearest checkpoint before it is run/checkpoints/step-20. Resume there with a lower "
+        "--lr or a larger KL penalty, or also train on shape (--reward)",
     ),
     (
         lambda: describe_hacking("kl", None),
-        "the KL has grown from 0.625 at step 24 to 0.25, and the trained reward has hardly gained: 0.5, now 0.9; no "
-        "checkpoint is from before. Resume there with a lower --lr or a larger KL penalty, or measure a reward that is "
-        "not trained (--eval_reward)",
+        "the KL has grown from 0.625 at step 24 to 0.25, while the trained reward has hardly gained: 0.5, now 0.9; "
+        "no earlier checkpoint exists. Resume there with a lower --lr or a larger KL penalty, or measure a reward "
+        "that is not trained (--eval_reward)",
     ),
     (
         lambda: suggest("training_step", batch_size=4, gradient_checkpointing=True),
@@ -914,9 +901,6 @@ TRAINING: list[Row] = [
         "here; is it a LoRA of this model?",
     ),
 ]
-
-
-MODELS: list[Row] = []
 
 
 def plan_demo_run(directory: Path, **options: Any) -> Any:
@@ -995,14 +979,6 @@ def train_second_stage() -> str:
     return str(problem)
 
 
-def plan_without_sizes() -> Any:
-    """Plan the work of a run without data."""
-    from finetrainers.plan.sizes_plan import plan_sizes
-
-    geometry: Any = None
-    return plan_sizes(load(), geometry, sizes_are_wrong=False)
-
-
 def overwrite_page(directory: Path) -> Any:
     """Write an HTML page over another file."""
     from finetrainers.plan.ownership import page_problem
@@ -1027,8 +1003,8 @@ PLAN: list[Row] = [
     ),
     (
         lambda d: plan_demo_run(d, model_name="auto", pretrained_model_name_or_path="a/b"),
-        "1 problem with this configuration:\n  - --model_name: is not given, and no config of a/b on this disk "
-        "tells it; supported: cogvideox, hunyuan_video, ltx_video",
+        "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
+        "a/b on this disk; supported: cogvideox, hunyuan_video, ltx_video",
     ),
     (
         lambda d: plan_demo_run(d, method="stf"),
@@ -1036,18 +1012,18 @@ PLAN: list[Row] = [
     ),
     (
         lambda d: plan_demo_run(d, vae_id="./nowhere"),
-        "1 problem with this configuration:\n  - --vae_id: no such directory: ./nowhere",
+        "1 problem with this configuration:\n  - --vae_id: directory not found: ./nowhere",
     ),
     (
         lambda d: plan_demo_run(d, output_dir="data"),
         "1 problem with this configuration:\n  - --output_dir: DIR/data is not the directory of a run: it holds "
-        "a.png and a.txt; give a new or empty directory",
+        "a.png and a.txt; use a new or empty directory",
     ),
     (
         lambda d: plan_demo_run(d, validation_prompts="a", validation_images="b.png", init_from="no"),
-        "2 problems with this configuration:\n  - --init_from: no such file or directory: DIR/no; give a "
-        "checkpoint, a run directory, a diffusers folder, or a LoRA in safetensors (a model of the hub must be "
-        "downloaded, or is named by --transformer_id)\n  - --validation_images: no such file: b.png",
+        "2 problems with this configuration:\n  - --init_from: file or directory not found: DIR/no; use a "
+        "checkpoint, a run directory, a diffusers directory, or a LoRA in safetensors (download a model of the Hub, "
+        "or set it as --transformer_id)\n  - --validation_images: file not found: b.png",
     ),
     (
         lambda d: plan_demo_run(d, validation_prompts="a@@@1x64x64", validation_last_images=str(d / "data" / "a.png")),
@@ -1071,8 +1047,8 @@ PLAN: list[Row] = [
     ),
     (
         lambda d: plan_demo_run(d, init_from="data/a.txt"),
-        "1 problem with this configuration:\n  - --init_from: DIR/data/a.txt is not a safetensors file; give "
-        "weights in safetensors, a run directory, a checkpoint or a diffusers folder",
+        "1 problem with this configuration:\n  - --init_from: DIR/data/a.txt is not a safetensors file; use weights "
+        "in safetensors, a run directory, a checkpoint or a diffusers directory",
     ),
     (
         lambda: start_from_lora(rank=8, lora_alpha=8, target_modules=["to_q", "to_v"]),
@@ -1088,9 +1064,8 @@ PLAN: list[Row] = [
     (
         lambda: resume_with_changes(("rank", None), ("optimizer", "optimizer"), ("seed", "rng")),
         "cannot continue from run/checkpoints/step-2: rank: 1 then, 2 now; optimizer: 1 then, 2 now (--reset "
-        "optimizer); seed: 1 then, 2 now (--reset rng). Restore these settings, or: --reset optimizer rng allows "
-        "the others; nothing allows another rank; a new run can take the weights alone, where they fit, with "
-        "--init_from",
+        "optimizer); seed: 1 then, 2 now (--reset rng). Restore these settings, or: --reset optimizer rng allows the "
+        "others; rank cannot be changed; a new run can start from the weights alone, if they fit, with --init_from",
     ),
     (
         lambda: find_lora_target("to_qq"),
@@ -1103,41 +1078,34 @@ PLAN: list[Row] = [
     ),
     (
         lambda: swap_blocks_of_two(3),
-        "1 problem with this configuration:\n  - --blocks_to_swap: 3 of 2 blocks: the network has no more; lower it",
+        "1 problem with this configuration:\n  - --blocks_to_swap: 3 of 2 blocks: must be at most 2; lower it",
     ),
     (
         check_offline_upload,
-        "1 problem with this configuration:\n  - --push_to_hub: HF_HUB_OFFLINE is set; unset it, or leave it out, "
-        "and upload the results later with `hf upload`",
-    ),
-    (
-        plan_without_sizes,
-        "1 problem with this configuration:\n  - --video_resolution_buckets: memory depends on the size of clips; "
-        "give them, such as 49x512x768, or the data",
+        "1 problem with this configuration:\n  - --push_to_hub: HF_HUB_OFFLINE is set; unset it, or remove it, and "
+        "upload the results later with `hf upload`",
     ),
     (
         train_second_stage,
-        "--from: stage low, from which a later one begins, is not finished; give --from low",
+        "--from: stage low, which a later stage starts from, is not finished; use --from low",
     ),
     (
         overwrite_page,
-        "DIR/a.html exists, and this command has not written it; give another file, or remove it",
+        "DIR/a.html exists, and was not written by this command; use another file, or remove it",
     ),
     (
         overwrite_export,
-        "DIR also holds mine.txt, which would be lost; move it away, or give another --output_dir",
+        "DIR also holds mine.txt, which would be lost; move it away, or set another --output_dir",
     ),
     (
         lambda: load_trained_pipeline(dry_run=True),
-        "there are no trained weights in run: a dry run trains nothing",
+        "there are no trained weights in run: a dry run does not train",
     ),
     (
         lambda: load_trained_pipeline(),
         "there are no trained weights in run: stopped by SIGINT; resume it",
     ),
 ]
-TRAINING: list[Row] = []
-RESULTS: list[Row] = []
 
 
 def printed(*arguments: object) -> str:
@@ -1168,49 +1136,49 @@ def sync(run: Path, target: str) -> str:
 
 
 COMMANDS: list[Row] = [
-    (lambda: printed("trian"), "error: there is no command 'trian'; did you mean 'train'?\n"),
+    (lambda: printed("trian"), "error: unknown command 'trian'; did you mean 'train'?\n"),
     (
         lambda: printed("generate"),
-        "error: there is no command 'generate'; `sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a "
-        "LoRA or a model\n",
+        "error: unknown command 'generate'; `sample RUN --prompts PROMPTS` generates clips with a run, a checkpoint, "
+        "a LoRA or a model\n",
     ),
     (
         lambda: printed("train"),
         "error: 1 problem with this configuration:\n  - --pretrained_model_name_or_path: is required: Base model in "
-        "diffusers layout: a hub id, a local directory, or `demo://NAME` for a packaged one. It has the configs, the "
-        "tokenizers and the scheduler of the run, also where single files replace its weights.\n"
-        "finetrainers train --help lists the options. New here? finetrainers quickstart needs none.\n",
+        "diffusers layout: a Hub id, a local directory, or `demo://NAME`, a demo model. It provides configs, "
+        "tokenizers and scheduler even if single files replace its weights.\nfinetrainers train --help lists the "
+        "options. New here? finetrainers quickstart needs none.\n",
     ),
     (
         lambda folder: printed("check", "--config", folder / "run.toml", "--json", folder, "--jobs", "0"),
-        "error: 3 problems with this configuration:\n  - --jobs: must be a whole number of at least 1, got '0'\n"
-        "  - --json: DIR is a folder; give a file in it\n  - --config: no such file: DIR/run.toml\n",
+        "error: 3 problems with this configuration:\n  - --jobs: must be a whole number of at least 1, got '0'\n  - "
+        "--json: DIR is a directory; give a file in it\n  - --config: file not found: DIR/run.toml\n",
     ),
     (
         lambda folder: printed(
             "estimate", folder / "x.toml", "--gpu", "h1000", "--num_processes", "3", "--num_machines", "2"
         ),
-        "error: 3 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such as "
-        "h100, got 'h1000'; did you mean 'h100'?\n  - --num_processes: 3 processes do not divide among 2 machines; use "
-        "a multiple\n  - --config: no such file: DIR/x.toml\n",
+        "error: 3 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such "
+        "as h100, got 'h1000'; did you mean 'h100'?\n  - --num_processes: 3 processes do not divide among 2 "
+        "machines; use a multiple\n  - --config: file not found: DIR/x.toml\n",
     ),
     (
         lambda folder: printed("search-batch", folder / "x.toml", "--gpu", "24XB", "--margin", "95", "--estimate_onyl"),
-        "error: 4 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such as "
-        "h100, got '24XB'\n  - --margin: must be a number of percent from 0 to 89, got '95'\n  - --estimate_onyl: "
-        "unknown flag; did you mean --estimate_only?\n  - --config: no such file: DIR/x.toml\n",
+        "error: 4 problems with this configuration:\n  - --gpu: expected a memory size such as 24GB or a card such "
+        "as h100, got '24XB'\n  - --margin: must be a percentage from 0 to 89, got '95'\n  - --estimate_onyl: "
+        "unknown flag; did you mean --estimate_only?\n  - --config: file not found: DIR/x.toml\n",
     ),
     (
         lambda: printed("export"),
-        "error: 2 problems with this command:\n  - SOURCE: is required: a run's --output_dir, a checkpoint, or a LoRA "
-        "in safetensors\n  - --format: is required: one or several of diffusers comfyui kohya peft merged\n"
-        "finetrainers export --help lists the options\n",
+        "error: 2 problems with this command:\n  - SOURCE: is required: a run's --output_dir, a checkpoint, or a "
+        "LoRA in safetensors\n  - --format: is required: one or more of diffusers comfyui kohya peft "
+        "merged\nfinetrainers export --help lists the options\n",
     ),
     (
         lambda folder: printed("report", folder, "--output", folder / "page.pdf"),
-        "error: 2 problems with this command:\n  - RUN: DIR is no run directory: it has none of metrics.jsonl, "
-        "events.jsonl, config.toml\n  - --output: DIR/page.pdf would not be opened as what it is, an HTML page; give a "
-        "name that ends in .html, or a folder that exists\n",
+        "error: 2 problems with this command:\n  - RUN: DIR is not a run directory: it has none of metrics.jsonl, "
+        "events.jsonl, config.toml\n  - --output: DIR/page.pdf is not the name of an HTML page; use a name that ends "
+        "in .html, or an existing directory\n",
     ),
     (
         lambda folder: printed("ckpt", "ls", folder / "run"),
@@ -1222,32 +1190,31 @@ COMMANDS: list[Row] = [
     ),
     (
         lambda folder: printed("cache", "prune", folder),
-        "error: 2 problems with this command:\n  - prune: say what may go: --keep CONFIG ..., --older_than DAYS, or "
-        "both\n  - DIR: DIR holds no cache; give what --precompute_dir was, or a run's --output_dir\n",
+        "error: 2 problems with this command:\n  - prune: requires --keep CONFIG ..., --older_than DAYS, or both\n  "
+        "- DIR: DIR holds no cache; use the --precompute_dir or the --output_dir of a run\n",
     ),
     (
         lambda: printed("doctor", "--python", "python3", "--every", "5", "--disk_mib", "1"),
-        "error: 2 problems with this command:\n  - --python: is for --hosts, which is not given\n  - --disk_mib: is "
-        "not read with --every, which measures no disk; remove it\n",
+        "error: 2 problems with this command:\n  - --python: requires --hosts\n  - --disk_mib: cannot be combined "
+        "with --every, which does not measure the disk; remove it\n",
     ),
     (
         lambda folder: hosts(folder, "-oProxyCommand=x\na slots=x\nb\nb\n"),
-        "3 problems with this configuration:\n  - DIR/hosts:1: '-oProxyCommand=x' is no name of a host\n"
-        "  - DIR/hosts:2: not understood: 'a slots=x'; write `host` or `host slots=8`\n"
-        "  - DIR/hosts:4: b is there twice",
+        "3 problems with this configuration:\n  - DIR/hosts:1: '-oProxyCommand=x' is not a host name\n  - "
+        "DIR/hosts:2: cannot parse 'a slots=x'; write `host` or `host slots=8`\n  - DIR/hosts:4: duplicate host b",
     ),
     (
         lambda folder: hosts(folder, "# none"),
-        "1 problem with this configuration:\n  - --hosts: DIR/hosts names no host; write one a line",
+        "1 problem with this configuration:\n  - --hosts: DIR/hosts names no host; write one per line",
     ),
     (
         lambda folder: sync(folder, "host:x"),
-        "RUN: DIR has neither config.toml nor checkpoints/; give a run's --output_dir",
+        "RUN: DIR has neither config.toml nor checkpoints/; use a run's --output_dir",
     ),
     (
         lambda: printed("run"),
-        "error: 1 problem with this command:\n  - FILE: is required: a TOML file of stages\n"
-        "finetrainers run --help shows one\n",
+        "error: 1 problem with this command:\n  - FILE: is required: a TOML file of stages\nfinetrainers run --help "
+        "shows an example\n",
     ),
     (
         lambda: printed("run", Path(__file__).parents[1] / "examples" / "stages.toml", "--from", "hihg"),
@@ -1265,8 +1232,8 @@ COMMANDS: list[Row] = [
     ),
     (
         lambda: printed("demo", "measure", "new", "--model", "demo://lxt", "--look", "stripped"),
-        "error: 2 problems with this command:\n  - --look: unknown value 'stripped'; did you mean 'striped'?\n"
-        "  - --model: no packaged model 'demo://lxt'; did you mean 'demo://ltx'?\n",
+        "error: 2 problems with this command:\n  - --look: unknown value 'stripped'; did you mean 'striped'?\n  - "
+        "--model: unknown demo model 'demo://lxt'; did you mean 'demo://ltx'?\n",
     ),
     (
         lambda folder: printed("tiny", "ltx_vido", folder / "tiny"),
@@ -1274,17 +1241,14 @@ COMMANDS: list[Row] = [
     ),
     (
         lambda: printed("serve-reward", "brightness=0.5", "--port", "0"),
-        "error: 1 problem with this command:\n  - reward: weight is said where the reward is used, not where it is "
+        "error: 1 problem with this command:\n  - reward: set weight where the reward is used, not where it is "
         "served\n",
     ),
     (
         lambda: printed("serve-reward", "brightness,device=cpu", "--device", "cuda:7"),
-        "error: 1 problem with this command:\n  - --device: cuda:7, but the reward says device=cpu\n",
+        "error: 1 problem with this command:\n  - --device: cuda:7, but the reward has device=cpu\n",
     ),
 ]
-
-
-TRAINING: list[Row] = []
 
 
 def plan_clips(*names: str, **options: Any) -> Any:
@@ -1391,13 +1355,13 @@ def require_library(requirement: str) -> str | None:
 RESULTS: list[Row] = [
     (
         lambda: plan_clips("demo://ltx"),
-        "1 problem with this configuration:\n  - --prompts: no prompts are given, and there is no run "
-        "with validation prompts; give --prompts FILE or TEXT",
+        "1 problem with this configuration:\n  - --prompts: no prompts are set, and no run with validation prompts; "
+        "set --prompts FILE or TEXT",
     ),
     (
         lambda: plan_clips("demo://ltx", prompts="a cat"),
-        "1 problem with this configuration:\n  - --size: is not known; give it as FRAMESxHEIGHTxWIDTH, "
-        "for example 49x512x768",
+        "1 problem with this configuration:\n  - --size: is unknown; set it as FRAMESxHEIGHTxWIDTH, for example "
+        "49x512x768",
     ),
     (
         lambda: plan_clips(
@@ -1408,36 +1372,35 @@ RESULTS: list[Row] = [
             negative_prompt="a dog",
             guidance_scale=1.0,
         ),
-        "3 problems with this configuration:\n  - --negative_prompt: has no effect: the guidance scale "
-        "is 1, so that nothing is sampled for a second prompt; remove it\n  - --lora_scale: has no "
-        "effect: there is no LoRA; remove it\n  - --compare: is what is sampled already; remove it",
+        "3 problems with this configuration:\n  - --negative_prompt: has no effect: the guidance scale is 1, so no "
+        "second prompt is sampled; remove it\n  - --lora_scale: has no effect without a LoRA; remove it\n  - "
+        "--compare: is already sampled; remove it",
     ),
     (
         lambda: plan_clips("demo://ltxx"),
-        "1 problem with this configuration:\n  - TARGET: no packaged model 'demo://ltxx'; did you mean 'demo://ltx'?",
+        "1 problem with this configuration:\n  - TARGET: unknown demo model 'demo://ltxx'; did you mean 'demo://ltx'?",
     ),
     (
         lambda folder: find_weights(folder / "runs"),
-        "1 problem with this configuration:\n  - SOURCE: does not exist: there is no 'runs' in 'DIR'; "
-        "give a run directory, a checkpoint, a LoRA in safetensors, or a model (a folder, a hub id or "
-        "demo://NAME)",
+        "1 problem with this configuration:\n  - SOURCE: does not exist: there is no 'runs' in 'DIR'; use a run "
+        "directory, a checkpoint, a LoRA in safetensors, or a model (a directory, a Hub id or demo://NAME)",
     ),
     (
         lambda: find_weights("demo://ltx"),
-        "1 problem with this configuration:\n  - SOURCE: demo://ltx is a model without training; give a "
-        "run, a checkpoint or a LoRA in safetensors",
+        "1 problem with this configuration:\n  - SOURCE: demo://ltx is a model without training; use a run, a "
+        "checkpoint or a LoRA in safetensors",
     ),
     (
         lambda folder: export_problems(folder, "peft"),
-        "--format: peft: it holds a LoRA, and these are all weights; use diffusers or comfyui",
+        "--format: peft: it holds a LoRA, and these are full weights; use diffusers or comfyui",
     ),
     (lambda folder: export_problems(folder, "diffusers"), "--format: DIR/diffusers exists; --overwrite replaces it"),
-    (watch_run, "1 problem with this configuration:\n  - RUN: DIR has no config.toml; give a run's --output_dir"),
+    (watch_run, "1 problem with this configuration:\n  - RUN: DIR has no config.toml; use a run's --output_dir"),
     (
         lambda: watch_on_device("gpu"),
-        "1 problem with this configuration:\n  - --device: 'gpu' is neither cpu nor cuda:N",
+        "1 problem with this configuration:\n  - --device: must be cpu or cuda:N, got 'gpu'",
     ),
-    (plot_curves, "DIR is no run directory: it holds no metrics.jsonl"),
+    (plot_curves, "DIR is not a run directory: it holds no metrics.jsonl"),
     (lambda folder: plot_curves(folder, ""), "DIR/metrics.jsonl has no records to draw yet"),
     (
         lambda: plan_for_gpu("h1000"),
@@ -1448,13 +1411,12 @@ RESULTS: list[Row] = [
         lambda: launch_with(WORLD_SIZE="0"),
         "WORLD_SIZE must be a whole number of at least 1, got '0'; unset it, or launch again",
     ),
-    (lambda: launch_with(RANK="1"), "RANK 1 is none of 1 processes (WORLD_SIZE)"),
+    (lambda: launch_with(RANK="1"), "RANK 1 must be below 1 (WORLD_SIZE)"),
     (
         lambda: launch_with(LOCAL_RANK="0", ACCELERATE_MIXED_PRECISION="fp8"),
-        "LOCAL_RANK says that a launcher started this process, and WORLD_SIZE, RANK, MASTER_ADDR, "
-        "MASTER_PORT is not set; start it by `accelerate launch` or `torchrun`, or unset LOCAL_RANK\n"
-        "ACCELERATE_MIXED_PRECISION must be one of no, fp16, bf16, got 'fp8'; it comes from the "
-        "launcher's file",
+        "LOCAL_RANK is set, so a launcher started this process, but WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT is "
+        "not set; start it by `accelerate launch` or `torchrun`, or unset LOCAL_RANK\nACCELERATE_MIXED_PRECISION "
+        "must be one of no, fp16, bf16, got 'fp8'; it is set in the launcher's file",
     ),
     (
         lambda folder: read_launcher_file(folder, "- a list"),
@@ -1462,11 +1424,11 @@ RESULTS: list[Row] = [
     ),
     (
         lambda folder: read_launcher_file(folder, "num_processes: no"),
-        "num_processes must be a whole number from 1 on, got False",
+        "num_processes must be a whole number of at least 1, got False",
     ),
     (
         lambda: inject_fault("nan@save"),
-        "'nan@save': there is nothing to poison at save; nan goes with loss, backward, reward",
+        "'nan@save': no value to replace by NaN at save; nan requires loss, backward, reward",
     ),
     (
         lambda folder: read_tensors(folder, b"version https://git-lfs"),
@@ -1474,29 +1436,27 @@ RESULTS: list[Row] = [
     ),
     (
         lambda folder: read_tensors(folder, (100).to_bytes(8, "little") + b"{"),
-        "DIR/lora.safetensors is cut short: at least 99 B are missing; copy or download it again",
+        "DIR/lora.safetensors is truncated: at least 99 B are missing; copy or download it again",
     ),
     (
         lambda: describe_failure(OSError(28, "No space left on device", "clip.mp4")),
-        "No space left on device: clip.mp4. Earlier checkpoints are intact: make room, and continue "
-        "with --resume_from_checkpoint latest",
+        "No space left on device: clip.mp4. Earlier checkpoints are intact: free up space, and continue with "
+        "--resume_from_checkpoint latest",
     ),
     (
         lambda: describe_failure(
             RuntimeError("[/a/gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.77.0.2]:24")
         ),
-        "another process of the run has ended: its own output says why (Connection closed by peer "
+        "another process of the run has ended: see its own output for the reason (Connection closed by peer "
         "[10.77.0.2]:24). Checkpoints are intact: start the command on all machines again, and with "
         "--resume_from_checkpoint auto it continues from the newest one",
     ),
     (
         lambda: require_library("no-such-library>=2"),
-        "no no-such-library installed, which cannot work; run: pip install 'no-such-library>=2'",
+        "no-such-library is not installed; run: pip install 'no-such-library>=2'",
     ),
 ]
 
-
-COMMANDS: list[Row] = []
 
 ALL = [*CONFIG, *DATA, *REWARDS_AND_METHODS, *MODELS, *PLAN, *TRAINING, *RESULTS, *COMMANDS]
 

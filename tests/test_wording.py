@@ -8,8 +8,8 @@ import wording
 
 #: How often each rule of `wording` is broken. Lower a number when it has fallen; raise none.
 LIMITS = {
-    "opening": 4, "none": 0, "so many": 5, "is no": 35, "of its own": 79, "of": 7, "also": 28, "says": 34,
-    "idiom": 57, "what is": 75, "which": 52, "weights": 22, "number": 154, "term": 118, "name": 100,
+    "opening": 0, "none": 0, "so many": 0, "is no": 0, "of its own": 6, "of": 1, "also": 1, "says": 7,
+    "idiom": 9, "what is": 8, "which": 11, "weights": 4, "number": 114, "term": 14, "name": 100,
     "sentence": 170,
 }  # fmt: skip
 CODE = '''"""What is drawn.

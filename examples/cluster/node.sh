@@ -19,7 +19,7 @@
 #   LOG_DIR            if set, the output of each of several processes is also written below it
 #
 # SIGTERM, SIGUSR1 and SIGINT to this script ask the run to stop with a checkpoint, with all the time that it needs.
-# Exit code: 0 done, 75 stopped as asked, anything else failed (docs/reference/exit-codes.md).
+# Exit code: 0 done, 75 stopped as asked, anything else failed (docs/how-to/troubleshooting.md#exit-codes).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . examples/cluster/outcome.sh

@@ -19,15 +19,15 @@ from finetrainers.utils.text import duration, file_size
 if TYPE_CHECKING:
     from finetrainers.data.cache.maintenance import CacheMaintenance
 
-_DESCRIPTION = """A cache holds captions and clips as the text encoders and the VAE encoded them, one file each.
-It is in <output_dir>/precomputed or in --precompute_dir. Entries are named by all that determines them, so none is
-ever stale: when captions, files, sizes or models change, new entries are added, and the old ones are never read again.
-`prune` removes those. Every command takes the cache's folder, or the output directory of a run.
+_DESCRIPTION = """A cache holds the prompt embeddings and latents of captions and clips, one file each.
+It is in <output_dir>/precomputed or in --precompute_dir. Entries never become stale: when captions, files, sizes or
+models change, new entries are added, and the old ones are not read again. `prune` removes those. Every command takes
+the directory of the cache, or the output directory of a run.
 
   finetrainers cache ls cache                                  entries and sizes, by model
-  finetrainers cache verify cache --repair                     after a power cut: remove what is damaged
-  finetrainers cache prune cache --keep a.toml b.toml --dry_run  what neither of these runs would read
-  finetrainers cache prune cache --older_than 30               what was not read for a month
+  finetrainers cache verify cache --repair                     after a power cut: remove damaged entries
+  finetrainers cache prune cache --keep a.toml b.toml --dry_run  entries that neither run would read
+  finetrainers cache prune cache --older_than 30               entries not read for 30 days
 """
 
 
@@ -41,27 +41,29 @@ def add_cache(commands: Any) -> None:
     )
     actions = cache.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    ls = actions.add_parser("ls", help="entries, bytes and last use, by kind and model")
+    ls = actions.add_parser("ls", help="list entries, bytes and last use, by kind and model")
     ls.add_argument("--json", action="store_true", help="print JSON (bytes, seconds since 1970)")
     ls.set_defaults(run=_ls)
 
-    verify = actions.add_parser("verify", help="read every entry; exit code 1 if one is damaged, or holds NaN")
-    verify.add_argument("--repair", action="store_true", help="remove those; the next run computes them again")
+    verify = actions.add_parser("verify", help="read every entry; exit code 1 if any is damaged or has NaN values")
+    verify.add_argument(
+        "--repair", action="store_true", help="remove damaged entries; the next run computes them again"
+    )
     verify.set_defaults(run=_verify)
 
     prune = actions.add_parser(
         "prune",
-        help="remove entries that are not needed any more",
-        description="Remove entries. With both options, those that no configuration needs and nobody has read for so "
-        "long. Refused while a run uses the cache.",
+        help="remove entries that are no longer needed",
+        description="Remove entries. With both options, only those that no configuration needs and that were not "
+        "read recently. Not possible while a run uses the cache.",
     )
     prune.add_argument(
-        "--keep", type=Path, nargs="+", metavar="CONFIG", help="keep what training with these TOML files reads"
+        "--keep", type=Path, nargs="+", metavar="CONFIG", help="keep entries that training with these TOML files reads"
     )
     prune.add_argument(
-        "--older_than", type=float, metavar="DAYS", help="remove only what was not read for so many days"
+        "--older_than", type=float, metavar="DAYS", help="remove only entries that were not read for this many days"
     )
-    prune.add_argument("--dry_run", action="store_true", help="say what would go, and remove nothing")
+    prune.add_argument("--dry_run", action="store_true", help="list what would be removed, without removing it")
     prune.set_defaults(run=_prune)
     for action in (ls, verify, prune):
         action.set_defaults(check=_check)
@@ -72,12 +74,12 @@ def _check(arguments: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems with the command's arguments."""
     if arguments.action == "prune":
         if arguments.keep is None and arguments.older_than is None:
-            message = "say what may go: --keep CONFIG ..., --older_than DAYS, or both"
+            message = "requires --keep CONFIG ..., --older_than DAYS, or both"
             yield Problem("prune", message, "required")
         if arguments.older_than is not None and not 0 <= arguments.older_than < math.inf:
-            yield Problem("--older_than", f"{arguments.older_than:g} is no number of days")
+            yield Problem("--older_than", f"{arguments.older_than:g} is not a number of days")
     if not any((arguments.directory / place).is_dir() for place in ("tensors", "precomputed/tensors")):
-        message = f"{arguments.directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
+        message = f"{arguments.directory} holds no cache; use the --precompute_dir or the --output_dir of a run"
         yield Problem("DIR", message, "not_found")
 
 
@@ -109,7 +111,7 @@ def _ls(arguments: argparse.Namespace) -> int:
         size_text, age = file_size(group.size_bytes), "-".join(ages)
         print(f"{group.kind:<8}{group.entries:>9}  {size_text:>9}  {age:>11}  {model}".rstrip())
     print(f"{'all':<8}{count:>9}  {file_size(size):>9}")
-    print(f"contents of {cache.known_files()} media files are remembered")
+    print(f"facts of {cache.known_files()} media files are stored")
     return 0
 
 
@@ -188,8 +190,8 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
             keys.update(encoded.image(image) for image in images)
         if not (text_encoders and (vaes or not clips)):
             message = (
-                f"{directory} has never been used with the model of {path}, so what it needs cannot be said; "
-                f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or leave it out"
+                f"{directory} has not been used with the model of {path}, so the entries it needs are unknown; "
+                f"prepare it first (finetrainers prepare --config {path} --precompute_dir {directory}), or remove it"
             )
             raise ConfigError([Problem("--keep", message, "not_found")])
         texts: set[tuple[str, str | None]] = {(caption, None) for caption in {"", *plan.all_captions()}}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,14 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
+from finetrainers.utils.launch import print_error
 from finetrainers.utils.progress import Stages
 from finetrainers.utils.text import plural, printable
 
 from .options import positive_integer, read_run_config
 
 _MAX_REASONS = 30  # printed in full on the terminal
+_MAX_LEAST_USED = 5
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first:
   finetrainers check run.toml
 
@@ -48,7 +49,7 @@ def own_options() -> ArgumentParser:
         help="read headers, or decode every file from end to end [header]",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, with small pictures")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, with thumbnails")
     parser.add_argument("--jobs", type=positive_integer, help="processes that decode [one for each processor]")
     parser.add_argument("--fresh", action="store_true", help="probe every file again, and ignore stored facts")
     return parser
@@ -59,14 +60,25 @@ def check_command(argv: Sequence[str]) -> int:
     parser = own_options()
     try:
         arguments, run_flags = parser.parse_known_args(argv)
-        problems = [*parser.problems([]), *_path_problems(arguments)]
-        return _check(read_run_config(parser, run_flags, problems), arguments)
+        own_problems = [*parser.problems([]), *_path_problems(arguments)]
+        try:
+            config, invalid = read_run_config(parser, run_flags, own_problems), ConfigError([])
+        except ConfigError as error:
+            if error.rest is None or own_problems:
+                raise
+            config, invalid = error.rest, error
+        return _check(config, arguments, invalid)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
-def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
+def _check(config: TrainConfig, arguments: argparse.Namespace, invalid: ConfigError) -> int:
+    """Check the data of `config`, which lacks the options that `invalid` refuses; print and write the reports.
+
+    Raises:
+        ConfigError: the problems of the configuration, including those of `invalid`.
+    """
     from finetrainers.data.inspect.html_report import make_page
     from finetrainers.data.inspect.probe_all import ProbeOptions
     from finetrainers.plan.check import examine
@@ -79,7 +91,12 @@ def _check(config: TrainConfig, arguments: argparse.Namespace) -> int:
             jobs=arguments.jobs,
             progress=progress,
         )
-        report, problems = examine(config, options)
+        report, further = examine(config, options)
+        # A problem that names an invalid option may be a consequence of it.
+        problems = [
+            *invalid.problems,
+            *(problem for problem in further if not any(name in str(problem) for name in invalid.wrong)),
+        ]
         if report is None:
             raise ConfigError(problems)
         page = make_page(report, jobs=arguments.jobs, progress=progress) if arguments.html else None
@@ -107,7 +124,7 @@ def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_dir():
-                yield Problem(option, f"{file} is a folder; give a file in it")
+                yield Problem(option, f"{file} is a directory; give a file in it")
             elif not os.access(file.parent, os.W_OK):
                 yield Problem(option, f"nothing can be written to {file.parent}", "unavailable")
             elif (other := json_problem(file, "items") if option == "--json" else page_problem(file)) is not None:
@@ -140,6 +157,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(
             f"  ... and {len(rejected_items) - _MAX_REASONS} more; --json FILE and --html FILE have all of them"
         )
+    _print_usage(console, report["items"])
     for kind in ("warning", "note"):
         for text in report[f"{kind}s"]:
             console.print(f"{kind}: {printable(text)}")
@@ -153,6 +171,22 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"this data cannot be trained on as it is: {printable(report['problem'])}")
 
 
+def _print_usage(console: Console, items: Sequence[Mapping[str, Any]]) -> None:
+    """Print the clips that lose most, by area and frames."""
+    from finetrainers.data.inspect.usage import MOST_LOST, describe_usage, frame_loss, least_used
+
+    clips = least_used(items)
+    if not clips:
+        return
+    count = sum(max(item["crop"], frame_loss(item)) > MOST_LOST for item in clips)
+    console.print(f"least used ({count} of {plural(sum(bool(item['bucket']) for item in items), 'clip')} lose over a "
+                  "third of their area or frames):")  # fmt: skip
+    for item in clips[:_MAX_LEAST_USED]:
+        console.print(f"  {printable(item['name'])}: {describe_usage(item)}")
+    if len(clips) > _MAX_LEAST_USED:
+        console.print(f"  ... and {len(clips) - _MAX_LEAST_USED} more that are not used whole")
+
+
 def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(box=None)
     for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cropped", "fps"):
@@ -161,7 +195,7 @@ def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
         low, high = (f"{rate:.4g}" for rate in row["fps"])
         table.add_row(
             row["bucket"], str(row["clips"]), str(row["held_out"]), str(row["batches"]), str(row["enlarged"]),
-            f"{100 * row['crop']:.1f} %", low if low == high else f"{low}-{high}",
+            f"{row['crop']:.1%}", low if low == high else f"{low}-{high}",
         )  # fmt: skip
     if rows:
         console.print(table)

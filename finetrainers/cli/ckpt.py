@@ -19,7 +19,7 @@ from finetrainers.utils.text import duration, file_size
 from .overview import described
 
 #: Note on a checkpoint that `finetrainers sync` has copied.
-_COPY = "without optimizer state: it can be sampled from, not resumed"
+_COPY = "without optimizer state: can be sampled from, not resumed"
 
 
 def add_ckpt(commands: Any) -> None:
@@ -32,16 +32,18 @@ def add_ckpt(commands: Any) -> None:
     ckpt = commands.add_parser("ckpt", **described("list, verify and compare checkpoints", *examples))
     actions = ckpt.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, whole or why not (by file sizes)")
+    ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, complete or damaged (by file sizes)")
     ls.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
     ls.set_defaults(run=_ls, check=lambda arguments: _path_problems("RUN", [arguments.run_directory]))
 
-    verify = actions.add_parser("verify", help="read every byte; exit code 1 if a file is not what was saved")
-    verify.add_argument("path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or runs with all of theirs")
+    verify = actions.add_parser("verify", help="read every byte; exit code 1 if a file differs from the saved one")
+    verify.add_argument(
+        "path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or runs for all of their checkpoints"
+    )
     verify.set_defaults(run=_verify, check=_check_verify)
 
     diff = actions.add_parser(
-        "diff", help="settings, versions and weights of two checkpoints; exit code 1 if they differ"
+        "diff", help="compare settings, versions and weights of two checkpoints; exit code 1 if they differ"
     )
     diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
     diff.add_argument("b", type=Path, metavar="B", help="another")
@@ -60,7 +62,7 @@ def _check_verify(arguments: argparse.Namespace) -> Iterator[Problem]:
     yield from _path_problems("PATH", arguments.path)
     for path in arguments.path:
         if path.is_dir() and not _checkpoints(path):
-            yield Problem("PATH", f"{path} is neither a checkpoint nor a run that has one", "not_found")
+            yield Problem("PATH", f"{path} is not a checkpoint or a run with checkpoints", "not_found")
 
 
 def _check_diff(arguments: argparse.Namespace) -> Iterator[Problem]:
@@ -69,7 +71,7 @@ def _check_diff(arguments: argparse.Namespace) -> Iterator[Problem]:
         if not path.is_dir():
             yield from _path_problems(where, [path])
         elif inside and inside != [path]:
-            yield Problem(where, f"{path} is a run; give one of its checkpoints, such as {inside[-1]}")
+            yield Problem(where, f"{path} is a run; use one of its checkpoints, such as {inside[-1]}")
         elif (reason := damage(path, contents=False)) is not None:
             yield Problem(where, f"{path}: {reason}", "unreadable")
 
@@ -127,7 +129,8 @@ def _ok(path: Path) -> str:
     if is_sealed(read_manifest(path)):
         return "ok"
     return (
-        f"ok, but {MANIFEST} has no checksum of its own (it is of an earlier version): damage to it would not be seen"
+        f"ok, but {MANIFEST} has no checksum (it was written by an earlier version), so damage to it would not be "
+        "detected"
     )
 
 

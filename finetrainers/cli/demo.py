@@ -17,49 +17,51 @@ from .options import positive_integer
 from .overview import described
 
 _WORLD = (
-    "The world is small: clips in which colored shapes move over a plain background, and captions that say so. The "
-    "embedded model knows nothing else, so that training, rewards and measuring can be tried on a CPU in minutes"
+    "The demo model knows only a small world: colored shapes that move over a plain background, and captions that "
+    "describe them. Training, rewards and measurements take minutes on a CPU"
 )
 
 
 def add_demo(commands: Any) -> None:
     """Add the subcommands to the parser."""
-    about = "the embedded model's world: make clips, teach it by rewards, rebuild the model, measure it"
+    about = "work with the demo model: make clips, train it with rewards, rebuild it, measure it"
     examples = ("demo data clips --items 20", "demo reward first-reward", "demo measure figures --lora quickstart")
     demo = commands.add_parser("demo", **described(about, *examples, more=f"{_WORLD}."))
     parts = demo.add_subparsers(dest="part", metavar="PART", required=True)
 
     data = parts.add_parser("data", help="write captioned clips of colored shapes that move, as mp4 and captions.jsonl")
-    data.add_argument("directory", type=Path, help="a new or empty one")
-    data.add_argument("--items", type=positive_integer, default=20, help="how many clips [20]")
-    data.add_argument("--look", default="plain", help="plain, or striped, which the embedded model has never seen")
-    data.add_argument("--motion", help="one motion only, such as zigzag, which it has never seen either")
-    data.add_argument("--seed", type=int, default=0, help="the same seed draws the same clips [0]")
-    data.add_argument("--held_out", action="store_true", help="only combinations the model was not trained on")
+    data.add_argument("directory", type=Path, help="new or empty directory")
+    data.add_argument("--items", type=positive_integer, default=20, help="number of clips [20]")
+    data.add_argument("--look", default="plain", help="plain, or striped, which the demo model has never seen")
+    data.add_argument("--motion", help="one motion only, such as zigzag, which the demo model has never seen")
+    data.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal clips [0]")
+    data.add_argument("--held_out", action="store_true", help="only combinations that the model was not trained on")
     data.set_defaults(run=_data, check=_check_data)
 
-    vae = parts.add_parser("vae", help="fit the embedded model's VAE (seconds) and measure it on other clips")
-    vae.add_argument("directory", type=Path, help="a new or empty one")
+    vae = parts.add_parser("vae", help="fit the demo model's VAE (seconds) and measure it on other clips")
+    vae.add_argument("directory", type=Path, help="new or empty directory")
     vae.set_defaults(run=_vae, check=lambda arguments: directory_problems(arguments.directory))
 
-    build = parts.add_parser(
-        "build", help="train the embedded model from random weights (two hours); resumes if stopped"
-    )
-    build.add_argument("directory", type=Path, help="where everything goes; what is there is kept")
-    build.add_argument("--steps", type=positive_integer, help="optimizer steps [as the shipped model]")
-    build.add_argument("--clips", type=positive_integer, help="training clips [as the shipped model]")
+    build = parts.add_parser("build", help="train the demo model from random weights (two hours); resumes if stopped")
+    build.add_argument("directory", type=Path, help="output directory; existing results are kept")
+    build.add_argument("--steps", type=positive_integer, help="optimizer steps [those of the shipped model]")
+    build.add_argument("--clips", type=positive_integer, help="training clips [those of the shipped model]")
     build.set_defaults(run=_build)
 
-    measure = parts.add_parser("measure", help="sample captions and read back what the samples show")
-    measure.add_argument("directory", type=Path, help="gets the figures and a contact sheet")
-    measure.add_argument("--model", help="a model in diffusers layout [the packaged one]")
-    measure.add_argument("--lora", type=Path, help="a LoRA, or a run directory that holds one")
-    measure.add_argument("--items", type=positive_integer, default=200, help="how many captions [200]")
-    measure.add_argument("--look", default="plain", help="what the captions ask for [plain]")
+    measure = parts.add_parser("measure", help="sample captions and measure what the samples show")
+    measure.add_argument("directory", type=Path, help="directory of the figures and a contact sheet")
+    measure.add_argument("--model", help="model in diffusers layout [the demo model]")
+    measure.add_argument(
+        "--lora",
+        type=Path,
+        help="{path} is damaged: {problem}; `latest` uses the newest complete one (by file sizes: {names})",
+    )
+    measure.add_argument("--items", type=positive_integer, default=200, help="number of captions [200]")
+    measure.add_argument("--look", default="plain", help="look that the captions ask for [plain]")
     measure.set_defaults(run=_measure, check=_check_measure)
 
-    about = "teach the embedded model a preference with a reward, on any CPU, in two minutes"
-    place = "a new or empty one, or that of an earlier `demo reward`"
+    about = "train a preference into the demo model with a reward, on any CPU, in two minutes"
+    place = "new or empty directory, or that of an earlier `demo reward`"
     reward = parts.add_parser("reward", **described(about, "demo reward first-reward"))
     add_demonstration(reward, "rewarded:rewarded", steps=32, help=place)
 
@@ -129,12 +131,12 @@ def _check_measure(arguments: argparse.Namespace) -> Iterator[Problem]:
     try:
         arguments.model = Path(model_path(arguments.model or MODEL))
         if not (arguments.model / "model_index.json").is_file():
-            message = f"{arguments.model} is no directory in diffusers layout (no model_index.json)"
+            message = f"{arguments.model} is not a directory in diffusers layout (no model_index.json)"
             yield Problem("--model", message, "not_found")
     except ValueError as error:
         yield Problem.from_error("--model", error)
     if arguments.lora is not None and not arguments.lora.exists():
-        yield Problem("--lora", f"no such file or directory: {arguments.lora}", "not_found")
+        yield Problem("--lora", f"file or directory not found: {arguments.lora}", "not_found")
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -155,4 +157,4 @@ def directory_problems(directory: Path) -> list[Problem]:
     """Return the problem that a directory is not a new or empty one."""
     if (directory.is_dir() and not any(directory.iterdir())) or not directory.exists():
         return []
-    return [Problem("directory", f"{directory} is not an empty directory; give a new one", "occupied")]
+    return [Problem("directory", f"{directory} is not an empty directory; use a new one", "occupied")]

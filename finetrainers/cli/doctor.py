@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from finetrainers.tools.doctor.findings import Finding, Needs
     from finetrainers.tools.doctor.hosts import HostGroup, Node
 
-_MORE = """It shows versions, GPUs with load, power and temperature, the speed and room of the disk, limits, shared
-memory and clocks, marks what differs from most machines, and says what to do. With --hosts it asks all machines at once
-over ssh, which has to work without a password; one that does not answer is a row of the table. Nothing is installed or
-changed. A file for the speed of the disk is deleted again. With --every it reads power, clocks, temperatures, ECC and
-InfiniBand counters again and again, prints what rose, and appends to RUN/health.jsonl, which the run's report shows.
-Exit code 1: something is wrong."""
+_MORE = """It prints versions, GPUs with load, power and temperature, speed and free space of the disk, limits, shared
+memory and clocks, marks differences from most machines, and suggests fixes. With --hosts it queries all machines at
+once over ssh, which must work without a password; a machine that does not answer is a row of the table. Nothing is
+installed or changed; the file that measures the disk is deleted again. With --every it reads power, clocks,
+temperatures, ECC and InfiniBand counters repeatedly, prints increases, and appends to RUN/health.jsonl, which the run's
+report shows. Exit code 1: a problem was detected."""
 _DISK_MIB = 256
 
 
@@ -49,34 +49,43 @@ def add_doctor(commands: Any) -> None:
         'doctor --hosts nodes.txt --output_dir /shared/runs --rsh "ssh -p 2222"',
         "doctor runs/mystyle --hosts nodes.txt --every 60",
     )
-    about = "see what is wrong with this machine, or differs between several"
+    about = "diagnose this machine, or compare several"
     doctor = commands.add_parser("doctor", **described(about, *examples, more=_MORE))
     doctor.add_argument(
         "config",
         type=Path,
         nargs="?",
         metavar="CONFIG",
-        help="a run's config file, or its directory: the disk is compared with its checkpoints",
+        help="a run's config file or directory, to compare the disk with its checkpoints",
     )
     doctor.add_argument(
-        "--hosts", type=Path, metavar="FILE", help="machines to ask over ssh: `host` or `host slots=8` a line"
+        "--hosts",
+        type=Path,
+        metavar="FILE",
+        help="file of machines to connect to over ssh: `host` or `host slots=8` per line",
     )
     doctor.add_argument(
-        "--output_dir", type=Path, metavar="DIR", help="whose disk is measured [the config's, or the current folder]"
+        "--output_dir",
+        type=Path,
+        metavar="DIR",
+        help="directory whose disk is measured [the config's, or the current directory]",
     )
     doctor.add_argument(
         "--disk_mib",
         type=make_number_type("not a whole number of MiB", 0),
         metavar="N",
-        help=f"size of the file that is written and read; 0 leaves it out [{_DISK_MIB}]",
+        help=f"size of the file to write and read; 0 skips the measurement [{_DISK_MIB}]",
     )
-    doctor.add_argument("--python", metavar="PATH", help="the interpreter on the other machines [the path of this one]")
-    doctor.add_argument("--rsh", metavar="COMMAND", help="what connects to them [ssh -o BatchMode=yes ...]")
+    doctor.add_argument("--python", metavar="PATH", help="interpreter on the other machines [the path of this one]")
+    doctor.add_argument("--rsh", metavar="COMMAND", help="command that connects to them [ssh -o BatchMode=yes ...]")
     doctor.add_argument(
-        "--timeout", type=seconds, metavar="SECONDS", help="for all answers of a machine [120; with --every its value]"
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="seconds to wait for a machine's answers [120; with --every its value]",
     )
     doctor.add_argument(
-        "--every", type=seconds, metavar="SECONDS", help="read GPUs and InfiniBand ports again and again, until Ctrl-C"
+        "--every", type=seconds, metavar="SECONDS", help="read GPUs and InfiniBand ports every N seconds, until Ctrl-C"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON: every fact of every machine, sizes in bytes")
     doctor.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
@@ -90,13 +99,13 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     if arguments.hosts is None:
         for name in ("python", "rsh"):
             if getattr(arguments, name):
-                problems.append(Problem(f"--{name}", "is for --hosts, which is not given", "conflict"))
+                problems.append(Problem(f"--{name}", "requires --hosts", "conflict"))
     else:
         if shutil.which("ssh") is None and not arguments.rsh:
             problems.append(Problem("ssh", "is not installed; apt-get install openssh-client", "not_installed"))
         read_hosts(arguments.hosts)
     if arguments.every is not None and arguments.disk_mib is not None:
-        message = "is not read with --every, which measures no disk; remove it"
+        message = "cannot be combined with --every, which does not measure the disk; remove it"
         problems.append(Problem("--disk_mib", message, "conflict"))
     return problems
 
@@ -157,7 +166,7 @@ def _nodes(arguments: argparse.Namespace, folder: Path) -> list[Node]:
         return [Node(socket.gethostname(), facts=host_facts(folder, disk_mib=arguments.disk_mib))]
     nodes = read_hosts(arguments.hosts)
     fleet = _fleet(arguments, FACTS, "--output_dir", str(folder), "--disk_mib", str(arguments.disk_mib))
-    print(f"asking {plural(len(nodes), 'machine')}, for at most {fleet.timeout_s:g} s", file=sys.stderr, flush=True)
+    print(f"querying {plural(len(nodes), 'machine')}, for at most {fleet.timeout_s:g} s", file=sys.stderr, flush=True)
     return fleet.ask(nodes)
 
 
@@ -234,7 +243,7 @@ def _needs(path: Path | None) -> tuple[Needs | None, Path | None]:
         try:
             return _disk_sizes(config), config.run.output_dir
         except (ImportError, OSError) as error:
-            print(f"the size of a checkpoint is not known: {error}", file=sys.stderr)
+            print(f"size of a checkpoint unknown: {error}", file=sys.stderr)
             return None, config.run.output_dir
 
 

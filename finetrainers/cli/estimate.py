@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,9 @@ from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.config.values import check_gpu
 from finetrainers.utils import exit_codes
 from finetrainers.utils.gpus import read_gib
-from finetrainers.utils.launch import launcher_environment
+from finetrainers.utils.launch import launcher_environment, print_error
 from finetrainers.utils.process_state import planning
+from finetrainers.utils.text import plural
 
 from .options import make_argument_type, positive_integer, read_run_config
 
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from finetrainers.plan.preflight import ResolvedRun
 
 _EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
-No weights are read: config files of the model are enough.
+No weights are read, only configs of the model; those of published models are in the package. The data may be missing.
 
 examples:
-  finetrainers estimate run.toml --gpu 24GB
+  finetrainers estimate --pretrained_model_name_or_path HUB_ID --gpu 16GB
+  finetrainers estimate run.toml --gpu 24GB --host 64GB
   finetrainers estimate run.toml --fsdp full --num_processes 8
   finetrainers estimate run.toml --accelerate_config accelerate_configs/deepspeed_zero3.yaml
 
@@ -87,7 +89,7 @@ def estimate_command(argv: Sequence[str]) -> int:
                 problems += error.problems
             return _estimate(read_run_config(parser, run_flags, problems), arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
@@ -125,6 +127,7 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
     """
     from finetrainers.methods.registry import method_names, method_spec
 
+    config = config.model_copy(update={"model": config.model.for_estimate()})
     without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
     resolved_run = _check(without_data or config, has_data=without_data is None)
     missing = resolved_run.family.configs_not_here(resolved_run.config.model)
@@ -146,11 +149,10 @@ def _check(config: TrainConfig, *, has_data: bool) -> ResolvedRun:
 
 
 def _estimate(config: TrainConfig, arguments: argparse.Namespace) -> int:
+    _print_progress("planning the memory of the run")
     resolved_run, no_data = checked_sizes(planned_for(config, arguments.gpu))
     gpu_plan = planned_gpu(resolved_run.config)
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
-        from finetrainers.memory.estimate import GIB
-        from finetrainers.memory.fit import fits
         from finetrainers.plan.automatic import within_budget
         from finetrainers.plan.init_distributed import check_strategy
         from finetrainers.plan.memory_lines import as_json, fit_lines, memory_lines
@@ -161,20 +163,44 @@ def _estimate(config: TrainConfig, arguments: argparse.Namespace) -> int:
         print_warnings(resolved_run.warnings)
         check_strategy(resolved_run.config)
         check_network(resolved_run, plan_known=not no_data)
-        resolved_run = within_budget(resolved_run, partial(_check, has_data=not no_data))
+        check = partial(_check, has_data=not no_data)
+        resolved_run = within_budget(resolved_run, check, host_gib=arguments.host)
         memory = RunMemory(resolved_run, host_gib=arguments.host)
-        choice = memory.choose()
-        is_too_large = gpu_plan is not None and not fits(choice.plan.peak, GIB * gpu_plan.gib)
-        device = target_device(resolved_run.config)
-        advice = memory.advice(gpu_plan.gib, device=device) if gpu_plan is not None and is_too_large else None
+        choice, advice = memory.choose(), None
+        if gpu_plan is not None and not memory.fits(choice.plan, gpu_plan.gib):
+            _print_progress(f"searching for options that make it fit {gpu_plan}")
+            advice = memory.advice(gpu_plan.gib, device=target_device(resolved_run.config))
     if arguments.json:
         print(json.dumps(as_json(memory, choice, gpu_plan, advice), indent=2))
         return exit_codes.DONE
-    for line in memory_lines(memory, choice):
+    for line in (*_run_lines(resolved_run, no_data=no_data), *memory_lines(memory, choice)):
         print(line)
-    if no_data:
-        print("the data is not on this machine: sizes are those of the options, and its cache is not counted")
     if gpu_plan is not None:
-        for line in fit_lines(choice.plan, gpu_plan, advice):
-            print(line)
+        lines = fit_lines(memory, choice.plan, gpu_plan, advice)
+    else:
+        problem = memory.host_problem(choice.plan)
+        lines = [] if problem is None else [f"warning: {problem}"]
+    for line in lines:
+        print(line)
     return exit_codes.DONE
+
+
+def _print_progress(activity: str) -> None:
+    """Print to stderr what takes seconds."""
+    print(f"{activity} ...", file=sys.stderr, flush=True)
+
+
+def _run_lines(run: ResolvedRun, *, no_data: bool) -> Iterator[str]:
+    """Yield lines about what the estimate is for."""
+    from finetrainers.methods.registry import method_spec
+
+    config = run.config
+    size, clips = run.plan.heaviest(config)
+    rank = f" of rank {config.training.rank}" if config.training.training_type == "lora" else ""
+    frames_size = "x".join(map(str, size))
+    yield f"{config.training.method} {config.training.training_type}{rank} of {config.model.model_name}"
+    yield f"micro-batches of {plural(clips, run.plan.noun)} of {frames_size}"
+    if no_data:
+        named = method_spec(config).sizes(config) or config.data.resolutions
+        source = "sizes are those of the options" if named else "the largest size that a run chooses by itself"
+        yield f"the data is not on this machine: {source}; its cache is not counted"

@@ -14,14 +14,14 @@ from finetrainers.utils.files import folder_problem
 
 from .overview import described
 
-_MORE = """A LoRA is written as diffusers, comfyui, kohya or peft, or added to the model's weights (merged). All weights
-of a full finetuning are written as diffusers, or as one file for comfyui. What was written is read back and compared
-before it gets its name. Without --output_dir it goes to export/ in the run's directory."""
+_MORE = """A LoRA is written as diffusers, comfyui, kohya or peft, or added to the model's weights (merged). A full
+finetuning is written as diffusers, or as one file for comfyui. The files are read back and compared before they get
+their names. Without --output_dir they are in export/ in the run directory."""
 
 
 def add_export(commands: Any) -> None:
     """Add the subcommand to the parser."""
-    about = "write a LoRA or network for ComfyUI, kohya-ss, PEFT or diffusers, and read it back"
+    about = "export a LoRA or network for ComfyUI, kohya-ss, PEFT or diffusers, and verify it"
     examples = (
         "export runs/first --format comfyui",
         "export runs/first/checkpoints/step-500 --format comfyui kohya \\\n      --dtype bf16",
@@ -39,26 +39,27 @@ def add_export(commands: Any) -> None:
         nargs="+",
         required=True,
         choices=FORMATS,
-        help=f"one or several of {' '.join(FORMATS)}",
+        help=f"one or more of {' '.join(FORMATS)}",
         metavar="FORMAT",
     )
     export.add_argument(
-        "--output_dir", type=Path, metavar="FOLDER", help="gets a folder for each format [export/ of the run]"
+        "--output_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="output directory; one subdirectory per format [export/ of the run]",
     )
     export.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype on disk [as trained; all weights: bf16]"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the files [as trained; full networks: bf16]"
     )
-    export.add_argument("--lora_scale", type=float, metavar="X", help="strength of the LoRA in merged weights [1]")
+    export.add_argument("--lora_scale", type=float, metavar="X", help="LoRA scale in merged weights [1]")
     export.add_argument(
-        "--one_file", action="store_true", help="diffusers' networks as one file, not several of 10 GB at most"
+        "--one_file", action="store_true", help="write diffusers' networks as one file, not several of at most 10 GB"
     )
-    export.add_argument("--overwrite", action="store_true", help="replace what was exported before")
-    about_ema = "of a checkpoint, the moving average of its weights, where it has one [on]"
+    export.add_argument("--overwrite", action="store_true", help="replace earlier exports")
+    about_ema = "export a checkpoint's EMA, if it has one, instead of its raw weights [on]"
     export.add_argument("--use_ema", action=argparse.BooleanOptionalAction, default=True, help=about_ema)
-    export.add_argument(
-        "--pretrained_model_name_or_path", metavar="MODEL", help="the model that it is of [as the run says]"
-    )
-    export.add_argument("--model_name", metavar="NAME", help="the family of the model [as its files say]")
+    export.add_argument("--pretrained_model_name_or_path", metavar="MODEL", help="base model [from the run]")
+    export.add_argument("--model_name", metavar="NAME", help="family of the model [from its files]")
     export.set_defaults(run=_export, check=_check)
 
 
@@ -69,12 +70,14 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
     arguments.format = list(dict.fromkeys(arguments.format or ()))
     problems = []
     if arguments.lora_scale is not None and not math.isfinite(arguments.lora_scale):
-        problems.append(Problem("--lora_scale", f"not a finite number, got {arguments.lora_scale}"))
+        problems.append(Problem("--lora_scale", f"must be a finite number, got {arguments.lora_scale}"))
     if arguments.lora_scale is not None and arguments.format and "merged" not in arguments.format:
-        message = "is the strength in merged weights; other formats leave the strength to the program that loads them"
+        message = "requires --format merged; with other formats, set the scale in the program that loads the LoRA"
         problems.append(Problem("--lora_scale", message, "unsupported"))
     if arguments.one_file and arguments.format and not {"diffusers", "merged"} & {*arguments.format}:
-        message = "is for networks in diffusers layout (--format diffusers or merged); the other formats are one file"
+        message = (
+            "requires --format diffusers or merged, with networks in diffusers layout; the other formats are one file"
+        )
         problems.append(Problem("--one_file", message, "unsupported"))
     if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
         problems.append(Problem("--output_dir", problem))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import time
@@ -24,9 +25,10 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.exit_in_time import exit_in_time
 from finetrainers.utils.failures import user_message
-from finetrainers.utils.launch import launch_problems, launched_rank, print_refusal
+from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
+from finetrainers.utils.progress import working
 from finetrainers.utils.versions import __version__, version_problem
 
 from .cache import add_cache
@@ -38,6 +40,7 @@ from .doctor import add_doctor
 from .estimate import estimate_command
 from .estimate import own_options as estimate_options
 from .export import add_export
+from .init import add_init
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
@@ -54,6 +57,9 @@ from .watch import watch_command
 
 #: Environment variable: set to anything, every traceback is printed, as with `--verbose`.
 _TRACEBACK = "FINETRAINERS_TRACEBACK"
+#: Commands whose work is not done when their output ends.
+_RUNS = (["train"], ["prepare"], ["run"], ["sample"], ["watch"], ["search-batch"], ["quickstart"], ["demo"])
+_SIGPIPE = 13  # which Windows does not have
 #: Commands that report outdated libraries themselves.
 _DIAGNOSES = ("doctor",)
 
@@ -61,7 +67,10 @@ _DIAGNOSES = ("doctor",)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console command; return the exit code. Without `argv`, the process exits soon after it."""
     if argv is None:
-        return exit_in_time(lambda: main(sys.argv[1:]))
+        # A run that loses its output ends as if by SIGPIPE; what only prints has done its work.
+        is_run = sys.argv[1:2] in _RUNS and not {"-h", "--help"} & set(sys.argv)
+        ended = exit_codes.killed_by(_SIGPIPE) if is_run else exit_codes.DONE
+        return exit_in_time(lambda: _while_read(lambda: main(sys.argv[1:]), default=ended))
     argv = list(argv)
     configure_logging()
     yield_idle_threads()
@@ -74,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return with_options_of_a_run[argv[0]](argv[1:])
     parser = _parser()
     if argv and not argv[0].startswith("-") and argv[0] not in parser.commands.choices:
-        print(f"error: {unknown_command(argv[0], list(parser.commands.choices))}", file=sys.stderr)
+        print_error(unknown_command(argv[0], list(parser.commands.choices)))
         return exit_codes.CONFIGURATION
     try:
         arguments = parser.parse_args(argv, checked=True)
@@ -83,32 +92,46 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command not in _DIAGNOSES and _cannot_start(joining=False):
             return exit_codes.CONFIGURATION
-        return _run_command(arguments)
+        return arguments.run(arguments)
     except ConfigError as error:
         command_error = ConfigError(error.problems, of="this command") if error.of == CONFIGURATION else error
-        print(f"error: {command_error}", file=sys.stderr)
-        return exit_codes.CONFIGURATION
+        print_error(command_error)
+        return exit_codes.refused([problem.where for problem in error.problems])
     except Exception as error:
         if not _say_failure(error):
             raise
         return exit_codes.FAILED
 
 
-def _run_command(arguments: argparse.Namespace) -> int:
-    """Run a parsed command; return an exit code. Output that is no longer read, as with `| head`, is not a failure."""
+def _while_read(command: Callable[[], int], *, default: int) -> int:
+    """Run a command; return its exit code, or `default` if nothing reads its output any more, as with `| head`."""
     try:
-        code: int = arguments.run(arguments)
+        code = command()
         sys.stdout.flush()
-    except BrokenPipeError:  # buffered output has no reader either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exit_codes.DONE
-    return code
+        return code
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):  # rich has replaced it by an exit
+            raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for buffered output
+    return default
+
+
+def _output_is_closed() -> bool:
+    """Return whether standard output is a pipe without a reader; False where the system cannot tell."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        output = select.poll()
+        output.register(sys.stdout, select.POLLOUT)
+        return any(state & select.POLLERR for _, state in output.poll(0))
+    return False
 
 
 def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> int:
     """Train with these flags; return an exit code (`utils.exit_codes`). Unexpected errors are raised."""
     interrupted = (
-        "stopped before the first step, without a new checkpoint; what is encoded is kept, and the same command "
+        "stopped before the first step, without a new checkpoint; cached encodings are kept, and the same command "
         "continues"
     )
     with _RunOptions(argv, prog, interrupted) as command:
@@ -118,7 +141,7 @@ def train_command(argv: Sequence[str], *, prog: str = "finetrainers train") -> i
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(config)
-        with gc_paused():
+        with gc_paused(), working("importing torch and diffusers"):
             from finetrainers.runs.run import run
             from finetrainers.training.guards.hacking import HACKING_GUARD
 
@@ -159,7 +182,7 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
 
 def prepare_command(argv: Sequence[str]) -> int:
     """Encode the data that a training run with these flags would encode before its first step; return an exit code."""
-    interrupted = "stopped; the same command encodes what is not in the cache yet"
+    interrupted = "stopped; the same command encodes the remaining entries"
     with _RunOptions(argv, "finetrainers prepare", interrupted, preparing=True) as command:
         config = command.parse()
         if config is None:
@@ -168,7 +191,7 @@ def prepare_command(argv: Sequence[str]) -> int:
         from finetrainers.plan.ready import get_ready
 
         checked = get_ready(for_preparing(config), preparing=True)
-        with gc_paused():
+        with gc_paused(), working("importing torch and diffusers"):
             from finetrainers.runs.prepare import prepare
 
         quiet_progress_bars()
@@ -217,10 +240,11 @@ class _RunOptions(contextlib.AbstractContextManager["_RunOptions"]):
         self._stack.close()
         if isinstance(error, KeyboardInterrupt):  # while loading; in a step it is a signal
             if launched_rank() == 0:
-                print(self.interrupted, file=sys.stderr)
+                end_of_echo = "\n" if sys.stderr.isatty() else ""  # after `^C`
+                print(f"{end_of_echo}{self.interrupted}", file=sys.stderr)
             self.code = exit_codes.killed_by(signal.SIGINT)
         elif isinstance(error, ConfigError):
-            message = f"error: {_with_the_rest(error, preparing=self.preparing)}"
+            message = str(_with_the_rest(error, preparing=self.preparing))
             if not self.argv and not self.preparing:
                 message += f"\n{self.prog} --help lists the options. New here? finetrainers quickstart needs none."
             print_refusal(message)
@@ -242,16 +266,18 @@ def _say_failure(error: Exception, directory: Path | None = None, verbose: bool 
         verbose: whether the terminal shows the traceback.
     """
     sentence = user_message(error)
+    if isinstance(error, BrokenPipeError) and _output_is_closed():
+        return False
     if sentence is None or verbose or os.environ.get(_TRACEBACK):
         return False
-    where = f"{_TRACEBACK}=1 shows it"
+    where = f"set {_TRACEBACK}=1 to print it"
     if directory is not None and directory.is_dir():
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n"
         with contextlib.suppress(OSError):  # the disk may have failed
             with open(directory / "traceback.txt", "a", encoding="utf-8") as file:
                 file.write(text)
             where = str(directory / "traceback.txt")
-    print(f"error: {sentence}\n(traceback: {where})", file=sys.stderr)
+    print_error(f"{sentence}\n(traceback: {where})")
     return True
 
 
@@ -265,7 +291,7 @@ def _cannot_start(*, joining: bool = True) -> bool:
     problems = [Problem("", outdated, "not_installed")] if outdated is not None else []
     problems += [Problem(*problem) for problem in launch_problems()] if joining else []
     if problems:
-        print(f"error: {ConfigError(problems, of='this environment')}", file=sys.stderr)
+        print_error(ConfigError(problems, of="this environment"))
     return bool(problems)
 
 
@@ -290,7 +316,7 @@ def _list_command(commands: Any, name: str, about: str, options: ArgumentParser)
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(prog="finetrainers", description="LoRA and full finetuning of video diffusion models.")
+    parser = CommandParser(prog="finetrainers", description="Train LoRAs or fully finetune video diffusion models.")
     parser.add_argument("--version", action="version", version=f"finetrainers {__version__}")
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=ArgumentParser)
     parser.commands = commands
@@ -298,24 +324,25 @@ def _parser() -> CommandParser:
     commands.add_parser("train", help="train a model", add_help=False)
     commands.add_parser("prepare", help="encode clips and captions into the cache that `train` reads", add_help=False)
 
-    about = "train the stages of a file, each from the weights of an earlier one"
+    add_init(commands)
+    about = "train the stages of a stage file in order"
     _list_command(commands, "run", about, run_options())
     _list_command(commands, "check", "check every item of a dataset, without model weights", check_options())
-    _list_command(commands, "estimate", "memory that a run needs, and what makes it fit a GPU", estimate_options())
-    about = "find the batch size of each bucket: the fastest that fits the GPU"
+    _list_command(commands, "estimate", "estimate memory use and suggest options that fit a GPU", estimate_options())
+    about = "find the fastest batch size of each bucket that fits the GPU"
     _list_command(commands, "search-batch", about, search_batch_options())
     add_doctor(commands)
 
-    about = "teach the embedded model a new look with a LoRA, on any CPU, in minutes"
+    about = "train a LoRA of a new look on the demo model, on any CPU, in minutes"
     quickstart = commands.add_parser("quickstart", **described(about, "quickstart"))
-    place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "where everything goes [quickstart]"}
+    place: dict[str, Any] = {"nargs": "?", "default": Path("quickstart"), "help": "output directory [quickstart]"}
     add_demonstration(quickstart, "quickstart:quickstart", steps=150, **place)
 
     _add_models(commands)
     add_export(commands)
     _list_command(commands, "sample", "sample clips of a run, a checkpoint, a LoRA or a model", sample_options())
     add_report(commands)
-    about = "sample and score a run's checkpoints as they are published, on another device"
+    about = "sample and score a run's checkpoints as they appear, on another device"
     _list_command(commands, "watch", about, watch_options())
     add_plot(commands)
     add_cache(commands)
@@ -341,17 +368,19 @@ def _add_models(commands: Any) -> None:
     about = "write a tiny random model of a family, for trials without downloads"
     training = "train --pretrained_model_name_or_path tiny-model \\\n      --data_root clips"
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
-    tiny.add_argument("family", help="a name from `finetrainers models`")
-    tiny.add_argument("directory", type=Path, help="a new or empty one, where the model is written in diffusers layout")
-    tiny.add_argument("--version", help="which of the family's checkpoints it is like [the first]")
-    tiny.add_argument("--seed", type=int, default=0, help="the same seed gives the same weights [0]")
+    tiny.add_argument("family", help="name from `finetrainers models`")
+    tiny.add_argument(
+        "directory", type=Path, help="new or empty directory, where the model is written in diffusers layout"
+    )
+    tiny.add_argument("--version", help="checkpoint of the family that it is modeled on [the first]")
+    tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")
     tiny.set_defaults(run=_tiny, check=lambda arguments: directory_problems(arguments.directory))
 
 
 def _models(_: argparse.Namespace | None) -> int:
     from finetrainers.models.registry import families
 
-    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}given frames")
+    print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}conditioning frames")
     for name, family in families().items():
         facts, g = family.facts, family.facts.geometry
         process = "flow matching" if facts.is_flow else "v-prediction"
@@ -363,11 +392,14 @@ def _models(_: argparse.Namespace | None) -> int:
 
 
 def _tiny(arguments: argparse.Namespace) -> int:
-    from finetrainers.models.registry import build_tiny
+    from finetrainers.models.registry import build_tiny, get_family
 
-    quiet_progress_bars()
     try:
-        build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
+        get_family(arguments.family)
+        quiet_progress_bars()
+        print(f"making a tiny random {arguments.family} in {arguments.directory}", flush=True)
+        with working("writing its weights"):
+            build_tiny(arguments.family, arguments.directory, seed=arguments.seed, version=arguments.version)
     except KeyError as error:
         raise ConfigError([Problem("family", str(error.args[0]), "unknown")]) from None
     print(f"wrote a tiny random {arguments.family} to {arguments.directory}")

@@ -143,7 +143,7 @@ def unknown_flag(section: type[S], flag: str) -> Problem:
     if option_name in section.model_fields:
         return Problem(flag, f"unknown flag; here it is --{option_name}", "unknown")
     if name in fields():
-        message = "unknown flag; it is an option of training that no sample depends on, remove it"
+        message = "unknown flag; it is a training option that does not affect samples, remove it"
         return Problem(flag, message, "unknown")
     names = (*section.model_fields, *options_of_runs())
     close = near_flag(flag, [f"--{known_name}" for known_name in names])

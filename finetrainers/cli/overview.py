@@ -12,20 +12,21 @@ from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.names import invert_groups
 
 _TASKS = {
-    "start": ("quickstart", "demo", "models", "tiny"),
+    "get started": ("quickstart", "init", "demo", "models", "tiny"),
     "train": ("doctor", "check", "estimate", "search-batch", "prepare", "train", "run"),
-    "look": ("sample", "report", "watch", "plot", "ckpt"),
-    "use": ("export", "sync"),
+    "evaluate": ("sample", "report", "watch", "plot", "ckpt"),
+    "export": ("export", "sync"),
     "tools": ("cache", "serve-reward", "schema", "docs"),
 }
 _EXAMPLES = """examples:
   finetrainers quickstart                         a first LoRA, on any CPU
+  finetrainers init clips                         a config file for your clips
   finetrainers check run.toml --html check.html   what happens to every clip
-  finetrainers estimate run.toml --gpu 24GB       will it fit, and what makes it
+  finetrainers estimate run.toml --gpu 24GB       check that it fits
   finetrainers train --config run.toml --dry_run  check all, print the plan
   finetrainers train --config run.toml --lr 5e-5  train; flags override the file
-  finetrainers sample runs/mystyle                clips of what was trained
-  finetrainers report runs/mystyle                the run on one page
+  finetrainers sample runs/mystyle                sample the result
+  finetrainers report runs/mystyle                an HTML report of the run
   finetrainers export runs/mystyle --format comfyui
                                                   for ComfyUI
   finetrainers train --help                       the options most people set
@@ -37,23 +38,34 @@ Several GPUs:
 """
 #: Advice, and the command names that it is for.
 _INSTEAD = {
-    "`sample RUN --prompts PROMPTS` draws clips of a run, a checkpoint, a LoRA or a model":
+    "`sample RUN --prompts PROMPTS` generates clips with a run, a checkpoint, a LoRA or a model":
         "generate inference infer predict",
-    "`train` trains: a LoRA or all weights (--training_type), on clips or by rewards (--method)":
+    "`train` trains a LoRA or all weights (--training_type), on clips or with rewards (--method)":
         "lora sft grpo finetune fine-tune fit full-finetune",
-    "`run` trains the stages of a file, each from the weights of an earlier one": "pipeline stages stage",
+    "`run` trains the stages of a stage file in order": "pipeline stages stage",
     "`train` continues a run: the same command with --resume_from_checkpoint latest": "resume continue",
-    "`check` says what happens to every clip, and `prepare` encodes clips and captions before training":
+    "`check` reports what happens to every clip, and `prepare` encodes clips and captions before training":
         "precompute preprocess encode data dataset inspect validate",
     "`export` writes a LoRA or network for ComfyUI, kohya-ss or PEFT, or merges it": "convert merge comfyui",
     "`search-batch` finds the batch size of each bucket that fits the GPU":
         "search_batch search-bs batch-size batchsize autobatch",
-    "examples/ holds whole files for --config, and `schema` describes them to editors": "init config configure new",
+    "`init` writes a config file for your clips, `train --help recipes` lists config files to start from":
+        "config configure new setup wizard recipe recipes example examples",
     "`train --eval_num_items N --eval_steps N` measures the loss on held-out clips": "eval evaluate",
-    "`report RUN` puts a run on a page, and `plot RUN` draws its curves": "curves log logs summary compare dashboard",
+    "`report RUN` writes an HTML page of a run, and `plot RUN` draws its curves":
+        "curves log logs summary compare dashboard",
     "`ckpt` lists, verifies and compares checkpoints": "checkpoint checkpoints verify",
-    "`demo reward` shows reward finetuning, and `train --method grpo` does it": "reward rewards",
-    "`doctor` says what is wrong with this machine, or differs between several": "env environment diagnose nodes hosts",
+    "`demo reward` demonstrates reward finetuning; `train --method grpo` runs it": "reward rewards",
+    "`doctor` diagnoses this machine, or compares several": "env environment diagnose nodes hosts",
+    "clips need caption files NAME.txt, which a captioning tool can write; `check` lists clips without one":
+        "caption captions captioning",
+    "`report RUN` writes an HTML page of a run, even while it trains, and `train --report_to` sends it to a tracker":
+        "ui gui webui web",
+    "`report RUN` shows the progress of a run, and `ckpt ls RUN` its checkpoints": "status progress",
+    "press Ctrl-C, or create the file control/stop in the run directory: the run saves a checkpoint and exits":
+        "stop cancel kill",
+    "`train --push_to_hub` uploads the result to the Hub, and `hf upload` an export": "upload push publish",
+    "`estimate run.toml --gpu 24GB` estimates GPU memory and suggests options that fit": "vram memory gpu oom",
     "`finetrainers --help` lists the commands": "help",
     "`finetrainers --version` prints it": "version",
 }  # fmt: skip
@@ -91,5 +103,5 @@ def unknown_command(name: str, commands: list[str]) -> str:
     advice = invert_groups(_INSTEAD).get(name)
     if advice is None:
         close = get_close_matches(name, commands, n=1, cutoff=0.7)
-        advice = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(commands)}"
-    return f"there is no command {name!r}; {advice}"
+        advice = f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(commands)}"
+    return f"unknown command {name!r}; {advice}"

@@ -17,9 +17,11 @@ _MAX_ROLLOUTS = 6  # in one image
 
 def add_plot(commands: Any) -> None:
     """Add the subcommand to the parser."""
-    about = "draw a run's losses, rewards and timings into its curves.png, kept rollouts into rollouts.png"
+    about = "draw curves.png (losses, rewards, timings) and rollouts.png of a run"
     plot = commands.add_parser("plot", **described(about, "plot runs/first", "plot runs/*"))
-    plot.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir, also while it runs")
+    plot.add_argument(
+        "directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir, even while it trains"
+    )
     plot.set_defaults(run=_plot, check=_check)
 
 

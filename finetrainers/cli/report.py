@@ -4,33 +4,37 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import Problem
+from finetrainers.utils import exit_codes
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import file_size
 
 from .overview import described
+from .sync import seconds
 
 _MORE = (
-    "The page is one HTML file that needs no other and no network: curves, samples by prompt and step, rollouts, "
-    "memory, data, events, settings, and the command that repeats the run. It is made from what is in the run "
-    "directory, also while the run trains or after a crash. Several runs are drawn over each other, and their "
-    "settings are compared"
+    "The page is a single HTML file that works offline: curves, samples by prompt and step, rollouts, memory, data, "
+    "events, settings, and the command that repeats the run. It reads the run directory, even while the run trains "
+    "or after a crash. Several runs share the charts, and their settings are compared"
 )
 
 
 def add_report(commands: Any) -> None:
     """Add the subcommand to the parser."""
-    about = "put a run, or several side by side, on one HTML page"
+    about = "write an HTML report of one or more runs"
     examples = ("report runs/mystyle", "report runs/rank16 runs/rank64 --output compared.html")
     report = commands.add_parser("report", **described(about, *examples, more=f"{_MORE}."))
     report.add_argument("directory", type=Path, nargs="+", metavar="RUN", help="a run's --output_dir")
-    where = "where to write it [RUN/report.html; of several runs report.html here]"
+    where = "output file [RUN/report.html; for several runs report.html here]"
     report.add_argument("--output", type=Path, metavar="FILE|FOLDER", help=where)
-    count = "how many videos it has at most; larger ones are made smaller [36]"
+    count = "maximum number of videos; larger ones are scaled down [36]"
     report.add_argument("--videos", type=_parse_count, metavar="N|none", help=count)
+    every = "write the page again until training ends; the browser reloads it"
+    report.add_argument("--every", type=seconds, metavar="SECONDS", help=every)
     report.set_defaults(run=_report, check=_check)
 
 
@@ -39,7 +43,7 @@ def _parse_count(text: str) -> int:
     if text == "none":
         return 0
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none")
+        raise argparse.ArgumentTypeError(f"must be a number or none, got {text!r}")
     return int(text)
 
 
@@ -71,11 +75,17 @@ def _report(arguments: argparse.Namespace) -> int:
     roots: list[Path] = arguments.directory
     output = _output_path(arguments.output, roots)
     limits = VideoLimits(MOST_VIDEOS if arguments.videos is None else arguments.videos)
-    runs = [read_run(root, name=name) for root, name in zip(roots, _run_names(roots), strict=True)]
-    page = make_report(runs, limits)
-    write_text_atomic(output, page)
-    print(f"{output} ({file_size(output.stat().st_size)})")
-    return 0
+    while True:
+        runs = [read_run(root, name=name) for root, name in zip(roots, _run_names(roots), strict=True)]
+        is_training = any(run.status == "training" for run in runs)
+        write_text_atomic(output, make_report(runs, limits, reload_s=arguments.every if is_training else None))
+        print(f"{output} ({file_size(output.stat().st_size)})", flush=True)
+        if arguments.every is None or not is_training:
+            return exit_codes.DONE
+        try:
+            time.sleep(arguments.every)
+        except KeyboardInterrupt:
+            return exit_codes.DONE
 
 
 def _run_names(roots: list[Path]) -> list[str]:
@@ -97,16 +107,13 @@ def _output_problems(output: Path, *, is_given: bool) -> list[Problem]:
     from finetrainers.plan.ownership import page_problem
 
     if output.is_dir():
-        return [Problem("--output", f"{output} is a folder; give the name of a file")]
+        return [Problem("--output", f"{output} is a directory; use a file name")]
     if output.suffix.lower() not in (".html", ".htm"):
-        message = (
-            f"{output} would not be opened as what it is, an HTML page; give a name that ends in .html, or a folder "
-            "that exists"
-        )
+        message = f"{output} is not the name of an HTML page; use a name that ends in .html, or an existing directory"
         return [Problem("--output", message)]
     folder = next((parent for parent in output.absolute().parents if parent.exists()), output.absolute().parent)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        remedy = "" if is_given else "; give another file with --output"
-        return [Problem("--output", f"nothing can be written to {folder}{remedy}", "unavailable")]
+        remedy = "" if is_given else "; set another file with --output"
+        return [Problem("--output", f"cannot write to {folder}{remedy}", "unavailable")]
     other = page_problem(output)
     return [] if other is None else [Problem("--output", other, "occupied")]

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from finetrainers.config.arguments import ArgumentParser
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import read_flags
 from finetrainers.config.stages import Stage, read_stages
 from finetrainers.utils import exit_codes
-from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.launch import launched_processes, print_error
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.text import nearest, plural
 
@@ -25,8 +27,8 @@ from .estimate import planned_environment
 
 #: Takes arguments, and returns an exit code.
 _Command = Callable[[Sequence[str]], int]
-_EPILOG = """The file has one [[stage]] table for each stage: its name, its options, and what it
-begins from. Options above the first [[stage]] hold for all stages. Options of
+_EPILOG = """The file has one [[stage]] table for each stage: its name, its options, and the
+stage it begins from. Options above the first [[stage]] apply to all stages. Options of
 `finetrainers train` may follow as flags; they override those of every stage.
 
   output_dir = "runs/look"            # each stage has runs/look/NAME
@@ -43,8 +45,8 @@ begins from. Options above the first [[stage]] hold for all stages. Options of
   video_resolution_buckets = ["49x512x768"]
   train_steps = 500
 
-All stages are checked before the first one trains. The same command again skips
-stages that are finished, and resumes one that was interrupted.
+All stages are checked before the first one trains. Run the same command again to
+skip finished stages and resume an interrupted one.
 
 examples:
   finetrainers run stages.toml --plan
@@ -55,8 +57,8 @@ examples:
 
 exit codes:
   0   all stages are done
-  2   a stage cannot be trained as the file says; checks come before all training
-      any other is that of the stage that ended with it
+  2   a stage of the file cannot be trained; all stages are checked before training
+      any other exit code is that of the stage that ended with it
 """
 
 
@@ -65,17 +67,17 @@ def own_options() -> ArgumentParser:
     parser = ArgumentParser(
         prog="finetrainers run",
         usage="finetrainers run FILE [--plan] [--from STAGE] [--keep_finished] [--launcher COMMAND] [options of train]",
-        description="Train the stages of a file one after the other.",
+        description="Train the stages of a stage file in order.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", action="store_true", help="check all stages, print what they will do, and stop")
-    again_help = "train this stage and all after it again; what they have trained is set aside"
+    parser.add_argument("--plan", action="store_true", help="check all stages, print the plan, and exit")
+    again_help = "train this stage and all later ones again; earlier results are renamed, not deleted"
     parser.add_argument("--from", dest="again_from", metavar="STAGE", help=again_help)
-    keep_help = "take finished stages as they are, where the file has changed since"
+    keep_help = "keep finished stages even if their options changed"
     parser.add_argument("--keep_finished", action="store_true", help=keep_help)
     launcher_help = (
-        "what starts a stage on several GPUs: a command that ends with the program, and gets the stage's options"
+        "command that starts a stage on several GPUs; it ends with the program, and receives the stage's options"
     )
     parser.add_argument("--launcher", type=shlex.split, default=[], metavar="COMMAND", help=launcher_help)
     return parser
@@ -95,23 +97,25 @@ def run_command(argv: Sequence[str], train: _Command) -> int:
         environment = _launcher_environment(arguments.launcher)
         if arguments.again_from is not None and environment.get("LOCAL_WORLD_SIZE") != environment.get("WORLD_SIZE"):
             message = (
-                "each of several machines would set directories aside; rename those of the stages yourself, and "
-                "leave it out"
+                "is not supported on several machines; rename the directories of the stages yourself, and remove it"
             )
             raise ConfigError([Problem("--from", message, "conflict")])
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return exit_codes.CONFIGURATION
 
-    def check() -> int:
+    def check(warnings_file: IO[str] | None = None) -> int:
         os.environ.update(environment)
-        return _plan(stages, arguments)
+        return _plan(stages, arguments, warnings_file)
 
     if arguments.plan:
         return check()
     # In a separate process: it imports torch and may query the GPU, whose memory is for the stages.
-    code = _in_child(check)
-    return code if code != exit_codes.DONE else _train_all(stages, arguments, train)
+    with tempfile.TemporaryFile("w+") as file:
+        code = _in_child(lambda: check(file))
+        file.seek(0)
+        warnings = file.read()
+    return code if code != exit_codes.DONE else _train_all(stages, arguments, train, warnings=warnings)
 
 
 def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flags: Sequence[str]) -> list[Stage]:
@@ -126,12 +130,12 @@ def _load_stages(parser: ArgumentParser, arguments: argparse.Namespace, run_flag
     problems, flags.problems = flags.problems, []
     if launched_processes() > 1:
         message = (
-            "this process was started by a launcher; start `finetrainers run` by itself, and give it the launcher: "
-            '--launcher "accelerate launch ... train.py"'
+            "this process was started by a launcher; start `finetrainers run` directly, and set its --launcher "
+            '"accelerate launch ... train.py"'
         )
         problems.append(Problem("WORLD_SIZE", message, "conflict"))
     if path is None:
-        hint = f"{parser.prog} --help shows one"
+        hint = f"{parser.prog} --help shows an example"
         problems.append(Problem("FILE", "is required: a TOML file of stages", "required"))
         raise ConfigError(problems, of="this command", hint=hint)
     try:
@@ -174,27 +178,30 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _plan(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
-    """Check all stages, and print their plan; return an exit code."""
+def _plan(stages: Sequence[Stage], arguments: argparse.Namespace, warnings_file: IO[str] | None) -> int:
+    """Check all stages, and print their plan, with its warnings as JSON to a file; return an exit code."""
     from finetrainers.runs.stages_plan import plan_stages
 
     quiet_progress_bars()
     try:
-        plan_stages(
+        warnings = plan_stages(
             stages, again_from=arguments.again_from, keep_finished=arguments.keep_finished, trains=not arguments.plan
         )
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return exit_codes.CONFIGURATION
+    if warnings_file is not None:
+        json.dump(warnings, warnings_file)
+        warnings_file.flush()
     return exit_codes.DONE
 
 
-def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _Command) -> int:
-    """Train the unfinished stages; return an exit code."""
+def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _Command, *, warnings: str) -> int:
+    """Train the unfinished stages, which do not repeat the warnings (JSON) of the plan; return an exit code."""
     from finetrainers.runs.stages import look_at, set_aside, start_flags
 
     for was, now in set_aside(look_at(stages, again_from=arguments.again_from)):
-        print(f"{was} is set aside: {now}")
+        print(f"renamed {was} to {now}")
     count = len(stages)
     for number, stage in enumerate(stages):
         status = look_at(stages)[number]  # with the results of earlier stages
@@ -205,12 +212,12 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _C
         print(f"{head}: {f'from step {status.step}, ' if status.step else ''}in {status.root}", flush=True)
         run = status.config.run
         flags = [*start_flags(status), *(["--verbose"] if run.verbose else [])]
-        code = _start(flags, arguments.launcher, run.hub_token, train)
+        code = _start(flags, arguments.launcher, run.hub_token, train, warnings=warnings)
         if code != exit_codes.DONE:
             advice = (
                 "the same command resumes it"
                 if code == exit_codes.STOPPED
-                else "after a correction the same command continues"
+                else "fix the problem, and the same command continues"
             )
             print(f"{head} ended with exit code {code}; {advice}", file=sys.stderr)
             return code
@@ -218,10 +225,12 @@ def _train_all(stages: Sequence[Stage], arguments: argparse.Namespace, train: _C
     return exit_codes.DONE
 
 
-def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Command) -> int:
+def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Command, *, warnings: str) -> int:
     """Train one stage in a separate process, or in those of the launcher; return the exit code."""
+    from finetrainers.plan.start_report import SKIPPED_WARNINGS
 
     def work() -> int:
+        os.environ[SKIPPED_WARNINGS] = warnings
         if token is not None:  # no file has it
             os.environ["HF_TOKEN"] = token.get_secret_value()
         if not launcher:
@@ -229,7 +238,7 @@ def _start(flags: list[str], launcher: Sequence[str], token: Any, train: _Comman
         try:
             os.execvp(launcher[0], [*launcher, *flags])
         except OSError as error:
-            print(f"error: --launcher: {launcher[0]}: {error.strerror}", file=sys.stderr)
+            print_error(f"--launcher: {launcher[0]}: {error.strerror}")
             return exit_codes.CONFIGURATION
 
     return _in_child(work)

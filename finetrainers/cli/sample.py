@@ -22,15 +22,15 @@ from .options import options_parser, read_arguments
 if TYPE_CHECKING:
     from finetrainers.sampling.plan import SamplePlan
 
-_ABOUT = """Sample clips of what was trained, without training. A TARGET is a run directory
+_ABOUT = """Sample clips of a trained model. A TARGET is a run directory
 (its result, else its newest checkpoint), a checkpoint, a LoRA in safetensors, or
-a model (a folder, a hub id, demo://NAME). Several give several columns."""
-_EPILOG = """What is not given is as in the run's validation: prompts, size, steps, guidance,
-dtypes. The same prompt and seed give the same clip, whatever else is sampled.
-Clips that are there already are not sampled again.
+a model (directory, Hub id, demo://NAME). Several targets give several columns."""
+_EPILOG = """Options that you omit default to the run's validation settings: prompts, size,
+steps, guidance, dtypes. The same prompt and seed give the same clip, whatever
+else is sampled. Existing clips are not sampled again.
 
-Options of `finetrainers train` that choose the model and how it computes are
-valid too: --model_name, --pretrained_model_name_or_path, --transformer_dtype,
+Options of `finetrainers train` for the model and how it computes are also
+valid: --model_name, --pretrained_model_name_or_path, --transformer_dtype,
 --enable_tiling, --enable_model_cpu_offload, --quantize_frozen and others.
 Behind `accelerate launch`, the clips are divided among the processes.
 
@@ -43,8 +43,8 @@ examples:
       --pretrained_model_name_or_path BASE_MODEL
 
 exit codes:
-  0   every clip is there
-  1   some could not be sampled; the others are there
+  0   every clip is sampled
+  1   some clips could not be sampled; the others are complete
   2   invalid options or targets; nothing was loaded
 """
 
@@ -63,11 +63,11 @@ def sample_command(argv: Sequence[str]) -> int:
         plan, dry_run = _read_plan(argv)
         return _dry_run(plan) if dry_run else _sample(plan)
     except ConfigError as error:
-        print_refusal(f"error: {error}")
+        print_refusal(error)
         return exit_codes.CONFIGURATION
     except KeyboardInterrupt:
         if launched_rank() == 0:
-            print("stopped; the same command samples what is missing", file=sys.stderr)
+            print("stopped; the same command samples the missing clips", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
 
 
@@ -138,8 +138,8 @@ def _sample(plan: SamplePlan) -> int:
     if is_main:
         num_existing = len(samples.clips) - samples.new
         print(
-            f"{plural(samples.new, 'clip')} "
-            f"sampled{f', {num_existing} were there already' if num_existing else ''}: {plan.output_dir}"
+            f"{plural(samples.new, 'clip')} sampled{(f', {num_existing} already there' if num_existing else '')}: "
+            f"{plan.output_dir}"
         )
         if samples.sheet is not None:
             print(f"contact sheet: {samples.sheet}\npage:          {samples.page}")

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from finetrainers.tools.batch_search.report import SearchResult
     from finetrainers.tools.batch_search.request import BucketSearch
 
-_EPILOG = """All options of `finetrainers train` are valid too. The config file may come first.
-First the estimate says how many clips of each bucket fit. Then, where there is a GPU,
-the model is loaded once, and training steps are taken at sizes around that, until the
-largest that fits is known, and at halves of it. Weights do not change, and nothing is
-written to the run's directory. Progress is on stderr, the table on stdout.
+_EPILOG = """All options of `finetrainers train` are also valid. The config file may come first.
+It first estimates how many clips of each bucket fit. On a GPU, it then loads the model
+once and runs training steps at sizes around the estimate, until the largest that fits
+is known, and at halves of it. Weights do not change, and nothing is written to the run
+directory. Progress is on stderr, the table on stdout.
 
 examples:
   finetrainers search-batch run.toml
@@ -44,7 +44,7 @@ examples:
 
 exit codes:
   0   success
-  1   some bucket fits no clip, or measuring has failed
+  1   not even one clip of some bucket fits, or measuring failed
   2   invalid configuration, or the model's config files are not on this disk
   65  the data cannot be trained on
 """
@@ -54,7 +54,7 @@ def own_options() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = ArgumentParser(
         prog="finetrainers search-batch",
-        description="Find the batch size of each bucket: the fastest of those that fit the GPU.",
+        description="Find the batch size of each bucket: the fastest that fits the GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,19 +64,23 @@ def own_options() -> ArgumentParser:
         metavar="24GB",
         help="memory to fit [that of this machine's GPU; on a CPU, host memory]",
     )
-    parser.add_argument("--estimate_only", action="store_true", help="measure nothing, and load no weights")
+    parser.add_argument("--estimate_only", action="store_true", help="only estimate, without loading weights")
     parser.add_argument(
         "--measure_on_cpu", action="store_true", help="measure without a GPU: times, and the process's host memory"
     )
     parser.add_argument(
-        "--margin", type=_parse_percent, default=5.0, metavar="PERCENT", help="share of the memory that stays free [5]"
+        "--margin",
+        type=_parse_percent,
+        default=5.0,
+        metavar="PERCENT",
+        help="percentage of the memory to keep free [5]",
     )
-    parser.add_argument("--max_batch_size", type=positive_integer, default=128, help="the largest size to try [128]")
+    parser.add_argument("--max_batch_size", type=positive_integer, default=128, help="largest size to try [128]")
     parser.add_argument(
         "--timed_steps", type=positive_integer, default=3, metavar="N", help="steps to time for each size [3]"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything that was found as JSON, too")
-    add_launcher_options(parser, "processes to estimate for [1, or as the file says]")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write all results as JSON")
+    add_launcher_options(parser, "processes to estimate for [1, or the file's number]")
     return parser
 
 
@@ -89,7 +93,7 @@ def _parse_percent(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < 90:
             return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number of percent from 0 to 89, got {text!r}")
+    raise argparse.ArgumentTypeError(f"must be a percentage from 0 to 89, got {text!r}")
 
 
 def search_batch_command(argv: Sequence[str]) -> int:
@@ -112,14 +116,14 @@ def search_batch_command(argv: Sequence[str]) -> int:
             print("stopped", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
     except ConfigError as error:
-        print_refusal(f"error: {error}")
+        print_refusal(error)
         return exit_codes.refused([problem.where for problem in error.problems])
 
 
 def _search(config: TrainConfig, arguments: argparse.Namespace) -> int:
     resolved_run, reason = _check_run(config, arguments)
     if config.dataloader.bucket_batch_sizes and launched_rank() == 0:
-        print("note: bucket_batch_sizes of the configuration are not used: they are what is searched", file=sys.stderr)
+        print("ignoring bucket_batch_sizes from the config; this command searches for them", file=sys.stderr)
     searched = _run_search(resolved_run, arguments, reason)
     if launched_rank() != 0:
         return exit_codes.DONE
@@ -170,21 +174,25 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
     on_gpu = likely_device_type() == "cuda"
     if arguments.measure_on_cpu and arguments.estimate_only:
-        yield Problem("--measure_on_cpu", "measures, and --estimate_only does not; drop one of them", "conflict")
-    elif arguments.measure_on_cpu and on_gpu:
-        yield Problem("--measure_on_cpu", "this machine has a GPU, which is measured; leave it out", "unsupported")
-    if not on_gpu and arguments.gpu is None and not arguments.measure_on_cpu:
-        message = (
-            "there is no GPU on this machine; say the memory to fit, such as 24GB, or measure with --measure_on_cpu"
+        yield Problem(
+            "--measure_on_cpu",
+            "cannot be combined with --estimate_only, which does not measure; remove one of them",
+            "conflict",
         )
+    elif arguments.measure_on_cpu and on_gpu:
+        yield Problem(
+            "--measure_on_cpu", "has no effect on this machine, whose GPU is measured; remove it", "unsupported"
+        )
+    if not on_gpu and arguments.gpu is None and not arguments.measure_on_cpu:
+        message = "this machine has no GPU; set the memory to fit, such as 24GB, or measure with --measure_on_cpu"
         yield Problem("--gpu", message, "required")
     output: Path | None = arguments.output
     if output is None:
         return
     if output.is_dir():
-        yield Problem("--output", f"{output} is a directory; give a file")
+        yield Problem("--output", f"{output} is a directory; use a file name")
     elif not output.absolute().parent.is_dir():
-        yield Problem("--output", f"no such directory: {output.absolute().parent}", "not_found")
+        yield Problem("--output", f"directory not found: {output.absolute().parent}", "not_found")
     elif (other := json_problem(output, "bucket_batch_sizes", "buckets")) is not None:
         yield Problem("--output", other, "occupied")
 
@@ -194,7 +202,7 @@ def _skip_reason(arguments: argparse.Namespace) -> str | None:
     if arguments.estimate_only:
         return "--estimate_only"
     if likely_device_type() != "cuda" and not arguments.measure_on_cpu:
-        return "there is no GPU on this machine"
+        return "this machine has no GPU"
     return None
 
 

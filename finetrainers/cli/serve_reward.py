@@ -22,25 +22,29 @@ def add_serve_reward(commands: Any) -> None:
     """Add the subcommand to the parser."""
     parser = commands.add_parser(
         "serve-reward",
-        help="score clips for training processes elsewhere, which name it with --reward http://HOST:PORT",
-        epilog="Nothing is encrypted: listen where only those can connect who may, with a token or without. Training "
-        f"processes send the token in {_TOKEN_VARIABLE}.",
+        help="serve a reward over HTTP; use it with --reward http://HOST:PORT",
+        epilog="Connections are not encrypted: listen only where all clients are trusted, with or without a token. "
+        f"Training processes send the token in {_TOKEN_VARIABLE}.",
     )
-    parser.add_argument("reward", metavar="NAME[,option=value...]", help="as in --reward: registered, or module:Class")
+    parser.add_argument(
+        "reward", metavar="NAME[,option=value...]", help="registered name or module:Class, as in --reward"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all [127.0.0.1]")
     port = make_number_type("must be a whole number from 0 to 65535", 0, 65535)
-    parser.add_argument("--port", type=port, default=8000, help="0 for any free one [%(default)s]")
+    parser.add_argument("--port", type=port, default=8000, help="port to listen on; 0 for any free one [%(default)s]")
     parser.add_argument(
         "--device",
-        help="the reward's option of that name: cuda:7, say, where training on this machine has the GPUs before it "
-        "[auto: the first GPU, which is also that of the first training process]",
+        help="device of the reward, such as cuda:7 if training on this machine uses the first GPUs [auto: the first "
+        "GPU]",
     )
     parser.add_argument("--max_mib", type=positive_integer, default=1024, help="largest request in MiB [%(default)s]")
-    parser.add_argument("--max_clips", type=positive_integer, default=256, help="most clips of a request [%(default)s]")
+    parser.add_argument(
+        "--max_clips", type=positive_integer, default=256, help="maximum number of clips per request [%(default)s]"
+    )
     parser.add_argument(
         "--token",
-        help="answer only requests that have it; other users of this machine see it in the list of processes, so "
-        f"better set {_TOKEN_VARIABLE} [that variable, else none]",
+        help=f"accept only requests with this token; prefer {_TOKEN_VARIABLE}, since other users can see arguments "
+        "of processes [that variable, else none]",
     )
     parser.set_defaults(run=_serve_reward, check=_check)
 
@@ -58,7 +62,7 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
         return [*problems, *error.problems]
     reward_device = arguments.reward.options.get("device")
     if None not in (arguments.device, reward_device) and reward_device != arguments.device:
-        message = f"{arguments.device}, but the reward says device={reward_device}"
+        message = f"{arguments.device}, but the reward has device={reward_device}"
         problems.append(Problem("--device", message, "conflict"))
     return problems
 
@@ -105,9 +109,9 @@ def _entry(text: str) -> RewardEntry:
         ]
         raise ConfigError(problems) from None
     elsewhere = sorted(entry.model_fields_set & {"weight", "mean", "std", "every"})
-    messages = [f"{name} is said where the reward is used, not where it is served" for name in elsewhere]
+    messages = [f"set {name} where the reward is used, not where it is served" for name in elsewhere]
     if entry.head is not None:
-        messages.append(f"a server gives all heads of {entry.reward}; training names one: http://...#{entry.head}")
+        messages.append(f"a server provides all heads of {entry.reward}; use one in training: http://...#{entry.head}")
     if messages:
         raise ConfigError([Problem("reward", message, "unsupported") for message in messages])
     return entry
@@ -124,5 +128,5 @@ def _token(token_option: str | None) -> str | None:
         return None
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         place = "--token" if token_option is not None else _TOKEN_VARIABLE
-        raise ConfigError([Problem(place, "must be ASCII letters, digits and signs, without blanks")])
+        raise ConfigError([Problem(place, "must be ASCII letters, digits and signs, without spaces")])
     return token

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetrainers.utils import exit_codes
+from finetrainers.utils.launch import print_error
 from finetrainers.utils.text import duration, quoted
 
 from .overview import described
@@ -18,11 +19,10 @@ from .overview import described
 if TYPE_CHECKING:
     from finetrainers.tools.sync import Sync
 
-_MORE = """Only published checkpoints are copied, without optimizer state, and the weights before the manifest, so that
-`finetrainers watch` on the other machine never takes half a checkpoint for a whole one. The run's settings, metrics and
-events come along. A target that is not new, empty or a copy of this run is refused. Nothing is deleted there without
---prune. It goes on until it is stopped (Ctrl-C). ssh has to work without a password. A transfer that fails is
-retried."""
+_MORE = """It copies published checkpoints, without optimizer state, and the weights before the manifest, so that
+`finetrainers watch` on the other machine never reads an incomplete checkpoint. The run's settings, metrics and events
+are also copied. The target must be new, empty or a copy of this run. Nothing is deleted there without --prune. It runs
+until you press Ctrl-C. ssh must work without a password. Failed transfers are retried."""
 #: Seconds before the first retry; each further one waits twice as long.
 _FIRST_RETRY_S = 5
 _LAST_RETRY_S = 300
@@ -38,15 +38,17 @@ def add_sync(commands: Any) -> None:
     about = "copy a run's checkpoints to another machine with rsync, for `watch`"
     sync = commands.add_parser("sync", **described(about, *examples, more=_MORE))
     sync.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
-    sync.add_argument("target", metavar="TARGET", help="user@host:folder, or a folder")
-    sync.add_argument("--every", type=seconds, default=100.0, metavar="SECONDS", help="pause between two looks [100]")
-    sync.add_argument("--once", action="store_true", help="copy what is there, and exit")
+    sync.add_argument("target", metavar="TARGET", help="user@host:directory, or a directory")
+    sync.add_argument(
+        "--every", type=seconds, default=100.0, metavar="SECONDS", help="seconds between checks for checkpoints [100]"
+    )
+    sync.add_argument("--once", action="store_true", help="copy existing checkpoints, and exit")
     sync.add_argument(
         "--prune",
         action="store_true",
-        help="delete checkpoints at the target that the run has deleted, but for the best",
+        help="delete checkpoints at the target that the run has deleted, except the best",
     )
-    sync.add_argument("--rsh", metavar="COMMAND", help="what rsync connects with [ssh -o BatchMode=yes ...]")
+    sync.add_argument("--rsh", metavar="COMMAND", help="command that rsync connects with [ssh -o BatchMode=yes ...]")
     sync.set_defaults(run=_sync, check=lambda arguments: _build_sync(arguments).problems())
 
 
@@ -61,7 +63,7 @@ def seconds(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < 1e7:
-        raise argparse.ArgumentTypeError(f"not a number of seconds above 0, got {quoted(text)}")
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {quoted(text)}")
     return number
 
 
@@ -75,7 +77,7 @@ def _sync(arguments: argparse.Namespace) -> int:
     try:
         return _copy_on(_build_sync(arguments), every=arguments.every, once=arguments.once)
     except KeyboardInterrupt:
-        print("stopped; the same command copies what is missing", file=sys.stderr)
+        print("stopped; the same command copies the rest", file=sys.stderr)
         return exit_codes.killed_by(signal.SIGINT)
 
 
@@ -93,7 +95,7 @@ def _copy_on(sync: Sync, *, every: float, once: bool) -> int:
             failures += 1
             pause = min(_FIRST_RETRY_S * 2 ** (failures - 1), _LAST_RETRY_S)
             if once and failures == _TRIES_ONCE:
-                print(f"error: {error}", file=sys.stderr)
+                print_error(error)
                 return exit_codes.FAILED
             print(f"{error}; retry {failures} in {duration(pause)}", file=sys.stderr, flush=True)
         else:

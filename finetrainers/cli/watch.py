@@ -14,6 +14,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.watch import WatchSection
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
+from finetrainers.utils.launch import print_error
 from finetrainers.utils.logs import quiet_progress_bars
 from finetrainers.utils.process_state import environment_restored, gc_paused
 from finetrainers.utils.text import plural
@@ -24,15 +25,14 @@ if TYPE_CHECKING:
     from finetrainers.sampling.watch.plan import WatchPlan
 
 _ABOUT = """Sample each checkpoint of a run as soon as it is published, and score its
-clips, in a process and on a device of its own. Training does not wait. RUN is a
+clips, in a separate process on its own device. Training does not wait. RUN is a
 run's --output_dir, or a copy of it by `finetrainers sync`."""
-_EPILOG = """It follows the run until it is stopped (Ctrl-C), also when training has ended.
-With --once it samples the checkpoints that are there, and exits. A checkpoint
-is sampled once it is whole: its manifest and all its digests agree. Nothing is
-sampled twice, also after a restart or a kill. Several watches may follow one
-run with different presets; one of them may have --best_by. Options of
-`finetrainers train` that choose the model and how it computes are valid too, as
-for `sample`.
+_EPILOG = """It follows the run until you press Ctrl-C, even after training ends. With --once
+it samples the existing checkpoints, and exits. A checkpoint is sampled once it
+is complete: its manifest and all its digests agree. Nothing is sampled twice,
+even after a restart or a kill. Several watches may follow one run with
+different presets; one of them may have --best_by. Options of `finetrainers
+train` for the model and how it computes are also valid, as for `sample`.
 
 examples:
   finetrainers watch runs/mystyle --device cuda:1
@@ -41,7 +41,7 @@ examples:
   finetrainers watch runs/mystyle --preset wide=49x512x1024,steps=30 --once
 
 exit codes:
-  0   --once: every whole checkpoint is sampled
+  0   --once: every complete checkpoint is sampled
   1   --once: some clips could not be sampled; the others are there
   2   invalid options, or another watch has a preset; nothing was loaded
   130 stopped by Ctrl-C (143: by SIGTERM); the same command continues
@@ -65,10 +65,10 @@ def watch_command(argv: Sequence[str]) -> int:
                 print(line, flush=True)
             return exit_codes.DONE if plan.options.dry_run else _watch(plan)
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error)
             return exit_codes.CONFIGURATION
         except KeyboardInterrupt as stop:
-            print("\nstopped; the same command samples what is missing", file=sys.stderr)
+            print("\nstopped; the same command samples the missing clips", file=sys.stderr)
             return exit_codes.killed_by(stop.args[0] if stop.args else signal.SIGINT)
 
 
@@ -90,7 +90,7 @@ def _planned(argv: Sequence[str]) -> WatchPlan:
         except ConfigError as error:
             problems += error.problems
     elif not arguments.unclear:
-        message = "give one run directory: finetrainers watch runs/mystyle"
+        message = "requires one run directory: finetrainers watch runs/mystyle"
         problems.append(Problem("RUN", message, "invalid" if arguments.targets else "required"))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)), of="this watch")

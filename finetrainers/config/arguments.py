@@ -155,15 +155,13 @@ class ArgumentParser(argparse.ArgumentParser):
         try:
             return super()._match_argument(action, arg_strings_pattern)  # type: ignore[misc,no-any-return]
         except argparse.ArgumentError:
-            self._refuse(action, f"needs a value: {_describe_values(action)}".removesuffix(": "), "required")
+            self._refuse(action, f"requires a value: {_describe_values(action)}".removesuffix(": "), "required")
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # Repeated flags are perhaps meant as one list.
         if action in self._seen_actions and action.option_strings and action.nargs in ("*", "+"):
-            NOTES.warning(
-                "%s is given twice, and the last one counts; give all values after one flag", display_name(action)
-            )
+            NOTES.warning("%s is set twice; the last one counts. Put all values after one flag", display_name(action))
         self._seen_actions.add(action)
         if not arg_strings and action in self._messages and action.nargs != 0:
             return action.default
@@ -175,7 +173,7 @@ class ArgumentParser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)  # type: ignore[misc]
         except argparse.ArgumentError as error:
             kind = _KINDS.get(getattr(action.type, "__name__", ""))
-            self._refuse(action, f"not {kind}, got {shortened(quoted(arg_string))}" if kind else error.message)
+            self._refuse(action, f"must be {kind}, got {shortened(quoted(arg_string))}" if kind else error.message)
             return arg_string
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -58,13 +58,15 @@ class Backend:
             return None
         name, oldest = self.distribution
         if find_spec(self.module) is None:
-            return f"needs {name}, which is not installed: {self.install}"
+            return f"requires {name}, which is not installed: {self.install}"
         try:
             installed = version(name)
         except PackageNotFoundError:  # built from source under another name
             return None
         return (
-            None if Version(installed) >= Version(oldest) else f"needs {name} {oldest}, got {installed}: {self.install}"
+            None
+            if Version(installed) >= Version(oldest)
+            else f"requires {name} {oldest}, got {installed}: {self.install}"
         )
 
 
@@ -130,11 +132,11 @@ def backend_name(backend: object) -> object:
         return backend
     part, colon, name = backend.rpartition(":")
     if colon and part != "transformer":
-        message = f"{backend!r}: only the attention of the transformer is chosen; give the backend alone"
+        message = f"{backend!r}: the backend of a single component is not supported; set the backend name alone"
         raise InputError(message, "unsupported")
     name = name.lower()
     if name.lstrip("_").startswith(("sage", "aiter")):
-        message = f"{name} has no backward pass, so nothing below it would learn; use flash or _flash_3_hub"
+        message = f"{name} has no backward pass, so layers before it would not learn; use flash or _flash_3_hub"
         raise InputError(message, "unsupported")
     if name in ("_native_npu", "_native_xla"):
         raise InputError(f"{name} is for a device that is not supported here; use native", "unsupported")

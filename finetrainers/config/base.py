@@ -39,7 +39,7 @@ class Section(BaseModel):
         value = handler(raw_value)
         numbers = [item for item in _flat(value) if isinstance(item, (int, float)) and not isinstance(item, bool)]
         if numbers and any(isinstance(item, bool) for item in _flat(raw_value)):
-            raise ValueError(f"not a number, got {str(raw_value).lower()}")
+            raise ValueError(f"must be a number, got {str(raw_value).lower()}")
         for number in numbers:
             if abs(number) > LARGEST and number not in (float("inf"), float("-inf")):
                 raise ValueError(f"must be at most {LARGEST:g}, got {number:g}")
@@ -48,7 +48,7 @@ class Section(BaseModel):
                 check_text(str(text))
         if isinstance(value, Path):
             if str(raw_value) == "":
-                raise ValueError("is empty; give a path, or leave the option out")
+                raise ValueError("must not be empty; set a path, or remove the option")
             return Path(expand_home(str(value)))
         return value
 
@@ -69,11 +69,11 @@ def check_text(text: str) -> None:
         ValueError: it cannot.
     """
     if "\0" in text:
-        raise ValueError(f"holds a NUL character: {text[:80]!r}")
+        raise ValueError(f"must not contain a NUL character: {text[:80]!r}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"is not UTF-8 text: {text[:80]!r}") from None
+        raise ValueError(f"must be UTF-8 text: {text[:80]!r}") from None
 
 
 def expand_home(path: str) -> str:
@@ -86,12 +86,12 @@ def expand_home(path: str) -> str:
         try:
             path = str(Path(path).expanduser())
         except RuntimeError:
-            raise ValueError(f"no home directory is known for {path.partition('/')[0]}; write the path out") from None
+            raise ValueError(f"home directory of {path.partition('/')[0]} not found; use a full path") from None
     check_text(path)
     longest = max((len(part.encode("utf-8")) for part in path.split("/")), default=0)
     if longest > _NAME_BYTES or len(path.encode("utf-8")) > _PATH_BYTES:
         raise ValueError(
-            f"is too long for a path: a name may have {_NAME_BYTES} bytes and all of it {_PATH_BYTES}, got "
-            f"{longest} and {len(path.encode('utf-8'))}"
+            f"is too long for a path: at most {_NAME_BYTES} bytes per name and {_PATH_BYTES} in all, got {longest} "
+            f"and {len(path.encode('utf-8'))}"
         )
     return path

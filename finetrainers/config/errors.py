@@ -12,18 +12,18 @@ from finetrainers.utils.text import nearest, quoted, shortened
 
 #: Our messages for pydantic's kinds of errors whose own messages are written for programmers.
 _WORDS = {
-    "float_parsing": "not a number",
-    "float_type": "not a number",
-    "int_parsing": "not a whole number",
-    "int_parsing_size": "not a number of reasonable size",
-    "int_type": "not a whole number",
-    "int_from_float": "not a whole number",
-    "finite_number": "not a finite number",
-    "bool_parsing": "neither true nor false",
-    "bool_type": "neither true nor false",
-    "string_type": "not text",
-    "path_type": "not a path",
-    "list_type": "not a list",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a number of reasonable size",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "finite_number": "must be a finite number",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "path_type": "must be a path",
+    "list_type": "must be a list",
 }
 #: Messages for kinds of bounds; pydantic has the bound under the name in brackets.
 _BOUNDS = {

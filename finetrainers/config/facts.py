@@ -48,11 +48,13 @@ class LoRASettings:
         rank: of the LoRA; its alpha is the same.
         lr: learning rate.
         steps: optimizer steps for few clips.
+        options: further options of the recipe, by flat name, which `finetrainers init` writes.
     """
 
     rank: int
     lr: float
     steps: int
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def steps_for(self, clips: int, clips_per_step: int) -> int:
         """Return the steps that see each clip 40 times: at least `steps`, and at most four times as many."""
@@ -74,7 +76,7 @@ class Facts:
             "channels", or "unknown" where that depends on a config that is not on this disk.
         any_frame: whether any latent frames can be conditioned on, since the network takes a noise level for each, or
             each on channels; where that depends on a config that is not on this disk: whether they can with some.
-        first_frame_p: probability with which training conditions on the first frame by default.
+        first_frame_p: default probability of conditioning on the first frame.
         first_frame_noise: mean and standard deviation of log s, where noise of s was added to the pixels of a first
             frame on channels in training, or None if none was.
         last_frame: whether clips also end with a given image, on channels.
@@ -90,6 +92,7 @@ class Facts:
         heads: attention heads of the network, over which processes can share a clip, or None if not known.
         media: further media that the network takes with every clip, one image per frame, such as `control_video`.
         lora: recommended settings of a LoRA, or None if there are none.
+        scene: prompt for something that the model can draw, which is unlike most users' clips.
         misread: the reason why a program takes a file of all weights for another network, by export format.
         read_notes: notes for users on a file that the program reads, by export format.
     """
@@ -115,6 +118,7 @@ class Facts:
     media: tuple[str, ...] = ()
     heads: int | None = None
     lora: LoRASettings | None = None
+    scene: str = "a boat on a lake"
     misread: Mapping[str, str] = field(default_factory=dict, hash=False)
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
 

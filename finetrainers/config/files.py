@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from finetrainers.utils.text import nearest
@@ -23,12 +24,13 @@ def nearest_file(path: Path) -> str:
     return nearest(path.name, names, listed=0)
 
 
-def read_text(path: str | Path, *, option: str) -> tuple[Path, str]:
+def read_text(path: str | Path, *, option: str, others: Iterable[str] = ()) -> tuple[Path, str]:
     """Read a UTF-8 file: its path with `~` expanded, and its text without BOM.
 
     Args:
         path: the file.
         option: which names it, for messages.
+        others: names that the option takes besides paths, to suggest where the file is missing.
 
     Raises:
         ConfigError: it cannot be read, or is not UTF-8.
@@ -39,7 +41,8 @@ def read_text(path: str | Path, *, option: str) -> tuple[Path, str]:
     except ValueError as error:
         raise ConfigError([Problem.from_error(option, error)]) from None
     except FileNotFoundError:
-        raise ConfigError([Problem(option, f"no such file: {path}{nearest_file(Path(path))}", "not_found")]) from None
+        hint = nearest_file(Path(path)) or nearest(str(path), others, listed=0 if Path(path).suffix else 100)
+        raise ConfigError([Problem(option, f"file not found: {path}{hint}", "not_found")]) from None
     except OSError as error:
         raise ConfigError([Problem(option, f"{path} cannot be read: {error.strerror}", "unreadable")]) from None
     try:

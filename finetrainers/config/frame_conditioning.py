@@ -30,11 +30,11 @@ KINDS = {
     "first+last": "both",
     "prefix": "the beginning, up to a quarter; `prefix:F` its first F frames",
     "suffix": "the end, up to a quarter; `suffix:F` its last F frames",
-    "prefix+suffix": "as much of the beginning as of the end, each up to a quarter",
+    "prefix+suffix": "the same number of frames at the beginning and the end, each up to a quarter",
     "frame": "one latent frame anywhere",
     "span": "latent frames in a row anywhere, up to a quarter",
     "interpolate": "every other latent frame",
-    "random": "each latent frame with a probability that is drawn from 0.1 to 0.9",
+    "random": "each latent frame, with a probability drawn from 0.1 to 0.9",
 }
 #: The names of Open-Sora's masks, its misspelling among them.
 ALIASES = {
@@ -74,7 +74,7 @@ class FrameKind:
         return self.name if self.frames is None else f"{self.name}:{self.frames}"
 
     def draw(self, latent_frames: int, temporal: int, rng: random.Random) -> Collection[int]:
-        """Return the indexes of the given frames among `latent_frames`, each of which stands for `temporal` frames."""
+        """Return the indexes of conditioning frames among `latent_frames`, which stand for `temporal` frames each."""
         everything = range(latent_frames)
         if self.name == "first":
             return (0,)
@@ -110,7 +110,10 @@ class FrameKind:
             return reason
         latent_frames = (frames - 1) // temporal + 1
         if len(set(self.draw(latent_frames, temporal, random.Random(0)))) >= latent_frames:
-            return f"{self.label} would give all of {frames} frames, and leave nothing to train; use longer clips"
+            return (
+                f"{self.label} would condition on all of {frames} frames, which leaves nothing to train; use "
+                "longer clips"
+            )
         return None
 
 
@@ -151,10 +154,10 @@ def read_frame_conditioning(value: Any) -> Any:
         except ValueError as error:
             errors.append(error)
     labels = Counter(kind.label for kind in kinds if kind is not None)
-    errors += [InputError(f"{label} is there twice", "duplicate") for label in sorted(labels) if labels[label] > 1]
+    errors += [InputError(f"{label} is set twice", "duplicate") for label in sorted(labels) if labels[label] > 1]
     nonzero_kinds = tuple(kind for kind in kinds if kind is not None and kind.p > 0)
     if (total := sum(kind.p for kind in nonzero_kinds)) > 1 + 1e-9:
-        errors.append(ValueError(f"the probabilities add up to {total:g}, which is more than 1"))
+        errors.append(ValueError(f"the probabilities must add up to at most 1, got {total:g}"))
     if errors:
         raise InputError("; ".join(map(str, errors)), error_kind(errors[0]))
     return nonzero_kinds
@@ -170,12 +173,12 @@ def _kind(text: str, share: Any) -> FrameKind | None:
         p = -1.0
     if not 0 <= p <= 1:
         got = f", not {shortened(quoted(str(share)))}" if str(share) else ""
-        raise ValueError(f"{shortened(quoted(text))} needs a probability from 0 to 1{got}; for example {_EXAMPLE}")
+        raise ValueError(f"{shortened(quoted(text))} requires a probability from 0 to 1{got}; for example {_EXAMPLE}")
     if name == "none":
         return None
     if name not in KINDS:
         raise InputError(
-            f"{shortened(quoted(name))} is no kind of given frames{nearest(name, [*KINDS, *ALIASES])}; kinds: "
+            f"unknown frame-conditioning mode {shortened(quoted(name))}{nearest(name, [*KINDS, *ALIASES])}; valid: "
             f"{', '.join(KINDS)}",
             "unknown",
         )
@@ -183,7 +186,7 @@ def _kind(text: str, share: Any) -> FrameKind | None:
         return FrameKind(name, p)
     if name not in _WITH_LENGTH or not re.fullmatch(r"[1-9][0-9]{0,5}", length):
         raise ValueError(
-            f"{shortened(quoted(text))} is not KIND or prefix:FRAMES or suffix:FRAMES, for example prefix:9"
+            f"{shortened(quoted(text))} must be KIND, prefix:FRAMES or suffix:FRAMES, for example prefix:9"
         )
     return FrameKind(name, p, int(length))
 

@@ -79,15 +79,15 @@ class Geometry:
         requested = self.prefix_frames(frames, available)
         if (requested - 1) % self.temporal:
             fitting = max(1, min(self.prefix_frames(None, min(requested, available)), longest))
-            return f", and its last {requested} are not {self.temporal}*k+1; give FILE:{fitting}"
+            return f", and its last {requested} are not {self.temporal}*k+1; use FILE:{fitting}"
         if requested > available:
             fitting = self.prefix_frames(None, available)
             if fitting > longest:
-                return f", not {requested}; give FILE:{longest}"
-            return f", not {requested}; give FILE:{fitting}, or leave the number out"
+                return f", not {requested}; use FILE:{longest}"
+            return f", not {requested}; use FILE:{fitting}, or remove the number"
         if requested > longest:
             return (
-                f", of which a sample of {sampled} frames can begin with {longest}; give FILE:{longest}, or sample more"
+                f"; a sample of {sampled} frames can begin with at most {longest}; use FILE:{longest}, or sample more"
             )
         return None
 
@@ -114,7 +114,7 @@ class Geometry:
             legal = "x".join(map(str, self.sides))
             return [
                 *problems,
-                f"this checkpoint's positions are learned for {legal} (height x width) only; use {legal}",
+                f"this checkpoint's positions are learned only for {legal} (height x width); use {legal}",
             ]
         for name, pixels in (("height", height), ("width", width)):
             if pixels % self.size_multiple:

@@ -24,7 +24,6 @@ class RawOptions:
         problems: problems with the names.
         notes: interpretations of names, for the user.
         chosen: the values that an earlier run has chosen for open options, each with its source.
-        is_translated: whether options were read from a command or a file of another trainer.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +31,6 @@ class RawOptions:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
-    is_translated: bool = False
 
     @property
     def lost(self) -> list[str]:
@@ -47,7 +45,6 @@ class RawOptions:
         self.where |= other.where
         self.problems += other.problems
         self.notes += other.notes
-        self.is_translated |= other.is_translated
 
     def refuse(self, name: str, message: str, *about: str, kind: Kind = "invalid") -> None:
         """Remove a name that cannot be read; `about` are the options that it would have set."""
@@ -61,7 +58,7 @@ class RawOptions:
         if self.values.get(option) is not None:
             self.refuse(
                 names[0],
-                f"{', '.join(names)} and {option} ({self.where[option]}) set the same; give one of them",
+                f"{', '.join(names)} and {option} ({self.where[option]}) set the same option; remove one of them",
                 option,
                 kind="conflict",
             )

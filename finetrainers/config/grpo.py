@@ -30,142 +30,129 @@ class GRPOSection(Section):
     methods = REWARD_METHODS
     in_plan = True
 
-    prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl or .csv (keys "
-        "`prompt` and `image`, from which its clips start), or `videos2caption.json` of DanceGRPO.", resume="free")
-    reward: list[Reward] = option([], "Rewards that score the clips, each as `NAME[=WEIGHT][,option=value...]`: a "
-        "registered reward, one head of it (`videoalign.vq`), `module:function`, or `http://host:port`. Weight 0 only "
-        "logs.", resume="same")
-    grpo_preset: PresetName | None = option(None, "Published settings for all options that are not given.",
-        resume="free", method="grpo|nft")
+    prompts: Path | None = option(None, "Training prompts: .txt (one per line), .jsonl or .csv (keys `prompt` and "
+        "`image`, the first frame), or DanceGRPO's `videos2caption.json`.", resume="free", place="input")
+    reward: list[Reward] = option([], "Rewards that score the clips, as `NAME[=WEIGHT][,option=value...]`. NAME is a "
+        "registered reward, one of its heads (`videoalign.vq`), `module:function` or `http://host:port`; weight 0 "
+        "only logs.", resume="same")
+    grpo_preset: PresetName | None = option(None, "Published settings for all options that are not set.", resume="free",
+        method="grpo|nft")
 
     rollout_size: VideoBucket | None = option(None, "Size of sampled clips, FxHxW: frames x height x width in pixels.",
         resume="same")
     prompts_per_step: int = option(4, "Prompts per rollout, over all processes.", resume="data", ge=1, le=100_000)
-    num_generations: int = option(8, "Clips per prompt (group size), which are compared with each other. More give a "
-        "less noisy gradient. `refl` compares none, and 1 is enough.", resume="same", ge=1, le=100_000)
-    best_of_n: int | None = option(None, "Train only on the N/2 best and the N/2 worst clips of each prompt, and of an "
-        "odd N on one more of the best. The default is all clips.", resume="same", ge=2)
+    num_generations: int = option(8, "Clips per prompt (group size), compared with each other; more reduce the "
+        "gradient noise. `refl` does not compare clips, so 1 is enough.", resume="same", ge=1, le=100_000)
+    best_of_n: int | None = option(None, "Train only on the N/2 best and the N/2 worst clips of each prompt; an odd "
+        "N adds one of the best. The default is all clips.", resume="same", ge=2)
     updates_per_rollout: int = option(1, "Optimizer steps per rollout. From the second step on, the clips are "
         "off-policy.", resume="same", ge=1)
-    rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When the gradients of "
-        "trained steps are taken: after the rollout, by putting these steps through the network again (`replay`), or "
-        "without that forward pass. `reweight` takes them while it samples, of every clip, also of those that "
-        "`--best_of_n` leaves out, and applies advantages when they are known; gradients take memory. `retain` keeps "
-        "the activations until advantages are known, and takes the gradients of the clips that are trained alone: the "
-        "fewest passes with `--best_of_n`, and the most memory. `auto` takes the fastest of them that fits. "
-        "`estimate` shows what each takes. All but `replay` are for one update per rollout, without KL penalty.",
-        resume="free", method="grpo")
-    selective_rollouts: float = option(1.0, "Skip prompts that teach nothing, before any of their clips is sampled "
-        "(GRESO). A prompt whose clips have scored alike z times in a row, up to `advantage_std_floor`, is sampled "
-        "with the probability P^z, where P is this value. 0.5 is a good one; 1 skips none. Prompts must come more "
-        "than once in a run.", resume="free", method="grpo|nft", gt=0, le=1)
-    sampling_steps: int = option(10, "Denoising steps of a rollout. Fewer than for final samples suffice, since clips "
-        "are only compared. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
+    rollout_gradients: Literal["replay", "reweight", "retain", "auto"] = option("replay", "When to compute the "
+        "gradients of trained steps: in a second forward pass (`replay`), while sampling (`reweight`), or from "
+        "stored activations (`retain`). `auto` uses the fastest that fits; see grpo.md.", resume="free", method="grpo")
+    selective_rollouts: float = option(1.0, "Skip prompts whose clips score alike, before sampling them (GRESO): "
+        "after z such rollouts in a row, a prompt is sampled with probability P^z, where P is this value. 0.5 works "
+        "well; 1 skips none.", resume="free", method="grpo|nft", gt=0, le=1)
+    sampling_steps: int = option(10, "Denoising steps of a rollout; fewer than for final samples are enough to "
+        "compare clips. The last step is never trained, except by `refl`.", resume="same", ge=2, le=10_000)
     sampler: Kernel | None = option(None, "Noise of the sampler's steps: `flow` (Flow-GRPO), `dance` (DanceGRPO), "
-        "`cps` (coefficients preserving), `ddim`, or `ode`, none (for `nft`). The default is `flow` for flow matching, "
-        "else `ddim`; for `nft` it is `ode`.", resume="same", method="grpo|nft")
+        "`cps` (coefficients preserving), `ddim`, or `ode` (none). The default is `ode` for `nft`, `flow` for flow "
+        "matching, else `ddim`.", resume="same", method="grpo|nft")
     eta: float | None = option(None, "Amount of noise. The default is 0.7 for `flow` and `cps`, 0.25 for `dance`, 0.3 "
         "for `ddim`.", resume="same", method="grpo", ge=0)
     shift: float | None = option(None, "Shift of the sampler's noise levels (flow matching). The default is the "
         "checkpoint's.", resume="same", gt=0, le=1000)
     rollout_guidance: float | None = option(None, "Guidance scale that a guidance-distilled network takes as an input. "
         "The default is the pipeline's.", resume="same", ge=0, le=1000)
-    rollout_cfg: float = option(1.0, "Scale of classifier-free guidance. Above 1, both branches are sampled and "
+    rollout_cfg: float = option(1.0, "Classifier-free guidance scale. Above 1, both branches are sampled and "
         "trained, which takes twice the time.", resume="same", ge=1, le=1000)
-    init_same_noise: bool = option(True, "Start all clips of a prompt from the same noise, so that they differ only by "
-        "the trained steps.", resume="same", method="grpo|nft")
+    init_same_noise: bool = option(True, "Start all clips of a prompt from the same noise, so that they differ only "
+        "by the trained steps.", resume="same", method="grpo|nft")
 
     window_size: int = option(2, "Number of consecutive denoising steps that are stochastic and trained. 0 trains all "
         "but the last.", resume="same", method="grpo", ge=0)
     window_range: Fractions = option([0.0, 0.5],
-        "Fractions of the schedule between which the window is. The default is the noisier half, which decides most "
-        "of a clip.", resume="same", needs="window_size", method="grpo", min_length=2, max_length=2)
-    window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of its "
-        "range, move it through the range, or draw its position for each rollout.", resume="same", needs="window_size",
-        method="grpo")
+        "Fractions of the schedule that bound the window. The default is the noisier half, which determines most of "
+        "a clip.", resume="same", needs="window_size", method="grpo", min_length=2, max_length=2)
+    window_strategy: Literal["fixed", "progressive", "random"] = option("random", "Keep the window at the start of "
+        "its range (`fixed`), move it through the range (`progressive`), or draw its position for each rollout "
+        "(`random`).", resume="same", needs="window_size", method="grpo")
     window_per_prompt: bool = option(False, "Draw the position of a `random` window for each prompt instead of each "
         "rollout.", resume="same", needs="window_strategy=random", method="grpo")
     window_every: int = option(1, "Rollouts between moves of a `progressive` window.", resume="same",
         needs="window_strategy=progressive", method="grpo", ge=1)
     window_stride: int = option(1, "Denoising steps that a `progressive` window moves by.", resume="same",
         needs="window_strategy=progressive", method="grpo", ge=1)
-    timestep_fraction: float = option(1.0, "Fraction of the window's steps that are trained. The steps are drawn at "
-        "random, their number is rounded down.", resume="same", method="grpo", gt=0, le=1)
+    timestep_fraction: float = option(1.0, "Fraction of the window's steps to train, drawn at random. Their number "
+        "is rounded down.", resume="same", method="grpo", gt=0, le=1)
 
-    clip_range: float | None = option(None, "Clip range epsilon of the probability ratio. The default is 0.1 / sqrt(D) "
-        "for D latent values, since the spread of ratios shrinks with D.", resume="free", method="grpo", gt=0)
-    advantage: Literal["group_std", "global_std", "mean_only"] = option("group_std", "Advantage: the score minus the "
-        "mean of its prompt, divided by the standard deviation of the prompt, of the rollout, or not at all.",
-        resume="free", method="grpo|nft")
-    advantage_eps: float = option(1e-4, "Epsilon added to that standard deviation.", resume="free", method="grpo|nft",
-        gt=0)
-    advantage_std_floor: float = option(0.0, "Smallest standard deviation to divide by, in units of the score. Below "
-        "it, scores differ only by noise.", resume="free", method="grpo|nft", ge=0)
+    clip_range: float | None = option(None, "Clip range epsilon of the probability ratio. The default is 0.1 / "
+        "sqrt(D) for D latent values.", resume="free", method="grpo", gt=0)
+    advantage: Literal["group_std", "global_std", "mean_only"] = option("group_std", "Standard deviation that "
+        "advantages are divided by: of the prompt's scores, of the rollout's scores, or none.", resume="free",
+        method="grpo|nft")
+    advantage_eps: float = option(1e-4, "Epsilon added to the standard deviation of the scores.", resume="free",
+        method="grpo|nft", gt=0)
+    advantage_std_floor: float = option(0.0, "Smallest standard deviation to divide by, in score units. Smaller "
+        "differences are treated as noise.", resume="free", method="grpo|nft", ge=0)
     advantage_correction: int = option(0, "Bessel's correction of the standard deviation: 0 without, 1 with.",
         resume="free", method="grpo|nft", ge=0, le=1)
     advantage_clip: float = option(5.0, "Largest absolute advantage.", resume="free", method="grpo|nft", gt=0)
-    reward_combination: Literal["sum", "separate", "weighted", "gdpo"] = option("sum", "How several rewards are "
-        "combined: the weighted sum of their advantages (`sum`), a clipped loss for each (`separate`, DanceGRPO), "
-        "advantages of the weighted sum of scores (`weighted`, Flow-GRPO), or the sum of advantages normalized again "
-        "(`gdpo`).", resume="free", method="grpo|nft")
+    reward_combination: Literal["sum", "separate", "weighted", "gdpo"] = option("sum", "How to combine several "
+        "rewards: the weighted sum of their advantages (`sum`), one clipped loss each (`separate`), advantages of "
+        "the weighted score (`weighted`), or normalized sums (`gdpo`).", resume="free", method="grpo|nft")
     ratio_norm: bool = option(False, "Normalize probability ratios to the same mean and scale at all noise levels "
         "(GRPO-Guard).", resume="free", method="grpo")
-    step_weight: Literal["none", "flash", "noise"] = option("none", "Weight of a denoising step's loss: none, that of "
-        "Flash-GRPO, which evens out gradient norms, or its noise level.", resume="free", method="grpo")
-    kl_coef: float = option(0.0, "Weight of the KL penalty against the reference model, the one before training. It "
-        "limits reward hacking. 0 is none.", resume="free", method="grpo|refl", ge=0)
-    kl_space: Literal["velocity", "mean", "rate"] = option("velocity", "What the KL penalty compares: predictions "
-        "(`velocity`), means of steps (`mean`: their KL divergence, where low noise counts most), or that divergence "
-        "times the step's length (`rate`, Flow-GRPO).", resume="free", needs="kl_coef", method="grpo")
+    step_weight: Literal["none", "flash", "noise"] = option("none", "Weight of a denoising step's loss: none, "
+        "Flash-GRPO's, which evens out gradient norms, or its noise level.", resume="free", method="grpo")
+    kl_coef: float = option(0.0, "Weight of the KL penalty against the reference model, the one before training, "
+        "which limits reward hacking. 0 disables it.", resume="free", method="grpo|refl", ge=0)
+    kl_space: Literal["velocity", "mean", "rate"] = option("velocity", "Quantity that the KL penalty compares: "
+        "predictions (`velocity`), step means (`mean`: their KL divergence), or that divergence times the step "
+        "length (`rate`, Flow-GRPO).", resume="free", needs="kl_coef", method="grpo")
 
     nft_beta: float = option(1.0, "Distance of the implicit positive and negative policies from the old one. Published "
         "values are 1 and 0.1.", resume="free", method="nft", gt=0)
     nft_kl: float = option(1e-4, "Weight of the distance from the reference model, the one before training.",
         resume="free", method="nft", ge=0)
     nft_decay: Annotated[list[_NotNegative], BeforeValidator(parse_numbers)] = option([0.0, 0.001, 0.5],
-        "Decay of the EMA of the weights, which samples: min(uphold, (step - flat) * rate), given as flat, rate and "
-        "uphold, or as `flat:rate:uphold`.", resume="free", method="nft", min_length=3, max_length=3)
+        "Decay of the EMA of the sampling weights: min(uphold, (step - flat) * rate). Set it as `flat:rate:uphold`.",
+        resume="free", method="nft", min_length=3, max_length=3)
     nft_timesteps: int = option(8, "Noise levels at which each clip is trained.", resume="free", method="nft", ge=1,
         le=10_000)
 
     trajectory_dtype: Literal["fp32", "bf16", "fp16"] = option("fp32", "Dtype in which sampled latents are stored "
         "until they are trained.", resume="free", method="grpo")
-    offload_trajectory: bool = option(False, "Store sampled latents in host memory; with "
-        "`--rollout_gradients reweight`, gradients that wait for advantages.", resume="free", method="grpo")
+    offload_trajectory: bool = option(False, "Store sampled latents in host memory; with `--rollout_gradients "
+        "reweight`, gradients that wait for advantages.", resume="free", method="grpo")
     reward_fps: float | None = option(None, "Frames per second at which clips are scored; it changes scores that "
         "sample frames. The default is the rate the model was trained at.", resume="free", gt=0, le=1000)
-    reward_device: str | None = option(None, "Device of the rewards that are networks, such as `cpu` or `cuda:1`. A "
-        "reward's own `device=` precedes. By default they share the GPU of their process.", resume="free")
+    reward_device: str | None = option(None, "Device of network rewards, such as `cpu` or `cuda:1`; a reward's own "
+        "`device=` takes precedence. By default they share the GPU of their process.", resume="free")
     overlap_rewards: bool = option(False, "Score a batch of clips while the next one is sampled, with the same "
-        "scores. It saves most where rewards compute elsewhere: on servers, on another GPU or on the CPU "
-        "(`reward_device`). On the GPU that samples, a stream of its own scores, and both need memory at once.",
-        resume="free", method="grpo|nft")
-    keep_pairs: bool = option(False, "Write the clips with the highest and the lowest advantage of each prompt to "
-        "`pairs/`, and `pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free",
-        method="grpo|nft")
-    keep_rollouts: int = option(0, "Write N clips of every prompt of a kept rollout, half of them the best and half "
-        "the worst, with prompt, seed, scores and advantage in `clips.jsonl`. `--method dpo` trains on them. 0 "
-        "writes the best and the worst clip of one prompt.", resume="free", ge=0, le=100_000)
-    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts; a "
-        "tracker shows them. 0 writes none. The default is 10 with a tracker or `keep_rollouts`, else 0.",
+        "scores. It saves most with rewards on servers, on another GPU or on the CPU; on the sampling GPU, both need "
+        "memory at once.", resume="free", method="grpo|nft")
+    keep_pairs: bool = option(False, "Write the best and the worst clip of each prompt to `pairs/`, and "
+        "`pairs/pairs.jsonl`, which names them as preferred and rejected.", resume="free", method="grpo|nft")
+    keep_rollouts: int = option(0, "Write the best and worst clips of every prompt of a logged rollout, N per "
+        "prompt, with `clips.jsonl`, which `--method dpo` reads. 0 writes the best and the worst clip of one prompt.",
+        resume="free", ge=0, le=100_000)
+    keep_rollouts_every: int | None = option(None, "Write clips with their scores to `rollouts/` every N rollouts, "
+        "for the report and trackers; 0 disables it. The default is every tenth rollout and the last one.",
         resume="free", ge=0)
-    dancegrpo_files: bool = option(False, "Write the files of DanceGRPO's trainer into `output_dir`, too: "
-        "`vq_reward.txt` and `mq_reward.txt`, the mean normalized scores of VideoAlign, a rollout a line, and "
-        "`videos/PREFIX_{rank}_{prompt}.mp4`, a clip of each prompt, which the next rollout replaces. PREFIX is the "
-        "first word of the family's name. `checkpoint-{rollout}-0` links to the weights of a checkpoint.",
-        resume="free", method="grpo|nft")
-    prompt_embeddings_dir: Path | None = option(None, "Write the encoded prompts into this folder, too, in the layout "
-        "of DanceGRPO's preprocessing: `prompt_embed/`, `prompt_attention_mask/` and `videos2caption.json`, which "
-        "`--prompts` reads. `finetrainers prepare` does so without training.", resume="unlisted", local=True,
-        place="folder")
-    hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "What happens if a held-out reward falls "
-        "while the reward that is trained rises (reward hacking): nothing, a warning, or a stop with a checkpoint "
-        "and exit code 76. Held-out is a reward of `eval_reward` that is not trained, at every `eval_steps`; without "
-        "one, the KL is judged. The default is `warn` where there is either.", resume="free")
+    dancegrpo_files: bool = option(False, "Also write the files of DanceGRPO's trainer to `output_dir`: "
+        "`vq_reward.txt`, `mq_reward.txt`, `videos/` and `checkpoint-{rollout}-0`; see dancegrpo.md.", resume="free",
+        method="grpo|nft")
+    prompt_embeddings_dir: Path | None = option(None, "Also write the prompt embeddings to this directory, in the "
+        "layout of DanceGRPO's preprocessing, which `--prompts` reads. `finetrainers prepare` writes them without "
+        "training.", resume="unlisted", local=True, place="folder")
+    hacking_guard: Literal["off", "warn", "stop"] | None = option(None, "Action if a held-out reward falls while the "
+        "trained reward rises (reward hacking): `off`, `warn`, or `stop` with a checkpoint and exit code 76. Without "
+        "one, the KL is checked; see guards.md.", resume="free")
     hacking_patience: int = option(2, "Evaluations in a row that must show reward hacking before `hacking_guard` acts.",
         resume="free", ge=1, le=1000)
-    reward_on_error: Literal["raise", "mask"] = option("raise", "If a reward fails or returns no number: stop the run, "
-        "or leave the clip out and count it.", resume="free")
+    reward_on_error: Literal["raise", "mask"] = option("raise", "Action if a reward fails or does not return a "
+        "number: stop the run, or leave the clip out and count it.", resume="free")
 # fmt: on
 
 
@@ -194,14 +181,14 @@ def why_no_rollout_gradients(section: GRPOSection) -> Iterator[str]:
     """Yield the reasons why gradients cannot be taken without replay, with the remedy."""
     if section.updates_per_rollout > 1:
         yield (
-            "the gradient taken while sampling is that of the first update, and there are --updates_per_rollout "
-            f"{section.updates_per_rollout}: later ones need the network as it is then; use 1, or replay"
+            f"is not supported with --updates_per_rollout {section.updates_per_rollout}: only the gradient of the "
+            "first update is computed; use 1, or replay"
         )
     if section.kl_coef:
         yield (
-            f"the gradient of --kl_coef {section.kl_coef:g} is not scaled by the advantage: it would take a backward "
-            "pass of its own (reweight), or the reference's forward pass for every clip (retain), which costs more "
-            "than the forward pass that is saved; use 0, or replay"
+            f"is not supported with --kl_coef {section.kl_coef:g}, whose gradient is not scaled by the advantage: it "
+            "would take another backward pass (reweight), or a reference forward pass per clip (retain); use 0, or "
+            "replay"
         )
     if section.overlap_rewards:
         yield "gradients wait for scores; remove --overlap_rewards, or use replay"

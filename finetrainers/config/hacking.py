@@ -14,7 +14,7 @@ _INTERVAL = 10  # rollouts of one judgment by the KL, where nothing is evaluated
 
 @dataclass(frozen=True)
 class HackingRule:
-    """Rule by which a run detects reward hacking.
+    """Rule for the detection of reward hacking.
 
     Attributes:
         action: reaction to reward hacking.

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finetrainers.utils.packaged import SHARED, recipes
+
 from .errors import ConfigError, Problem
 from .names import INSTEAD, SAME, other_names, suggest_option
 from .root import TrainConfig, fields
@@ -17,13 +19,16 @@ from .shape import choices, is_list, is_switch, kind, value_text
 
 _END = """more help:
   --help all     every option
-  --help WORD    a section, an option, or a part of a name: --help optimizer
+  --help recipes the recipes that --config takes by name
+  --help WORD    a section, an option, or part of a name: --help optimizer
 
 {sections}
 
 Defaults are in brackets. Switches have a --no- form, which overrides a file.
 All options are also listed in docs/reference/configuration.md."""
+_CONFIG = "TOML file of options, or the name of a recipe; --help recipes lists them."
 _WIDE = 40  # characters of choices above which they are not shown after the flag
+_LONG = 100  # characters of choices above which only the help of the option lists them
 _METAVARS = {"integer": "N", "number": "X", "path": "PATH", "size": "SIZE", "reward": "REWARD", "kinds": "KIND=P,..."}
 
 
@@ -56,19 +61,19 @@ TRAIN = Guide(
         ),
         "training": (
             "method", "training_type", "rank", "lora_alpha", "train_steps", "batch_size", "gradient_accumulation_steps",
-            "gradient_checkpointing", "optimizer", "lr", "lr_scheduler",
+            "optimizer", "lr", "lr_scheduler",
         ),
-        "samples and metrics": ("validation_prompts", "validation_steps", "report_to"),
+        "memory": ("memory_budget", "gradient_checkpointing", "quantize_frozen", "blocks_to_swap"),
+        "samples and metrics": ("validation_prompts", "validation_steps", "eval_num_items", "report_to"),
         "run": ("output_dir", "checkpointing_steps", "resume_from_checkpoint", "dry_run"),
     },
 )  # fmt: skip
 
 PREPARE = Guide(
-    "Encode captions and clips into the cache that `train --precompute_conditions` reads, and stop. The text encoders "
-    "and the VAE are loaded one after the other, the transformer is not. Entries that are in the cache are not encoded "
-    "again, so a preparation that was stopped resumes. Several may share one --precompute_dir. The options are those "
-    "of `train`.\n\n"
-    "Several GPUs: accelerate launch --num_processes 8 -m finetrainers prepare ...",
+    "Encode captions and clips into the cache that `train --precompute_conditions` reads, and exit. It loads the "
+    "text encoders, then the VAE, and never the transformer. Run it again to resume; cached entries are not encoded "
+    "again. Several runs may share one --precompute_dir. The options are those of `train`.\n\nSeveral GPUs: "
+    "accelerate launch --num_processes 8 -m finetrainers prepare ...",
     ("--config run.toml --precompute_dir cache",),
     {
         "model": ("pretrained_model_name_or_path", "enable_slicing", "enable_tiling"),
@@ -86,12 +91,14 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
 
     Args:
         prog: the command.
-        word: `all`, a section, an option, a part of a name, or None for the options that most people set.
+        word: `all`, `recipes`, a section, an option, a part of a name, or None for the options that most people set.
         guide: the first part of the help.
 
     Raises:
         ConfigError: nothing is called `word`.
     """
+    if word == "recipes":
+        return _recipes_text()
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [--config FILE] [options]",
@@ -105,7 +112,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         parser.description = "\n\n".join([*paragraphs, f"examples:\n{examples}"])
         parser.epilog = _END.format(sections=_wrapped(f"sections: {' '.join(sections)}"))
         general = parser.add_argument_group("general")
-        general.add_argument("--config", metavar="FILE", help="TOML file of options.")
+        general.add_argument("--config", metavar="FILE", help=_CONFIG)
         general.add_argument("--list_models", action="store_true", help="Print the model families and exit.")
         groups = guide.common if word is None else sections
     else:
@@ -114,7 +121,7 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         parser.description = _wrapped(INSTEAD.get(name, ""))
         groups = {name: sections[name]} if name in sections else _by_section(_matching_options(name))
         if not groups and not parser.description:
-            nothing = f"no option is called {name!r}, nor a part of one; sections: {' '.join(sections)}"
+            nothing = f"unknown option or section {name!r}; sections: {' '.join(sections)}"
             raise ConfigError([Problem("--help", nothing, "unknown")], of="this command")
     for title, names in groups.items():
         description = TrainConfig.model_fields[title].description if word is not None else None
@@ -122,6 +129,20 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         for option_name in names:
             _add(group, option_name, in_full=word not in (None, "all"))
     return parser.format_help()
+
+
+def _recipes_text() -> str:
+    """Return the names and first sentences of all recipes, and where they and the files for launchers are."""
+    width, columns = max(map(len, recipes()), default=0) + 2, shutil.get_terminal_size().columns
+    lines = []
+    for name, path in recipes().items():
+        head = path.read_text(encoding="utf-8").partition("\n\n")[0].replace("\n#", "").removeprefix("# ")
+        title = f"  {name:<{width}}{re.split(r'[.](?= |$)', head, maxsplit=1)[0]}"
+        lines.append(textwrap.fill(title, columns, subsequent_indent=" " * (width + 2)))
+    return "\n".join([
+        f"Recipes for --config, by name; README.md in {SHARED / 'examples'} describes them:", "", *lines, "",
+        f"Files for `accelerate launch --config_file` are in {SHARED / 'accelerate_configs'}.", "",
+    ])  # fmt: skip
 
 
 def _wrapped(text: str) -> str:
@@ -156,7 +177,8 @@ def _add(group: Any, name: str, *, in_full: bool) -> None:
     choice = ",".join(choices(field.annotation))
     in_line = 0 < len(choice) <= _WIDE and not is_list(field)
     if choice and not in_line:
-        text += f" One of: {choice.replace(',', ', ')}." if in_full else f" Values: see --help {name}."
+        listed = in_full or len(choice) <= _LONG
+        text += f" One of: {choice.replace(',', ', ')}." if listed else f" Values: see --help {name}."
     if in_full and other_names(name):
         text += f" Also accepted: {', '.join(f'--{other}' for other in other_names(name))}."
     if field.default not in (None, []):

@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import SecretStr, ValidationError
 
 from finetrainers.utils.logs import NOTES
+from finetrainers.utils.packaged import find_shared, recipes
 from finetrainers.utils.text import nearest
 
 from .dialects.aliases import FOREIGN, translate
@@ -64,12 +65,12 @@ def _without_torch(name: str, value: Any) -> Any:
 
 
 def file_source(path: Path) -> RawOptions:
-    """Read a TOML file; options stand in their section's table, or flat at the top level.
+    """Read a TOML file or a recipe; options stand in their section's table, or flat at the top level.
 
     Raises:
         ConfigError: the file is missing or is not TOML.
     """
-    text, document = read_toml(path)
+    path, text, document = read_toml(path)
 
     def locate(table: str | None, name: str | None) -> str:
         return f"{path}:{find_line(text, name, table)}"
@@ -78,7 +79,19 @@ def file_source(path: Path) -> RawOptions:
     if is_diffusion_pipe(document):
         document = translate_document(document, options, locate)
     take_options(options, document, locate)
+    find_inputs(options, path.parent)
     return options
+
+
+def find_inputs(options: RawOptions, directory: Path) -> None:
+    """Replace paths of data and prompts that are not in the working directory by those in `directory` or packaged."""
+    for name, value in options.values.items():
+        if name not in fields() or fields()[name].place != "input" or not isinstance(value, str) or not value:
+            continue
+        with suppress(OSError, ValueError):  # prompts that cannot be paths
+            if not Path(value).exists():
+                path = directory / value if (directory / value).exists() else find_shared(value)
+                options.values[name] = value if path is None else str(path)
 
 
 def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locate) -> None:
@@ -109,26 +122,30 @@ def _take_option(options: RawOptions, table: str | None, name: str, value: Any, 
     elif option not in fields() and name not in OTHER_NAMES:
         options.problems.append(unknown_option(name, where))
     elif name in options.values:
-        options.problems.append(Problem(where, f"{name!r} is given twice", "duplicate"))
+        options.problems.append(Problem(where, f"{name!r} is set twice", "duplicate"))
     else:
         options.values[name], options.where[name] = value, where
 
 
-def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """Read a TOML file: return its text and its parsed content.
+def read_toml(path: Path) -> tuple[Path, str, dict[str, Any]]:
+    """Read a TOML file, or the recipe of this name: return its path, its text and its parsed content.
 
     Raises:
         ConfigError: it cannot be read, or is something else.
     """
-    path, text = read_text(path, option="--config")
+    with suppress(OSError):  # a name that is too long
+        path = path if path.is_file() else find_shared(path) or path
+    path, text = read_text(path, option="--config", others=recipes())
     try:
-        return text, tomllib.loads(text)
+        return path, text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message = f"not valid TOML: {error}"
         if path.suffix.lower() == ".json" or text.lstrip().startswith("{"):
-            message = "is JSON, and config files are TOML: `rank = 64` and so on, see docs/reference/configuration.md"
+            message = "is JSON, and config files are TOML: write `rank = 64`; see docs/reference/configuration.md"
         elif path.suffix.lower() in (".yaml", ".yml") or re.match(r"(\s*#.*\n|---\s*\n)*\s*\w+:\s", text):
-            message = "is YAML, and config files are TOML: `rank = 64`, no colon; see docs/reference/configuration.md"
+            message = (
+                "is YAML, and config files are TOML: write `rank = 64`, no colon; see docs/reference/configuration.md"
+            )
         raise ConfigError([Problem(str(path), message, "unreadable")]) from None
 
 
@@ -178,8 +195,6 @@ def build_config(sources: Sequence[RawOptions]) -> TrainConfig:
     translate_dependent(merged)
     translate(merged)
     fill_preset(merged)
-    if merged.is_translated:  # it ran elsewhere with other memory, and its options are not ours
-        merged.values.setdefault("fit_gpu", True)
     if os.environ.get("RANK", "0") == "0":
         for note in merged.notes:
             NOTES.warning(note)

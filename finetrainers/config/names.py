@@ -86,6 +86,7 @@ _SAME = {
     "validation_separator": "validation_prompt_separator",
     "validation_steps": "sample_every sample_every_n_steps validation_interval validation_step_interval",
     "validation_epochs": "sample_every_n_epochs validation_epoch_interval",
+    "validation_at_start": "sample_at_first validation_on_startup",
     "validation_inference_steps": "num_inference_steps inference_steps validation_num_inference_steps "
     "validation_sampling_steps",
     "validation_guidance_scale": "validation_guidance",
@@ -103,48 +104,50 @@ DEPENDENT = ("start_from_scratch", "rl_algorithm", "attn_provider_inference")
 
 #: Advice, and the names without an option here that it is for.
 _INSTEAD = {
-    "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, and may be several":
+    "sizes are set by --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768 (one or several)":
         "width height h w t num_frames max_num_frames target_frames frames num_frame video_dims video_size size "
         "image_size video_resolution target_resolution max_resolution",
-    "--resolutions 512 gives an area by the side of a square; exact sizes are --video_resolution_buckets "
-    "FRAMESxHEIGHTxWIDTH, for example 49x512x768, and may be several": "resolution",
-    "clips are resampled to --target_fps, samples have --validation_frame_rate": "fps frame_rate source_fps",
+    "--resolutions 512 sets an area by the side of a square; exact sizes are set by --video_resolution_buckets "
+    "FRAMESxHEIGHTxWIDTH, for example 49x512x768 (one or several)": "resolution",
+    "clips are resampled to --target_fps; samples have --validation_frame_rate": "fps frame_rate source_fps",
     "captions are .txt files with the names of the clips, or a metadata file (--dataset_file)":
         "caption_ext caption_extension caption_strategy caption_file",
-    "every clip has a caption of its own, and --id_token puts a trigger word before each; captions are .txt files "
-    "with the names of the clips, or a metadata file (--dataset_file)": "instance_prompt prompt caption",
-    "--data_root is the folder of the clips; repeats in folder names are not read, and captions are .txt files with "
-    "the names of the clips, or a metadata file (--dataset_file)": "train_data_dir instance_data_dir image_dir",
-    "several datasets, with num_repeats or weight each, are --dataset FILE.toml; one is --data_root or --dataset_file":
+    "every clip has its own caption, and --id_token puts a trigger word before each; captions are .txt files with "
+    "the names of the clips, or a metadata file (--dataset_file)": "instance_prompt prompt caption",
+    "--data_root is the directory of the clips; repeats in directory names are not read, and captions are .txt files "
+    "with the names of the clips, or a metadata file (--dataset_file)": "train_data_dir instance_data_dir image_dir",
+    "several datasets, with num_repeats or weight each, are set by --dataset FILE.toml; one is set by --data_root or "
+    "--dataset_file":
         "dataset_config data_config data_backend_config datasets num_repeats dataset_repeats repeats",
-    "--data_root is the folder of the clips themselves; --precompute_conditions encodes clips and captions once, "
+    "--data_root is the directory of the clips themselves; --precompute_conditions encodes clips and captions once, "
     "before training, and keeps them on disk": "preprocessed_data_root",
     "--precompute_conditions encodes clips and captions once, before training, and keeps them on disk":
         "cache_latents cache_latents_to_disk cache_text_encoder_outputs cache_text_encoder_outputs_to_disk "
         "cache_text_embeddings cache_text_embeds precompute_latents precompute_text_embeddings load_tensors "
         "dump_tensors",
-    "a table or list of clips is --dataset_file FILE, and a folder of clips is --data_root FOLDER":
+    "a table or list of clips is set by --dataset_file FILE, and a directory of clips by --data_root DIRECTORY":
         "data_path data_file csv_path csv_file",
-    "sizes are --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, instead of a list for each side":
+    "sizes are set by --video_resolution_buckets FRAMESxHEIGHTxWIDTH, for example 49x512x768, instead of a list for "
+    "each side":
         "height_buckets width_buckets",
     "optimizers of torchao are --optimizer adamw-torchao-8bit, adamw-torchao-4bit or adamw-torchao-fp8":
         "use_torchao use_4bit",
     "the cache is in --precompute_dir, with --precompute_conditions": "cache_directory latent_cache_dir",
-    "prior preservation needs no clips of the class: the base model is the teacher; use --prior_preservation_weight "
-    "1 and --class_prompt":
+    "prior preservation uses the base model as the teacher, without clips of the class; use "
+    "--prior_preservation_weight 1 and --class_prompt":
         "class_data_dir with_prior_preservation num_class_images reg_data_dir",
     "clips and captions are not augmented; --video_reshape_mode random crops at random":
         "random_flip flip_aug color_aug shuffle_caption shuffle_tokens keep_tokens skip_frames_start skip_frames_end",
     "clips are always sorted into buckets; --resolutions with --num_ar_buckets chooses sizes for you":
         "enable_bucket min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale",
-    "a single file takes the place of one part of --pretrained_model_name_or_path: name it as --transformer_id, and as "
-    "--vae_id too if it holds the VAE": "single_file_path",
-    "the family is --model_name, and LoRA or all weights is --training_type lora or full-finetune": "model_type",
-    "the family is --model_name, and the checkpoint decides between text and image to video":
+    "a single file replaces one component of --pretrained_model_name_or_path: set it as --transformer_id, and also "
+    "as --vae_id if it holds the VAE": "single_file_path",
+    "the family is --model_name; set --training_type lora or full-finetune": "model_type",
+    "the family is --model_name, and the checkpoint determines text-to-video or image-to-video":
         "task image_to_video",
-    "clips are read from this machine (--data_root, --dataset_file) or from a dataset on the hub (--hf_dataset)":
+    "clips are read from this machine (--data_root, --dataset_file) or from a dataset on the Hub (--hf_dataset)":
         "remote_video",
-    "there is LoRA (--training_type lora, also --use_dora, --use_rslora) and no other adapter; modules are named by "
+    "LoRA (--training_type lora, optionally --use_dora, --use_rslora) is the only adapter; set its modules with "
     "--target_modules": "use_lora lora lora_type lycoris_config network_module network_args network_type peft",
     "use --training_type full-finetune": "full_finetune full_finetuning finetune_type",
     "use --training_type full-finetune --master_weights stochastic_rounding": "full_bf16 full_fp16",
@@ -159,32 +162,33 @@ _INSTEAD = {
         "fp8_base fp8_scaled fp8 quantize quantization base_model_precision load_in_8bit load_in_4bit qlora",
     "--quantize_text_encoders int8, fp8 or nf4 stores the text encoders in 8 or 4 bits":
         "fp8_llm quantize_te quantize_text_encoder load_text_encoder_in_8bit",
-    "docs/how-to/memory.md says which options save memory; --gradient_checkpointing is the first":
-        "lowram lowvram low_vram highvram medvram",
-    "blocks are compiled one by one, for each size, by --compile regional; the launcher's "
-    "accelerate_configs/compiled_1.yaml compiles the network as a whole":
+    "--memory_budget 16GB sets the options that fit a GPU of that size, such as --gradient_checkpointing, "
+    "--quantize_frozen and --blocks_to_swap; see docs/how-to/memory.md":
+        "vram lowram lowvram low_vram highvram medvram",
+    "--compile regional compiles blocks one by one, for each size; the launcher's accelerate_configs/compiled_1.yaml "
+    "compiles the whole network":
         "compile_scopes compile_with_inductor dynamo_backend",
-    "noise levels are --flow_weighting_scheme logit_normal (`sigmoid` elsewhere) or none (`uniform`), and "
+    "noise levels are set by --flow_weighting_scheme logit_normal (`sigmoid` elsewhere) or none (`uniform`), and "
     "--flow_shift (`shift`)":
         "timestep_sampling timestep_type timestep_sampling_mode timestep_sample_method weighting_scheme",
-    "it is --flow_logit_std, with --flow_weighting_scheme logit_normal": "sigmoid_scale logit_std",
-    "it is --flow_logit_mean; a positive one trains more noise here, and less in diffusers' scripts": "logit_mean",
-    "it is --flow_mode_scale; diffusers' scripts run it the other way round, from low noise to high": "mode_scale",
+    "use --flow_logit_std, with --flow_weighting_scheme logit_normal": "sigmoid_scale logit_std",
+    "use --flow_logit_mean; a positive value trains more noise here, and less in diffusers' scripts": "logit_mean",
+    "use --flow_mode_scale; diffusers' scripts run it the other way round, from low noise to high": "mode_scale",
     "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them":
         "min_timestep max_timestep timestep_boundaries",
-    "the loss is the squared error, weighted by --flow_weighting_scheme; leave it out":
+    "the loss is the squared error, weighted by --flow_weighting_scheme; remove it":
         "loss_type huber_c pseudo_huber_c huber_schedule min_snr_gamma snr_gamma noise_offset multires_noise_iterations"
         " ip_noise_gamma",
-    "masks are files next to the clips, NAME.mask.png or .mp4, or in the folder or column that --mask_column names; "
-    "the loss is always the mean over what they leave, see docs/how-to/masks.md":
+    "masks are files next to the clips, NAME.mask.png or .mp4, or in the directory or column of --mask_column; the "
+    "loss is always the mean over the unmasked part, see docs/how-to/masks.md":
         "masked_loss masked_training alpha_mask mask_path mask_directory conditioning_data_dir "
         "normalize_masked_area_loss",
-    "it is counted in optimizer steps here: --checkpointing_steps":
+    "checkpoints are counted in optimizer steps: --checkpointing_steps":
         "save_every_n_epochs save_every_n_minutes checkpoint_epoch_interval",
     "--checkpointing_limit N keeps the newest N checkpoints": "save_last_n_steps save_last_n_epochs",
     "weights are always safetensors, LoRAs in fp32 and networks in --transformer_dtype":
         "save_model_as save_precision save_dtype",
-    "every checkpoint holds the whole training state; --checkpointing_steps says how often": "save_state",
+    "every checkpoint holds the complete training state; set its interval with --checkpointing_steps": "save_state",
     "--resume_from_checkpoint continues a run, and --init_from starts from weights alone": "load_checkpoint",
     "files have fixed names in --output_dir; the LoRA is pytorch_lora_weights.safetensors": "output_name",
     "a run is named by its --output_dir": "name training_folder",
@@ -196,22 +200,23 @@ _INSTEAD = {
         "unet_lr text_encoder_lr train_text_encoder text_encoder_learning_rate learning_rate_te1",
     "--validation_prompts takes the prompts themselves, joined by `:::`, or a .jsonl or .toml file":
         "sample_prompts validation_prompt_file validation_dataset_file user_prompt_library",
-    "denoising steps of a sample are --validation_inference_steps, and how often is --validation_steps": "sample_steps",
-    "that of samples is --validation_guidance_scale; networks that take guidance are trained at 1": "guidance_scale",
-    "samples have an empty negative prompt; leave it out": "negative_prompt validation_negative_prompt neg",
-    "--seed decides the noise of samples too": "validation_seed",
-    "an empty file `control/sample` in the run's directory asks for samples at any time": "sample_at_first",
-    "it is --logging_steps, in optimizer steps": "log_every logging_interval steps_per_print log_interval",
+    "denoising steps of a sample are --validation_inference_steps, and the interval is --validation_steps":
+        "sample_steps",
+    "guidance of samples is --validation_guidance_scale; networks that take guidance are trained at 1":
+        "guidance_scale",
+    "samples have an empty negative prompt; remove it": "negative_prompt validation_negative_prompt neg",
+    "--seed also determines the noise of samples": "validation_seed",
+    "use --logging_steps, in optimizer steps": "log_every logging_interval steps_per_print log_interval",
     "a run is named by its --output_dir, and its project by --tracker_name": "wandb_run_name",
     "keys are not options; set WANDB_API_KEY in the environment": "wandb_api_key wandb_key",
-    "workers always stay for the whole run; leave it out": "persistent_data_loader_workers persistent_workers",
-    "the launcher takes it: `accelerate launch ... train.py`, or CUDA_VISIBLE_DEVICES in the environment":
+    "workers always stay for the whole run; remove it": "persistent_data_loader_workers persistent_workers",
+    "set it for the launcher: `accelerate launch ... train.py`, or CUDA_VISIBLE_DEVICES in the environment":
         "num_processes num_machines machine_rank main_process_port gpu_ids num_cpu_threads_per_process devices num_gpus"
         " gpus device",
-    "several GPUs are DDP unless --fsdp full, --fsdp hybrid with --fsdp_group_size, or --deepspeed":
+    "several GPUs use DDP unless --fsdp full, --fsdp hybrid with --fsdp_group_size, or --deepspeed is set":
         "parallel_backend dp_degree dp_shards tp_degree cp_degree pp_degree pipeline_stages",
-    "it is --nccl_timeout, in seconds": "ddp_timeout",
-    "a file of options is --config FILE.toml": "config_file config_path",
+    "use --nccl_timeout, in seconds": "ddp_timeout",
+    "use --config FILE.toml for a file of options": "config_file config_path",
     "set FINETRAINERS_LOG_LEVEL=debug in the environment": "debug log_level",
 }  # fmt: skip
 #: Names without an option here, and advice for each.
@@ -302,11 +307,10 @@ def translate_names(source: RawOptions, *, others: Container[str]) -> None:
             accepted[name in former_names()].append(phrase)
     notes = [f"names of earlier versions are accepted: {', '.join(accepted[True])}"] if accepted[True] else []
     if accepted[False]:
-        source.is_translated = True
         notes.append(f"names of other trainers are accepted: {', '.join(accepted[False])}")
     alpha_is_default = "network_alpha" not in source.where and source.values.get("lora_alpha") is None
     if notes and "network_dim" in source.where and alpha_is_default:
-        notes[-1] += "; with network_dim alone sd-scripts has an alpha of 1, here it is --lora_alpha 64"
+        notes[-1] += "; with network_dim alone, sd-scripts has an alpha of 1; here it is --lora_alpha 64"
     source.notes += notes
 
 
@@ -321,23 +325,21 @@ def translate_dependent(options: RawOptions) -> None:
     elif str(scratch).lower() == "true":
         options.refuse(
             "start_from_scratch",
-            "resets the position in the data of a run that --load resumes; give --load, or remove it",
+            "resets the data position of a run that --load resumes; set --load, or remove it",
             kind="required",
         )
     elif str(values.pop("start_from_scratch", False)).lower() != "false":
-        options.refuse("start_from_scratch", f"wanted true or false, got {scratch!r}")
+        options.refuse("start_from_scratch", f"must be true or false, got {scratch!r}")
     if algorithm not in (None, "grpo", "nft"):
-        options.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; --method says it now", kind="unknown")
+        options.refuse("rl_algorithm", f"must be grpo or nft, got {algorithm!r}; use --method instead", kind="unknown")
     elif algorithm is None and method == "grpo" and values.get("grpo_preset") == "nft":
         values["method"] = "nft"
-        options.notes.append("--grpo_preset nft is of --method nft, which is used")
+        options.notes.append("--grpo_preset nft implies --method nft")
     elif algorithm == "nft" and method == "grpo":
         values["method"] = "nft"
-        options.notes.append(f"{where['rl_algorithm']} nft is --method nft now")
+        options.notes.append(f"{where['rl_algorithm']} nft is now --method nft")
     elif algorithm == "nft" and method != "nft":
-        options.refuse(
-            "rl_algorithm", "nft is a method of its own; give --method nft, or leave it out", kind="conflict"
-        )
+        options.refuse("rl_algorithm", "nft is a separate method; set --method nft, or remove it", kind="conflict")
 
 
 def _translate_sampled(options: RawOptions) -> None:
@@ -355,6 +357,6 @@ def _translate_sampled(options: RawOptions) -> None:
         return
     options.refuse(
         name,
-        f"samples have the attention backend of training, --attn_backend, which is {trained}; leave it out",
+        f"samples use the attention backend of training, --attn_backend, which is {trained}; remove it",
         kind="unsupported",
     )

@@ -33,7 +33,8 @@ class Option:
         dumped: whether it is written to disk; secrets and options of one invocation are not.
         local: whether it describes where a run was rather than the run itself.
         encodes: the cached encodings that depend on which model part it chooses.
-        place: `model` for a hub id or directory of model files, `folder` for a folder that a run creates.
+        place: `model` for a hub id or directory of model files, `input` for data and prompts that a run reads,
+            `folder` for a folder that a run creates.
         method: the method, or the methods `A|B`, that read it, if not all of its section's do.
         needs: the option without which it has no effect; with `=VALUE|VALUE`, the values that it needs.
         former_name, former_table: its name and its table in earlier versions; still read.
@@ -48,7 +49,7 @@ class Option:
     dumped: bool = True
     local: bool = False
     encodes: Literal["text", "vae", "both"] | None = None
-    place: Literal["model", "folder"] | None = None
+    place: Literal["model", "input", "folder"] | None = None
     method: str | None = None
     needs: str | None = None
     former_name: str | None = None

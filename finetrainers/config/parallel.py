@@ -15,11 +15,11 @@ SpMode = Literal["ulysses", "ring"]
 
 # fmt: off
 class ParallelSection(Section):
-    """How several processes share the work. The default is what the launcher's file says, else DDP."""
+    """Distribution of the work among processes. The default is the setting of the launcher's file, else DDP."""
 
     fsdp: Literal["full", "hybrid"] | None = option(None, "Shard weights, gradients and optimizer state with FSDP2: "
-        "over all processes (`full`), or within groups that hold copies of each other (`hybrid`). The default is what "
-        "the launcher says.", resume="free")
+        "over all processes (`full`), or within replicated groups (`hybrid`). The default is the launcher's setting.",
+        resume="free")
     fsdp_group_size: int | None = option(None, "Processes that share one copy of the weights with `--fsdp hybrid`. The "
         "default is the processes of one machine.", resume="free", ge=1)
     fsdp_reshard_after_forward: bool = option(True, "Free a block's gathered weights after its forward pass (FSDP2). "
@@ -28,20 +28,20 @@ class ParallelSection(Section):
         "weights there (FSDP2).", resume="free")
     sync_each_batch: bool = option(False, "Reduce gradients after every micro-batch (FSDP2). No process then keeps "
         "whole gradients, but processes communicate more.", resume="free")
-    deepspeed: bool = option(False, "Train with DeepSpeed ZeRO under any launcher. With a DeepSpeed file of "
-        "`accelerate launch` it is not needed.", resume="free")
+    deepspeed: bool = option(False, "Train with DeepSpeed ZeRO under any launcher. It is not needed with an "
+        "`accelerate launch` file that sets DeepSpeed.", resume="free")
     zero_stage: int = option(2, "ZeRO stage: shard the optimizer state (1), also the gradients (2), also the weights "
         "(3).", resume="free", needs="deepspeed", ge=1, le=3)
     zero_offload: bool = option(False, "Keep the optimizer state in host memory and update the weights there "
         "(DeepSpeed). Stage 3 also keeps the weights there.", resume="free", needs="deepspeed")
-    overlap_gradient_exchange: bool = option(True, "Average gradients over processes while the backward pass "
-        "computes the rest (DDP). It takes a copy of the gradients on each GPU; without it, they are averaged after "
-        "the backward pass.", resume="free")
-    sp_size: int = option(1, "Processes that share each clip (sequence parallelism): each stores the activations of "
-        "its part of the tokens. It must divide the processes.", resume="free", ge=1)
-    sp_mode: SpMode = option("ulysses", "What processes that share a clip exchange for attention. Each computes some "
-        "of the heads for all tokens (`ulysses`): `--sp_size` must divide the heads. Or each computes all heads for "
-        "its own tokens, while keys and values go around the group (`ring`): for any number of heads.", resume="free")
+    overlap_gradient_exchange: bool = option(True, "Average gradients over processes during the backward pass (DDP), "
+        "which needs a copy of the gradients on each GPU. Without it, they are averaged after the backward pass.",
+        resume="free")
+    sp_size: int = option(1, "Processes that share each clip (sequence parallelism); each stores the activations of "
+        "its part of the tokens. It must divide the number of processes.", resume="free", ge=1)
+    sp_mode: SpMode = option("ulysses", "How processes that share a clip split attention: by heads (`ulysses`; "
+        "`sp_size` must divide their number), or by tokens, passing keys and values around the group (`ring`).",
+        resume="free")
 
     def data_size(self, processes: int) -> int:
         """Return how many of `processes` processes train on separate clips."""
@@ -66,8 +66,7 @@ def heads_problem(heads: int, size: int) -> str:
     """Return why a network with `heads` attention heads cannot be split over `size` processes."""
     fitting = [str(n) for n in range(2, heads + 1) if heads % n == 0]
     return (
-        f"{heads} attention heads do not divide by {size} processes; use one of {', '.join(fitting)}, "
-        "or --sp_mode ring"
+        f"must divide the {heads} attention heads, got {size}; use one of {', '.join(fitting)}, or --sp_mode ring"
     )
 
 
@@ -76,6 +75,6 @@ def ring_problem(backend: str) -> str | None:
     if backend in ("auto", "native"):
         return None
     return (
-        f"ring: parts of the keys are merged by PyTorch's own kernels, not by {backend}; leave --attn_backend out, or "
-        "use --sp_mode ulysses"
+        f"ring: {backend} cannot merge parts of the keys as PyTorch's own kernels do; remove --attn_backend, or use "
+        "--sp_mode ulysses"
     )

@@ -55,8 +55,8 @@ def fill_preset(source: RawOptions) -> None:
         for name in ("use_ema", "ema_decay"):
             preset_values.pop(name, None)
         source.notes.append(
-            f"--grpo_preset {options['grpo_preset']} without its --use_ema: averages need whole weights, and "
-            f"{strategy} splits them"
+            f"--grpo_preset {options['grpo_preset']} without its --use_ema: the EMA requires unsharded weights, and "
+            f"{strategy} shards them"
         )
     options |= {name: value for name, value in preset_values.items() if options.get(name) is None}
 

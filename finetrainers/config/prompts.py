@@ -91,7 +91,7 @@ def parse_validation_prompts(section: ValidationSection) -> list[ValidationPromp
         media_options = [n for n in MEDIA_OPTIONS.values() if getattr(section, n) is not None]
         if media_options:
             raise ConfigError(
-                [Problem(f"--{media_options[0]}", "needs --validation_prompts, one prompt per entry", "required")]
+                [Problem(f"--{media_options[0]}", "requires --validation_prompts, one prompt per entry", "required")]
             )
         return []
     if separator not in text and _is_file_name(text):
@@ -137,7 +137,7 @@ def _parse_entry(entry: str) -> ValidationPrompt:
 def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[ValidationPrompt]:
     suffix = path.suffix.lower()
     if suffix not in _FORMATS:
-        missing = "" if path.is_file() else f", and there is no such file{nearest_file(path)}"
+        missing = "" if path.is_file() else f", and the file does not exist{nearest_file(path)}"
         message = f"prompts are read from {', '.join(_FORMATS)} files, got {quoted(str(path))}{missing}"
         raise ConfigError([Problem(option, message, "not_found" if missing else "unsupported")])
     path, text = read_text(path, option=option)
@@ -145,7 +145,7 @@ def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[Vali
         lines = [line.strip() for line in text.splitlines()]
         prompts = [_parse_entry(line) for line in lines if line and not line.startswith("#")]
         if not prompts:
-            raise ConfigError([Problem(str(path), "holds no prompts; give one in each line", "required")])
+            raise ConfigError([Problem(str(path), "holds no prompts; write one per line", "required")])
         return prompts
     try:
         if suffix == ".toml":
@@ -156,7 +156,7 @@ def _read_file(path: Path, *, option: str = "--validation_prompts") -> list[Vali
         raise ConfigError([Problem(str(path), f"cannot be read: {error}", "unreadable")]) from error
     if not entries or not isinstance(entries, list):
         raise ConfigError(
-            [Problem(str(path), "holds no prompts; TOML files need [[prompts]] tables with `prompt`", "required")]
+            [Problem(str(path), "holds no prompts; TOML files require [[prompts]] tables with `prompt`", "required")]
         )
     return [_prompt(entry, f"{path} entry {number}") for number, entry in enumerate(entries, start=1)]
 
@@ -184,7 +184,7 @@ def _media(text: str | None, name: str, separator: str, count: int) -> list[str 
     parts: list[str | None] = [part.strip() or None for part in text.split(separator)]
     if len(parts) != count:
         raise ConfigError(
-            [Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; give one per prompt", "conflict")]
+            [Problem(f"--{name}", f"has {len(parts)} entries for {count} prompts; use one per prompt", "conflict")]
         )
     try:
         return [part and check_place(part) for part in parts]

@@ -38,7 +38,7 @@ class RewardEntry(Section):
     every: int = Field(1, ge=1, description="Score only in every N-th rollout.")
     batch_size: int | None = Field(None, ge=1, description="Clips scored at once; default: the reward's own.")
     options: dict[str, Annotated[str, BeforeValidator(_plain_text)]] = Field(
-        {}, description="What the reward itself takes: `path`, `device`, ..."
+        {}, description="Options of the reward itself: `path`, `device`, ..."
     )
 
     @property
@@ -71,7 +71,7 @@ def parse_reward(value: Any) -> Any:
         return value
     match = _REWARD.match(value.strip())
     if not match:
-        raise ValueError(f"{value!r} is not NAME[=WEIGHT][,option=value...], for example brightness=0.5")
+        raise ValueError(f"expected NAME[=WEIGHT][,option=value...], for example brightness=0.5, got {value!r}")
     fields: dict[str, Any] = {"name": match["name"], "options": {}}
     if match["weight"] is not None:
         fields["weight"] = match["weight"]
@@ -79,10 +79,10 @@ def parse_reward(value: Any) -> Any:
         key, equals, text = part.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise ValueError(f"{value!r}: {part!r} is not option=value")
+            raise ValueError(f"{value!r}: expected option=value, got {part!r}")
         place = fields if key in _OWN else fields["options"]
         if key in place:
-            raise InputError(f"{value!r}: {key} is said twice", "duplicate")
+            raise InputError(f"{value!r}: option {key} is set twice", "duplicate")
         place[key] = text
     return fields
 

@@ -45,18 +45,20 @@ class SampleSection(Section):
         None,
         description="first frame, a path or URL (image-to-video): one for all prompts, or one for each, joined by :::",
     )
-    video: str | None = Field(None, description="likewise, a video whose first frame is given, or the control video")
-    last_image: str | None = Field(None, description="last frame, likewise, for models that can be given any frames")
+    video: str | None = Field(None, description="likewise, a video whose first frame is used, or the control video")
+    last_image: str | None = Field(
+        None, description="last frame, likewise, for models that support any conditioning frame"
+    )
     video_prefix: str | None = Field(
         None, description="likewise, a video that the sample continues: all of it, or the last F frames of FILE:F"
     )
-    negative_prompt: str = Field("", description="what samples should not show, for classifier-free guidance")
+    negative_prompt: str = Field("", description="negative prompt, for classifier-free guidance")
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
     lora_scale: list[Annotated[float, Field(ge=-10, le=10)]] = Field(
         [], description="scales of the LoRA; each is a column [1]"
     )
-    compare: Literal["base"] | None = Field(None, description="a column of the model without the LoRA")
+    compare: Literal["base"] | None = Field(None, description="add a column for the model without the LoRA")
     size: VideoBucket | None = Field(
         None, description="frames x height x width, 49x512x768, of prompts without a size [the run's]"
     )
@@ -64,14 +66,12 @@ class SampleSection(Section):
     guidance_scale: float | None = Field(
         None, ge=0, le=1000, description="guidance scale [the run's, or the pipeline's own]"
     )
-    frame_rate: float | None = Field(
-        None, gt=0, le=1000, description="frames per second [that of the run's samples, or the model's]"
-    )
-    no_ema: bool = Field(False, description="of a checkpoint, the trained weights, not their moving average")
+    frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second [the run's, or the model's]")
+    no_ema: bool = Field(False, description="sample a checkpoint's raw weights instead of its EMA")
     output_dir: Path | None = Field(
-        None, description="where samples are written and continued [samples/sample in the run directory]"
+        None, description="directory of the samples; existing ones are continued [samples/sample in the run directory]"
     )
-    dry_run: bool = Field(False, description="check everything, say what would be sampled, and stop")
+    dry_run: bool = Field(False, description="check everything, print what would be sampled, and exit")
 
 
 def read_options(section: type[S], values: dict[str, Any]) -> tuple[S, list[Problem]]:

@@ -8,10 +8,11 @@ Names of fields are unique over all sections that are not qualified, so that eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SecretStr, field_validator
 
 from .attention import AttnBackendName, backend_name
 from .base import Section
@@ -58,72 +59,84 @@ AUTO = "auto"
 
 # fmt: off
 class ModelSection(Section):
-    """Which checkpoint is finetuned, and how its parts are loaded."""
+    """Base checkpoint and how its components are loaded."""
 
     model_name: str = option(AUTO, "Model family; `finetrainers models` lists them. `auto` reads it from the model's "
-        "files or from its hub id.", resume="same", encodes="both")
-    pretrained_model_name_or_path: Place = option(..., "Base model in diffusers layout: a hub id, a local directory, "
-        "or `demo://NAME` for a packaged one. It has the configs, the tokenizers and the scheduler of the run, also "
-        "where single files replace its weights.", resume="unlisted", encodes="both", place="model")
-    expert: Literal["high", "low"] | None = option(None, "Which of two networks is trained, if the model has one for "
-        "high and one for low noise levels: `high` is its `transformer`, `low` its `transformer_2`.", resume="same")
-    revision: str | None = option(None, "Git revision of the hub repository.", resume="free", encodes="both")
+        "files or from its Hub id.", resume="same", encodes="both")
+    pretrained_model_name_or_path: Place = option(..., "Base model in diffusers layout: a Hub id, a local directory, "
+        "or `demo://NAME`, a demo model. It provides configs, tokenizers and scheduler even if single files replace "
+        "its weights.", resume="unlisted", encodes="both", place="model")
+    expert: Literal["high", "low"] | None = option(None, "Network to train in a model with separate ones for high "
+        "and low noise levels: `high` (its `transformer`) or `low` (its `transformer_2`).", resume="same")
+    revision: str | None = option(None, "Git revision of the Hub repository.", resume="free", encodes="both")
     variant: str | None = option(None, "Variant of the weight files, for example `fp16`.", resume="free",
         encodes="both", max_length=64)
-    cache_dir: Path | None = option(None, "Folder for downloads from the hub. The default is the hub's own cache.",
+    cache_dir: Path | None = option(None, "Directory for downloads from the Hub. The default is the Hub's own cache.",
         resume="unlisted", local=True, place="folder")
-    tokenizer_id: Place | None = option(None, "Replacement for the tokenizer: hub id or directory.", resume="free",
+    tokenizer_id: Place | None = option(None, "Replacement for the tokenizer: Hub id or directory.", resume="free",
         encodes="text", place="model")
     tokenizer_2_id: Place | None = option(None, "Replacement for the second tokenizer.", resume="free", encodes="text",
         place="model")
-    text_encoder_id: Place | None = option(None, "Replacement for the text encoder: hub id, directory, or a single "
+    text_encoder_id: Place | None = option(None, "Replacement for the text encoder: Hub id, directory, or a single "
         "`.safetensors` file.", resume="free", encodes="text", place="model")
     text_encoder_2_id: Place | None = option(None, "Replacement for the second text encoder, likewise.", resume="free",
         encodes="text", place="model")
-    transformer_id: Place | None = option(None, "Replacement for the transformer that is trained: hub id, directory, "
-        "or a single `.safetensors` file, in the layout of diffusers, of the model's authors, or of ComfyUI. Its "
-        "config is the base model's.", resume="unlisted", place="model")
+    transformer_id: Place | None = option(None, "Replacement for the transformer to train: Hub id, directory, or a "
+        "`.safetensors` file in the layout of diffusers, the original authors or ComfyUI. Its config is the base "
+        "model's.", resume="unlisted", place="model")
     vae_id: Place | None = option(None, "Replacement for the VAE, likewise.", resume="free", encodes="vae",
         place="model")
     text_encoder_dtype: DType = option("bf16", "Weight dtype of the text encoder.", resume="free", encodes="text")
     text_encoder_2_dtype: DType = option("bf16", "Weight dtype of the second text encoder.", resume="free",
         encodes="text")
-    text_encoder_3_dtype: DType | None = option(None, "Weight dtype of a third text encoder. It is refused, since no "
-        "supported family has one.", resume="free", encodes="text")
+    text_encoder_3_dtype: DType | None = option(None, "Weight dtype of a third text encoder. It is not supported "
+        "with any current family.", resume="free", encodes="text")
     quantize_text_encoders: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the linear layers of "
-        "the text encoders. `int8` and `fp8` have a scale for each row, `nf4` (bitsandbytes, CUDA only) one for each "
-        "64 weights. Embeddings differ slightly, and are cached under another name.", resume="free", encodes="text")
+        "the text encoders: `int8`, `fp8`, or `nf4` (bitsandbytes, CUDA only). Prompt embeddings change slightly, "
+        "and are cached separately.", resume="free", encodes="text")
     transformer_dtype: DType = option("bf16", "Dtype of the frozen transformer weights and of the network's inputs. "
-        "Trained weights have that of `master_weights`.", resume="free")
-    attn_backend: Annotated[AttnBackendName, BeforeValidator(backend_name)] = option("auto", "Attention backend of the "
-        "transformer's blocks, by diffusers' name, in training and in samples. Attention with a mask keeps PyTorch's "
-        "(`native`) where the backend takes none. `auto` is PyTorch's own choice of a kernel.", resume="free")
+        "Trainable weights have that of `master_weights`.", resume="free")
+    attn_backend: Annotated[AttnBackendName, BeforeValidator(backend_name)] = option("auto", "Attention backend of "
+        "the transformer's blocks, by diffusers' name, for training and samples. `auto` uses PyTorch's choice; "
+        "masked attention stays `native` where the backend does not support it.", resume="free")
     vae_dtype: DType = option("bf16", "Weight dtype of the VAE.", resume="free", encodes="vae")
-    part: list[PartChoice] = option([], "Replacement for a frozen part that has no options of its own, and its dtype: "
-        "`NAME=PLACE`, `NAME=PLACE,DTYPE` or `NAME=,DTYPE`, for example `image_encoder=someone/model,fp32`.",
-        resume="free", encodes="both", place="model")
-    enable_slicing: bool | None = option(None, "Encode and decode one clip at a time (VAE slicing). By default only "
-        "batches that would take more than 24 GiB are sliced, and rollouts that do not fit the GPU by the estimate.",
-        resume="free")
+    part: list[PartChoice] = option([], "Replacement for another frozen component, and its dtype: `NAME=PATH`, "
+        "`NAME=PATH,DTYPE` or `NAME=,DTYPE`, for example `image_encoder=someone/model,fp32`.", resume="free",
+        encodes="both", place="model")
+    enable_slicing: bool | None = option(None, "Encode and decode one clip at a time (VAE slicing). By default, only "
+        "batches above 24 GiB and rollouts estimated not to fit the GPU are sliced.", resume="free")
     enable_tiling: bool | None = option(None, "Encode and decode in spatial tiles (VAE tiling): less memory, "
-        "slightly different latents. By default only clips that would take more than 24 GiB are tiled, and clips of "
-        "rollouts that do not even fit the GPU one by one, which the run says.", resume="free", encodes="vae")
+        "slightly different latents. By default, only clips above 24 GiB and rollout clips that do not fit the GPU "
+        "one by one are tiled.", resume="free", encodes="vae")
+
+    _is_estimated: bool = PrivateAttr(default=False)
+
+    @property
+    def is_estimated(self) -> bool:
+        """True if nothing but configs is read, so that packaged ones of published models will do."""
+        return self._is_estimated
+
+    def for_estimate(self) -> ModelSection:
+        """Return a copy for an estimate; see `is_estimated`."""
+        section = self.model_copy()
+        section._is_estimated = True
+        return section
 
 
 class DataSection(Section):
-    """Where clips and captions come from, and how clips are cut to buckets."""
+    """Sources of clips and captions, and buckets that clips are cut to."""
 
     in_plan = True
 
-    data_root: Path | None = option(None, "Folder of the media files. Without `dataset_file`, the folder itself is the "
-        "dataset.", resume="unlisted", scope="dataset", local=True)
-    dataset_file: Path | None = option(None, "Metadata (.csv, .json, .jsonl) with media paths relative to `data_root` "
-        "or to this file, or media and captions together (.parquet, WebDataset .tar). Several shards are "
-        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True)
-    dataset: Path | None = option(None, "TOML file that lists several datasets, each with options of its own. It "
-        "replaces `data_root` and `dataset_file`. Dataset files of diffusion-pipe are read as well.", resume="unlisted",
-        local=True)
-    hf_dataset: Place | None = option(None, "Dataset to load with the library `datasets`: a hub id, a folder, or "
+    data_root: Path | None = option(None, "Directory of the media files. Without `dataset_file`, the directory "
+        "itself is the dataset.", resume="unlisted", scope="dataset", local=True, place="input")
+    dataset_file: Path | None = option(None, "Metadata (.csv, .json, .jsonl) with media paths relative to "
+        "`data_root` or to this file, or .parquet or WebDataset .tar files. Several shards are "
+        "`clips-{000..011}.tar` or `clips-*.tar`.", resume="unlisted", scope="dataset", local=True, place="input")
+    dataset: Path | None = option(None, "TOML file of several datasets, each with its own options, instead of "
+        "`data_root` and `dataset_file`. diffusion-pipe's dataset files are also read.", resume="unlisted", local=True,
+        place="input")
+    hf_dataset: Place | None = option(None, "Dataset to load with the library `datasets`: a Hub id, a directory, or "
         "`videofolder` or `imagefolder` with `data_root`.", resume="free", scope="dataset")
     hf_subset: str | None = option(None, "Configuration of `hf_dataset`, if it has several.", resume="free",
         scope="dataset", needs="hf_dataset")
@@ -134,109 +147,117 @@ class DataSection(Section):
         resume="free", scope="dataset", needs="hf_dataset")
     max_items: int | None = option(None, "Use only the first N rows of the dataset.", resume="free", scope="dataset",
         ge=1)
-    allow_outside: bool = option(False, "Allow media paths and links that lead out of the dataset's folder.",
-        resume="free", scope="dataset")
-    video_column: str = option("video", "Column with the media path. In a folder it may name a text file with one path "
-        "per line.", resume="free", scope="dataset", min_length=1, max_length=200)
-    extra_columns: list[MediaColumn] = option([], "Columns of further media that the checkpoint takes with each clip, "
-        "as `control_video=COLUMN`. By default a column has its medium's name. In a folder it names a text file with "
-        "one path per line, or a folder with files of the clips' names.", resume="free", scope="dataset")
-    mask_column: str | None = option(None, "Column with the path of a clip's mask, an image or a video that weighs "
-        "the loss per pixel: white counts, black does not. By default, the column `mask` of a table, and "
-        "`NAME.mask.png` or `NAME.mask.mp4` next to a clip. In a folder it names a folder with masks of the clips' "
-        "names, or a text file with one path per line. An empty name reads no masks.", resume="free", scope="dataset",
-        max_length=1000)
-    unmasked_weight: float = option(0.0, "Loss weight of pixels where a mask is black; grey is between that and 1.",
+    allow_outside: bool = option(False, "Allow media paths and links outside the dataset's directory.", resume="free",
+        scope="dataset")
+    video_column: str = option("video", "Column with the media path. In a directory, it may name a text file with "
+        "one path per line.", resume="free", scope="dataset", min_length=1, max_length=200)
+    extra_columns: list[MediaColumn] = option([], "Columns of the checkpoint's control inputs, as "
+        "`control_video=COLUMN`; the default is the input's name. In a directory, a text file of paths, or a "
+        "directory with files of the clips' names.", resume="free", scope="dataset")
+    mask_column: str | None = option(None, "Column with the path of a clip's loss mask (white counts, black does "
+        "not); in a directory, a text file or a directory. Default: `mask`, or `NAME.mask.png` or `.mp4` next to a "
+        "clip; empty reads none.", resume="free", scope="dataset", max_length=1000)
+    unmasked_weight: float = option(0.0, "Loss weight of pixels where a mask is black; gray is between that and 1.",
         resume="free", scope="dataset", ge=0, le=1)
-    caption_column: str = option("text", "Column with the caption. In a folder it may name a text file with one "
+    caption_column: str = option("text", "Column with the caption. In a directory, it may name a text file with one "
         "caption per line.", resume="free", scope="dataset", min_length=1, max_length=200)
-    caption_columns: list[str] = option([], "Several columns with captions, instead of `caption_column`. One caption "
-        "is drawn at random for each sample.", resume="free", scope="dataset")
-    caption_lines: bool = option(False, "Treat every line of a clip's .txt file as a caption of its own. One is drawn "
+    caption_columns: list[str] = option([], "Several caption columns, instead of `caption_column`. One caption is "
+        "drawn at random for each sample.", resume="free", scope="dataset")
+    caption_lines: bool = option(False, "Treat every line of a clip's .txt file as a separate caption. One is drawn "
         "at random for each sample.", resume="free", scope="dataset")
     caption_missing: Literal["error", "empty", "skip"] | None = option(None, "Item without a caption: stop with an "
-        "error, train with an empty caption, or skip the item. By default a missing caption is an error, and a blank "
-        "one is empty.", resume="free", scope="dataset")
-    id_token: str | None = option(None, "Trigger word that is put in front of every training caption.", resume="free",
+        "error, train with an empty caption, or skip the item. By default, a missing caption is an error, and a "
+        "blank one is empty.", resume="free", scope="dataset")
+    id_token: str | None = option(None, "Trigger word, put before every training caption.", resume="free",
         scope="dataset")
     remove_common_llm_caption_prefixes: bool = option(False, "Remove openings such as `This video shows` from "
         "captions.", resume="free", scope="dataset")
     image_resolution_buckets: list[ImageBucket] = option([], "Buckets for images, HxW in pixels. Images train as "
         "videos of one frame.", resume="free", scope="dataset")
-    video_resolution_buckets: list[VideoBucket] = option([], "Buckets that clips are cut to, FxHxW: frames x height x "
-        "width in pixels.", resume="free", scope="dataset")
-    resolutions: list[Resolution] = option([], "Areas from which buckets are chosen for you, instead of "
-        "`video_resolution_buckets`. An area is the side of a square in pixels (`512`) or HxW, and each is cut at "
-        "`num_ar_buckets` aspect ratios.", resume="free", scope="dataset")
-    frame_buckets: list[Annotated[int, Field(ge=1, le=MAX_FRAMES)]] = option([], "Lengths in frames that go with "
-        "`resolutions`. By default they are chosen from the clips. Images always have 1.", resume="free",
-        scope="dataset")
+    video_resolution_buckets: list[VideoBucket] = option([], "Buckets that clips are cut to, FxHxW: frames x height "
+        "x width in pixels.", resume="free", scope="dataset")
+    resolutions: list[Resolution] = option([], "Target areas for automatic buckets, instead of "
+        "`video_resolution_buckets`: the side of a square in pixels (`512`) or HxW. Each is cut at `num_ar_buckets` "
+        "aspect ratios.", resume="free", scope="dataset")
+    frame_buckets: list[Annotated[int, Field(ge=1, le=MAX_FRAMES)]] = option([], "Lengths in frames of automatic "
+        "buckets. By default they are chosen from the clips; images always have 1.", resume="free", scope="dataset")
     min_ar: float = option(0.5, "Narrowest aspect ratio (width / height) of `resolutions`.", resume="free",
         scope="dataset", needs="num_ar_buckets", gt=0, le=100)
     max_ar: float = option(2.0, "Widest aspect ratio (width / height) of `resolutions`.", resume="free",
         scope="dataset", needs="num_ar_buckets", gt=0, le=100)
-    num_ar_buckets: int = option(7, "Number of aspect ratios between `min_ar` and `max_ar`, spaced by equal factors. 0 "
-        "uses only the shapes that `resolutions` give.", resume="free", scope="dataset", needs="resolutions", ge=0,
-        le=100)
-    target_fps: float | None = option(None, "Frame rate in frames per second that clips are resampled to. The default "
-        "is the rate the model was trained at.", resume="data", scope="dataset", gt=0, le=1000)
+    num_ar_buckets: int = option(7, "Number of aspect ratios between `min_ar` and `max_ar`, spaced by equal factors. "
+        "0 uses only the shapes of `resolutions`.", resume="free", scope="dataset", needs="resolutions", ge=0, le=100)
+    target_fps: float | None = option(None, "Frame rate that clips are resampled to, in frames per second. The "
+        "default is the rate the model was trained at.", resume="data", scope="dataset", gt=0, le=1000)
     frame_selection: Literal["head", "middle", "random", "uniform", "chunk"] = option("head",
-        "Frames taken from a clip that is longer than its bucket: the first (`head`), the middle, a random start, "
-        "evenly spaced ones (`uniform`), or all of them as consecutive segments, each a sample of its own (`chunk`).",
-        resume="data", scope="dataset")
-    video_reshape_mode: Literal["center", "random", "none"] = option("center", "Fit a clip to its bucket: resize, then "
-        "crop the center or at random. `none` only resizes, which distorts.", resume="data", scope="dataset")
+        "Frames to take from a clip longer than its bucket: the first (`head`), the middle, a random start, evenly "
+        "spaced (`uniform`), or all, as consecutive segments that are separate samples (`chunk`).", resume="data",
+        scope="dataset")
+    video_reshape_mode: Literal["center", "random", "none"] = option("center", "Fit a clip to its bucket: resize, "
+        "then crop the center or at random. `none` only resizes, which distorts.", resume="data", scope="dataset")
     bucket_keep_prob: list[BucketShare] = option([], "Probability, per clip and epoch, that a clip stays in its "
-        "bucket, as `49x512x768=0.5`. Otherwise the clip is cut to the next lower resolution of that length. Where "
-        "there is none, it is left out of the epoch.", resume="data", former_name="bucket_keep")
-    bucket_fall_shorter: bool = option(False, "With `bucket_keep_prob`, try the next shorter length before a clip is "
-        "left out.", resume="data", needs="bucket_keep_prob")
-    sliding_window_size: int | None = option(None, "Cut clips into sliding windows of this many frames. Each window is "
-        "a sample of its own: N - W + 1 windows of W frames from N.", resume="data", scope="dataset",
+        "bucket, as `49x512x768=0.5`. Otherwise it is cut to the next lower resolution of that length, or left out "
+        "of the epoch if there is none.", resume="data", former_name="bucket_keep")
+    bucket_fall_shorter: bool = option(False, "With `bucket_keep_prob`, try the next shorter length before leaving a "
+        "clip out.", resume="data", needs="bucket_keep_prob")
+    sliding_window_size: int | None = option(None, "Cut clips into sliding windows of this many frames, each a "
+        "separate sample: N - W + 1 windows of W frames from N.", resume="data", scope="dataset",
         former_name="framepack_window_size", ge=2)
     sliding_window_stride: int = option(1, "Frames between the starts of neighboring windows. A larger stride gives "
         "fewer windows.", resume="data", needs="sliding_window_size", scope="dataset",
         former_name="framepack_window_stride", ge=1)
-    window_context: int = option(0, "Latent frames at the beginning of every sliding window but a clip's first that "
-        "are given clean, as what comes before, so that the model learns to continue clips.", resume="free",
-        needs="sliding_window_size", ge=0)
-    sliding_window_latents: Literal["encode", "slice"] = option("encode", "Encode each window by itself, or slice its "
-        "latents from those of the whole clip. Slicing is cheaper with `precompute_conditions`, but the first latent "
-        "of a window then holds several frames instead of one.", resume="data", needs="sliding_window_size",
+    window_context: int = option(0, "Clean context latent frames at the start of each sliding window except a clip's "
+        "first, so that the model learns to continue clips.", resume="free", needs="sliding_window_size", ge=0)
+    sliding_window_latents: Literal["encode", "slice"] = option("encode", "Encode each window by itself, or slice "
+        "its latents from those of the whole clip, which is cheaper with `precompute_conditions`. The first latent "
+        "of a sliced window holds several frames.", resume="data", needs="sliding_window_size",
         former_name="framepack_window_latents")
     sliding_window_batching: Literal["mixed", "clip"] = option("mixed", "Fill batches with windows of any clips, or "
-        "train all windows of a clip in one optimizer step: `batch_size` clips at a time, window by window. The loss "
-        "is the mean over all windows of the step.", resume="data", needs="sliding_window_size")
-    video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = option("auto", "Video decoder. All give the same "
-        "pixels: a clip that one would decode differently is left to PyAV, with a warning. `auto` is PyAV, and the "
-        "others must be installed.", resume="free", scope="dataset")
-    caption_dropout_p: float = option(0.0, "Probability, per sample, that the caption is dropped, which trains the "
+        "train all windows of a clip in one optimizer step, `batch_size` clips at a time. The loss is the mean over "
+        "all windows of the step.", resume="data", needs="sliding_window_size")
+    video_backend: Literal["auto", "pyav", "decord", "torchcodec"] = option("auto", "Video decoder; clips that "
+        "another decoder would read differently are left to PyAV, with a warning. `auto` is PyAV; the others must be "
+        "installed.", resume="free", scope="dataset")
+    caption_dropout_p: float = option(0.0, "Probability, per sample, of dropping the caption, which trains the "
         "unconditional half of classifier-free guidance.", resume="free", ge=0, le=1)
     caption_dropout_technique: Literal["empty", "zero"] = option("empty", "Replace a dropped caption by the empty "
-        "prompt, or its embeddings by zeros.", resume="free", needs="caption_dropout_p")
+        "prompt, or its prompt embeddings by zeros.", resume="free", needs="caption_dropout_p")
     precompute_conditions: bool = option(False, "Encode all clips and captions once, before training, and cache them "
         "on disk.", resume="free")
-    precompute_dir: Path | None = option(None, "Folder of the cache. The default is `<output_dir>/precomputed`. "
-        "Several runs may share one.", resume="unlisted", needs="precompute_conditions", local=True, place="folder")
-    precompute_batch_size: int = option(1, "Clips of one bucket that the VAE encodes together before training. More "
-        "are faster and take more memory.", resume="free", needs="precompute_conditions", ge=1)
+    precompute_dir: Path | None = option(None, "Directory of the cache, which several runs may share. The default is "
+        "`<output_dir>/precomputed`.", resume="unlisted", needs="precompute_conditions", local=True, place="folder")
+    precompute_batch_size: int = option(1, "Clips of one bucket that the VAE encodes together before training. "
+        "Larger values are faster and take more memory.", resume="free", needs="precompute_conditions", ge=1)
     first_frame_noise: bool = option(True, "Add slight noise to the first frame that an image-to-video checkpoint "
         "takes on extra channels, as in its pretraining.", resume="free")
-    first_frame_conditioning_p: float | None = option(None, "Probability, per sample, that the first frame is given "
-        "(image-to-video). The default depends on the model.", resume="free", ge=0, le=1)
-    frame_conditioning: FrameKinds | None = option(None, "Clean frames that samples are given, and the probability of "
-        "each kind, per sample: first=0.1,last=0.05,prefix:9=0.05. Kinds: first, last, first+last, prefix[:F], "
-        "suffix[:F], prefix+suffix, frame, span, interpolate, random.", resume="free")
-    max_bad_samples: int = option(0, "Maximum number of unusable files before training starts. Each is named and left "
-        "out; more are an error.", resume="free", ge=0)
-    max_bad_share: float = option(0.01, "Maximum fraction of files that may fail to decode during training; one file "
-        "always may. Each is replaced by another clip.", resume="free", ge=0, le=1)
+    first_frame_conditioning_p: float | None = option(None, "Probability, per sample, of conditioning on the first "
+        "frame (image-to-video). The default depends on the model.", resume="free", ge=0, le=1)
+    frame_conditioning: FrameKinds | None = option(None, "Frame-conditioning modes and their probabilities per "
+        "sample, as `first=0.1,prefix:9=0.05`. Modes: first, last, first+last, prefix[:F], suffix[:F], "
+        "prefix+suffix, frame, span, interpolate, random.", resume="free")
+    max_bad_samples: int = option(0, "Maximum number of unusable files before training starts. Each is named and "
+        "left out; more are an error.", resume="free", ge=0)
+    max_bad_share: float = option(0.01, "Maximum fraction of files that may fail to decode during training; each is "
+        "replaced by another clip. One file may always fail.", resume="free", ge=0, le=1)
     max_pixels: int = option(100_000_000_000, "Maximum frames x height x width of a file by its header; larger files "
-        "are refused. The default is 27 minutes of 1080p at 30 fps.", resume="free", scope="dataset", ge=1)
-    probe_dir: Path | None = option(None, "Folder that remembers what media files contain, so that each is opened "
+        "are not used. The default is 27 minutes of 1080p at 30 fps.", resume="free", scope="dataset", ge=1)
+    probe_dir: Path | None = option(None, "Directory that stores facts about media files, so that each is opened "
         "once. The default is the user's cache.", resume="free", place="folder")
     eval_num_items: int = option(0, "Number of items held out of training for the evaluation loss.", resume="free",
         ge=0)
+
+    _dataset_buckets: dict[str, list[tuple[int, int, int]]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def dataset_buckets(self) -> Mapping[str, list[tuple[int, int, int]]]:
+        """Buckets that the resumed run has chosen, by the name of each dataset of `dataset`."""
+        return self._dataset_buckets
+
+    def with_dataset_buckets(self, buckets: Mapping[str, list[tuple[int, int, int]]]) -> DataSection:
+        """Return a copy with these buckets for the datasets of `dataset` that name no sizes."""
+        data = self.model_copy()
+        data._dataset_buckets = dict(buckets)
+        return data
 
     @property
     def is_named(self) -> bool:
@@ -245,23 +266,23 @@ class DataSection(Section):
 
 
 class DataloaderSection(Section):
-    """How clips are put into batches."""
+    """Batches of clips, and the processes that load them."""
 
     batch_size: int = option(1, "Clips per device and micro-batch.", resume="unlisted", ge=1, le=100_000)
     bucket_batch_sizes: list[BucketSize] = option([], "Batch sizes of single buckets, as `49x512x768=1 1x512x768=8`. "
         "Other buckets use `batch_size`.", resume="free")
-    epoch_end: EpochEnd = option("keep", "Clips that do not fill a batch at the end of an epoch: make smaller batches "
-        "(`keep`), leave them out (`drop`), fill up with further clips of the bucket (`pad`), or start the next epoch "
-        "with them (`wrap`).", resume="free")
+    epoch_end: EpochEnd = option("keep", "Clips that do not fill a batch at the end of an epoch: make smaller "
+        "batches (`keep`), leave them out (`drop`), fill up with other clips of the bucket (`pad`), or start the "
+        "next epoch (`wrap`).", resume="free")
     dataloader_num_workers: int = option(0, "Processes that decode clips; 0 decodes in the main process. A cache is "
-        "read by as many threads, at least one.", resume="free", local=True, ge=0, le=1024)
+        "read by the same number of threads, at least one.", resume="free", local=True, ge=0, le=1024)
     dataloader_timeout: Seconds = option(300, "Seconds that a step waits for decoding processes before they count as "
         "hung and are restarted. 0 waits forever.", resume="free", needs="dataloader_num_workers", ge=0)
     pin_memory: bool = option(False, "Use page-locked host memory, for faster copies to the GPU.", resume="free")
 
 
 class DiffusionSection(Section):
-    """Which noise levels are trained, and how they are weighted."""
+    """Training noise levels and their weights."""
 
     flow_resolution_shifting: bool = option(False, "Shift training noise levels by exp(mu), where mu grows linearly "
         "with the number of video tokens.", resume="rng")
@@ -276,8 +297,8 @@ class DiffusionSection(Section):
     flow_shift: float = option(1.0, "Static shift s of training noise levels: s*x / (1 + (s-1)*x). Above 1, noisier "
         "levels are trained more often.", resume="rng", gt=0, le=1000)
     flow_weighting_scheme: Literal["none", "uniform", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = option("none",
-        "Distribution that noise levels are drawn from (`logit_normal`, `mode`), or weight of their losses "
-        "(`sigma_sqrt`, `cosmap`). `none` and `uniform` draw uniformly.", resume="rng")
+        "Distribution of training noise levels (`logit_normal`, `mode`), or weight of their losses (`sigma_sqrt`, "
+        "`cosmap`). `none` and `uniform` draw uniformly.", resume="rng")
     flow_logit_mean: float = option(0.0, "Mean of `logit_normal`. A positive mean trains more noise (SD3 paper).",
         resume="rng", needs="flow_weighting_scheme=logit_normal", ge=-20, le=20)
     flow_logit_std: float = option(1.0, "Standard deviation of `logit_normal`.", resume="rng",
@@ -288,32 +309,28 @@ class DiffusionSection(Section):
 
 
 class TrainingSection(Section):
-    """What is trained, and for how long."""
+    """Training method, length, LoRA, checkpoints and resuming."""
 
-    training_type: Literal["lora", "full-finetune"] = option("lora", "Train a LoRA adapter, or every weight of the "
+    training_type: Literal["lora", "full-finetune"] = option("lora", "Train a LoRA adapter, or all weights of the "
         "transformer.", resume="same")
-    method: str = option("sft", "`sft`: supervised finetuning on clips. `grpo`: reward finetuning on prompts, by "
-        "policy gradient over the stochastic steps of the sampler. `nft`: reward finetuning by DiffusionNFT, which "
-        "contrasts good and bad clips in the training loss and works with any sampler. `refl`: reward finetuning by "
-        "the gradient of a differentiable reward through the last denoising steps (DRaFT, ReFL). `dpo`: preference "
-        "finetuning on pairs of clips.", resume="same")
+    method: str = option("sft", "Training method: supervised finetuning on clips (`sft`), reward finetuning by "
+        "policy gradient (`grpo`), DiffusionNFT (`nft`) or reward gradient (`refl`), or preference finetuning on "
+        "pairs (`dpo`).", resume="same")
     seed: int = option(42, "Seed of all random numbers of the run.", resume="rng", ge=0, lt=2**31)
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Autocast dtype. The default is what "
-        "`accelerate launch` says, else `transformer_dtype`.", resume="free")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(None, "Autocast dtype. The default is that of "
+        "`accelerate launch`, else `transformer_dtype`.", resume="free")
     master_weights: Literal["fp32", "stochastic_rounding"] = option("fp32", "Keep the weights that full finetuning "
-        "trains in fp32, or in bf16 with stochastic rounding (torchao). bf16 halves their memory.", resume="optimizer")
-    train_epochs: int = option(1, "Epochs to train, if `train_steps` is not given. A LoRA trained on clips "
-        "without either takes steps, rank, alpha and learning rate from the recommended settings.", resume="free",
-        ge=1)
-    train_steps: int | None = option(None, "Optimizer steps to train. It overrides `train_epochs`.", resume="free",
-        ge=1)
+        "trains in fp32, or in bf16 with stochastic rounding (torchao), which halves their memory.", resume="optimizer")
+    train_epochs: int = option(1, "Epochs to train, if `train_steps` is not set. Without either, a LoRA trained on "
+        "clips takes steps, rank, alpha and learning rate from the recommended settings.", resume="free", ge=1)
+    train_steps: int | None = option(None, "Optimizer steps to train; overrides `train_epochs`.", resume="free", ge=1)
     rank: int = option(64, "Rank of the LoRA; see `train_epochs`.", resume="same",
         needs="training_type=lora", ge=1, le=16384)
     lora_alpha: float = option(64, "LoRA alpha. The update is scaled by alpha / rank.", resume="same",
         needs="training_type=lora", gt=0, le=1e6)
-    target_modules: list[Expression] = option(["to_k", "to_q", "to_v", "to_out.0"], "Modules that get a LoRA: suffixes "
-        "of module names, or one regular expression over full names. The default adapts the attention projections.",
-        resume="same", needs="training_type=lora", min_length=1)
+    target_modules: list[Expression] = option(["to_k", "to_q", "to_v", "to_out.0"], "Modules that get a LoRA: "
+        "suffixes of module names, or one regular expression over full names. The default is the attention "
+        "projections.", resume="same", needs="training_type=lora", min_length=1)
     lora_dropout: float = option(0.0, "Dropout probability on the LoRA's input.", resume="free",
         needs="training_type=lora", ge=0, lt=1)
     use_rslora: bool = option(False, "Use rank-stabilized LoRA, which scales by alpha / sqrt(rank).", resume="same",
@@ -321,31 +338,31 @@ class TrainingSection(Section):
     use_dora: bool = option(False, "Use DoRA (weight-decomposed LoRA).", resume="same", needs="training_type=lora")
     gradient_accumulation_steps: int = option(1, "Micro-batches per optimizer step.", resume="unlisted", ge=1,
         le=100_000)
-    checkpointing_steps: int = option(500, "Save a checkpoint, the whole training state, every N optimizer steps. 0 "
-        "saves only at the end.", resume="free", ge=0)
-    checkpointing_limit: int | None = option(None, "Keep only the newest N checkpoints. An older one is deleted once a "
-        "newer one is complete. The one that `finetrainers watch` marks as the best is kept, too.", resume="free", ge=1)
-    async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory that "
-        "holds the trained weights, the optimizer state and the EMA. Training waits only before the next update, "
-        "until that copy is complete.", resume="free")
-    sharded_checkpoints: bool = option(True, "Let each process write and hash its part of a checkpoint, where "
-        "processes share the weights or the optimizer state of a full finetuning (FSDP2, DeepSpeed). Without it, or "
-        "on disks that not all machines see, rank 0 gathers and writes the weights, and under FSDP2 the optimizer "
-        "state. Either kind is resumed with the option on or off.", resume="free")
-    resume_from_checkpoint: Place | None = option(None, "Resume from `latest`, from a step number, or from a "
-        "checkpoint directory. `auto` resumes from the newest complete checkpoint in `output_dir`, or starts a new run "
-        "if there is none: use it in jobs that are requeued.", resume="unlisted", dumped=False, local=True)
-    reset: list[Reset] = option([], "Parts of the training state that a resumed run starts over: position in the data, "
-        "optimizer state, learning rate schedule, random numbers (`rng`, for another `seed`), EMA, or step counter "
-        "(which also resets data and schedule).", resume="unlisted", dumped=False, local=True)
+    checkpointing_steps: int = option(500, "Save a checkpoint, with the complete training state, every N optimizer "
+        "steps. 0 saves only at the end.", resume="free", ge=0)
+    checkpointing_limit: int | None = option(None, "Keep only the newest N checkpoints, and the one that "
+        "`finetrainers watch` marks as the best. Older ones are deleted once a newer one is complete.", resume="free",
+        ge=1)
+    async_checkpointing: bool = option(False, "Write checkpoints in the background, from a copy in host memory "
+        "(trained weights, optimizer state, EMA). Training waits only until that copy is complete.", resume="free")
+    sharded_checkpoints: bool = option(True, "Let each process write its part of a sharded full finetuning's "
+        "checkpoint (FSDP2, DeepSpeed). Without it, or on disks that not all machines share, rank 0 gathers and "
+        "writes the weights.", resume="free")
+    resume_from_checkpoint: Place | None = option(None, "Resume from `latest`, a step number or a checkpoint "
+        "directory. `auto` resumes from the newest complete checkpoint in `output_dir`, or starts a new run, as "
+        "requeued jobs need.", resume="unlisted", dumped=False, local=True)
+    reset: list[Reset] = option([], "Parts of the training state that a resumed run starts over: data position, "
+        "optimizer state, learning rate schedule, random numbers (`rng`), EMA, or step counter (which also resets "
+        "data and schedule).", resume="unlisted", dumped=False, local=True)
     init_from: Place | None = option(None, "Start a new run from these weights: a checkpoint, a run directory, a "
-        "diffusers folder, or a LoRA file or folder.", resume="unlisted")
-    on_nonfinite: Literal["raise", "skip", "rollback"] = option("raise", "NaN or infinite loss or gradient: stop the "
-        "run, skip the update, or roll back to the newest checkpoint and continue with other data.", resume="free")
-    max_nonfinite_steps: int = option(10, "Maximum number of such steps with `--on_nonfinite skip` or `rollback`; one "
-        "more is an error.", resume="free", needs="on_nonfinite=skip|rollback", ge=0)
+        "diffusers directory, or a LoRA file or directory.", resume="unlisted")
+    on_nonfinite: Literal["raise", "skip", "rollback"] = option("raise", "On a NaN or infinite loss or gradient: "
+        "stop the run, skip the update, or roll back to the newest checkpoint and continue with other data.",
+        resume="free")
+    max_nonfinite_steps: int = option(10, "Maximum number of skipped updates or rollbacks with `--on_nonfinite skip` "
+        "or `rollback`; one more is an error.", resume="free", needs="on_nonfinite=skip|rollback", ge=0)
     spike_sigma: float = option(6.0, "Report a loss or gradient norm that is this many standard deviations above its "
-        "recent mean. 0 reports none.", resume="free", ge=0)
+        "recent mean. 0 disables it.", resume="free", ge=0)
     spike_window: int = option(128, "Number of recent steps that `spike_sigma` compares with.", resume="free",
         needs="spike_sigma", ge=8, le=100_000)
     use_ema: bool = option(False, "Keep an exponential moving average (EMA) of the trained weights.", resume="ema")
@@ -359,22 +376,18 @@ ActivationMemory = Literal["none", "checkpoint", "keep_attention", "offload"]
 
 
 class MemorySection(Section):
-    """What saves GPU memory, and what happens when it runs out. See also [optimizer], [parallel] and [model]."""
+    """Options that save GPU memory, and handling of OOM. See also [optimizer], [parallel] and [model]."""
 
-    activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "What each block stores for the "
-        "backward pass: all of its activations (`none`), its input, from which the rest is recomputed "
-        "(`checkpoint`), its input and what attention returned, so that attention is not recomputed "
-        "(`keep_attention`), or the same in pinned host memory (`offload`). Gradients are bitwise equal. `auto` "
-        "chooses the fastest of these, and the share of the blocks, that is estimated to fit the GPU or "
-        "`memory_budget`, and chooses once more after the first measured step. The default is `checkpoint` with "
-        "`gradient_checkpointing`, else `none`.", resume="free")
+    activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "Activation storage per block: "
+        "`none` (all), `checkpoint`, `keep_attention`, `offload` or `auto` (see activation-memory.md). If unset, "
+        "`gradient_checkpointing` and, on a GPU, `fit_gpu` choose.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
-    selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` holds for, "
-        "spread evenly over the network; the others store all activations. By default it is all of them. Without "
-        "`activation_memory`, that share is checkpointed.", resume="free", ge=0, le=1)
-    layerwise_upcasting_modules: list[Literal["transformer"]] = option([], "Store the frozen weights of these parts in "
-        "8 bits, and compute in `transformer_dtype` (LoRA only).", resume="free", former_table="model")
+    selective_checkpointing: float | None = option(None, "Share of the blocks that `activation_memory` applies to, "
+        "spread evenly over the network; the others store all activations. Without `activation_memory`, that share "
+        "is checkpointed.", resume="free", ge=0, le=1)
+    layerwise_upcasting_modules: list[Literal["transformer"]] = option([], "Components whose frozen weights are "
+        "stored in 8 bits and computed in `transformer_dtype` (LoRA only).", resume="free", former_table="model")
     layerwise_upcasting_storage_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = option("float8_e4m3fn",
         "Storage dtype of layerwise upcasting.", resume="free", needs="layerwise_upcasting_modules=transformer",
         former_table="model")
@@ -382,34 +395,31 @@ class MemorySection(Section):
         ["patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm"],
         "Regular expressions of module names that layerwise upcasting skips, since they are small and sensitive.",
         resume="free", needs="layerwise_upcasting_modules=transformer", former_table="model")
-    lora_autocast: bool = option(True, "Train a LoRA under autocast, which computes norms and sums in fp32. Without, "
-        "the network computes in `transformer_dtype` (bf16) throughout, as diffusers' pipelines do, and the fp32 "
-        "LoRA is cast for each use: blocks store 14 to 30 % less.", resume="free")
-    quantize_frozen: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the frozen linear layers of the "
-        "transformer, and train the LoRA over them (QLoRA). `int8` and `fp8` have a scale for each row, `nf4` "
-        "(bitsandbytes, CUDA only) one for each 64 weights. Unlike layerwise upcasting it saves memory without "
-        "`gradient_checkpointing` too.", resume="free")
-    quantize_skip_modules: list[Expression] = option([], "Regular expressions of module names that are not quantized. "
-        "The default is the family's own list: embedders, norms and modulation.", resume="free",
+    lora_autocast: bool = option(True, "Train a LoRA under autocast, which computes norms and sums in fp32. Without "
+        "it, the network computes in `transformer_dtype` (bf16), as diffusers' pipelines do: blocks store 14% to 30% "
+        "less.", resume="free")
+    quantize_frozen: Literal["none", "int8", "fp8", "nf4"] = option("none", "Quantize the frozen linear layers of "
+        "the transformer and train the LoRA over them (QLoRA): `int8`, `fp8`, or `nf4` (bitsandbytes, CUDA only).",
+        resume="free")
+    quantize_skip_modules: list[Expression] = option([], "Regular expressions of module names that are not "
+        "quantized. The default is the family's own list: embedders, norms and modulation.", resume="free",
         needs="quantize_frozen=int8|fp8|nf4")
-    blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many "
-        "transformer blocks in host memory, and copy each block to the GPU before it computes (block swap, LoRA only). "
-        "Two of them are on the GPU at a time, so 3 is the fewest that saves memory. `auto` swaps the fewest with "
-        "which the estimate fits the GPU.", resume="free")
-    compile: CompileScope = option("none", "Compile each block of the transformer (torch.compile, `regional`): "
-        "faster steps and fewer stored activations, after minutes of compiling at the first step of every size. All "
-        "blocks of a class share their code.", resume="free")
+    blocks_to_swap: NumberOrAuto = option(0, "Keep the frozen weights of this many transformer blocks in host memory "
+        "until they compute (block swap, LoRA only); at least 3. `auto` swaps the fewest that fit, as `fit_gpu` does "
+        "on a GPU.", resume="free")
+    compile: CompileScope = option("none", "Compile each transformer block (torch.compile, `regional`): faster steps "
+        "and fewer stored activations. Compiling takes minutes at the first step of every size.", resume="free")
     oom_retry: Literal["auto", "on", "off"] = option("auto", "On OOM, retry the step with smaller micro-batches; the "
         "accumulated gradient is unchanged. `auto` retries wherever that is possible: on one GPU and under DDP.",
         resume="free", former_table="training")
     dry_batches: Literal["auto", "on", "off"] = option("auto", "Before the first step, run one micro-batch of every "
         "size, so that an OOM shows at once. `auto` does so on CUDA.", resume="free", former_table="training")
-    memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`. The cheapest set of options "
-        "with which the run is estimated to fit is set, and printed. Options that differ from their defaults stay as "
-        "they are. A run that cannot fit is refused. See also `finetrainers estimate`.", resume="free", local=True)
-    fit_gpu: bool = option(False, "If the run is estimated not to fit the GPU, set and print the cheapest memory "
-        "options that leave its results the same. On by default for commands and files of other trainers.",
+    memory_budget: GpuMemory | None = option(None, "Memory of the GPU, such as `24GB`: enables and prints the "
+        "cheapest memory options estimated to fit. Options that you set stay; a run that cannot fit is an error.",
         resume="free", local=True)
+    fit_gpu: bool = option(True, "On a GPU, choose the fastest memory options that fit and keep results the same: "
+        "activation storage, swapped blocks, idle components in host memory. Options that you set stay.", resume="free",
+        local=True)
 
     @property
     def stored(self) -> ActivationMemory:
@@ -427,7 +437,7 @@ class MemorySection(Section):
 
 
 class OptimizerSection(Section):
-    """How weights are updated."""
+    """Optimizer and learning rate schedule."""
 
     optimizer: OptimizerName = option("adamw", "Optimizer; see docs/reference/optimizers.md.", resume="optimizer")
     use_8bit_bnb: bool = option(False, "Use the 8-bit variant of `adam` or `adamw` (bitsandbytes).", resume="optimizer")
@@ -436,12 +446,12 @@ class OptimizerSection(Section):
         resume="free")
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "bump",
-    ] = option("constant", "Learning rate schedule over optimizer steps. `bump` is a cycle at the start, up to a "
-        "peak and down to `lr`, and constant after it: for a run that continues from trained weights.", resume="free")
-    lr_warmup_steps: int = option(500, "Optimizer steps of linear warmup. `constant` has none, and that of `bump` is a "
-        "half cosine up to its peak.", resume="free", ge=0)
-    lr_cooldown_steps: int | None = option(None, "Optimizer steps in which `bump` comes down from its peak. The "
-        "default is `lr_warmup_steps`.", resume="free", needs="lr_scheduler=bump", ge=0)
+    ] = option("constant", "Learning rate schedule over optimizer steps. `bump` rises to a peak, falls to `lr` and "
+        "stays there, for runs that continue from trained weights.", resume="free")
+    lr_warmup_steps: int = option(500, "Optimizer steps of linear warmup; `constant` has none. For `bump`, a half "
+        "cosine up to its peak.", resume="free", ge=0)
+    lr_cooldown_steps: int | None = option(None, "Optimizer steps in which `bump` falls from its peak. The default "
+        "is `lr_warmup_steps`.", resume="free", needs="lr_scheduler=bump", ge=0)
     lr_bump_start: float = option(0.1, "Learning rate of the first step of `bump`, as a multiple of `lr`.",
         resume="free", needs="lr_scheduler=bump", ge=0, le=1)
     lr_bump_peak: float = option(4.0, "Learning rate at the peak of `bump`, as a multiple of `lr`.", resume="free",
@@ -455,54 +465,62 @@ class OptimizerSection(Section):
     beta3: float | None = option(None, "Third decay of `prodigy` and `came`.", resume="free", ge=0, lt=1)
     weight_decay: float = option(1e-4, "Weight decay.", resume="free", ge=0, le=1000)
     epsilon: float = option(1e-8, "Epsilon of the Adam family.", resume="free", gt=0, le=1)
-    max_grad_norm: float = option(1.0, "Clip the gradient norm to this value, once per optimizer step. 0 does not "
-        "clip.", resume="free", ge=0)
+    max_grad_norm: float = option(1.0, "Clip the gradient norm to this value, once per optimizer step. 0 disables "
+        "clipping.", resume="free", ge=0)
     use_cpu_offload_optimizer: bool = option(False, "Keep the optimizer state on the CPU and update there (torchao). "
-        "It needs CUDA or XPU, and cannot clip gradients.", resume="optimizer")
+        "It requires CUDA or XPU, and cannot be combined with gradient clipping.", resume="optimizer")
     offload_gradients: bool = option(False, "With `use_cpu_offload_optimizer`, free each gradient as soon as it is "
-        "computed. It excludes gradient accumulation.", resume="free")
-    optimizer_in_backward: bool = option(False, "Update each weight as soon as its gradient is complete, and free the "
-        "gradient: no gradients are stored. For full finetuning in one process, without accumulation and clipping.",
-        resume="free")
+        "computed. It cannot be combined with gradient accumulation.", resume="free")
+    optimizer_in_backward: bool = option(False, "Update each weight as soon as its gradient is complete, and free "
+        "the gradient. It requires full finetuning in one process, without accumulation and clipping.", resume="free")
 
 
 class ValidationSection(Section):
-    """Sample videos, and evaluation by loss and by rewards, during training."""
+    """Validation samples, and evaluation by loss and by rewards, during training."""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if the validation prompts are sampled during training, and not only at its end."""
+        return self.validation_steps is not None or self.validation_epochs is not None
+
+    @property
+    def samples_at_start(self) -> bool:
+        """True if the validation prompts are sampled before the first step."""
+        return self.is_scheduled if self.validation_at_start is None else self.validation_at_start
 
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
-        ".jsonl or .toml file of prompts.", resume="free", local=True)
+        ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
         "`validation_separator` (image-to-video).", resume="free")
-    validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`. "
-        "Its first frame is given (image-to-video); a checkpoint that takes a control video is given all of it.",
-        resume="free")
-    validation_last_images: str | None = option(None, "Last frame of each prompt, likewise, for models that can be "
-        "given any frames (`--list_models`).", resume="free")
-    validation_video_prefixes: str | None = option(None, "Local video that the sample of each prompt begins with, "
-        "likewise: as many of its last frames as the model's latents stand for, or those of FILE:FRAMES.",
-        resume="free")
+    validation_videos: str | None = option(None, "Local video of each prompt, joined by `validation_separator`: its "
+        "first frame is used (image-to-video), or all of it as the control video.", resume="free")
+    validation_last_images: str | None = option(None, "Last frame of each prompt, likewise, for models that support "
+        "any conditioning frame (`--list_models`).", resume="free")
+    validation_video_prefixes: str | None = option(None, "Local video that each sample continues, likewise: its last "
+        "frames, up to those of the model's first latents, or those of FILE:FRAMES.", resume="free")
     validation_separator: str = option(":::", "Separator of validation prompts, images and videos.", resume="free",
         min_length=1)
     num_validation_videos: int = option(1, "Videos sampled per prompt.", resume="free", ge=1, le=1000)
     validation_epochs: int | None = option(None, "Sample every N epochs.", resume="free", ge=1)
     validation_steps: int | None = option(None, "Sample every N optimizer steps.", resume="free", ge=1)
+    validation_at_start: bool | None = option(None, "Also sample before the first step, for comparison. The default is "
+        "true with `validation_steps` or `validation_epochs`, else false.", resume="free")
     validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the median of "
-        "the clips that are trained on, or the model's own rate where these are within 2 % of it.", resume="free", gt=0,
-        le=1000)
+        "the training clips, or the model's own rate if it is within 2% of it.", resume="free", gt=0, le=1000)
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)
     validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the pipeline's.",
         resume="free", ge=0, le=1000)
-    enable_model_cpu_offload: bool | None = option(None, "Sample with the model's parts in host memory, each on the "
-        "GPU only while it is used (CUDA). By default only if the estimate says that sampling does not fit the GPU "
-        "otherwise.", resume="free")
+    enable_model_cpu_offload: bool | None = option(None, "Sample with the model's components in host memory, each on "
+        "the GPU only while in use (CUDA). By default, only if sampling is estimated not to fit the GPU otherwise.",
+        resume="free")
     eval_steps: int | None = option(None, "Measure the evaluation loss, and score held-out prompts, every N "
         "optimizer steps.", resume="free", ge=1)
-    eval_prompts: Path | None = option(None, "Held-out prompts: .txt (one per line) or .jsonl (keys `prompt`, "
-        "`image`). They are sampled and scored before and after training, and every `eval_steps`. The default is "
-        "`validation_prompts`; reward finetuning has none.", resume="free", former_table="grpo")
+    eval_prompts: Path | None = option(None, "Held-out prompts, .txt (one per line) or .jsonl (keys `prompt`, "
+        "`image`), scored before and after training and every `eval_steps`. The default is `validation_prompts`; "
+        "none in reward finetuning.", resume="free", former_table="grpo", place="input")
     eval_reward: list[Reward] = option([], "Rewards that score samples of held-out prompts, as `reward` names them; "
-        "only samples change, not what is trained. Reward finetuning takes `reward` by default; others than these "
-        "reveal reward hacking.", resume="free", former_table="grpo")
+        "they do not affect training. The default in reward finetuning is `reward`; other rewards reveal reward "
+        "hacking.", resume="free", former_table="grpo")
     eval_num_timesteps: int = option(5, "Number of fixed noise levels of the evaluation loss.", resume="free", ge=1,
         le=100)
 
@@ -511,7 +529,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class RunSection(Section):
-    """Where the run writes, what it reports, and how long it waits."""
+    """Output, logging, uploads and timeouts of the run."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -523,45 +541,43 @@ class RunSection(Section):
         parts = [part.strip() for name in names for part in str(name).split(",")]
         return [] if parts == ["none"] else [part for part in dict.fromkeys(parts) if part]
 
-    output_dir: Path = option(Path("finetrainers-training"), "Run directory. Everything that the run writes is in it.",
-        resume="unlisted", local=True, place="folder")
-    logging_dir: str = option("logs", "Folder of the tracker's files, below `output_dir`.", resume="unlisted",
+    output_dir: Path = option(Path("finetrainers-training"), "Run directory, which holds everything that the run "
+        "writes.", resume="unlisted", local=True, place="folder")
+    logging_dir: str = option("logs", "Directory of the tracker's files, below `output_dir`.", resume="unlisted",
         local=True)
     report_to: list[TrackerName] = option([], "Experiment trackers, one or several, or `none`. Metrics are always "
         "written to metrics.jsonl in `output_dir`.", resume="unlisted")
     tracker_name: str = option("finetrainers", "Project name at the tracker.", resume="unlisted")
-    train_log: bool = option(False, "Write what the run says to `train.log` in `output_dir`, too, with the time of "
-        "each line. A resumed run continues the file.", resume="free")
+    train_log: bool = option(False, "Also write console output, with timestamps, to `train.log` in `output_dir`. A "
+        "resumed run appends to the file.", resume="free")
     logging_steps: int = option(1, "Log metrics every N optimizer steps, averaged over them.", resume="free", ge=1)
-    export_formats: list[ExportFormat] = option([], "Formats in which the result is also written, to `export/` in "
-        "`output_dir`; `finetrainers export` does so later.", resume="free")
-    push_to_hub: bool = option(False, "Upload the result to the hub when training ends.", resume="free")
-    hub_token: SecretStr | None = option(None, "Access token of the hub. The default is that of `hf auth login`.",
+    export_formats: list[ExportFormat] = option([], "Additional formats of the result, written to `export/` in "
+        "`output_dir`. `finetrainers export` writes them later.", resume="free")
+    push_to_hub: bool = option(False, "Upload the result to the Hub when training ends.", resume="free")
+    hub_token: SecretStr | None = option(None, "Access token of the Hub. The default is that of `hf auth login`.",
         resume="unlisted", dumped=False, local=True)
     hub_model_id: HubId | None = option(None, "Hub repository of the result. The default is the name of `output_dir`.",
         resume="unlisted", needs="push_to_hub")
     allow_tf32: bool = option(False, "Use TF32 for matrix products on CUDA.", resume="free")
-    nccl_timeout: Seconds = option(600, "Seconds until a stuck collective, or a wait for a machine that is lost, "
+    nccl_timeout: Seconds = option(600, "Seconds after which a stuck collective, or the wait for a lost machine, "
         "ends the run.", resume="free", ge=1)
     idle_timeout: Seconds = option(86400, "Seconds that a process waits for processes that load, encode, sample, "
-        "score or save, before the run ends; these must run, and their machines answer (`nccl_timeout`).",
-        resume="free", ge=1)
-    loading_timeout: Seconds | None = option(None, "Seconds that loading one part of the model, with its download, or "
-        "uploading the result may take before it counts as hung. 0, like the default, sets no limit.", resume="free",
-        ge=0)
+        "score or save, before the run ends. Their machines must answer within `nccl_timeout`.", resume="free", ge=1)
+    loading_timeout: Seconds | None = option(None, "Seconds that loading one component, with its download, or "
+        "uploading the result may take before it counts as hung. 0, the default, sets no limit.", resume="free", ge=0)
     step_timeout: Seconds | None = option(None, "Seconds that a step, with its data or rollout, or encoding a batch "
-        "before training may take. By default 20 times the median of earlier ones, at least 10 minutes; 0 sets no "
-        "limit.", resume="free", ge=0)
-    checkpoint_timeout: Seconds | None = option(None, "Seconds that a checkpoint or the results may be written without "
-        "progress. By default 20 times the median of earlier checkpoints, at least 10 minutes; 0 sets no limit.",
+        "may take; 0 sets no limit. The default is 20 times the median of earlier ones, at least 10 minutes.",
         resume="free", ge=0)
+    checkpoint_timeout: Seconds | None = option(None, "Seconds that saving a checkpoint or the results may take "
+        "without progress; 0 sets no limit. The default is 20 times the median of earlier checkpoints, at least 10 "
+        "minutes.", resume="free", ge=0)
     sampling_timeout: Seconds | None = option(None, "Seconds that validation samples and evaluation may take without "
-        "progress. By default 20 times the median of earlier ones, at least 10 minutes; 0 sets no limit.",
+        "progress; 0 sets no limit. The default is 20 times the median of earlier ones, at least 10 minutes.",
         resume="free", ge=0)
     dry_run: bool = option(False, "Check everything, print the plan, and stop before training.", resume="unlisted",
         dumped=False, local=True)
     gpu: GpuName | None = option(None, "GPU to plan a dry run or an estimate for: a card such as `h100` or `4090`, "
-        "or a size such as `24GB`. By default it is this machine's.", resume="unlisted", dumped=False, local=True,
+        "or a size such as `24GB`. The default is this machine's.", resume="unlisted", dumped=False, local=True,
         needs="dry_run")
-    verbose: bool = option(False, "Print the traceback of every error, even of expected ones; with `dry_run`, also "
+    verbose: bool = option(False, "Print the traceback of every error, including expected ones; with `dry_run`, also "
         "print all options.", resume="unlisted", dumped=False, local=True)

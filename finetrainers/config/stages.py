@@ -14,7 +14,7 @@ from finetrainers.utils.text import nearest, quoted
 
 from .errors import ConfigError, Problem
 from .given import Locate, RawOptions
-from .load import build_config, file_source, find_line, read_toml, take_options
+from .load import build_config, file_source, find_inputs, find_line, read_toml, take_options
 from .root import TrainConfig
 
 #: Part of an earlier stage that a stage begins from: all weights, the LoRA, or the training state with the optimizer.
@@ -25,10 +25,10 @@ _HEADER = re.compile(r"\s*(\[+)\s*([\w-]+)(?:\.[\w.-]+)?\s*\]+")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 #: Options that a file of stages cannot set, and the reason.
 _REFUSED = {
-    "resume_from_checkpoint": "`finetrainers run` resumes a stage that was interrupted by itself; leave it out",
-    "reset": "a stage begins from the weights of another one by `init`, or from its whole training state by "
-    '`init = { stage = "NAME", load = "state" }`; leave it out',
-    "dry_run": "`finetrainers run FILE --plan` checks all stages and trains nothing",
+    "resume_from_checkpoint": "`finetrainers run` resumes an interrupted stage by itself; remove it",
+    "reset": "a stage begins from the weights of another stage by `init`, or from its complete training state by "
+    '`init = { stage = "NAME", load = "state" }`; remove it',
+    "dry_run": "`finetrainers run FILE --plan` checks all stages without training",
 }
 
 
@@ -69,24 +69,27 @@ def read_stages(path: Path, flags: RawOptions) -> list[Stage]:
     Raises:
         ConfigError: there are no stages.
     """
-    text, document = read_toml(path)
+    path, text, document = read_toml(path)
     tables = document.pop("stage", None)
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         problem = Problem(
             str(path),
-            "has no [[stage]] tables; a file of one configuration is for `finetrainers train --config`",
+            "has no [[stage]] tables; use `finetrainers train --config` for a file of one configuration",
             "required",
         )
         if tables is not None:
-            problem = Problem(str(path), "`stage` is not a list of tables; begin every stage by a line [[stage]]")
+            problem = Problem(str(path), "`stage` must be a list of tables; begin every stage by a line [[stage]]")
         raise ConfigError([problem])
     lines = _stage_lines(text)
     shared = RawOptions()
     take_options(shared, document, _locate(path, lines[None], ""))
+    find_inputs(shared, path.parent)
     stages: list[Stage] = []
     for number, table in enumerate(tables):
         locate = _locate(path, lines.get(number, ""), "stage")
-        stages.append(_read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, before=stages))
+        stages.append(
+            _read_stage(table, copy.deepcopy(shared), copy.deepcopy(flags), locate, path.parent, before=stages)
+        )
     return _with_merged(stages)
 
 
@@ -121,14 +124,21 @@ def _locate(path: Path, text: str, above: str) -> Locate:
 
 
 def _read_stage(
-    table: Mapping[str, Any], shared: RawOptions, flags: RawOptions, locate: Locate, *, before: Sequence[Stage]
+    table: Mapping[str, Any],
+    shared: RawOptions,
+    flags: RawOptions,
+    locate: Locate,
+    directory: Path,
+    *,
+    before: Sequence[Stage],
 ) -> Stage:
-    """Return a stage, over the options that all share."""
+    """Return a stage of a file in `directory`, over the options that all share."""
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
     here = RawOptions()
     take_options(here, {key: value for key, value in table.items() if key not in _KEYS}, locate)
+    find_inputs(here, directory)
     sources = [shared, here, flags]
     if "config" in table:
         try:
@@ -148,7 +158,11 @@ def _read_stage(
         return Stage(name, None, init, problems, wrong)
     if init is not None and config.training.init_from is not None:
         place = here.where.get("init_from", "init_from")
-        problems.append(Problem(place, f"the stage begins from {init.stage} (init); give one of them", "conflict"))
+        problems.append(
+            Problem(
+                place, f"cannot be combined with init, which names stage {init.stage}; remove one of them", "conflict"
+            )
+        )
     if "output_dir" not in here.values or "output_dir" in flags.values:
         run = config.run.model_copy(update={"output_dir": config.run.output_dir / name})
         config = config.model_copy(update={"run": run})
@@ -159,7 +173,7 @@ def _read_stage(
     if clash is not None and clash.name != name:
         where = here.where.get("output_dir", "output_dir")
         problems.append(
-            Problem(where, f"{config.run.output_dir} is the directory of stage {clash.name} as well", "duplicate")
+            Problem(where, f"{config.run.output_dir} is also the directory of stage {clash.name}", "duplicate")
         )
     return Stage(name, config, init, problems, wrong)
 
@@ -176,19 +190,17 @@ def _read_name(table: Mapping[str, Any], locate: Locate, before: Sequence[Stage]
     """Return the name of a stage, or its number if it has no usable name."""
     name, number = table.get("name"), len(before) + 1
     if name is None:
-        problems.append(
-            Problem(locate(None, None), f'stage {number} has no name; give it one: name = "low"', "required")
-        )
+        problems.append(Problem(locate(None, None), f'stage {number} has no name; add one: name = "low"', "required"))
     elif not isinstance(name, str) or not _NAME.fullmatch(name):
         problems.append(
             Problem(
                 locate(None, "name"),
-                f"name: not a folder's name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}",
+                f"name: must be a directory name of letters, digits, `_`, `-` and `.`, got {quoted(str(name))}",
             )
         )
     elif name in (stage.name for stage in before):
         problems.append(
-            Problem(locate(None, "name"), f"name: there is a stage {name!r} already; names are unique", "duplicate")
+            Problem(locate(None, "name"), f"name: stage name {name!r} is used twice; names must be unique", "duplicate")
         )
     else:
         return name
@@ -204,7 +216,7 @@ def _read_init(
     entry, where = table["init"], locate(None, "init")
     if not isinstance(entry, Mapping) or not isinstance(entry.get("stage"), str):
         example = f'init = {{ stage = "{before[-1].name if before else "low"}" }}'
-        problems.append(Problem(where, f"init: names no earlier stage; write {example}", "required"))
+        problems.append(Problem(where, f"init: must name an earlier stage; write {example}", "required"))
         return None
     for key in entry:
         if key not in ("stage", "load"):

@@ -24,7 +24,7 @@ _PART = re.compile(
 _RESOLUTION = re.compile(r"^(\d+)(?:x(\d+))?$")
 
 
-def _sizes(pattern: re.Pattern[str], requirement: str) -> Callable[[Any], Any]:
+def _sizes(pattern: re.Pattern[str], form: str) -> Callable[[Any], Any]:
     """Return a parser of whole numbers joined by `x`: text becomes a tuple, and other values pass through."""
 
     def parse(value: Any) -> Any:
@@ -32,7 +32,7 @@ def _sizes(pattern: re.Pattern[str], requirement: str) -> Callable[[Any], Any]:
             return value
         match = pattern.match(value.strip())
         if not match:
-            raise ValueError(f"{shortened(quoted(value))} is {requirement}")
+            raise ValueError(f"expected {form}, got {shortened(quoted(value))}")
         # Python refuses to read numbers of thousands of digits; a number that is cut here is out of bounds anyway.
         return check_size(tuple(int(part.lstrip("0")[:12] or 0) for part in match.groups() if part is not None))
 
@@ -52,9 +52,9 @@ def check_size(size: tuple[int, ...]) -> tuple[int, ...]:
     return size
 
 
-_parse_video_bucket = _sizes(_BUCKET, "not FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)")
-_parse_image_bucket = _sizes(_IMAGE_BUCKET, "not HEIGHTxWIDTH, for example 512x768")
-_parse_sides = _sizes(_RESOLUTION, "neither the side of a square, for example 512, nor HEIGHTxWIDTH")
+_parse_video_bucket = _sizes(_BUCKET, "FRAMESxHEIGHTxWIDTH, for example 49x512x768 (images: 1x512x768)")
+_parse_image_bucket = _sizes(_IMAGE_BUCKET, "HEIGHTxWIDTH, for example 512x768")
+_parse_sides = _sizes(_RESOLUTION, "the side of a square, for example 512, or HEIGHTxWIDTH")
 
 
 def _parse_compile(value: Any) -> Any:
@@ -74,7 +74,7 @@ def _parse_resolution(value: Any) -> Any:
 def _parse_number_or_auto(value: Any) -> Any:
     number = value.strip() if isinstance(value, str) else value
     if isinstance(number, bool) or not (number == "auto" or re.fullmatch(r"\d+", str(number))):
-        raise ValueError(f"{value!r} is neither auto nor a whole number from 0 on")
+        raise ValueError(f"must be auto or a whole number from 0, got {value!r}")
     return number
 
 
@@ -87,7 +87,7 @@ def parse_for_bucket(value: Any) -> Any:
     if isinstance(value, str):
         bucket, equals, number = (part.strip() for part in value.partition("="))
         if not (_BUCKET.match(bucket) or _IMAGE_BUCKET.match(bucket)) or not equals or not number:
-            raise ValueError(f"{value!r} is not BUCKET=VALUE, for example 49x512x768=2")
+            raise ValueError(f"expected BUCKET=VALUE, for example 49x512x768=2, got {value!r}")
         return _parse_video_bucket(bucket if _BUCKET.match(bucket) else f"1x{bucket}"), number
     return value
 
@@ -101,7 +101,7 @@ def parse_media_column(value: Any) -> Any:
     if isinstance(value, str):
         name, _, column = (part.strip() for part in value.partition("="))
         if not name or not column:
-            raise ValueError(f"{value!r} is not NAME=COLUMN, for example control_video=pose")
+            raise ValueError(f"expected NAME=COLUMN, for example control_video=pose, got {value!r}")
         return name, column
     return value
 
@@ -132,7 +132,7 @@ def check_place(text: str) -> str:
         ValueError: it is empty, or no path can be like this.
     """
     if not text.strip():
-        raise ValueError("is empty; give a hub id or a path")
+        raise ValueError("must not be empty; set a Hub id or a path")
     return text if "://" in text else expand_home(text)
 
 
@@ -145,8 +145,8 @@ def check_part(text: str) -> str:
     match = _PART.fullmatch(text)
     if match is None or not (match["place"] or match["dtype"]):
         raise ValueError(
-            f"{shortened(quoted(text))} is not NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE, for example "
-            "image_encoder=someone/model,fp32"
+            "expected NAME=PATH, NAME=PATH,DTYPE or NAME=,DTYPE, for example image_encoder=someone/model,fp32, got "
+            f"{shortened(quoted(text))}"
         )
     place = check_place(match["place"]) if match["place"] else ""
     return f"{match['name']}={place}" + (f",{match['dtype']}" if match["dtype"] else "")
@@ -166,11 +166,11 @@ def check_expression(text: str) -> str:
         ValueError: it is not.
     """
     if not text:
-        raise ValueError("is empty; give the name of a module, or a regular expression")
+        raise ValueError("must not be empty; set a module name, or a regular expression")
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{shortened(quoted(text))} is no regular expression: {error}") from None
+        raise ValueError(f"{shortened(quoted(text))} is not a regular expression: {error}") from None
     return text
 
 

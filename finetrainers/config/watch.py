@@ -35,7 +35,7 @@ _OWN = re.compile(r"(?P<name>[^=]+)=(?P<size>[^,=]+)(?:,(?P<more>.*))?")
 
 
 class Preset(Section):
-    """Sampling settings of a preset; settings that are not given are as in the run's validation."""
+    """Sampling settings of a preset; omitted settings are those of the run's validation."""
 
     size: VideoBucket | None = None
     steps: int | None = Field(None, ge=1, le=10_000)
@@ -47,37 +47,41 @@ class WatchSection(Section):
 
     presets: str = Field(
         AS_VALIDATION,
-        description="names joined by commas: `run` (as the run's validation), lowNs or highNs, such as "
-        "low4s (4 seconds at half or all of the run's resolution), and your own [run]",
+        description="names joined by commas: `run` (the run's validation), lowNs or highNs, such as low4s (4 seconds "
+        "at half or all of the run's resolution), and your own [run]",
     )
     preset: list[str] = Field(
-        [], description="presets of your own: NAME=49x512x768,steps=30,guidance=5; a name alone is as in --presets"
+        [], description="your own presets: NAME=49x512x768,steps=30,guidance=5; a name alone is as in --presets"
     )
     presets_file: Path | None = Field(None, description="a TOML file with tables [presets.NAME]: size, steps, guidance")
     prompts: str | None = Field(
         None, description="as --prompts of `finetrainers sample` [the run's validation prompts]"
     )
-    image: str | None = Field(None, description="first frames, as there")
-    video: str | None = Field(None, description="control videos, as there")
-    last_image: str | None = Field(None, description="last frames, as there")
-    video_prefix: str | None = Field(None, description="videos that samples continue, as there")
-    negative_prompt: str = Field("", description="as there")
+    image: str | None = Field(None, description="first frames, as for `finetrainers sample`")
+    video: str | None = Field(None, description="control videos, as for `finetrainers sample`")
+    last_image: str | None = Field(None, description="last frames, as for `finetrainers sample`")
+    video_prefix: str | None = Field(None, description="videos that samples continue, as for `finetrainers sample`")
+    negative_prompt: str = Field("", description="as for `finetrainers sample`")
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
-    frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second, as there")
-    no_ema: bool = Field(False, description="sample the trained weights, not their moving average")
+    frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second, as for `finetrainers sample`")
+    no_ema: bool = Field(False, description="sample raw weights instead of the EMA")
     reward: list[Reward] = Field(
         [], description="rewards that score the clips, as --reward of reward finetuning [the run's]"
     )
     best_by: str | None = Field(
-        None, description="score by this reward, too, and mark the checkpoint with its highest mean: checkpoints/best"
+        None, description="also score by this reward, and mark the checkpoint with its highest mean: checkpoints/best"
     )
-    device: str | None = Field(None, description="cuda:1, say, where training has the first GPU; or cpu [the first]")
-    poll_seconds: float = Field(30, gt=0, le=1e6, description="pause between two looks for checkpoints [30]")
-    once: bool = Field(False, description="sample the checkpoints that are there, and exit")
-    no_track: bool = Field(False, description="send nothing to the tracker of the run")
-    output_dir: Path | None = Field(None, description="gets a folder for each preset [watch in the run directory]")
-    dry_run: bool = Field(False, description="check everything, say what would be sampled, and stop")
+    device: str | None = Field(
+        None, description="cuda:1, for example, if training uses the first GPU; or cpu [the first]"
+    )
+    poll_seconds: float = Field(30, gt=0, le=1e6, description="seconds between checks for checkpoints [30]")
+    once: bool = Field(False, description="sample the existing checkpoints, and exit")
+    no_track: bool = Field(False, description="send nothing to the run's tracker")
+    output_dir: Path | None = Field(
+        None, description="output directory; one subdirectory per preset [watch in the run directory]"
+    )
+    dry_run: bool = Field(False, description="check everything, print what would be sampled, and exit")
 
 
 def read_presets(section: WatchSection) -> dict[str, Preset | None]:
@@ -100,7 +104,9 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
             problems += _add(own_presets, name, values, f"--preset {name}")
             requested += [("--preset", name)] * (name in own_presets)
         elif "=" in text or not (names := _names(text)):
-            problems.append(Problem("--preset", f"{text!r} is not NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X]"))
+            problems.append(
+                Problem("--preset", f"expected NAME=FRAMESxHEIGHTxWIDTH[,steps=N][,guidance=X], got {text!r}")
+            )
         else:  # `--preset low4s` is `--presets low4s`
             requested += [("--preset", name) for name in names]
     # A preset that is defined on the command line is also requested.
@@ -113,7 +119,7 @@ def read_presets(section: WatchSection) -> dict[str, Preset | None]:
         else:
             presets[name] = own_presets.get(name, Preset() if name == AS_VALIDATION else None)
     if not presets and not problems:
-        problems.append(Problem("--presets", "names none", "required"))
+        problems.append(Problem("--presets", "no preset names; set, for example, run,low4s", "required"))
     if problems:
         raise ConfigError(problems)
     return presets
@@ -144,7 +150,7 @@ def _read_presets_file(path: Path, own: dict[str, Preset]) -> Iterator[Problem]:
         yield Problem(str(path), f"cannot be read: {error}", "unreadable")
     else:
         if not isinstance(tables, Mapping) or not tables:
-            message = "has no preset; write tables like [presets.wide] with size, steps, guidance"
+            message = "has no preset; add tables like [presets.wide] with size, steps, guidance"
             yield Problem(str(path), message, "required")
             return
         for name, values in tables.items():
@@ -154,13 +160,13 @@ def _read_presets_file(path: Path, own: dict[str, Preset]) -> Iterator[Problem]:
 def _add(own: dict[str, Preset], name: str, values: Any, where: str) -> Iterator[Problem]:
     """Add a preset of the user's own, or yield the problems with it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        yield Problem(where, "the name is that of a folder, so use letters, digits, '-', '_' and '.'")
+        yield Problem(where, "the name becomes a directory, so it must consist of letters, digits, '-', '_' and '.'")
     elif name == AS_VALIDATION or _CLASS.fullmatch(name):
-        yield Problem(where, f"{name} has a meaning already; choose another name", "conflict")
+        yield Problem(where, f"{name} is a built-in preset; choose another name", "conflict")
     elif name in own:
-        yield Problem(where, "is given twice", "duplicate")
+        yield Problem(where, "is set twice", "duplicate")
     elif not isinstance(values, Mapping):
-        yield Problem(where, "is no table with size, steps, guidance")
+        yield Problem(where, "must be a table with size, steps, guidance")
     else:
         try:
             own[name] = Preset.model_validate(values)

@@ -65,17 +65,17 @@ def build(directory: Path, *, steps: int = STEPS, clips: int = CLIPS, measured: 
     """
     data, base, run_dir = directory / "clips", directory / "base", directory / "run"
     if (data / "captions.jsonl").is_file():
-        print_line(f"keeping the clips in {data}")
+        print_line(f"using the existing clips in {data}")
     else:
         print_line(f"writing {clips} clips to {data}")
         write_clips(data, training_scenes(clips))
     if (base / "model_index.json").is_file():
-        print_line(f"keeping the untrained model in {base}")
+        print_line(f"using the existing untrained model in {base}")
     else:
         print_line(f"writing the untrained model to {base}")
         build_base(base)
     if (run_dir / "transformer").is_dir():
-        print_line(f"keeping the trained transformer in {run_dir}")
+        print_line(f"using the existing trained transformer in {run_dir}")
     else:
         run(get_ready(build_config(directory, steps=steps, resume=bool(scan_checkpoints(run_dir)))))
     package(base, run_dir / "transformer", directory / "weights")

@@ -209,7 +209,7 @@ def _write_difference(conv: nn.Conv3d, channels: int, *, tap: tuple[int, int, in
 
 def _check(clips: Sequence[Tensor], dims: Sequence[int], *, temporal: int, spatial: int) -> None:
     if not clips:
-        raise InputError("a linear VAE is fitted to clips: give at least one", "required")
+        raise InputError("fitting a linear VAE requires at least one clip", "required")
     for i, clip in enumerate(clips):
         if clip.ndim != 4 or clip.shape[0] != 3:
             raise ValueError(f"clip {i} has shape {tuple(clip.shape)}; expected [3, frames, height, width]")

@@ -16,6 +16,7 @@ from finetrainers.plan.ready import get_ready
 from finetrainers.plan.start_report import print_line
 from finetrainers.runs.run import run
 from finetrainers.utils.packaged import model_path
+from finetrainers.utils.progress import Meter
 from finetrainers.utils.seeding import generator
 
 from .data import FPS, FRAMES, HEIGHT, WIDTH
@@ -61,10 +62,12 @@ def measure(
 ) -> Measured:
     """Sample each caption once, from separate noise, and measure."""
     clips: list[Pixels] = []
-    for start in range(0, len(captions), _BATCH_SIZE):
-        batch = list(captions[start : start + _BATCH_SIZE])
-        noise = [generator("cpu", 0, "measure", start + i) for i in range(len(batch))]
-        clips += sample(pipeline, batch, generators=noise, steps=steps, guidance=guidance)
+    with Meter("sampled", "captions", transient=True) as meter:
+        for start in range(0, len(captions), _BATCH_SIZE):
+            meter(len(clips), len(captions))
+            batch = list(captions[start : start + _BATCH_SIZE])
+            noise = [generator("cpu", 0, "measure", start + i) for i in range(len(batch))]
+            clips += sample(pipeline, batch, generators=noise, steps=steps, guidance=guidance)
     readings = [read(clip) for clip in clips]
     return Measured(list(captions), clips, readings, prompt_adherence(captions, readings))
 

@@ -36,11 +36,11 @@ def clear(directory: Path, name: str, folders: Sequence[str]) -> None:
     """
     marker = directory / _MARKER
     if directory.is_file():
-        raise ConfigError([Problem("directory", f"{directory} is a file; give a directory")])
+        raise ConfigError([Problem("directory", f"{directory} is a file; use a directory")])
     if directory.is_dir() and any(directory.iterdir()):
         made_by = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
         if made_by != name:
-            message = f"{directory} holds other things; give an empty directory"
+            message = f"{directory} holds other files; use an empty directory"
             raise ConfigError([Problem("directory", message, "occupied")])
     for folder in folders:
         shutil.rmtree(directory / folder, ignore_errors=True)

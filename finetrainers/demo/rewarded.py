@@ -72,7 +72,7 @@ def rewarded(directory: Path, *, steps: int | None = None) -> tuple[Score, Score
         other_captions(_ASKED),
         guidance=GUIDANCE,
         announcements=(
-            f"1/3 sampling {MODEL}, which knows nothing of the preference",
+            f"1/3 sampling {MODEL}, which has not learned the preference",
             "2/3 training a LoRA on the reward",
             "3/3 sampling with the LoRA, from the same noise",
         ),

@@ -34,7 +34,7 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
     if not config.get("use_flow_sigmas", "shift" in config):
         if shift is not None:
             raise InputError(
-                f"{type(scheduler).__name__} is no flow-matching scheduler, so shift {shift:g} means nothing",
+                f"{type(scheduler).__name__} is not a flow-matching scheduler, so it has no shift {shift:g}",
                 "unsupported",
             )
         fresh = type(scheduler).from_config(config)

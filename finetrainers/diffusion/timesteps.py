@@ -78,8 +78,8 @@ def resolution_shift(config: DiffusionSection, scheduler_config: Mapping[str, An
     base_len, max_len = shifts["base_image_seq_len"], shifts["max_image_seq_len"]
     if base_len >= max_len:
         raise InputError(
-            f"--flow_max_seq_len {max_len} must be above --flow_base_seq_len {base_len} (what is not given comes from "
-            "the checkpoint's scheduler, else 256 and 4096)",
+            f"--flow_max_seq_len {max_len} must be above --flow_base_seq_len {base_len} (the default is that of the "
+            "checkpoint's scheduler, else 256 and 4096)",
             "conflict",
         )
     return shifts

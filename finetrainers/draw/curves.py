@@ -99,7 +99,7 @@ def plot_run(directory: Path) -> Path:
     """
     metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
     if not metrics.is_file():
-        raise InputError(f"{directory} is no run directory: it holds no metrics.jsonl", "not_found")
+        raise InputError(f"{directory} is not a run directory: it holds no metrics.jsonl", "not_found")
     figure = draw(read_metrics(metrics), marks_of(read_jsonl(events)[0] if events.is_file() else []))
     if figure is None:
         raise ValueError(f"{metrics} has no records to draw yet")

@@ -9,7 +9,16 @@ from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sections import ActivationMemory
 
-from .activation_plan import SETTINGS, ActivationPolicy, Machine, StepWork, choose, recomputed, step_seconds
+from .activation_plan import (
+    SETTINGS,
+    ActivationPolicy,
+    Machine,
+    StepWork,
+    choose,
+    make_policy,
+    recomputed,
+    step_seconds,
+)
 from .estimate import GIB, MemoryPlan, Workload, build_workload, estimate
 from .network_weights import NetworkWeights
 from .phases import RunSizes
@@ -53,6 +62,17 @@ class ActivationModel:
         total = sum(self.workload.num_blocks)
         machine = replace(machine, host=machine.host - self.workload.swap.host)
         return choose(total, self.sizes, self.work, machine, settings=self.settings, all_blocks=self.all_blocks)
+
+    def policy(self, config: TrainConfig, machine: Machine) -> ActivationPolicy:
+        """Return the setting of a configuration, with its memory and time."""
+        stored, share, total = (
+            config.memory.stored,
+            config.memory.selective_checkpointing,
+            sum(self.workload.num_blocks),
+        )
+        number = 0 if stored == "none" else total if share is None else round(share * total)
+        machine = replace(machine, host=machine.host - self.workload.swap.host)
+        return make_policy(stored, number, total, self.sizes, self.work, machine)
 
     def slower(self, config: TrainConfig, machine: Machine) -> float:
         """Return the additional time of a step relative to one that recomputes and copies nothing, as a share."""

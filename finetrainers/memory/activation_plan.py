@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import floor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from finetrainers.config.facts import Activations
 from finetrainers.config.sections import ActivationMemory
@@ -42,8 +43,9 @@ def select_evenly(blocks: Sequence[T], share: float | None) -> list[T]:
     return [block for n, block in enumerate(blocks) if floor((n + 1) * share + 0.5) > floor(n * share + 0.5)]
 
 
+@lru_cache(maxsize=4096)
 def activation_units(
-    counted: Activations, num_blocks: Sequence[int], stored: ActivationMemory, share: float | None = None
+    counted: Activations, num_blocks: tuple[int, ...], stored: ActivationMemory, share: float | None = None
 ) -> ActivationUnits:
     """Return the stored activations, and those at the peaks of forward and of backward.
 
@@ -144,6 +146,11 @@ class ActivationPolicy:
         return None if self.number in (0, self.total) else self.number / self.total
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options that set it."""
+        return {"activation_memory": self.stored, "selective_checkpointing": self.share}
+
+    @property
     def what(self) -> str:
         """Description of the choice."""
         if self.stored == "none":
@@ -182,25 +189,28 @@ def choose(
         all_blocks: whether a setting must hold for all blocks.
     """
 
-    def choice(stored: ActivationMemory, number: int, *, fits: bool = True) -> ActivationPolicy:
-        device, host = sizes(stored, number)
-        slower = (
-            step_seconds(work, machine, stored, number / total, host) / step_seconds(work, machine, "none", 0.0, 0.0)
-            - 1
-        )
-        return ActivationPolicy(stored, number, total, device, host, slower, fits)
-
     fitting: list[ActivationPolicy] = []
     for stored in settings:
         for number in (0,) if stored == "none" else (total,) if all_blocks else range(1, total + 1):
-            device, host = sizes(stored, number)
-            if device <= machine.device and host <= machine.host:
-                fitting.append(choice(stored, number))
+            policy = make_policy(stored, number, total, sizes, work, machine)
+            if policy.fits:
+                fitting.append(policy)
                 break
     if not fitting:
-        return choice("checkpoint", total, fits=False)
+        return replace(make_policy("checkpoint", total, total, sizes, work, machine), fits=False)
     fastest = min(candidate.slower for candidate in fitting)
     return next(candidate for candidate in fitting if candidate.slower <= fastest + _AS_FAST)
+
+
+def make_policy(
+    stored: ActivationMemory, number: int, total: int, sizes: Sizes, work: StepWork, machine: Machine
+) -> ActivationPolicy:
+    """Return a setting for `number` of `total` blocks, with its memory and time; see `choose`."""
+    device, host = sizes(stored, number)
+    plain = step_seconds(work, machine, "none", 0.0, 0.0)
+    slower = step_seconds(work, machine, stored, number / total, host) / plain - 1
+    fits = device <= machine.device and host <= machine.host
+    return ActivationPolicy(stored, number, total, device, host, slower, fits)
 
 
 def recomputed(work: StepWork, stored: ActivationMemory, share: float) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
+from math import inf
 from typing import Any
 
 from finetrainers.config.parallel import SpMode
@@ -24,11 +25,13 @@ class Outcome:
         peaks: bytes on the GPU in each phase.
         slower: planned additional time of a step relative to one that recomputes and copies nothing, in percent.
         chosen: description of the choice for each option with the value `auto`, by name.
+        host: bytes of host memory that a machine needs.
     """
 
     peaks: Mapping[str, float]
     slower: float = 0.0
     chosen: Mapping[str, str] = field(default_factory=dict)
+    host: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -138,10 +141,6 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
 )  # fmt: skip
 
 
-#: Switches that leave results the same; options that the user has set stay.
-EXACT_MEMORY_OPTIONS = tuple(replace(switch, takes_back=False) for switch in MEMORY_OPTIONS if switch.is_exact)
-
-
 def sharing_options(processes: int, heads: int | None, mode: SpMode = "ulysses") -> list[MemoryOption]:
     """Return a switch for each number of processes that may share clips, which is a divisor of `processes`.
 
@@ -220,9 +219,10 @@ class Advice:
 
 
 def cheapest(
-    config: TrainConfig, outcomes: Outcomes, *, budget: float, switches: Sequence[MemoryOption] = MEMORY_OPTIONS
-) -> Advice | None:
-    """Return the set of switches with the lowest price that keeps all phases within the budget, or None if no set does.
+    config: TrainConfig, outcomes: Outcomes, *, budget: float, host: float = inf,
+    switches: Sequence[MemoryOption] = MEMORY_OPTIONS,
+) -> Advice | None:  # fmt: skip
+    """Return the set of switches with the lowest price that fits the GPU and the machine, or None if no set does.
 
     Options that the user has set to other than their defaults stay as they are, except for switches that take them
     back.
@@ -230,10 +230,11 @@ def cheapest(
     Args:
         config: the run.
         outcomes: the estimate.
-        budget: bytes that a phase may take.
+        budget: bytes that a phase may take on the GPU.
+        host: bytes that the run may take of a machine's memory.
         switches: to choose from.
     """
-    return _Search(config, outcomes, budget, switches).cheapest()
+    return _Search(config, outcomes, budget, host, switches).cheapest()
 
 
 def with_options_set(config: TrainConfig, switches: Sequence[MemoryOption]) -> TrainConfig:
@@ -258,14 +259,15 @@ def meets_needs(config: TrainConfig, switch: MemoryOption) -> bool:
 class _Search:
     """Best-first search over the sets of switches, with bounds.
 
-    If a set contains another, the larger one is taken to need no more memory and to recompute no more. So no subset of
-    a set that does not fit fits, and the time of the larger set bounds the price of all its subsets.
+    If a set contains another, the larger one is taken to need no more memory on the GPU and to recompute no more. So no
+    subset of a set that does not fit fits, and the time of the larger set bounds the price of all its subsets. Switches
+    that need more host memory by themselves are left out of that larger set where host memory is bounded.
     """
 
     def __init__(
-        self, config: TrainConfig, outcomes: Outcomes, budget: float, switches: Sequence[MemoryOption]
+        self, config: TrainConfig, outcomes: Outcomes, budget: float, host: float, switches: Sequence[MemoryOption]
     ) -> None:
-        self._config, self._outcomes, self._budget = config, outcomes, budget
+        self._config, self._outcomes, self._budget, self._host = config, outcomes, budget, host
         self._useful = sorted(filter(self._is_useful, switches), key=lambda switch: switch.price)
         self._conflicts = [pair for pair in combinations(self._useful, 2) if self._conflict(*pair)]
 
@@ -286,7 +288,7 @@ class _Search:
             if is_set:
                 return self._advice(switches)
             price, outcome = sum(switch.price for switch in switches), self._outcome(switches)
-            if outcome is not None and outcome.peak <= self._budget:
+            if outcome is not None and outcome.peak <= self._budget and outcome.host <= self._host:
                 heapq.heappush(heap, (price + outcome.slower, chosen, True))
             for number in range(chosen[-1] + 1 if chosen else 0, len(self._useful)):
                 added = self._useful[number]
@@ -299,9 +301,24 @@ class _Search:
         switches = [self._useful[number] for number in chosen]
         later = self._useful[chosen[-1] + 1 if chosen else 0 :]
         compatible = [switch for switch in later if self._are_compatible([*switches, switch])]
-        outcomes = [self._outcome(self._with_needs([*switches, *added])) for added in self._largest_sets(compatible)]
-        fitting = [outcome for outcome in outcomes if outcome is not None and outcome.peak <= self._budget]
+        fitting = [outcome for outcome in self._largest(switches, compatible) if outcome.peak <= self._budget]
+        if fitting and min(outcome.host for outcome in fitting) > self._host:
+            frugal = [switch for switch in compatible if not self._takes_host(switch)]
+            if all(outcome.host > self._host for outcome in self._largest(switches, frugal)):
+                return None
         return min((outcome.slower for outcome in fitting), default=None)
+
+    def _largest(self, switches: list[MemoryOption], added: list[MemoryOption]) -> list[Outcome]:
+        """Return the outcomes of the largest sets of these switches and of those that may be added."""
+        sets = (self._with_needs([*switches, *largest]) for largest in self._largest_sets(added))
+        outcomes = map(self._outcome, sets)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _takes_host(self, switch: MemoryOption) -> bool:
+        """Return whether a switch needs more host memory by itself, or with the options that it needs."""
+        base = self._config.with_values(switch.needs)
+        before, after = self._outcomes(base), self._outcomes(with_options_set(base, [switch]))
+        return before is not None and after is not None and after.host > before.host
 
     def _largest_sets(self, switches: list[MemoryOption]) -> list[list[MemoryOption]]:
         """Return the largest sets of these switches without a conflict."""
@@ -340,8 +357,9 @@ class _Search:
             saves, slower = (
                 (0.0, 0.0) if without is None else (without.peak - outcome.peak, outcome.slower - without.slower)
             )
-            chosen.append(Chosen(switch, saves, slower))
-        base_slower = 0.0 if base is None else base.slower
+            # Without it, what a run chooses by itself may have to save more, and take longer.
+            chosen.append(Chosen(switch, saves, max(0.0, slower) if outcome.chosen else slower))
+        base_slower = 0.0 if base is None or base.chosen else base.slower
         return Advice(with_options_set(self._config, switches), tuple(chosen), outcome, outcome.slower - base_slower)
 
     def _is_useful(self, switch: MemoryOption) -> bool:

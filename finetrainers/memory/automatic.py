@@ -7,9 +7,10 @@ The estimate, its advice and a run choose by one rule, that every phase fits the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.methods.registry import method_spec
@@ -20,8 +21,14 @@ from finetrainers.utils.phases import REWARD, ROLLOUT, VALIDATION
 from .activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, ActivationModel, with_choice
 from .activation_plan import ActivationPolicy, Machine
 from .phases import RunPlan
-from .swap_plan import fewest_blocks
+from .swap_plan import NUM_SLOTS, fewest_blocks
 
+#: Options of what blocks store: one that is given leaves none of them to choose.
+ACTIVATION_OPTIONS = ("activation_memory", "gradient_checkpointing", "selective_checkpointing")
+#: Options with the same results to the last bit, which a run on a GPU chooses where they are open, and records.
+EXACT_CHOICES = ("activation_memory", "selective_checkpointing", "blocks_to_swap", "enable_model_cpu_offload")
+#: Share of a step that swapping more blocks must save: how far copies hide behind computation is not measured.
+_SWAP_GAIN = 0.05
 #: Options of the VAE that are chosen where they are left open, with the effect of each; exact ones first.
 _DECODING = {
     "enable_slicing": "clips of rollouts are decoded one by one",
@@ -66,6 +73,7 @@ class AutoSettings:
         offloads_samples: whether the model's parts wait in host memory while it samples, if that was to be chosen.
         decoding: options of the VAE that are turned on, if they were to be chosen.
         variant: of the method, if it was to be chosen.
+        repeats: whether they are the choices of the run that is resumed, or None if it has none.
     """
 
     config: TrainConfig
@@ -78,11 +86,24 @@ class AutoSettings:
     offloads_samples: bool | None = None
     decoding: tuple[str, ...] = ()
     variant: Variant | None = None
+    repeats: bool | None = None
+
+    @property
+    def exact_choices(self) -> dict[str, Any]:
+        """Values of `EXACT_CHOICES` that were to be chosen."""
+        chosen = {
+            "activation_memory": self.activations,
+            "selective_checkpointing": self.activations,
+            "blocks_to_swap": self.swapped,
+            "enable_model_cpu_offload": self.offloads_samples,
+        }
+        return {name: self.config.get(name) for name, choice in chosen.items() if choice is not None}
 
     @property
     def fits(self) -> bool:
         """True if every phase fits, or no machine is known."""
-        return self.machine is None or self.plan.peak <= self.machine.device
+        is_stored = self.activations is None or self.activations.fits
+        return self.machine is None or (self.plan.peak <= self.machine.device and is_stored)
 
     @property
     def words(self) -> dict[str, str]:
@@ -128,8 +149,8 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
     """Choose all settings but the variant.
 
     First clips of rollouts are decoded one by one, or in tiles, and samples drawn with the model's parts in host
-    memory, each if they would not fit otherwise. Then as few blocks are swapped as make every phase fit, and last the
-    fastest way to store activations is taken.
+    memory, each if they would not fit otherwise. Then blocks are swapped, and activations stored, in the fastest way
+    in which every phase fits.
     """
     memory, offload_option = config.memory, config.validation.enable_model_cpu_offload
     swaps, stores = memory.blocks_to_swap == "auto", memory.activation_memory == "auto"
@@ -140,20 +161,80 @@ def _choose(config: TrainConfig, run: Run, machine: Machine | None) -> AutoSetti
     config, decoding = _with_decoding(config, run, machine.device) if run.decodes else (config, ())
     offloads = None
     if offload_option is None and run.may_offload_samples:
-        in_place = _with_swap(config, run, machine.device, except_phase=VALIDATION)
-        offloads = run.plan(in_place).peaks.get(VALIDATION, 0.0) > machine.device
-        config = with_samples(config if offloads else in_place, offloads=offloads)
-    config = _with_swap(config, run, machine.device)
+        in_place = _fewest_swapped(config, run, machine.device, except_phase=VALIDATION)
+        offloads = run.plan(with_blocks_to_swap(config, in_place)).peaks.get(VALIDATION, 0.0) > machine.device
+        config = with_samples(config, offloads=offloads)
+    ways = run.model(with_blocks_to_swap(config, 0)).settings if swaps and stores else ()
+    # Each base gives a number of swapped blocks, for which another setting may be faster.
+    bases = [config.with_values({"activation_memory": stored}) for stored in ways if stored != "keep_attention"]
+    numbers = dict.fromkeys(_fewest_swapped(base, run, machine.device) for base in bases or [config])
+    candidates = [_with_swapped(config, number, run, machine) for number in numbers]
+    return replace(_fastest(candidates, machine), offloads_samples=offloads, decoding=decoding)
+
+
+def repeat_choices(config: TrainConfig, run: Run, machine: Machine, choices: Mapping[str, Any]) -> AutoSettings:
+    """Return the settings with choices of an earlier start where options are open, or new ones if these do not fit.
+
+    Args:
+        config: the run, with `auto` where options are open.
+        run: its memory.
+        machine: that it runs on.
+        choices: values of `EXACT_CHOICES`.
+    """
+    fresh = choose_automatic(config, run, machine)
+    memory = config.memory
+    is_open = {
+        "activation_memory": memory.activation_memory == "auto",
+        "selective_checkpointing": memory.activation_memory == "auto",
+        "blocks_to_swap": memory.blocks_to_swap == "auto",
+        "enable_model_cpu_offload": config.validation.enable_model_cpu_offload is None and run.may_offload_samples,
+    }
+    names = [name for name, value in choices.items() if is_open.get(name)]
+    settings = choose_automatic(config.with_values({name: choices[name] for name in names}), run, machine)
+    repeated = settings.config
+    if "activation_memory" in names:
+        settings = replace(settings, activations=settings.model.policy(repeated, machine))
+    if "blocks_to_swap" in names:
+        settings = replace(settings, swapped=int(repeated.memory.blocks_to_swap))
+    if "enable_model_cpu_offload" in names:
+        settings = replace(settings, offloads_samples=repeated.validation.enable_model_cpu_offload)
+    if not names:
+        return fresh
+    repeats = _is_within(settings, machine.device, fresh.plan.peaks)
+    return replace(settings if repeats else fresh, repeats=repeats)
+
+
+def _with_swapped(config: TrainConfig, number: int, run: Run, machine: Machine) -> AutoSettings:
+    """Return the settings with a number of swapped blocks, and the fastest way to store activations, if it is open."""
+    swapped = number if config.memory.blocks_to_swap == "auto" else None
+    config = with_blocks_to_swap(config, number)
     model, choice = run.model(config), None
-    if stores:
+    if config.memory.activation_memory == "auto":
         choice = model.choose(machine)
         config = with_choice(config, choice)
-    swapped = config.memory.blocks_to_swap if swaps else None
-    assert swapped != "auto"
-    return AutoSettings(
-        config, run.plan(config), machine, model, run.num_blocks, swapped=swapped, activations=choice,
-        offloads_samples=offloads, decoding=decoding,
-    )  # fmt: skip
+    plan = run.plan(config)
+    return AutoSettings(config, plan, machine, model, run.num_blocks, swapped=swapped, activations=choice)
+
+
+def _fastest(candidates: Sequence[AutoSettings], machine: Machine) -> AutoSettings:
+    """Return the fastest settings that fit, with fewer swapped blocks if they take hardly longer.
+
+    A phase that no candidate makes fit must be as small as possible.
+    """
+    lowest = {phase: min(candidate.plan.peaks[phase] for candidate in candidates) for phase in candidates[0].plan.peaks}
+    fitting = [candidate for candidate in candidates if _is_within(candidate, machine.device, lowest)]
+    if not fitting:
+        return min(candidates, key=lambda candidate: candidate.plan.peak)
+    fastest = min(candidate.slower for candidate in fitting)
+    near = [candidate for candidate in fitting if candidate.slower <= fastest + _SWAP_GAIN]
+    fewest = min(candidate.swapped or 0 for candidate in near)
+    return min((c for c in near if (c.swapped or 0) == fewest), key=lambda candidate: candidate.slower)
+
+
+def _is_within(settings: AutoSettings, limit: float, peaks: Mapping[str, float]) -> bool:
+    """Return whether every phase fits `limit` bytes or is not larger than in `peaks`, and activations fit."""
+    stores = settings.activations is None or settings.activations.fits
+    return stores and all(size <= max(limit, peaks[phase]) for phase, size in settings.plan.peaks.items())
 
 
 def with_blocks_to_swap(config: TrainConfig, number: int) -> TrainConfig:
@@ -177,8 +258,7 @@ def _with_decoding(config: TrainConfig, run: Run, limit: float) -> tuple[TrainCo
         if getattr(config.model, name) is not None:
             continue
         changed = config.with_values({name: True})
-        swapped = _with_swap(changed if name == "enable_slicing" else config, run, limit).memory.blocks_to_swap
-        assert swapped != "auto"
+        swapped = _fewest_swapped(changed if name == "enable_slicing" else config, run, limit)
         before, after = (run.plan(with_blocks_to_swap(variant, swapped)).peaks for variant in (config, changed))
         phases = [phase for phase in (ROLLOUT, REWARD) if phase in before]
         if any(before[phase] > limit and after[phase] < before[phase] for phase in phases):
@@ -187,8 +267,8 @@ def _with_decoding(config: TrainConfig, run: Run, limit: float) -> tuple[TrainCo
     return config, tuple(chosen)
 
 
-def _with_swap(config: TrainConfig, run: Run, limit: float, *, except_phase: str | None = None) -> TrainConfig:
-    """Return a copy of `config` with as few swapped blocks as make every phase fit, or as small as with all swapped.
+def _fewest_swapped(config: TrainConfig, run: Run, limit: float, *, except_phase: str | None = None) -> int:
+    """Return the fewest swapped blocks that make every phase fit, or as small as with all swapped; or those given.
 
     Args:
         config: the run.
@@ -197,12 +277,13 @@ def _with_swap(config: TrainConfig, run: Run, limit: float, *, except_phase: str
         except_phase: a phase that does not count.
     """
     if config.memory.blocks_to_swap != "auto":
-        return config
-    lowest = run.plan(with_blocks_to_swap(config, run.num_blocks)).peaks
+        return config.memory.blocks_to_swap
+    all_blocks = run.num_blocks if run.num_blocks > NUM_SLOTS else 0  # fewer save nothing
+    lowest = run.plan(with_blocks_to_swap(config, all_blocks)).peaks
 
     def is_enough(number: int) -> bool:
         peaks = run.plan(with_blocks_to_swap(config, number)).peaks
         return all(peak <= max(limit, lowest[phase]) for phase, peak in peaks.items() if phase != except_phase)
 
-    number = fewest_blocks(run.num_blocks, is_enough)
-    return with_blocks_to_swap(config, run.num_blocks if number is None else number)
+    number = fewest_blocks(all_blocks, is_enough)
+    return all_blocks if number is None else number

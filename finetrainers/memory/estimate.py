@@ -3,7 +3,7 @@
 The unit of activation memory is U = batch * tokens * hidden * 2 bytes, one bf16 hidden tensor. The activations that the
 blocks of each family keep for backward, and the further needs of forward and backward, were counted in these units; see
 `memory.count`.
-`docs/how-to/memory.md` compares the result with published measurements.
+`docs/reference/memory-estimate.md` compares the result with published measurements.
 """
 
 from __future__ import annotations

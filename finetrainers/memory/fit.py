@@ -1,10 +1,12 @@
-"""Rule for whether planned memory fits a GPU, for the estimate, its advice and a run's choices. Imports no torch."""
+"""Rules for whether planned memory fits a GPU and a machine, for the estimate, its advice, and a run. No torch."""
 
 from __future__ import annotations
 
 #: Share that the allocator reserves beyond allocated memory, including CUDA's context: published measurements, see
-#: `docs/how-to/memory.md`.
+#: `docs/reference/memory-estimate.md`.
 RESERVE = 0.15
+#: Share of a machine's memory that is left to the operating system and other programs.
+HOST_RESERVE = 0.05
 
 
 def with_reserve(planned: float) -> float:
@@ -20,3 +22,8 @@ def without_reserve(memory: float) -> float:
 def fits(planned: float, memory: float) -> bool:
     """Return whether `planned` bytes of tensors fit a GPU with `memory` bytes."""
     return planned <= without_reserve(memory)
+
+
+def usable_host(memory: float) -> float:
+    """Return the bytes that the processes of a run may take of a machine with `memory` bytes."""
+    return (1 - HOST_RESERVE) * memory

@@ -1,7 +1,7 @@
 """Memory of a run by phase: on the GPU of each process and on the host. By arithmetic, without torch.
 
 `estimate.py` has the training step. Here are the other contents of a process in each phase: loaded networks, the needs
-of the VAE and of sampling. `docs/how-to/memory.md` names the sources of the figures.
+of the VAE and of sampling. `docs/reference/memory-estimate.md` names the sources of the figures.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def plan_run(
     at_once = around.local_processes if maker.zero else 1
     return RunPlan(
         on_gpu, host, step, sum(maker.learning().values()) - GIB * step.total, around.local_processes,
-        one_by_one=maker.loaded * at_once, written_alone=maker.saving()[1],
+        one_by_one=max(maker.loaded * at_once, maker.on_host(LOADING)), written_alone=maker.saving()[1],
         unknown=tuple(unknown),
     )  # fmt: skip
 
@@ -388,7 +388,8 @@ class _Phases:
         """Return the bytes of decoded clips that workers have ready, and of their processes."""
         workers = self.config.dataloader.dataloader_num_workers
         frames, height, width = max(self.around.encoded, key=lambda size: size[0] * size[1] * size[2])
-        clip = 3.0 * frames * height * width * self.around.clips
+        batch = self.config.data.precompute_batch_size if self.precomputed else self.around.clips
+        clip = 3.0 * frames * height * width * batch
         return workers * (PROCESS_GIB * GIB + 2 * clip) + clip
 
     def _offloaded(self) -> float:

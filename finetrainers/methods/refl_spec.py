@@ -38,8 +38,8 @@ class DifferentiableRewards(RewardFinetuning):
         others = [step + 1 for step in steps if not spec.facts.trains_at(float(times[step]))]
         if others:
             message = (
-                f"backpropagates through step {others[0]} of {section.sampling_steps}, which is the other expert's; "
-                "train --expert low, or use --refl_kind refl with a --refl_range of this expert"
+                f"backpropagates through step {others[0]} of {section.sampling_steps}, which belongs to the other "
+                "expert; train --expert low, or use --refl_kind refl with a --refl_range of this expert"
             )
             raise ConfigError([Problem("--method refl", message, "conflict")])
 

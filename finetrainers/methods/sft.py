@@ -155,8 +155,8 @@ class SFT:
         The noisy latents are those of the clips' own loss. Masks do not weigh it: abilities that a clip does not teach
         are also preserved. The metric is the difference without its weight.
         """
-        assert self.reference is not None, "prior preservation needs a reference model"
-        assert batch.prior is not None, "prior preservation needs prior prompts"
+        assert self.reference is not None, "prior preservation requires a reference model"
+        assert batch.prior is not None, "prior preservation requires prior prompts"
         noised = self._add_noise(batch, purpose="train", quantile=None)
         # First, since the network's stored activations would add to the memory of this pass.
         with torch.no_grad(), self.reference(transformer) as network:
@@ -228,9 +228,7 @@ class SFT:
             meta = replace(meta, extra={**meta.extra, **context})
         frame_t = t if trained is None else t.view(len(x0), -1) * trained
         mask = None if batch.mask is None else self.spec.padded(batch.mask)
-        assert mask is None or mask.shape[2:] == x0.shape[2:], (
-            "who predicts a section of clips must cut their masks, too"
-        )
+        assert mask is None or mask.shape[2:] == x0.shape[2:], "masks must be cut together with sections of clips"
         return NoisyClips(
             x0, eps, self.process.add_noise(x0, eps, frame_t), t, self._expand_times(frame_t, x0), trained, meta, mask
         )

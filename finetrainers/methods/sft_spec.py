@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetrainers.data.inspect.probe_all import ProbeOptions
 
 _WAYS = (
-    "give --class_prompt TEXT, --prior_prompts FILE, or an --id_token, without which captions are then prior prompts"
+    "set --class_prompt TEXT, --prior_prompts FILE, or an --id_token (prior prompts are then the captions without it)"
 )
 
 
@@ -38,7 +38,7 @@ class SupervisedFinetuning(MethodSpec):
     def problems(self, config: TrainConfig) -> list[Problem]:
         section, problems = config.sft, super().problems(config)
         if section.class_prompt is not None and section.prior_prompts is not None:
-            message = "and --prior_prompts both say the prior prompts; drop one of them"
+            message = "cannot be combined with --prior_prompts; remove one of them"
             problems.append(Problem("--class_prompt", message, "conflict"))
         return problems
 
@@ -73,7 +73,7 @@ def _prior_prompts(config: TrainConfig, plan: DatasetPlan) -> PriorPrompts:
         prompts = read_prompts(section.prior_prompts).prompts
         if any(prompt.embedding is not None for prompt in prompts):
             raise DataError(
-                f"--prior_prompts {section.prior_prompts}: embeddings are not read; give a .txt or .jsonl file",
+                f"--prior_prompts {section.prior_prompts}: embeddings are not supported; use a .txt or .jsonl file",
                 kind="unsupported",
             )
         texts = tuple(prompt.text for prompt in prompts)

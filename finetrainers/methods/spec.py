@@ -285,7 +285,7 @@ class MethodSpec:
         changes = {option.key: "" if option.key == "mask_column" else option.default for option in options}
         data = config.data.model_copy(update=changes)
         problems = [
-            f"{dataset.prefix}{key}: --method {config.training.method} does not read it; remove it"
+            f"{dataset.prefix}{key}: is not supported with --method {config.training.method}; remove it"
             for dataset in (read_datasets(data) if changes and data.dataset else ())
             for key in changes
             if getattr(dataset.data, key) != getattr(data, key)
@@ -457,8 +457,8 @@ def rewards_without_images(entries: Sequence[RewardEntry]) -> Iterator[Problem]:
     for entry in entries:
         if registry().image_use(entry) == "required":
             message = (
-                f"{entry.name} needs the image that clips start from, and these start from text; give each prompt of "
-                "reward finetuning an image"
+                f"{entry.name} requires the image that clips start from, and these start from text; add an image to "
+                "each prompt of reward finetuning"
             )
             yield Problem("--reward", message, "required")
 

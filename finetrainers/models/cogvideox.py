@@ -213,7 +213,9 @@ class CogVideoXSpec(ModelSpec):
             channels = self._image_channels(x_BTCHW, first_frame, meta.extra.get("further_frames"))
             hidden_states = torch.cat([x_BTCHW, channels], dim=2)
         elif first_frame is not None:
-            raise InputError("this is a text-to-video checkpoint of cogvideox: it takes no first frame", "unsupported")
+            raise InputError(
+                "this is a text-to-video checkpoint of cogvideox, which does not take a first frame", "unsupported"
+            )
         for name in self.facts.media:
             hidden_states = torch.cat([hidden_states, meta.extra[name].to(dtype).transpose(1, 2)], dim=2)
 

@@ -89,7 +89,7 @@ def load_part(
         if value is not None
     )
     hub_error = None if Path(first).is_dir() else hub_help(errors[0], first, away=hub.away())
-    advice = hub_error or f"{option} takes a directory in diffusers layout or a hub id that you have access to."
+    advice = hub_error or f"{option} must be a directory in diffusers layout or a Hub id that you can access."
     message = f"cannot load the {part} from {tried}{detail}: {errors[0]} {advice}"
     kind: Kind = "unreadable" if hub_error is None else hub_error.kind
     raise ConfigError([Problem(option, message, kind)]) from errors[0]

@@ -15,6 +15,16 @@ from finetrainers.utils.failures import InputError
 
 from .family import Family
 
+_CONSTANT = {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100}
+_LINEAR = {"lr_scheduler": "linear", "lr_warmup_steps": 0}
+_LTX_LORA = LoRASettings(
+    32, 2e-4, 1500, {"flow_weighting_scheme": "logit_normal", "flow_resolution_shifting": True, **_LINEAR}
+)
+_LTX_DEMO_LORA = LoRASettings(16, 2e-3, 600, _LINEAR)
+_HUNYUAN_LORA = LoRASettings(128, 3e-5, 500, {"flow_weighting_scheme": "logit_normal", **_CONSTANT})
+_COGVIDEOX_2B_LORA = LoRASettings(64, 1e-4, 1500, {"transformer_dtype": "fp16", **_CONSTANT})
+_COGVIDEOX_5B_LORA = LoRASettings(128, 3e-5, 1000, _CONSTANT)
+
 
 def ltx_video(configs: Configs) -> Facts:
     """Read the facts about an LTX-Video checkpoint.
@@ -24,6 +34,7 @@ def ltx_video(configs: Configs) -> Facts:
     refuses sizes that are not multiples of 32, whatever its VAE.
     """
     vae, transformer = configs.get("vae", {}), configs.get("transformer", {})
+    is_small = transformer.get("num_layers", 28) < 8  # the demo model, a thousandth of the published ones
     stages = sum(bool(s) for s in vae.get("spatio_temporal_scaling", (True, True, True, False)))
     return Facts(
         Geometry(
@@ -38,8 +49,8 @@ def ltx_video(configs: Configs) -> Facts:
         any_frame=True,
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
-        # The demo model is a thousandth of the published ones, and learns at ten times the rate.
-        lora=LoRASettings(16, 2e-3, 600) if transformer.get("num_layers", 28) < 8 else LoRASettings(32, 2e-4, 1500),
+        lora=_LTX_DEMO_LORA if is_small else _LTX_LORA,
+        scene="a circle moving right on a grey background" if is_small else Facts.scene,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
     )
 
@@ -63,8 +74,8 @@ def hunyuan_video(configs: Configs) -> Facts:
         inputs == outputs is None or animates or inputs == _times_plus(outputs, *layouts[kind])
     ):
         raise InputError(
-            f"a hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for {outputs} "
-            "output channels is not known; there are text-to-video checkpoints such as "
+            f"unknown hunyuan_video transformer with image_condition_type {kind!r} and {inputs} input channels for "
+            f"{outputs} output channels; supported are text-to-video checkpoints such as "
             "hunyuanvideo-community/HunyuanVideo, and from an image Skywork/SkyReels-V1-Hunyuan-I2V and "
             "hunyuanvideo-community/HunyuanVideo-I2V",
             "unsupported",
@@ -84,7 +95,7 @@ def hunyuan_video(configs: Configs) -> Facts:
         ),
         text_parts=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", *image_parts),
         heads=transformer.get("num_attention_heads", 24),
-        lora=LoRASettings(128, 3e-5, 500),
+        lora=_HUNYUAN_LORA,
         # The default of the pipeline's `guidance_scale`: SkyReels' has classifier-free guidance instead.
         guidance=(1.0 if animates or sees else 6.0) if takes_guidance else None,
         first_frame=first_frame if "transformer" in configs else "unknown",
@@ -115,7 +126,7 @@ def cogvideox(configs: Configs) -> Facts:
     inputs, latents = transformer.get("in_channels", 16), transformer.get("out_channels", 16)
     if inputs not in (latents, 2 * latents):
         raise InputError(
-            f"a cogvideox transformer with {inputs} input channels for {latents} latent channels is not known; "
+            f"unknown cogvideox transformer with {inputs} input channels for {latents} latent channels; "
             f"text-to-video checkpoints have {latents}, image-to-video ones and those with a control video "
             f"{2 * latents}",
             "unsupported",
@@ -141,9 +152,7 @@ def cogvideox(configs: Configs) -> Facts:
         ),
         is_flow=False,
         heads=transformer.get("num_attention_heads"),  # 30 (2b) or 48 (5b and 1.5)
-        lora=LoRASettings(128, 3e-5, 1000)
-        if transformer.get("num_attention_heads", 30) > 30
-        else LoRASettings(64, 1e-4, 1500),
+        lora=_COGVIDEOX_5B_LORA if transformer.get("num_attention_heads", 30) > 30 else _COGVIDEOX_2B_LORA,
         first_frame=kind if "transformer" in configs else "unknown",
         any_frame=animates or "transformer" not in configs,
         first_frame_p=1.0 if animates else 0.0,
@@ -178,8 +187,8 @@ def _cogvideox_in_comfyui(transformer: Mapping[str, Any]) -> tuple[str | None, s
         return "ComfyUI ignores the rotary positions of checkpoints with learned ones", None
     if rotary and transformer.get("patch_size_t") is None:
         return None, (
-            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, also those of the published weights, "
-            "so that its samples differ from those of diffusers; CogVideoX 1.5 is not concerned"
+            "ComfyUI multiplies the rotary positions of CogVideoX 1.0 by 1.875, even those of the published weights, "
+            "so its samples differ from those of diffusers; CogVideoX 1.5 is not affected"
         )
     if rotary:
         return None, None
@@ -244,6 +253,7 @@ FAMILIES = (
         transformer="LTXVideoTransformer3DModel", vae="AutoencoderKLLTXVideo",
         pipelines=("LTXPipeline", "LTXImageToVideoPipeline", "LTXConditionPipeline"),
         published=("Lightricks/LTX-Video",),
+        starters={"Lightricks/LTX-Video": 2},
         tiny="finetrainers.models.tiny:build_ltx_video",
     ),
     Family(
@@ -254,6 +264,7 @@ FAMILIES = (
             "hunyuanvideo-community/HunyuanVideo", "tencent/HunyuanVideo", "Skywork/SkyReels-V1-Hunyuan-I2V",
             "hunyuanvideo-community/HunyuanVideo-I2V", "hunyuanvideo-community/HunyuanVideo-I2V-33ch",
         ),
+        starters={"hunyuanvideo-community/HunyuanVideo": 13},
         tiny="finetrainers.models.tiny:build_hunyuan_video",
         tiny_versions=("t2v", "i2v", "token_replace", "latent_concat"),
     ),
@@ -274,6 +285,7 @@ FAMILIES = (
             ),
             *(f"alibaba-pai/CogVideoX-Fun-V1.1-{size}-{kind}" for size in ("2b", "5b") for kind in ("Pose", "Control")),
         ),
+        starters={"THUDM/CogVideoX-2b": 2, "THUDM/CogVideoX-5b": 5, "THUDM/CogVideoX1.5-5B": 5},
         tiny="finetrainers.models.tiny:build_cogvideox", tiny_versions=("5b", "2b", "1.5", "i2v", "control"),
     ),
     Family(

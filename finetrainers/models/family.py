@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ class Family:
         pipelines: names of the pipelines that its checkpoints are made for, as `model_index.json` states them, or empty
             for any.
         published: Hub ids of its checkpoints, whose family is known without their files.
+        starters: those that train on clips and captions alone, with billions of parameters; `finetrainers init` offers
+            them.
         tiny: `module:function` that builds a complete tiny random repository, or None.
         tiny_versions: values of that function's `version`, if it has one; the first is its default.
     """
@@ -60,6 +62,7 @@ class Family:
     vae: str | None = None
     pipelines: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
+    starters: Mapping[str, float] = field(default_factory=dict, hash=False)
     tiny: str | None = None
     tiny_versions: tuple[str, ...] = ()
 
@@ -114,7 +117,7 @@ class Family:
         foreign = self._foreign_classes(config, configs)
         for part, (actual, expected) in foreign.items():
             others = [name for name, family in _FAMILIES.items() if actual in (family.transformer, family.vae)]
-            remedy = f"use --model_name {others[0]}" if others else "which no model family here has"
+            remedy = f"use --model_name {others[0]}" if others else "which is not supported by any model family here"
             source = replacement_source(config, part) or config.pretrained_model_name_or_path
             message = f"{source} holds a {actual}, and {self.name} is a {expected}; {remedy}"
             yield Problem("--model_name" if part == trained else source_option(config, part), message, "mismatch")
@@ -125,8 +128,8 @@ class Family:
         if self.pipelines and pipeline not in (None, *self.pipelines):
             yield Problem(
                 "--pretrained_model_name_or_path",
-                f"{config.pretrained_model_name_or_path} is made for {pipeline}, and {self.name} trains checkpoints of "
-                f"{' or '.join(self.pipelines)}; if its transformer is such a one, name it with --transformer_id",
+                f"{config.pretrained_model_name_or_path} is made for {pipeline}, and {self.name} trains checkpoints "
+                f"of {' or '.join(self.pipelines)}; if its transformer is compatible, set it as --transformer_id",
                 "unsupported",
             )
         else:
@@ -138,8 +141,8 @@ class Family:
         encoded = vae.get("latent_channels") or vae.get("z_dim")
         if predicted is not None and encoded is not None and predicted != encoded:
             message = (
-                f"the VAE gives {encoded} channels, and the transformer predicts {predicted}; they do not belong "
-                "together"
+                f"the VAE has {encoded} channels, and the transformer predicts {predicted}; use a VAE and a "
+                "transformer of the same model"
             )
             yield Problem(source_option(config, "vae"), message, "conflict")
 

@@ -153,7 +153,7 @@ def further_frames(spec: Any, pipeline: Any, request: SampleRequest) -> Iterator
         yield
         return
     assert spec.facts.first_frame == "channels", (
-        "families that take given frames as tokens have a `sample` of their own"
+        "families that take conditioning frames as tokens have their own `sample`"
     )
     stock_prepare = pipeline.prepare_latents
 

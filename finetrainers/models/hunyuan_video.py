@@ -227,7 +227,7 @@ class HunyuanVideoSpec(ModelSpec):
     def encode_with_images(
         self, encoders: ModelComponents, prompts: Sequence[str], images: Sequence[Any]
     ) -> PromptEmbeds:
-        assert self._kind is not None, "other checkpoints' text encoders see no image"
+        assert self._kind is not None, "other checkpoints' text encoders do not encode an image"
         return hunyuan_image_text.encode(encoders, prompts, images, kind=self._kind)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -294,7 +294,7 @@ class HunyuanVideoSpec(ModelSpec):
             x_BCTHW = torch.cat([x_BCTHW, *channels], dim=1)
         elif first_frame is not None:
             raise InputError(
-                "this is a text-to-video checkpoint of hunyuan_video: it takes no first frame", "unsupported"
+                "this is a text-to-video checkpoint of hunyuan_video, which does not take a first frame", "unsupported"
             )
         return transformer(
             hidden_states=x_BCTHW,

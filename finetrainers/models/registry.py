@@ -104,9 +104,11 @@ def with_family(model: ModelSection) -> ModelSection:
         if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
             return model.model_copy(update={"model_name": name})
     reason = (
-        f"{source} holds a {kind}, of no supported family" if kind else f"no config of {source} on this disk tells it"
+        f"{source} holds a {kind}, which no supported family trains"
+        if kind
+        else f"it cannot be detected from a config of {source} on this disk"
     )
-    raise KeyError(f"is not given, and {reason}; supported: {', '.join(sorted(families()))}")
+    raise KeyError(f"is required: {reason}; supported: {', '.join(sorted(families()))}")
 
 
 def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None = None) -> None:
@@ -117,7 +119,7 @@ def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None
     """
     family = get_family(name)
     if family.tiny is None:
-        raise KeyError(f"model family {name!r} brings no tiny model")
+        raise KeyError(f"model family {name!r} has no tiny model")
     if version is not None and version not in family.tiny_versions:
         raise KeyError(
             f"{name} has no tiny model {version!r}; valid: {', '.join(family.tiny_versions) or 'one version'}"

@@ -279,7 +279,7 @@ class ModelSpec(ABC):
         self, encoders: ModelComponents, prompts: Sequence[str], images: Sequence[Any]
     ) -> PromptEmbeds:
         """Encode prompts with images (PIL, or pixels `[3, H, W]` uint8), where `Facts.text_sees_image`."""
-        raise NotImplementedError(f"{self.name}'s text encoders see no images")
+        raise NotImplementedError(f"{self.name}'s text encoders do not encode images")
 
     def text_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of each tensor of `encode_text` for one prompt, without the batch; `..._mask` are bool.
@@ -287,7 +287,7 @@ class ModelSpec(ABC):
         Raises:
             NotImplementedError: the family has none, so that its memory cannot be counted.
         """
-        raise NotImplementedError(f"{self.name} has no `text_shapes`, which counting its memory needs")
+        raise NotImplementedError(f"{self.name} has no `text_shapes`, which is required to estimate its memory")
 
     def empty_inputs(self, batch_size: int) -> tuple[PromptEmbeds, VideoMeta]:
         """Return conditions and other inputs of `predict` with the right shapes and no values, to count memory."""
@@ -303,12 +303,12 @@ class ModelSpec(ABC):
     def given_text(self, embedding: Tensor, mask: Tensor) -> PromptEmbeds:
         """Read a prompt's conditioning, a batch of one, from DanceGRPO's tensors; ValueError if not supported."""
         raise InputError(
-            f"{self.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl", "unsupported"
+            f"{self.name} cannot read prompts that were encoded elsewhere; use .txt or .jsonl", "unsupported"
         )
 
     def to_given_text(self, row: PromptEmbeds) -> tuple[Tensor, Tensor]:
         """Return embedding and mask of a prompt as `given_text` reads them; ValueError if not supported."""
-        raise InputError(f"{self.name} has no format of encoded prompts that other tools read", "unsupported")
+        raise InputError(f"{self.name} has no format of prompt embeddings that other tools read", "unsupported")
 
     def vae_bytes(self, size: tuple[int, int, int], *, gradient: bool = False) -> float:
         """Estimate the VAE's peak memory for one clip of `size` (frames, height, width), without tiling."""
@@ -534,8 +534,8 @@ class ModelSpec(ABC):
         """
         if request.image is None and self.facts.needs_image:
             raise InputError(
-                f"this image-to-video checkpoint of {self.name} needs an image to start from; give each validation "
-                "prompt one with validation_images or validation_videos",
+                f"this image-to-video checkpoint of {self.name} requires an image to start from; set one for each "
+                "validation prompt with validation_images or validation_videos",
                 "required",
             )
         if request.image is not None and self.image_pipeline_class is None:

@@ -29,7 +29,7 @@ class EMA:
 
     def __init__(self, parameters: Mapping[str, Parameter], *, decay: float, update_after_step: int = 0) -> None:
         if not parameters:
-            raise ValueError("a moving average needs at least one trained weight")
+            raise ValueError("an EMA requires trainable parameters")
         self._parameters = dict(parameters)
         self._averages = [p.detach().to(torch.float32, copy=True) for p in self._parameters.values()]
         self._decay = decay
@@ -40,7 +40,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Update the average with the current weights; call it once after every optimizer step."""
-        assert not self.is_applied, "the averages themselves must not be averaged"
+        assert not self.is_applied, "an average cannot be averaged"
         self._num_updates += 1
         s = self._num_updates - self._start - 1
         d = min((1 + s) / (10 + s), self._decay) if s > 0 else 0.0
@@ -89,14 +89,14 @@ class EMA:
         if saved.keys() != current.keys():
             names = sorted(saved.keys() ^ current.keys())
             raise InputError(
-                f"the saved moving average is of other weights: {len(names)} names differ, the first is {names[0]!r}",
+                f"the saved EMA is of other weights: {len(names)} names differ, the first is {names[0]!r}",
                 "mismatch",
             )
         for name, average in current.items():
             if average.shape != saved[name].shape:
                 raise InputError(
-                    f"the saved moving average of {name!r} has shape {tuple(saved[name].shape)}, "
-                    f"the weight {tuple(average.shape)}",
+                    f"the saved EMA of {name!r} has shape {tuple(saved[name].shape)}, the weight "
+                    f"{tuple(average.shape)}",
                     "mismatch",
                 )
             average.copy_(saved[name])

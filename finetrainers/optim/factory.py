@@ -92,8 +92,8 @@ def check_weights(parameters: Iterable[Parameter], config: OptimizerSection) -> 
     others = sum(p.ndim != 2 for p in weights)
     if OPTIMIZERS[name].matrices_only and others:
         raise InputError(
-            f"optimizer {name!r} updates matrices only, and {others} of {len(weights)} trainable parameters are "
-            "not two-dimensional; train a LoRA of linear layers, or choose another optimizer",
+            f"optimizer {name!r} supports only matrices, and {others} of {len(weights)} trainable parameters are not "
+            "two-dimensional; train a LoRA of linear layers, or use another optimizer",
             "unsupported",
         )
 
@@ -107,7 +107,9 @@ def _import_class(name: str, recipe: OptimizerSpec, target: str) -> Any:
             raise  # the package is installed and lacks a dependency
         raise ImportError(missing_library(name, recipe)) from error
     if optimizer_class is None:
-        raise ImportError(f"optimizer {name!r} needs a newer {recipe.library}: this one has no {module}.{attribute}")
+        raise ImportError(
+            f"optimizer {name!r} requires a newer {recipe.library}: the installed one has no {module}.{attribute}"
+        )
     return optimizer_class
 
 

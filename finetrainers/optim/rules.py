@@ -40,7 +40,7 @@ def optimizer_problems(
     ]
     if updates_parts and name not in SHARDABLE:
         message = (
-            f"{name} needs whole weights, or cannot put its state together from parts, and FSDP2 splits them; use "
+            f"{name} requires unsharded weights, or cannot assemble its state from shards, and FSDP2 shards them; use "
         )
         errors.append(Problem("--optimizer", f"{message}{' or '.join(SHARDABLE)}, or DDP", "unsupported"))
     warnings = [*_recipe_warnings(config, name, recipe, device_type), *_schedule_warnings(config)]
@@ -55,27 +55,29 @@ def _recipe_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, device
         takers = ", ".join(n for n, r in OPTIMIZERS.items() if "beta3" in r.reads)
         yield Problem(
             "--beta3",
-            f"{options.beta3:g} is no parameter of optimizer {name}; remove it or use one of {takers}",
+            f"{options.beta3:g} is not a parameter of optimizer {name}; remove it or use one of {takers}",
             "unsupported",
         )
     if recipe.needs_positive_lr and options.lr == 0:
-        yield Problem("--lr", f"optimizer {name} refuses 0; give a positive learning rate")
+        yield Problem("--lr", f"optimizer {name} does not support 0; set a positive learning rate")
     if recipe.matrices_only and config.training.training_type == "full-finetune":
         yield Problem(
             "--optimizer",
-            f"{name} updates matrices only, and full-finetune also trains biases and norms; use --training_type lora "
-            "or another optimizer",
+            f"{name} supports only matrices, and full-finetune also trains biases and norms; use --training_type "
+            "lora or another optimizer",
             "unsupported",
         )
     if recipe.matrices_only and config.training.use_dora:
         yield Problem(
-            "--optimizer", f"{name} updates matrices only, and --use_dora trains vectors; drop one of them", "conflict"
+            "--optimizer",
+            f"{name} supports only matrices, and --use_dora trains vectors; remove one of them",
+            "conflict",
         )
     if recipe.on_host and device_type != "cpu":
         yield Problem(
             "--optimizer",
-            f"{name} updates weights that are on the CPU, and this run trains on {device_type}; use adamw with "
-            "accelerate_configs/deepspeed_zero2_offload.yaml, which puts DeepSpeed's CPU Adam in its place",
+            f"{name} updates weights on the CPU, and this run trains on {device_type}; use adamw with "
+            "accelerate_configs/deepspeed_zero2_offload.yaml, which replaces it by DeepSpeed's CPU Adam",
             "unsupported",
         )
 
@@ -87,19 +89,19 @@ def _stochastic_rounding_errors(config: TrainConfig, name: str, recipe: Optimize
     if recipe.stochastic is None:
         valid = ", ".join(n for n, r in OPTIMIZERS.items() if r.stochastic)
         yield Problem(
-            "--master_weights", f"stochastic_rounding needs one of {valid}, got --optimizer {name}", "unsupported"
+            "--master_weights", f"stochastic_rounding requires one of {valid}, got --optimizer {name}", "unsupported"
         )
     if config.model.transformer_dtype != "bf16":
         yield Problem(
             "--master_weights",
-            f"stochastic_rounding keeps bf16 weights, got --transformer_dtype {config.model.transformer_dtype}; "
+            f"stochastic_rounding requires bf16 weights, got --transformer_dtype {config.model.transformer_dtype}; "
             "use --transformer_dtype bf16",
             "conflict",
         )
     if config.optimizer.use_cpu_offload_optimizer:
         yield Problem(
             "--master_weights",
-            "stochastic_rounding does not go with --use_cpu_offload_optimizer; use fp32 or drop the latter",
+            "cannot be combined with --use_cpu_offload_optimizer; use fp32, or remove --use_cpu_offload_optimizer",
             "conflict",
         )
 
@@ -109,25 +111,27 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
     offload, gradients = "--use_cpu_offload_optimizer", "--offload_gradients"
     if not options.use_cpu_offload_optimizer:
         if options.offload_gradients:
-            yield Problem(gradients, f"needs {offload}; add it or drop {gradients}", "required")
+            yield Problem(gradients, f"requires {offload}; add it, or remove {gradients}", "required")
         return
     if device_type not in ("cuda", "xpu"):
-        yield Problem(offload, f"needs a CUDA or XPU device, and this run is on {device_type}; drop it", "unsupported")
+        yield Problem(
+            offload, f"requires a CUDA or XPU device, and this run is on {device_type}; remove it", "unsupported"
+        )
     if num_processes > 1:
         yield Problem(
             offload,
-            f"copies gradients before processes exchange them, so it is for one process, got {num_processes}; "
-            "use accelerate_configs/deepspeed_zero2_offload.yaml instead",
+            f"copies gradients before processes exchange them, so it requires one process, got {num_processes}; use "
+            "accelerate_configs/deepspeed_zero2_offload.yaml instead",
             "conflict",
         )
     if options.optimizer not in OFFLOADABLE or options.use_8bit_bnb:
         variant = "--use_8bit_bnb" if options.use_8bit_bnb else f"--optimizer {options.optimizer}"
-        yield Problem(offload, f"works with plain {' or '.join(OFFLOADABLE)}, got {variant}", "unsupported")
+        yield Problem(offload, f"requires plain {' or '.join(OFFLOADABLE)}, got {variant}", "unsupported")
     if options.max_grad_norm > 0:
         yield Problem(
             offload,
-            "copies gradients to the host as backward makes them, before their norm is known, so "
-            f"--max_grad_norm {options.max_grad_norm:g} cannot clip them; use --max_grad_norm 0",
+            f"cannot be combined with --max_grad_norm {options.max_grad_norm:g}: it copies gradients to the host "
+            "before their norm is known; use --max_grad_norm 0",
             "conflict",
         )
     if training.mixed_precision == "fp16":
@@ -137,9 +141,8 @@ def _offload_errors(config: TrainConfig, device_type: str, num_processes: int) -
     if options.offload_gradients and training.gradient_accumulation_steps > 1:
         yield Problem(
             gradients,
-            "frees each gradient as it is made, so "
-            f"--gradient_accumulation_steps {training.gradient_accumulation_steps} cannot add them up; "
-            f"use 1 or drop {gradients}",
+            f"cannot be combined with --gradient_accumulation_steps {training.gradient_accumulation_steps}: it frees "
+            f"each gradient at once; use 1, or remove {gradients}",
             "conflict",
         )
 
@@ -149,30 +152,32 @@ def _in_backward_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, n
     if not options.optimizer_in_backward:
         return
     if training.training_type != "full-finetune":
-        yield Problem(option, "is for full-finetune; the gradients of a LoRA are small. Leave it out", "conflict")
+        yield Problem(option, "requires full-finetune; the gradients of a LoRA are small. Remove it", "conflict")
     if options.max_grad_norm > 0:
         yield Problem(
             option,
-            f"updates weights before the norm of all gradients is known, so --max_grad_norm {options.max_grad_norm:g} "
-            "cannot clip them; use --max_grad_norm 0",
+            f"cannot be combined with --max_grad_norm {options.max_grad_norm:g}: it updates weights before the norm "
+            "of all gradients is known; use --max_grad_norm 0",
             "conflict",
         )
     if num_processes > 1 or config.parallel.fsdp is not None or config.parallel.deepspeed:
         yield Problem(
             option,
-            "updates weights before processes have exchanged gradients, so it is for one process without FSDP2 or "
-            "DeepSpeed; leave it out: --fsdp full and ZeRO-2 shard gradients instead",
+            "updates weights before processes have exchanged gradients, so it requires one process without FSDP2 or "
+            "DeepSpeed; remove it: --fsdp full and ZeRO-2 shard gradients instead",
             "conflict",
         )
     if recipe.finds_step:
         yield Problem(
             option,
-            f"--optimizer {name} computes its step size from all gradients; use adamw or another one",
+            f"--optimizer {name} computes its step size from all gradients; use adamw or a similar optimizer",
             "unsupported",
         )
     if options.use_cpu_offload_optimizer:
         yield Problem(
-            option, "does not go with --use_cpu_offload_optimizer; --offload_gradients frees them there", "conflict"
+            option,
+            "cannot be combined with --use_cpu_offload_optimizer; use --offload_gradients, which frees gradients there",
+            "conflict",
         )
     if training.mixed_precision == "fp16":
         yield Problem(
@@ -181,12 +186,12 @@ def _in_backward_errors(config: TrainConfig, name: str, recipe: OptimizerSpec, n
     if training.on_nonfinite == "skip":
         yield Problem(
             option,
-            "a step with NaN has changed weights before it is found, so it cannot be skipped; use --on_nonfinite "
+            "a step with NaN has changed weights before it is detected, so it cannot be skipped; use --on_nonfinite "
             "rollback or raise",
             "conflict",
         )
     if config.memory.oom_retry == "on":
-        yield Problem(option, "a step that ran out of memory has changed weights; leave out --oom_retry on", "conflict")
+        yield Problem(option, "a step that ran out of memory has changed weights; remove --oom_retry on", "conflict")
 
 
 def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, device_type: str) -> Iterator[str]:
@@ -195,11 +200,14 @@ def _recipe_warnings(config: TrainConfig, name: str, recipe: OptimizerSpec, devi
             yield f"--{option} has no effect with --optimizer {name}"
     lr = config.optimizer.lr
     if recipe.finds_step and not 0.5 <= lr <= 2:
-        yield f"--lr {lr:g} multiplies the step size that {name} finds by itself; 1.0 is usual"
+        yield f"--lr {lr:g} multiplies the step size that {name} estimates; 1.0 is usual"
     elif not recipe.finds_step and lr > _HIGH_LR:
-        yield f"--lr {lr:g} is far above what finetuning uses, 1e-6 to 1e-3; weights may be ruined within a few steps"
+        yield (
+            f"--lr {lr:g} is far above the usual range for finetuning, 1e-6 to 1e-3; it may ruin the weights "
+            "within a few steps"
+        )
     if name.endswith("-paged") and device_type == "cpu":
-        yield f"--optimizer {name} pages nothing on the CPU; it equals {name.removesuffix('-paged')} there"
+        yield f"--optimizer {name} does not page on the CPU; it equals {name.removesuffix('-paged')} there"
 
 
 def _schedule_warnings(config: TrainConfig) -> Iterator[str]:

@@ -57,8 +57,8 @@ class OptimizerSpec:
 def missing_library(name: str, recipe: OptimizerSpec) -> str:
     """Return the message for an optimizer whose package is not installed."""
     return (
-        f"optimizer {name!r} needs the package {recipe.library!r}, which is not installed; "
-        f"run `pip install {recipe.library.replace('_', '-')}`"
+        f"optimizer {name!r} requires the package {recipe.library!r}, which is not installed; run `pip install "
+        f"{recipe.library.replace('_', '-')}`"
     )
 
 
@@ -155,8 +155,8 @@ def resolve_name(config: OptimizerSection) -> str:
         return config.optimizer
     if config.optimizer not in BNB_8BIT:
         raise InputError(
-            f"use_8bit_bnb works with optimizer {' or '.join(BNB_8BIT)}, got {config.optimizer!r}; "
-            "drop use_8bit_bnb or choose one of those",
+            f"use_8bit_bnb requires optimizer {' or '.join(BNB_8BIT)}, got {config.optimizer!r}; remove use_8bit_bnb "
+            "or use one of those",
             "unsupported",
         )
     return BNB_8BIT[config.optimizer]

@@ -67,8 +67,8 @@ class FSDP(Strategy):
         if not dist.is_initialized():
             if not options.fsdp_cpu_offload:
                 message = (
-                    "splits over processes, and no launcher started any; use torchrun or accelerate launch, or leave "
-                    "it out"
+                    "shards over processes, and no launcher started any; use torchrun or accelerate launch, or "
+                    "remove it"
                 )
                 raise ConfigError([Problem("FSDP2", message, "required")])
             # One process has nothing to split, and may still keep its weights in host memory.
@@ -83,11 +83,13 @@ class FSDP(Strategy):
         super()._apply(config, options)
         size, processes = options.fsdp_group_size or self.world_size, self.world_size
         if processes % size and processes > 1:  # one process may only plan
-            message = f"{processes} processes do not divide into groups of {size}; use a divisor"
+            message = f"must divide the {processes} processes, got {size}; use a divisor"
             raise ConfigError([Problem("--fsdp_group_size", message)])
         self.optimizer_shards = size
         if options.fsdp_cpu_offload:
-            self.why_no_swap = "FSDP2 keeps all weights in host memory already (fsdp_cpu_offload); remove one of them"
+            self.why_no_swap = (
+                "cannot be combined with --fsdp_cpu_offload, which keeps all weights in host memory; remove one of them"
+            )
 
     def _join(self, mixed_precision: str | None, *, on_cpu: bool, **group: Any) -> Accelerator:
         if self._options.fsdp_cpu_offload and not on_cpu:
@@ -334,7 +336,7 @@ def modules_of_another_dtype(model: nn.Module) -> list[nn.Module]:
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter.dtype != usual:
                 raise InputError(
-                    f"FSDP2 cannot split {name}{own}, which is {parameter.dtype} next to {usual} weights of the same "
+                    f"FSDP2 cannot shard {name}{own}, which is {parameter.dtype} next to {usual} weights of the same "
                     "module; use --master_weights fp32",
                     "unsupported",
                 )

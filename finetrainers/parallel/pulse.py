@@ -131,9 +131,10 @@ class Pulse:
             else "the launch's store, on rank 0"
         )
         return (
-            f"another process of the run does not answer: it hangs, or its machine is lost ({silent_processes}: silent "
-            f"for {self._timeout_s:g} s, the --nccl_timeout). Checkpoints are intact: end what is left of it, start "
-            "the command on all machines again, and with --resume_from_checkpoint auto it continues from the newest one"
+            f"another process of the run does not answer: it hangs, or its machine is lost ({silent_processes}: "
+            f"silent for {self._timeout_s:g} s, the --nccl_timeout). Checkpoints are intact: end the remaining "
+            "processes, start the command on all machines again, and with --resume_from_checkpoint auto it continues "
+            "from the newest one"
         )
 
 

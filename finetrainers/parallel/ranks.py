@@ -21,6 +21,7 @@ from finetrainers.utils.alive import waiting
 from finetrainers.utils.failures import ExpectedError, user_message
 from finetrainers.utils.launch import launched_local_rank
 from finetrainers.utils.process_state import leave_groups
+from finetrainers.utils.progress import working
 
 from .pulse import Pulse, connections, tcp_sockets
 
@@ -242,7 +243,7 @@ class DistributedContext:
             RuntimeError: it failed on another rank; on the rank where it fails, the error itself.
         """
         local_rank = launched_local_rank()
-        with self.raise_on_all_ranks(task):
+        with self.raise_on_all_ranks(task), working(task):
             requests = self.gather_objects([(local_rank, together)])
             if all(mapped for _, mapped in requests):
                 return load()
@@ -278,9 +279,9 @@ def _host_group(timeout: timedelta) -> dist.ProcessGroup:
         return dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise RuntimeError(
-            f"the processes do not reach each other by gloo, between their hosts: {error}. It takes the address that "
-            "the host's name resolves to, on some machines 127.0.1.1, which others cannot reach: name the network "
-            "interface with GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
+            f"the processes do not reach each other by gloo, between their hosts: {error}. It uses the address of "
+            "the host's name, on some machines 127.0.1.1, which others cannot reach: set the network interface with "
+            "GLOO_SOCKET_IFNAME (`ip -brief address` lists them) on every machine"
         ) from error
 
 

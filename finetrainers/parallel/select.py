@@ -48,7 +48,8 @@ def open_strategy(config: TrainConfig) -> Strategy:
     strategy, warns = _strategy_class(options), launched_rank() == 0
     if warns and strategy is not DDP and config.changed("overlap_gradient_exchange"):
         logger.warning(
-            "--overlap_gradient_exchange has an effect under DDP only; FSDP2 and DeepSpeed exchange in their own way"
+            "--overlap_gradient_exchange has an effect only under DDP; FSDP2 and DeepSpeed exchange gradients in "
+            "another way"
         )
     # Whether FSDP2 is used is known only now.
     for name in ("fsdp_reshard_after_forward", "fsdp_cpu_offload", "sync_each_batch"):

@@ -115,7 +115,11 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
     problems = list(_launcher_problems()) if launched else []
     if options.deepspeed or is_enabled(USE_DEEPSPEED):
         problems.append(
-            Problem("--deepspeed", "DeepSpeed and FSDP2 both split the network; choose one of them", "conflict")
+            Problem(
+                "--deepspeed",
+                "DeepSpeed and FSDP2 cannot be combined: both shard the network; remove one of them",
+                "conflict",
+            )
         )
     # Transformers would leave the text encoders of all ranks but one empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -128,7 +132,7 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
             group_size = launched_processes() // copies
     if kind == "full" and group_size is not None:
         problems.append(
-            Problem("--fsdp_group_size", "groups are for --fsdp hybrid; `full` splits over all processes", "conflict")
+            Problem("--fsdp_group_size", "requires --fsdp hybrid; `full` shards over all processes", "conflict")
         )
     if problems:
         raise ConfigError(problems)
@@ -143,7 +147,7 @@ def with_launcher(options: ParallelSection) -> ParallelSection:
 
 
 def _with_deepspeed(options: ParallelSection) -> ParallelSection:
-    message = "the launcher's DeepSpeed file says this; change it there, or launch without that file"
+    message = "the launcher's DeepSpeed file sets this; change it there, or launch without that file"
     own = options.model_dump(include={"zero_stage", "zero_offload"}, exclude_defaults=True)
     if own:
         raise ConfigError([Problem(f"--{name}", message, "conflict") for name in own])
@@ -167,13 +171,13 @@ def _launcher_problems() -> Iterator[Problem]:
     if strategy not in ("FULL_SHARD", "1", "HYBRID_SHARD", "4"):
         yield Problem(
             "fsdp_sharding_strategy",
-            f"{strategy} is of FSDP1; use fsdp_reshard_after_forward, or DDP for no split",
+            f"{strategy} belongs to FSDP1; use fsdp_reshard_after_forward, or DDP without sharding",
             "unsupported",
         )
     if is_enabled("FSDP_ACTIVATION_CHECKPOINTING"):
         yield Problem("fsdp_activation_checkpointing", "use --gradient_checkpointing instead", "unsupported")
     if os.environ.get("FSDP_IGNORED_MODULES"):
-        yield Problem("fsdp_ignored_modules", "no module is left out; remove it", "unsupported")
+        yield Problem("fsdp_ignored_modules", "is not supported: all modules are sharded; remove it", "unsupported")
     for name in _OTHER_DIMENSIONS:
         if int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) > 1:
             remedy = "remove it" if name == "TP" else "remove it, and split clips over processes with --sp_size"

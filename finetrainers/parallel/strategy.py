@@ -120,9 +120,8 @@ class Strategy(DistributedContext):
         world_size = launched_processes()
         if self.world_size != world_size:
             raise RuntimeError(
-                f"the launcher started {world_size} processes, but this one sees {self.world_size}: "
-                "they would train separately. Launch with a file from accelerate_configs/; on CPUs set "
-                "ACCELERATE_USE_CPU=true"
+                f"the launcher started {world_size} processes, but this one sees {self.world_size}: they would train "
+                "separately. Launch with a file from accelerate_configs/; on CPUs set ACCELERATE_USE_CPU=true"
             )
         self.sequence_group: dist.ProcessGroup | None = None
         if self.world_size % options.sp_size:
@@ -400,7 +399,7 @@ class Strategy(DistributedContext):
         """
         if (directory / DEEPSPEED_FOLDER).is_dir():
             raise InputError(
-                f"{directory} was saved under DeepSpeed, and nothing else reads its optimizer state; continue with it",
+                f"{directory} was saved under DeepSpeed, whose optimizer state only DeepSpeed reads; continue with it",
                 "mismatch",
             )
 

@@ -136,7 +136,7 @@ def _check_environment() -> None:
     """
     if is_enabled("ACCELERATE_USE_CPU"):
         message = (
-            "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed sees by itself that there is no GPU"
+            "accelerate leaves DeepSpeed out when it is set; unset it: DeepSpeed detects by itself that there is no GPU"
         )
         raise ConfigError([Problem("ACCELERATE_USE_CPU", message, "conflict")])
 
@@ -149,10 +149,12 @@ class ZeRO(Strategy):
     shares_saving = True
     saves_optimizer_itself = True
     can_drop_gradients = False
-    why_no_local_gradients = "DeepSpeed takes gradients from its own backward pass alone; use DDP or --fsdp full"
-    why_no_swap = "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full"
+    why_no_local_gradients = (
+        "is not supported with DeepSpeed, which uses only the gradients of its backward pass; use DDP or --fsdp full"
+    )
+    why_no_swap = "is not supported with DeepSpeed, which moves and broadcasts all weights; use DDP or --fsdp full"
     why_no_retry = (
-        "DeepSpeed sums gradients in buffers of its own while it computes them: halve --batch_size and double "
+        "DeepSpeed sums gradients in its own buffers during the backward pass: halve --batch_size and double "
         "--gradient_accumulation_steps"
     )
 
@@ -163,7 +165,7 @@ class ZeRO(Strategy):
             ConfigError: DeepSpeed is to split nothing, or no launcher started the processes.
         """
         if "LOCAL_RANK" not in os.environ:
-            message = "needs a launcher, for one process too: deepspeed, torchrun, or accelerate launch"
+            message = "requires a launcher, even for one process: deepspeed, torchrun, or accelerate launch"
             raise ConfigError([Problem("--deepspeed", message, "required")])
         _check_environment()
         shared_memory = [] if torch.cuda.is_available() else ["deepspeed_shm_comm"]
@@ -188,7 +190,7 @@ class ZeRO(Strategy):
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         stage = options.zero_stage if plugin is None else plugin.zero_stage
         if not stage:
-            message = "ZeRO stage 0 splits nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
+            message = "ZeRO stage 0 shards nothing; use stage 1 to 3, or accelerate_configs/ddp.yaml"
             raise ConfigError([Problem("DeepSpeed", message)])
         self.optimizer_shards = self.world_size
         # Each process has a separate part.
@@ -294,8 +296,8 @@ class ZeRO(Strategy):
         saved = directory / DEEPSPEED_FOLDER
         if not saved.is_dir():  # DeepSpeed would warn, and start its optimizer from scratch
             raise InputError(
-                f"{directory} was saved without DeepSpeed, which reads no optimizer state but its own; "
-                "continue with DDP or FSDP2",
+                f"{directory} was saved without DeepSpeed, which reads only its own optimizer state; continue with "
+                "DDP or FSDP2",
                 "mismatch",
             )
         if len(list((saved / _TAG).glob("*optim_states.pt"))) == self.world_size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,10 +10,9 @@ import torch
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.target import target_device
+from finetrainers.config.target import TargetDevice, target_device
 from finetrainers.memory.activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, HOST_SHARE, UTILIZATION, with_choice
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import OTHER_REMEDIES
 from finetrainers.memory.automatic import AutoSettings, with_blocks_to_swap, with_samples
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, with_reserve, without_reserve
@@ -23,97 +21,65 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.sharding import expected_split
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.utils.host_memory import read_host_memory
-from finetrainers.utils.launch import launched_processes, local_world_size
+from finetrainers.utils.launch import launched_rank, local_world_size
 from finetrainers.utils.phases import label
 from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.text import file_size
 
+from .chosen import MEMORY, is_open
 from .memory_lines import advice_lines
-from .memory_plan import RunMemory, planned_gib, run_memory
+from .memory_plan import RunMemory, run_memory, with_open_options
 from .once_per_node import once_per_node
 from .preflight import ResolvedRun, plan_work_once, preflight
-from .start_report import print_line
+from .start_report import print_chosen, print_line
 from .throughput import peak_flops
 
 #: Bytes of the copies that measure the link.
 _PROBE_BYTES = 64 << 20
 
 
-def within_budget(checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None) -> ResolvedRun:
-    """Return the run with the cheapest options that fit `memory_budget`, or with `fit_gpu` the GPU, and print them.
+def within_budget(
+    checked: ResolvedRun, check: Callable[[TrainConfig], ResolvedRun] | None = None, *, host_gib: float | None = None
+) -> ResolvedRun:
+    """Return the run with the cheapest options that fit `memory_budget`, and print them.
 
     Args:
         checked: the run.
         check: function that checks the run with other options; by default `preflight`, without reading data again.
-
-    Raises:
-        ConfigError: nothing fits `memory_budget`.
-    """
-    config = checked.config
-    if config.memory.memory_budget is not None:
-        options = _options_for_budget(checked, config.memory.memory_budget)
-    elif config.memory.fit_gpu and not checked.family.configs_not_here(config.model):
-        # One process asks: a CUDA context of each would stay on the first GPU.
-        options = once_per_node(lambda: _options_for_gpu(checked), config, timeout_s=config.run.idle_timeout)
-    else:
-        return checked
-    if options == config:
-        return checked
-    check = check or partial(preflight, planner=plan_work_once(checked))
-    rechecked = once_per_node(partial(check, options), options, timeout_s=options.run.idle_timeout)
-    earlier = [warning for warning in checked.warnings if warning not in rechecked.warnings]
-    return replace(rechecked, unseen=checked.unseen, warnings=[*rechecked.warnings, *earlier])
-
-
-def _options_for_budget(checked: ResolvedRun, budget: float) -> TrainConfig:
-    """Return the options that fit a budget in GiB.
+        host_gib: host memory of the machine; default: of this one.
 
     Raises:
         ConfigError: nothing fits.
     """
-    memory = run_memory(checked)
-    peak = memory.plan().peak
-    needed_gib = with_reserve(peak) / GIB
+    config, budget = checked.config, checked.config.memory.memory_budget
+    if budget is None:
+        return checked
+    # What a GPU chooses by itself comes after the budget, which knows the price of everything.
+    memory, decided = run_memory(checked, host_gib), config.with_values({"fit_gpu": False})
+    peak = memory.plan(decided).peak
+    needed = f"{with_reserve(peak) / GIB:.1f}"
     if fits(peak, GIB * budget):
-        print_line(f"memory budget: {needed_gib:.1f} of {budget:g} GiB are planned; no option is changed")
-        return checked.config
-    advice = memory.advice(budget, device=target_device(checked.config))
+        print_line(f"memory budget: {needed} of {budget:g} GiB are planned; no option is changed")
+        return checked
+    advice = memory.advice(budget, device=target_device(config), config=decided)
     if advice is None:
-        remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_REMEDIES)
-        message = (
-            f"{needed_gib:.1f} GiB are planned, more than {budget:g}, and no set of options makes it fit. What "
-            f"does:{remedies}"
+        heading = (
+            f"{needed} GiB are planned, more than {budget:g}, and {file_size(memory.host)} of host memory are there"
         )
-        raise ConfigError([Problem("--memory_budget", message, "too_large")])
-    for line in advice_lines(advice, f"memory budget: {needed_gib:.1f} GiB are planned, more than {budget:g}. Chosen:"):
+        lines = advice_lines(None, heading)
+        raise ConfigError([Problem("--memory_budget", "\n  ".join(lines), "too_large")])
+    for line in advice_lines(advice, f"memory budget: {needed} GiB are planned, more than {budget:g}. Chosen:"):
         print_line(line)
-    return advice.config
-
-
-def _options_for_gpu(checked: ResolvedRun) -> TrainConfig:
-    """Return options that fit the GPU with the same results; the run's own if it fits already, or if nothing fits."""
-    config = checked.config
-    gib = planned_gib(config)
-    if gib is None:
-        return config
-    if launched_processes() > local_world_size():
-        gib = math.floor(gib)  # drivers of several machines report slightly different sizes
-    memory = run_memory(checked)
-    peak = memory.plan().peak
-    if fits(peak, GIB * gib):
-        return config
-    message = f"{file_size(with_reserve(peak))} are planned, and the GPU has {gib:.1f} GiB"
-    advice = memory.advice(gib, device=target_device(config), exact=True)
-    if advice is None:
-        print_line(
-            f"warning: {message}: no memory options that leave results the same make the run fit; `finetrainers "
-            f"estimate --gpu {gib:.1f}GiB` searches among all options"
-        )
-        return config
-    heading = f"note: {message}. Chosen, with the same results (--no-fit_gpu changes nothing):"
-    for line in advice_lines(advice, heading):
-        print_line(line)
-    return advice.config
+    values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
+    options, check = config.with_values(values), check or partial(preflight, planner=plan_work_once(checked))
+    rechecked = once_per_node(partial(check, options), options, timeout_s=options.run.idle_timeout)
+    earlier = [warning for warning in checked.warnings if warning not in rechecked.warnings]
+    return replace(
+        rechecked,
+        config=rechecked.config.with_chosen(values, MEMORY),
+        unseen=checked.unseen,
+        warnings=[*rechecked.warnings, *earlier],
+    )
 
 
 def choose_settings(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConfig, AutoSettings | None]:
@@ -122,26 +88,45 @@ def choose_settings(checked: ResolvedRun, parallel: Strategy) -> tuple[TrainConf
     The choice is None if the options leave nothing open, or the device is a CPU without a budget, where nothing is
     moved or recomputed.
     """
-    config, on_gpu = checked.config, parallel.device.type == "cuda"
+    config, on_gpu = checked.config, chooses_on(parallel.device)
+    config = with_open_options(config) if on_gpu else config
     if config.validation.enable_model_cpu_offload is None and not (on_gpu and parallel.weights_are_movable):
         config = with_samples(config, offloads=False)
     method = method_spec(config)
     has_variants = bool(method.variants(config, expected_split(config.parallel)))
-    is_open = (
+    leaves_open = (
         has_variants,
         "auto" in (config.memory.blocks_to_swap, config.memory.activation_memory),
         config.validation.enable_model_cpu_offload is None and checked.sampled,
         method.samples and None in (config.model.enable_slicing, config.model.enable_tiling),
     )
-    if not any(is_open):
+    if not any(leaves_open):
         return config, None
     if not on_gpu and config.memory.memory_budget is None:
         return _resolve_on_cpu(config, checked, parallel, has_variants=has_variants), None
     memory = run_memory(checked)
+    memory.device = TargetDevice("cuda" if on_gpu else parallel.device.type)
     memory.machine = _machine(config, memory, parallel)
     settings = memory.choose(config)
-    _print_settings(settings)
+    print_chosen(record_choices(checked.config, settings), MEMORY)
+    if settings.repeats is False:
+        print_line("note: the memory options that the run had chosen do not fit here, so they were chosen again")
+    proposes = on_gpu and config.memory.fit_gpu and not settings.fits
+    _print_settings(settings, warns=not proposes)
+    if proposes and launched_rank() == 0:
+        _print_proposal(memory, settings)
     return settings.config.model_copy(update={"model": config.model}), settings
+
+
+def chooses_on(device: torch.device) -> bool:
+    """Return whether a run chooses memory options on this device without being asked."""
+    return device.type == "cuda"
+
+
+def record_choices(config: TrainConfig, settings: AutoSettings | None) -> TrainConfig:
+    """Return a copy of a run's configuration with its choices for open options that leave results the same."""
+    choices = {} if settings is None else settings.exact_choices
+    return config.with_chosen({name: value for name, value in choices.items() if is_open(config, name)}, MEMORY)
 
 
 def apply_decoding_settings(settings: AutoSettings | None, spec: ModelSpec, size: tuple[int, int, int]) -> None:
@@ -223,8 +208,21 @@ def _print_variant(settings: AutoSettings) -> None:
         )
 
 
-def _print_settings(settings: AutoSettings) -> None:
-    """Print the chosen settings, and whether they fit."""
+def _print_proposal(memory: RunMemory, settings: AutoSettings) -> None:
+    """Print that the run does not fit with the same results, and what makes it fit."""
+    assert settings.machine is not None
+    limit = settings.machine.device
+    heading = (
+        f"warning: {file_size(settings.plan.peak)} are planned in the phase {label(settings.plan.peak_phase)}, and "
+        f"tensors may take {file_size(limit)}"
+    )
+    advice = memory.advice(with_reserve(limit) / GIB, device=memory.device)
+    for line in advice_lines(advice, heading if advice is None else f"{heading}. It fits with"):
+        print_line(line)
+
+
+def _print_settings(settings: AutoSettings, *, warns: bool) -> None:
+    """Print the chosen settings and, if `warns`, those that do not fit."""
     machine, plan = settings.machine, settings.plan
     assert machine is not None
     _print_variant(settings)
@@ -239,9 +237,9 @@ def _print_settings(settings: AutoSettings) -> None:
             f"take (--no-{name})"
         )
     if (choice := settings.activations) is not None:
-        mark = "" if choice.fits else "warning: "
+        mark = "" if choice.fits or not warns else "warning: "
         print_line(f"{mark}activation memory: {choice.what}: {choice.why(machine)}")
-    if settings.swapped is not None and not settings.fits:
+    if warns and settings.swapped is not None and not settings.fits:
         print_line(
             f"warning: --blocks_to_swap auto: with {settings.words['blocks_to_swap']} swapped {file_size(plan.peak)} "
             f"are planned in the phase {label(plan.peak_phase)}, and tensors may take {file_size(machine.device)}; see "

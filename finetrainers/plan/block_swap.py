@@ -25,7 +25,7 @@ def check_number_of_blocks(config: TrainConfig, spec: ModelSpec) -> None:
         return
     total = len(spec.block_modules(spec.transformer_on_meta()))
     if number > total:
-        message = f"{number} of {total} blocks: the network has no more; lower it"
+        message = f"{number} of {total} blocks: must be at most {total}; lower it"
         raise ConfigError([Problem("--blocks_to_swap", message, "too_large")])
 
 
@@ -33,14 +33,14 @@ def block_swap(number: int, spec: ModelSpec, parallel: Strategy) -> Swap | None:
     """Return a function that swaps `number` blocks of a network to be trained, or None if all stay on the device."""
     if not number:
         return None
-    remark = ", which a CPU gains nothing by" if parallel.device.type == "cpu" else ""
+    remark = ", which saves nothing on a CPU" if parallel.device.type == "cpu" else ""
 
     def swap(network: nn.Module) -> dict[str, nn.Parameter]:
         blocks = spec.block_modules(network)
         swapped = swap_blocks(network, blocks, number, parallel.device)
         print_line(
-            f"block swap: {number} of {len(blocks)} blocks wait in host memory ({swapped.host_bytes / GIB:.2f} GiB for "
-            f"each process), and take {swapped.slot_bytes / GIB:.2f} GiB on the device{remark}"
+            f"block swap: {number} of {len(blocks)} blocks are in host memory ({swapped.host_bytes / GIB:.2f} GiB "
+            f"for each process), and take {swapped.slot_bytes / GIB:.2f} GiB on the device{remark}"
         )
         return swapped.weights(network)
 

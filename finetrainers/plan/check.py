@@ -57,7 +57,7 @@ def examine(config: TrainConfig, options: ProbeOptions) -> tuple[dict[str, Any] 
     try:
         preflight(config, planner=planner)
     except ConfigError as error:
-        # Nothing is written to the run's folder; and the survey has the problems of items.
+        # Nothing is written to the run's directory; and the survey has the problems of items.
         excluded = (
             "--output_dir",
             "--resume_from_checkpoint",

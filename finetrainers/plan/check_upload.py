@@ -10,7 +10,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.models.files.hub import OFFLINE, ask
 
 _OPTION = "--push_to_hub"
-_LATER = "or leave it out, and upload the results later with `hf upload`"
+_LATER = "or remove it, and upload the results later with `hf upload`"
 #: Roles of members of an organization who may create and write its repositories.
 _WRITERS = ("admin", "write", "contributor")
 
@@ -41,7 +41,7 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
     name = repository_name(config)
     outage = ask([name])
     if outage is not None:
-        remedy = "unset it" if outage == OFFLINE else "try again when it does"
+        remedy = "unset it" if outage == OFFLINE else "try again when it works"
         yield Problem(_OPTION, f"{outage}; {remedy}, {_LATER}", "unavailable")
         return
     token = hub_token(config) or get_token()
@@ -54,7 +54,7 @@ def _problems(config: TrainConfig) -> Iterator[Problem]:
         user = HfApi(token=token).whoami()
     except Exception as error:  # its type depends on the HTTP library of huggingface_hub's version
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        message = f"the hub does not accept the access token: {reason}; use another one, {_LATER}"
+        message = f"the Hub does not accept the access token: {reason}; use a valid one, {_LATER}"
         yield Problem(option, message, "unavailable")
         return
     yield from _permission_problems(user, name, option)
@@ -64,7 +64,7 @@ def _permission_problems(user: dict[str, Any], name: str, option: str) -> Iterat
     """Yield the permissions that a token's owner lacks, by the Hub's description, which omits fine-grained rights."""
     role = user.get("auth", {}).get("accessToken", {}).get("role")
     if role == "read":
-        yield Problem(option, f"the access token may only read; use one with the role write, {_LATER}")
+        yield Problem(option, f"the access token is read-only; use one with the role write, {_LATER}")
     namespace, slash, _ = name.rpartition("/")
     if not slash or namespace == user.get("name"):
         return

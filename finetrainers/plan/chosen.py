@@ -1,18 +1,22 @@
-"""Values that a run chooses for options that are left open: the recommended settings of a LoRA, and, where a run
-resumes, what it has chosen before. Imports no torch.
+"""Values that a run chooses for options that are left open: the recommended settings of a LoRA, memory options, and,
+where a run resumes, what it has chosen before. Imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, by_current_names, fields
+from finetrainers.memory.advice import MEMORY_OPTIONS
+from finetrainers.memory.automatic import ACTIVATION_OPTIONS, EXACT_CHOICES
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import read_manifest
+from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.launch import launched_processes
 
 from .initial_weights import InitialWeights
@@ -22,9 +26,18 @@ _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
 _LENGTH = ("train_steps", "train_epochs")
 #: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
 SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
-_SIZING = (*SIZES, "sliding_window_size", "dataset")
+_SIZING = (*SIZES, "sliding_window_size")
 #: Sources of chosen values.
-FAMILY, DATA, RUN = "family", "data", "run"
+FAMILY, DATA, RUN, MEMORY = "family", "data", "run", "memory"
+#: Memory options that a resumed run takes from its run: those that leave results the same.
+_MEMORY_OPTIONS = dict.fromkeys(
+    ["fit_gpu", *ACTIVATION_OPTIONS, *(name for option in MEMORY_OPTIONS if option.is_exact for name in option.options)]
+)
+
+
+def is_open(config: TrainConfig, name: str) -> bool:
+    """Return whether the run may choose a memory option: neither the user nor the resumed run has set it."""
+    return not config.is_given(name) and config.chosen.get(name, MEMORY) == MEMORY
 
 
 def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
@@ -40,10 +53,50 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
     chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
     config = config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
+    config = _take_memory_options(config, stored, sources)
+    if config.data.dataset is not None:
+        buckets = _read_dataset_buckets(checkpoint.resolve().parents[1] / "manifest.jsonl")
+        return config.model_copy(update={"data": config.data.with_dataset_buckets(buckets)})
     if any(map(config.changed, _SIZING)):
         return config
     sizes = _read_sizes(checkpoint, has_areas=config.changed("resolutions"))
     return config.with_chosen(sizes, DATA if sources.get(SIZES[0]) == DATA else RUN)
+
+
+def _take_memory_options(config: TrainConfig, stored: Mapping[str, Any], sources: Mapping[str, str]) -> TrainConfig:
+    """Return a copy of `config` in which open memory options have the values of the resumed run.
+
+    Choices that leave results the same are not among them: they are repeated while they fit (`Start.memory_choices`).
+    A run of before chose nothing by itself, and goes on so.
+    """
+    by_budget = {
+        name: stored[name]
+        for name, source in sources.items()
+        if source == MEMORY
+        and name not in EXACT_CHOICES
+        and fields()[name].section != "parallel"
+        and not config.is_given(name)
+    }
+    has_activations = any(map(config.is_given, ACTIVATION_OPTIONS))
+    names = [
+        name
+        for name in _MEMORY_OPTIONS
+        if sources.get(name) != MEMORY
+        and fields()[name].section != "parallel"
+        and not config.is_given(name)
+        and not (has_activations and name in ACTIVATION_OPTIONS)
+    ]
+    values = {name: stored[name] for name in names if name in stored}
+    if "fit_gpu" in names:
+        values.setdefault("fit_gpu", False)
+    changed = {name: value for name, value in values.items() if value != fields()[name].default}
+    return config.with_chosen(by_budget, MEMORY).with_chosen(changed, RUN)
+
+
+def memory_choices(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the memory options that the run of a checkpoint has chosen by itself, with the same results."""
+    stored, sources = manifest.get("config") or {}, manifest.get("chosen") or {}
+    return {name: stored.get(name) for name in EXACT_CHOICES if sources.get(name) == MEMORY}
 
 
 def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
@@ -63,13 +116,32 @@ def _read_sizes(checkpoint: Path, *, has_areas: bool) -> dict[str, Any]:
     return {name: sizes for name, sizes in zip(SIZES, (videos, images), strict=False) if sizes}
 
 
+def _read_dataset_buckets(manifest: Path) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the buckets of each dataset's clips by the manifest of a run's data, largest first.
+
+    Datasets whose videos have a single frame are left out: a list of buckets would not give them that of images.
+    """
+    buckets: dict[str, set[tuple[int, int, int]]] = {}
+    inexpressible = set()
+    for item in read_jsonl(manifest)[0] if manifest.is_file() else ():
+        name, text = item.get("dataset"), item.get("bucket")
+        if not name or not text:
+            continue
+        frames, height, width = map(int, text.split("x"))
+        buckets.setdefault(name, set()).add((frames, height, width))
+        if item.get("kind") == "video" and frames == 1:
+            inexpressible.add(name)
+    return {name: sorted(sizes, reverse=True) for name, sizes in buckets.items() if name not in inexpressible}
+
+
 def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:
     """Return a copy of `config` with the family's recommended settings where a new LoRA on clips leaves them open.
 
     They apply if neither steps nor epochs are given. Steps are those for few clips, until `choose_by_data`.
     """
     steps = config.training.train_steps if "train_steps" in config.chosen else None
-    config = config.without_chosen((*_RECOMMENDED, *SIZES))
+    by_memory = [name for name, source in config.chosen.items() if source == MEMORY]
+    config = config.without_chosen((*_RECOMMENDED, *SIZES, *by_memory))
     is_lora = config.training.training_type == "lora" and method_spec(config).learns_clips
     if not is_lora or facts.lora is None or any(map(config.is_given, _LENGTH)):
         return config

@@ -11,17 +11,25 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
-from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import fits
 from finetrainers.utils.text import plural
 
+from .automatic import record_choices
+from .chosen import MEMORY
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
 from .preflight import ResolvedRun, collecting_problems
 from .ready import check_classes, examine_weights, missing_rewards
 from .room import check_trainable, room_warnings
-from .start_report import print_data, print_first_line, print_line, print_origin, print_remarks, sizes_on_disk
+from .start_report import (
+    print_chosen,
+    print_data,
+    print_first_line,
+    print_line,
+    print_origin,
+    print_remarks,
+    sizes_on_disk,
+)
 from .trainable import network_without_weights, num_quantizable, trainable_dtype, trainable_parameters
 
 #: Options of this invocation, not of the run.
@@ -36,6 +44,7 @@ def dry_run_report(checked: ResolvedRun) -> None:
     """
     config, unseen = checked.config, unseen_reason(checked)
     checked, transformer = build_without_weights(checked)
+    packaged = None if unseen is None else _with_packaged_configs(checked)
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps
@@ -45,10 +54,13 @@ def dry_run_report(checked: ResolvedRun) -> None:
     )
     print_origin(checked)
     if unseen is None:
-        _print_memory(checked, transformer)
+        checked = _print_memory(checked, transformer)
+        config = checked.config
+    elif packaged is not None:
+        _print_memory(packaged, network_without_weights(packaged))
     print_remarks(checked)
     _print_options(config)
-    print_line(_conclude(checked, unseen))
+    print_line(_conclude(checked, unseen, is_planned=packaged is not None))
 
 
 def build_without_weights(checked: ResolvedRun) -> tuple[ResolvedRun, nn.Module]:
@@ -92,24 +104,35 @@ def unseen_reason(checked: ResolvedRun) -> str | None:
     return checked.unseen
 
 
-def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> None:
+def _print_memory(checked: ResolvedRun, transformer: nn.Module) -> ResolvedRun:
+    """Print sizes, memory and disk of a run; return it with the memory options that it chooses, and a warning.
+
+    The warning is about a machine with too little host memory.
+    """
     trained = sum(p.numel() for p in trainable_parameters(transformer).values())
     total = sum(p.numel() for p in transformer.parameters())
-    print_line(f"transformer: {total / 1e6:.4g} M weights, {trained / 1e6:.4g} M of them trained")
+    print_line(f"transformer: {total / 1000000.0:.4g}M parameters, {trained / 1000000.0:.4g}M trainable")
     config = checked.config
     if config.memory.quantize_frozen != "none":
         weights = num_quantizable(transformer, config, checked.spec)
-        print_line(f"  {weights / 1e6:.4g} M of them quantized to {config.memory.quantize_frozen}")
+        print_line(f"  {weights / 1000000.0:.4g}M of them quantized to {config.memory.quantize_frozen}")
     memory, gpu = RunMemory(checked, transformer), planned_gpu(config)
     settings = memory.choose()
     lines = memory_lines(memory, settings)
     if gpu is not None:
-        is_too_large = not fits(settings.plan.peak, GIB * gpu.gib)
-        lines += fit_lines(
-            settings.plan, gpu, memory.advice(gpu.gib, device=target_device(config)) if is_too_large else None
-        )
+        fits = memory.fits(settings.plan, gpu.gib)
+        advice = None if fits else memory.advice(gpu.gib, device=target_device(config))
+        lines += fit_lines(memory, settings.plan, gpu, advice)
     for line in lines:
         print_line(line)
+    problem = memory.host_problem(settings.plan) if gpu is None else None
+    if problem is not None:
+        checked = replace(checked, warnings=[*checked.warnings, problem])
+    if memory.device.type != "cuda":
+        return checked
+    config = record_choices(config, settings)
+    print_chosen(config, MEMORY)
+    return replace(checked, config=config)
 
 
 def _print_options(config: TrainConfig) -> None:
@@ -122,12 +145,21 @@ def _print_options(config: TrainConfig) -> None:
     print_line(tomli_w.dumps({name: value for name, value in options.items() if value is not None}))
 
 
-def _conclude(checked: ResolvedRun, unseen: str | None) -> str:
+def _with_packaged_configs(checked: ResolvedRun) -> ResolvedRun | None:
+    """Return the run with the configs of its published model that are packaged, or None if there are none."""
+    model = checked.config.model.for_estimate()
+    if checked.family.configs_not_here(model):
+        return None
+    return replace(checked, config=checked.config.model_copy(update={"model": model}))
+
+
+def _conclude(checked: ResolvedRun, unseen: str | None, *, is_planned: bool) -> str:
     """Return the last line; it claims nothing about unchecked parts."""
     if unseen is not None:
+        memory = "Memory is estimated by packaged configs" if is_planned else "Memory cannot be estimated"
         return (
-            f"model not seen: {unseen}; data and options agree with the published {checked.config.model.model_name} "
-            "models, and LoRA targets with a tiny one. Memory cannot be estimated"
+            f"model config unavailable: {unseen}; options checked against the published "
+            f"{checked.config.model.model_name} configs, LoRA targets against a tiny model. {memory}"
         )
     missing = [name for name, size in sizes_on_disk(checked).items() if size is None]
     missing += missing_rewards(checked)

@@ -10,7 +10,6 @@ from accelerate.utils import DynamoBackend
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import TargetDevice, target_device
-from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS
 from finetrainers.methods.registry import method_spec
 from finetrainers.parallel.select import open_strategy, planned_strategy
 from finetrainers.parallel.strategy import Strategy
@@ -49,7 +48,7 @@ def make_strategy(config: TrainConfig) -> Strategy:
     """
     parallel = join(config)
     capability = torch.cuda.get_device_capability(parallel.device) if parallel.device.type == "cuda" else None
-    problems = [*_problems(config, parallel, capability=capability), *_gpu_problems(config, parallel)]
+    problems = [*_problems(config, parallel, capability=capability)]
     if problems:
         parallel.close()
         raise ConfigError(problems)
@@ -103,8 +102,8 @@ def layout_problem(start: Start, parallel: Strategy) -> Problem | None:
     if parallel.reads_optimizer_of(then):
         return None
     message = (
-        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the same "
-        "way, or start the optimizer from scratch with --reset optimizer"
+        f"the optimizer's state in {start.checkpoint} is that of {then}, and this run is {now}; launch it in the "
+        "same way, or start the optimizer from scratch with --reset optimizer"
     )
     return Problem("--resume_from_checkpoint", message, "mismatch")
 
@@ -122,17 +121,6 @@ def retry_refusal(option: str, *, parallel: Strategy, in_backward: bool = False)
     if in_backward:
         return "--optimizer_in_backward has changed weights in this step already"
     return parallel.why_no_retry
-
-
-def _gpu_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]:
-    """Yield a problem if machines have chosen different options for their GPUs."""
-    if config.memory.fit_gpu:
-        options = [str(config.get(name)) for switch in EXACT_MEMORY_OPTIONS for name in switch.options]
-        if any(other != options for other in parallel.gather_objects([options])):
-            message = (
-                "machines have different GPUs, and chose different options; set --memory_budget to the smallest GPU"
-            )
-            yield Problem("--fit_gpu", message, "mismatch")
 
 
 def _problems(config: TrainConfig, parallel: Strategy, *, capability: Capability | None = None) -> Iterator[Problem]:
@@ -155,38 +143,39 @@ def _unsupported_options(config: TrainConfig, parallel: Strategy) -> Iterator[Pr
         ),
         (
             "--on_nonfinite rollback", training.on_nonfinite == "rollback", parallel.weights_are_movable,
-            "weights that the strategy splits cannot be put back within a run; use DDP, or raise and resume",
+            "sharded weights cannot be restored within a run; use DDP, or raise and resume",
         ),
         (
             "--async_checkpointing", training.async_checkpointing, not parallel.saves_optimizer_itself,
-            "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or leave it out",
+            "DeepSpeed writes its own files, while training waits; use DDP or FSDP2, or remove it",
         ),
         (
             "--dry_batches on", memory.dry_batches == "on", parallel.can_drop_gradients,
-            "DeepSpeed sums gradients in buffers of its own, where those of a trial would stay; leave it out",
+            "DeepSpeed sums gradients in its own buffers, where those of a trial would stay; remove it",
         ),
         ("--oom_retry on", memory.oom_retry == "on", refusal is None, refusal or ""),
         (
             "--use_ema", training.use_ema, parallel.weights_are_whole,
-            "averages need whole weights, and this strategy splits them; use DDP or DeepSpeed ZeRO-2, or leave it out",
+            "the EMA requires unsharded weights, and this strategy shards them; use DDP or DeepSpeed ZeRO-2, or "
+            "remove it",
         ),
         (
             "--enable_model_cpu_offload", samples.enable_model_cpu_offload and samples.validation_prompts,
             parallel.weights_are_movable,
-            ("it moves whole weights between GPU and host, and this strategy keeps parts of them, or copies, of its "
-             "own; use DDP, or leave it out: --enable_tiling lets decoding take less"),
+            ("it moves complete weights between GPU and host, and this strategy keeps its own shards or copies; use "
+             "DDP, or remove it: --enable_tiling reduces the memory for decoding"),
         ),
         (
             "--layerwise_upcasting_modules", memory.layerwise_upcasting_modules, parallel.weights_are_whole,
-            "8-bit storage changes weights in place, and this strategy splits them; use DDP or DeepSpeed ZeRO-2",
+            "8-bit storage changes weights in place, and this strategy shards them; use DDP or DeepSpeed ZeRO-2",
         ),
         (
             "--quantize_frozen", memory.quantize_frozen != "none", parallel.takes_integer_weights,
-            "ZeRO-3 splits floating-point weights alone; use --fsdp full, which splits quantized ones too, or ZeRO-2",
+            "ZeRO-3 shards only floating-point weights; use --fsdp full, which also shards quantized ones, or ZeRO-2",
         ),
         (
             "--no-lora_autocast", not memory.lora_autocast, parallel.uses_autocast,
-            "DeepSpeed computes in 16 bits without autocast anyway; leave it out",
+            "DeepSpeed always computes in 16 bits without autocast; remove it",
         ),
     ):  # fmt: skip
         if is_set and not is_supported:
@@ -200,11 +189,10 @@ def _swap_problems(config: TrainConfig, parallel: Strategy) -> Iterator[Problem]
     if parallel.why_no_swap is not None:
         yield Problem(option, parallel.why_no_swap, "unsupported")
     if parallel.device.type not in ("cuda", "cpu"):
-        message = f"copies on streams of CUDA, and the device is {parallel.device.type}; leave it out"
+        message = f"copies on streams of CUDA, and the device is {parallel.device.type}; remove it"
         yield Problem(option, message, "unsupported")
     if parallel.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         message = (
-            "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or leave it "
-            "out"
+            "compiled blocks do not wait for their weights; launch without torch.compile (dynamo_backend), or remove it"
         )
         yield Problem(option, message, "conflict")

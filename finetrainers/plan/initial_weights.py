@@ -60,8 +60,8 @@ def find_initial_weights(source: str) -> InitialWeights:
         return _find_in_file(source, path)
     if not path.is_dir():
         raise InputError(
-            f"no such file or directory: {source}; give a checkpoint, a run directory, a diffusers folder, or a LoRA "
-            "in safetensors (a model of the hub must be downloaded, or is named by --transformer_id)",
+            f"file or directory not found: {source}; use a checkpoint, a run directory, a diffusers directory, or a "
+            "LoRA in safetensors (download a model of the Hub, or set it as --transformer_id)",
             "not_found",
         )
     if (path / MANIFEST).is_file():
@@ -97,10 +97,10 @@ def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:
     for path in existing:
         if file_sha256(path) == sha256:
             return path
-    problem = f"{existing[0]} is damaged: it is not the file that was stored" if existing else f"{paths[0]} is missing"
+    problem = f"{existing[0]} is damaged: it differs from the stored file" if existing else f"{paths[0]} is missing"
     raise InputError(
-        f"{problem}; it holds the LoRA that the run began with, which its reference model needs. Restore it from a "
-        "copy of the run, or start a new run from the checkpoint's weights with --init_from",
+        f"{problem}; it holds the LoRA that the run started from, which its reference model requires. Restore it "
+        "from a copy of the run, or start a new run from the checkpoint's weights with --init_from",
         "unreadable" if existing else "not_found",
     )
 
@@ -130,7 +130,7 @@ def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
     if len(files) == 1:
         return _find_in_file(source, files[0])
     if len(files) > 1 and not checkpoints_dir(path).is_dir():
-        raise InputError(f"{path} holds {plural(len(files), 'safetensors file')}; name one of them", "required")
+        raise InputError(f"{path} holds {plural(len(files), 'safetensors file')}; use one of them", "required")
     return None
 
 
@@ -140,8 +140,8 @@ def _find_in_file(source: str, path: Path) -> InitialWeights:
         if path.suffix in (".bin", ".ckpt", ".pt", ".pth"):
             message = "a pickle, which is never loaded; convert it to safetensors first"
             raise InputError(f"{path} is {message}", "unsupported")
-        message = "not a safetensors file; give weights in safetensors, a run directory, a checkpoint or a diffusers"
-        raise InputError(f"{path} is {message} folder", "unreadable")
+        message = "not a safetensors file; use weights in safetensors, a run directory, a checkpoint or a diffusers"
+        raise InputError(f"{path} is {message} directory", "unreadable")
     shapes, _ = read_lora_header(path)
     return InitialWeights(source, "lora" if any(_LORA_NAME.search(name) for name in shapes) else "full", path)
 
@@ -185,7 +185,7 @@ def check_lora(
     # A missing `lora_alpha` means the rank, as in diffusers.
     is_stated = settings.get("lora_alpha") is not None
     alpha = float(settings["lora_alpha"]) if is_stated else ranks[-1]
-    note = "" if is_stated else ", which says none, so that it is the rank"
+    note = "" if is_stated else ", which stores none, so it is the rank"
     if not math.isclose(alpha, training.lora_alpha):
         differences.append(f"lora_alpha: {alpha:g} in the file{note}, {training.lora_alpha:g} in this run")
     has_dora = any("lora_magnitude_vector" in name for name in modules)

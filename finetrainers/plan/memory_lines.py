@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import tomli_w
+
 from finetrainers.config.root import TrainConfig
 from finetrainers.memory.advice import OTHER_REMEDIES, Advice, Chosen
 from finetrainers.memory.automatic import AutoSettings
@@ -26,7 +28,7 @@ def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
     """Return the estimate as lines: a table of phases, contents of the peak, host memory, choices for `auto`, disk."""
     plan, lines = settings.plan, _phase_lines(settings.plan)
     machine = plural(plan.local_processes, "process", "processes")
-    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)}")
+    lines.append(f"host memory of a machine, {machine}: {file_size(plan.machine_bytes)} of {file_size(memory.host)}")
     options = with_launcher(memory.checked.config.parallel)
     if launched_processes() == 1 and ((options.fsdp is not None and not options.fsdp_cpu_offload) or options.deepspeed):
         lines.append("planned for 1 process; finetrainers estimate --num_processes N plans for N")
@@ -79,39 +81,51 @@ def automatic_lines(config: TrainConfig, settings: AutoSettings) -> list[str]:
     if settings.offloads_samples:
         lines.append(settings.words["enable_model_cpu_offload"])
     lines += [settings.words[name] for name in settings.decoding]
-    if settings.swapped is not None:
-        lines.append(f"--blocks_to_swap auto: {settings.words['blocks_to_swap']}")
+    swap_label, activation_label = (
+        f"--{name} auto" if config.get(name) == "auto" else f"{name.replace('_', ' ')}, chosen"
+        for name in ("blocks_to_swap", "activation_memory")
+    )
+    if settings.swapped is not None and (settings.swapped or memory.blocks_to_swap == "auto"):
+        lines.append(f"{swap_label}: {settings.words['blocks_to_swap']}")
     if settings.activations is not None:
         speed = f"{machine.flops / 1e12:.0f} TFLOP/s, {machine.link / 1e9:.0f} GB/s"
         lines += [
-            f"--activation_memory auto, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
+            f"{activation_label}, assuming {speed}, {machine.host / GIB:.1f} GiB of host memory:",
             f"  {settings.activations.what}",
             f"  {settings.activations.why(machine)}",
         ]
     return lines
 
 
-def fit_lines(plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
-    """Return whether the run fits a GPU, and the options that make it fit."""
-    size = file_size(with_reserve(plan.peak))
-    if fits(plan.peak, GIB * gpu.gib):
-        return [f"it fits {gpu}: {size} are needed"]
-    lines = [f"it does not fit {gpu}: {size} are needed"]
+def fit_lines(memory: RunMemory, plan: RunPlan, gpu: Gpu, advice: Advice | None) -> list[str]:
+    """Return whether a run fits a GPU and the machine, and the options that make it fit, with lines to paste."""
+    size, warning = file_size(with_reserve(plan.peak)), memory.host_problem(plan)
+    is_small = fits(plan.peak, GIB * gpu.gib)
+    lines = [f"it {'fits' if is_small else 'does not fit'} {gpu}: {size} are needed"]
+    if is_small and warning is None:
+        return lines
+    lines += [] if warning is None else [f"it does not fit the machine: {warning}"]
     if advice is None:
-        lines.append("no set of options makes it fit. What does:")
-        return [*lines, *(f"  * {way}" for way in OTHER_REMEDIES)]
-    return [*lines, *advice_lines(advice, "it fits with")]
+        return [*lines[:-1], *advice_lines(None, lines[-1])]
+    budget = gpu.name.replace(" G", "G").replace(" ", "-")
+    lines += advice_lines(advice, "it fits with")
+    return [*lines, f"or let the run choose such options: --memory_budget {budget}"]
 
 
-def advice_lines(advice: Advice, heading: str) -> list[str]:
-    """Return the switches of an advice, each with its saving and cost, and the choices for `auto`."""
+def advice_lines(advice: Advice | None, heading: str) -> list[str]:
+    """Return the options of an advice, each with its saving and cost, and lines to paste; or what else helps."""
+    if advice is None:
+        return [heading, "no set of options makes it fit. What does:", *(f"  * {way}" for way in OTHER_REMEDIES)]
     choices = dict(advice.outcome.chosen)
     lines = [f"{heading} {with_reserve(advice.outcome.peak) / GIB:.1f} GiB:"]
     for applied in advice.switches:
         saving = f"saves {file_size(max(0.0, applied.saves))}; {_describe_slowdown(applied)}; {applied.switch.cost}"
         chosen = [f"      chosen: {choices.pop(name)}" for name in applied.switch.options if name in choices]
         lines += [f"  {applied.switch.flags}", f"      {saving}", *chosen]
-    return [*lines, *(f"  also chosen: {choice}" for choice in choices.values())]
+    lines += [f"  also chosen: {name}, {choice}" for name, choice in choices.items()]
+    values = {name: value for applied in advice.switches for name, value in applied.switch.options.items()}
+    lines += ["as flags:", f"  {' '.join(applied.switch.flags for applied in advice.switches)}"]
+    return [*lines, "in the config file:", *(f"  {line}" for line in tomli_w.dumps(values).splitlines())]
 
 
 def _describe_slowdown(applied: Chosen) -> str:
@@ -137,6 +151,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
         "peak": {"phase": plan.peak_phase, "allocated": round(plan.peak), "reserved": round(with_reserve(plan.peak))},
         "processes": launched_processes(),
         "machine_host": round(plan.machine_bytes),
+        "fits_host": memory.host_problem(plan) is None,
         "disk": {
             "checkpoint": needs.checkpoint, "num_checkpoints": needs.num_checkpoints, "result": needs.result,
             "samples": needs.samples, "cache": round(memory.cache_bytes()),
@@ -147,7 +162,7 @@ def as_json(memory: RunMemory, settings: AutoSettings, gpu: Gpu | None, advice: 
     if gpu is not None:
         estimate["gpu"], estimate["gpu_gib"] = gpu.name, gpu.gib
         estimate["fits"] = fits(plan.peak, GIB * gpu.gib)
-        if not estimate["fits"]:
+        if not memory.fits(plan, gpu.gib):
             estimate["advice"] = None if advice is None else _advice_json(advice)
     return estimate
 

@@ -8,11 +8,13 @@ from functools import lru_cache
 
 from torch import nn
 
-from finetrainers.config.checks.options import check_shared_sizes
+from finetrainers.config.checks.kernels import is_compiled
+from finetrainers.config.checks.options import check_block_swap, check_shared_sizes
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import is_network
 from finetrainers.config.root import TrainConfig
-from finetrainers.config.target import TargetDevice, planned_gpu
+from finetrainers.config.sections import ModelSection
+from finetrainers.config.target import TargetDevice, planned_gpu, target_device
 from finetrainers.memory.activation_auto import (
     ASSUMED_FLOPS,
     ASSUMED_LINK,
@@ -21,11 +23,11 @@ from finetrainers.memory.activation_auto import (
     activation_model,
 )
 from finetrainers.memory.activation_plan import Machine
-from finetrainers.memory.advice import EXACT_MEMORY_OPTIONS, MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
-from finetrainers.memory.automatic import AutoSettings, Run, choose_automatic
+from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
+from finetrainers.memory.automatic import ACTIVATION_OPTIONS, AutoSettings, Run, choose_automatic, repeat_choices
 from finetrainers.memory.count_text import text_working_bytes
 from finetrainers.memory.estimate import DTYPE_BYTES, GIB
-from finetrainers.memory.fit import with_reserve, without_reserve
+from finetrainers.memory.fit import fits, usable_host, with_reserve, without_reserve
 from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import TEXTS_AT_ONCE, RunPlan, RunSizes, plan_run
 from finetrainers.memory.quantized_encoders import encoder_bytes_saved, largest_layer_bytes
@@ -35,9 +37,10 @@ from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.host_memory import read_host_memory
 from finetrainers.utils.launch import launched_processes, local_world_size
-from finetrainers.utils.phases import label
+from finetrainers.utils.phases import LOADING, label
 from finetrainers.utils.text import file_size
 
+from .chosen import MEMORY, is_open
 from .preflight import ResolvedRun, option_findings
 from .room import Needs, disk_needs
 from .start_report import print_line
@@ -60,17 +63,20 @@ class RunMemory:
             host_gib: of the machine to plan for; default: this one.
         """
         self.checked = checked
-        host = read_host_memory().total if host_gib is None else GIB * host_gib
-        self._host = HOST_SHARE * host / local_world_size()
+        #: Bytes of memory of the machine.
+        self.host = float(read_host_memory().total) if host_gib is None else GIB * host_gib
         gpu_gib = gpu_gib or planned_gib(checked.config)
+        #: The device that the run trains on.
+        self.device = target_device(checked.config)
         #: The machine to plan for, or None if no GPU is known.
-        self.machine = None if gpu_gib is None else self._assume_machine(gpu_gib)
+        self.machine = None if gpu_gib is None else self.machine_with(gpu_gib)
         self.transformer = network_without_weights(checked) if transformer is None else transformer
         spec = checked.spec
         networks = (*spec.facts.networks[:-1], *filter(is_network, spec.facts.companions))
         parts = {part: frozen_bytes(spec, part) for part in networks}
         bucket = checked.plan.heaviest(checked.config)[0]
         rewards, scoring = self._reward_bytes(checked.config, bucket)
+        self._specs: dict[str, ModelSpec] = {}  # by the options of the model
         self._outcomes: dict[str, Outcome | None] = {}  # that were estimated, by configuration
         needs, weights = self.disk(), NetworkWeights(self.transformer, spec)
         self._around = RunSizes(
@@ -95,17 +101,20 @@ class RunMemory:
 
     def choose(
         self, config: TrainConfig | None = None, *, machine: Machine | None = None,
-        batch: tuple[tuple[int, int, int], int] | None = None,
+        device: TargetDevice | None = None, batch: tuple[tuple[int, int, int], int] | None = None,
     ) -> AutoSettings:  # fmt: skip
         """Return the settings that a run on this machine chooses for open options, with the memory of each phase.
 
         Args:
             config: with other options that save memory.
             machine: another machine to choose for.
+            device: another device to choose for.
             batch: the bucket and the number of clips of a micro-batch; default: those of the heaviest one.
         """
+        machine, device = machine or self.machine, device or self.device
         config = config or self.checked.config
-        spec, geometry = self.checked.family.load(config.model), self.checked.geometry
+        config = with_open_options(config) if device.type == "cuda" and machine is not None else config
+        spec, geometry = self._load_spec(config.model), self.checked.geometry
         bucket, clips = batch or (self._around.bucket, self.checked.plan.heaviest(config)[1])
         # Encoding beforehand takes clips of all buckets; otherwise only those of the micro-batch are encoded.
         only_bucket = batch is not None and self._around.encoded and not config.data.precompute_conditions
@@ -124,8 +133,7 @@ class RunMemory:
             around = replace(around, rewards=rewards, scoring=scoring)
 
         def plan(changed: TrainConfig) -> RunPlan:
-            own = spec if changed.model == config.model else self.checked.family.load(changed.model)
-            return plan_run(changed, geometry, self.transformer, spec=own, around=around)
+            return plan_run(changed, geometry, self.transformer, spec=self._load_spec(changed.model), around=around)
 
         def model(config: TrainConfig) -> ActivationModel:
             others = plan(config).other_networks
@@ -137,7 +145,17 @@ class RunMemory:
             may_offload_samples=is_unsharded and bool(around.sampled),
             decodes=own.samples, split=around.split,
         )  # fmt: skip
-        return choose_automatic(config, run, machine or self.machine)
+        earlier = self.checked.start.memory_choices
+        if earlier and machine is not None:
+            return repeat_choices(config, run, machine, earlier)
+        return choose_automatic(config, run, machine)
+
+    def _load_spec(self, model: ModelSection) -> ModelSpec:
+        """Return the spec of the model with these options, which reads its configs once."""
+        key = model.model_dump_json()
+        if key not in self._specs:
+            self._specs[key] = self.checked.family.load(model)
+        return self._specs[key]
 
     def _reward_bytes(self, config: TrainConfig, bucket: tuple[int, int, int]) -> tuple[float | None, float | None]:
         """Return the bytes on a process's device of reward networks, and of scoring, each None if unknown."""
@@ -147,9 +165,37 @@ class RunMemory:
             size = max(sizes, key=math.prod, default=bucket)
         return method.reward_bytes(config), method.scoring_bytes(config, size, fps=checked.frame_rate)
 
-    def _assume_machine(self, gpu_gib: float) -> Machine:
+    def machine_with(self, gpu_gib: float) -> Machine:
         """Return a machine whose memory alone is known; its speeds are assumed."""
-        return Machine(without_reserve(GIB * gpu_gib), self._host, ASSUMED_FLOPS, ASSUMED_LINK)
+        host = HOST_SHARE * self.host / local_world_size()
+        return Machine(without_reserve(GIB * gpu_gib), host, ASSUMED_FLOPS, ASSUMED_LINK)
+
+    def fits(self, plan: RunPlan, gpu_gib: float) -> bool:
+        """Return whether a plan fits a GPU and the machine."""
+        return fits(plan.peak, GIB * gpu_gib) and self.host_problem(plan) is None
+
+    def host_problem(self, plan: RunPlan) -> str | None:
+        """Return the reason why the machine has too little host memory for a plan, with remedies, or None if it fits.
+
+        A run on a CPU has in host memory what it would have on a GPU.
+        """
+        config, needed = self.checked.config, plan.machine_bytes
+        if likely_device_type() == "cpu" and planned_gpu(config) is None and not config.model.is_estimated:
+            phases = (size + plan.host[phase] for phase, size in plan.peaks.items() if phase != LOADING)
+            needed = max(needed, plan.local_processes * max(phases))
+        if needed <= usable_host(self.host):
+            return None
+        remedies = {
+            "fewer processes on the machine": plan.local_processes > 1,
+            "a smaller --dataloader_num_workers": config.dataloader.dataloader_num_workers > 0,
+            "a smaller --blocks_to_swap": plan.step.swap.host > 0,
+            "--activation_memory checkpoint": plan.step.offloaded > 0,
+            "a machine with more memory": True,
+        }
+        return (
+            f"{file_size(needed)} of host memory are planned, more than {file_size(usable_host(self.host))} of the "
+            f"machine's {file_size(self.host)}; use {' or '.join(name for name, helps in remedies.items() if helps)}"
+        )
 
     def disk(self) -> Needs:
         """Return the disk space that the run needs, without the cache."""
@@ -175,17 +221,19 @@ class RunMemory:
             total += text_bytes * len({"", *plan.all_captions()})
         return total
 
-    def advice(self, budget_gib: float, *, device: TargetDevice | None = None, exact: bool = False) -> Advice | None:
-        """Return the cheapest options that make the run fit a GPU, or None if there are none.
+    def advice(
+        self, budget_gib: float, *, device: TargetDevice | None = None, config: TrainConfig | None = None
+    ) -> Advice | None:
+        """Return the cheapest options that make the run fit a GPU and the machine, or None if there are none.
 
         Args:
             budget_gib: of the GPU.
             device: that options are checked for, or None for a GPU with unknown properties.
-            exact: whether to choose only options that leave results the same and that the user did not set.
+            config: with other options that save memory.
         """
         # The advice must work on this machine: missing packages are not excused.
         device = replace(device or TargetDevice("cuda"), is_elsewhere=False)
-        machine = self._assume_machine(budget_gib)
+        machine = self.machine_with(budget_gib)
 
         def outcome(config: TrainConfig) -> Outcome | None:
             key = f"{budget_gib} {device} {config.model_dump_json()}"
@@ -193,12 +241,18 @@ class RunMemory:
                 self._outcomes[key] = self._outcome(config, machine, device)
             return self._outcomes[key]
 
-        config = self.checked.config
+        config = config or self.checked.config
         heads = self.checked.facts.heads if self.checked.spec.token_plan else None
         sharing = sharing_options(launched_processes(), heads, config.parallel.sp_mode)
-        exact_switches = [switch for switch in EXACT_MEMORY_OPTIONS if not any(map(config.is_given, switch.options))]
-        switches = exact_switches if exact else [*MEMORY_OPTIONS, *sharing]
-        return cheapest(config, outcome, budget=machine.device, switches=switches)
+        automatic = with_open_options(config) if device.type == "cuda" else config
+        switches = [
+            switch
+            for switch in MEMORY_OPTIONS
+            if not any(name in automatic.chosen and automatic.get(name) == "auto" for name in switch.options)
+            and not ("gradient_checkpointing" in switch.options and automatic.memory.activation_memory == "auto")
+        ]
+        host = usable_host(self.host)
+        return cheapest(config, outcome, budget=machine.device, host=host, switches=[*switches, *sharing])
 
     def _outcome(self, config: TrainConfig, machine: Machine, device: TargetDevice) -> Outcome | None:
         """Return memory and time of other options, or None if the run would be refused, or they would do nothing."""
@@ -214,8 +268,10 @@ class RunMemory:
             own_problems = self._option_problems(self.checked.config, device)
             if any(problem not in own_problems for problem in problems):
                 return None
-        settings = self.choose(config, machine=machine)
-        return Outcome(settings.plan.peaks, 100 * settings.slower, chosen=settings.words)
+        settings = self.choose(config, machine=machine, device=device)
+        words = {name: text for name, text in settings.words.items() if name != "blocks_to_swap" or settings.swapped}
+        plan = settings.plan
+        return Outcome(plan.peaks, 100 * settings.slower, chosen=words, host=plan.machine_bytes)
 
     def _option_problems(self, config: TrainConfig, device: TargetDevice) -> list[Problem]:
         """Return the reasons why a run with these options is refused."""
@@ -225,6 +281,20 @@ class RunMemory:
         )
         check_shared_sizes(config, checked.facts, checked.sizes, findings, processes=launched_processes())
         return findings.errors
+
+
+def with_open_options(config: TrainConfig) -> TrainConfig:
+    """Return a copy with `auto` for the exact memory options that a run on a GPU chooses, where they are open.
+
+    Nothing is chosen without `fit_gpu`, and nothing of a network that is compiled.
+    """
+    if not config.memory.fit_gpu or is_compiled(config):
+        return config
+    if all(is_open(config, name) for name in ACTIVATION_OPTIONS):
+        config = config.with_chosen({"activation_memory": "auto"}, MEMORY)
+    swapping = config.with_chosen({"blocks_to_swap": "auto"}, MEMORY)
+    launched = swapping.model_copy(update={"parallel": with_launcher(config.parallel)})
+    return swapping if is_open(config, "blocks_to_swap") and not any(check_block_swap(launched)) else config
 
 
 def planned_gib(config: TrainConfig) -> float | None:
@@ -260,16 +330,19 @@ def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:
 
 
 @lru_cache(maxsize=1)
-def run_memory(checked: ResolvedRun) -> RunMemory:
+def run_memory(checked: ResolvedRun, host_gib: float | None = None) -> RunMemory:
     """Return the estimate of a run, made once: building a large network without weights takes a second."""
-    return RunMemory(checked)
+    return RunMemory(checked, host_gib=host_gib)
 
 
 def print_planned(checked: ResolvedRun) -> None:
-    """Print the planned memory, as one line at the start of a run."""
+    """Print the planned memory, as one line at the start of a run, and a warning if the machine has less."""
     if checked.family.configs_not_here(checked.config.model):
         return
-    plan = run_memory(checked).plan()
+    memory = run_memory(checked)
+    plan = memory.plan()
+    if (problem := memory.host_problem(plan)) is not None:
+        print_line(f"warning: {problem}")
     if likely_device_type() == "cpu":
         print_line(
             f"memory, planned: {file_size(plan.local_processes * plan.peak + plan.machine_bytes)} of host memory (no "

@@ -81,7 +81,7 @@ def once_per_node(make: Callable[[], T], question: Any, *, timeout_s: float) -> 
     if outcome == "refused":
         raise ConfigError(value)
     if outcome == "failed":
-        raise LocalRankZeroError(f"the first process of this machine has failed: {value}")
+        raise LocalRankZeroError(f"local rank 0 failed: {value}")
     return value
 
 
@@ -185,11 +185,11 @@ def _read_answer(connection: socket.socket, *, timeout_s: float) -> bytes:
         return _receive(connection, length)
     except TimeoutError:
         if time.monotonic() > deadline:
-            raise LocalRankZeroError(f"the first process of this machine was not ready after {timeout_s:g} s") from None
-        message = f"the first process of this machine has been stopped, or hangs: no sign of life for {_SILENCE_S:g} s"
+            raise LocalRankZeroError(f"local rank 0 was not ready after {timeout_s:g} s") from None
+        message = f"local rank 0 has been stopped, or hangs: no sign of life for {_SILENCE_S:g} s"
         raise LocalRankZeroError(message) from None
     except OSError:
-        raise LocalRankZeroError("the first process of this machine has ended: its own output says why") from None
+        raise LocalRankZeroError("local rank 0 has ended: see its own output for the reason") from None
 
 
 def _wait_readable(connection: socket.socket, deadline: float) -> None:

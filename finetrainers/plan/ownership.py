@@ -111,7 +111,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
             lost = [name for name in foreign if name in written - {LORA_FILE, trained} | {Path(result).parts[0]}]
             overwritten = f", and the run would overwrite {_list_names(lost)}" if lost else ""
             yield (
-                f"{root} is not the directory of a run: it holds {_list_names(foreign)}{overwritten}; give a new or "
+                f"{root} is not the directory of a run: it holds {_list_names(foreign)}{overwritten}; use a new or "
                 "empty directory"
             )
             return
@@ -120,7 +120,7 @@ def output_dir_problems(config: TrainConfig, *, trained: str) -> Iterator[str]:
                for name in config.run.export_formats]  # fmt: skip
     yield from filter(None, exports)
     if option := _find_weights_option(config, root / result, trained):
-        yield f"the result would overwrite {root / result}, the weights that --{option} names; give another directory"
+        yield f"the result would overwrite {root / result}, the weights of --{option}; use another directory"
     runs = filter(is_run, root.absolute().parents)
     yield from filter(None, (inside_problem(config, parent, trained=trained) for parent in runs))
 
@@ -140,7 +140,7 @@ def inside_problem(config: TrainConfig, other: Path, *, trained: str) -> str | N
     if name not in _written_entries(config, trained):
         return None
     return (
-        f"{config.run.output_dir} is in {name}/ of the run {other}, which writes there; give a directory outside of it"
+        f"{config.run.output_dir} is in {name}/ of the run {other}, which writes there; use a directory outside of it"
     )
 
 
@@ -221,7 +221,7 @@ def json_problem(path: Path, *keys: str) -> str | None:
 def _file_problem(path: Path, *, is_ours: bool) -> str | None:
     if is_ours or not path.is_file() or not path.stat().st_size:
         return None
-    return f"{path} exists, and this command has not written it; give another file, or remove it"
+    return f"{path} exists, and was not written by this command; use another file, or remove it"
 
 
 def _is_page(path: Path) -> bool:
@@ -245,7 +245,7 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
     record = _read_json(folder / EXPORTED)
     run = record.get("run")
     if run is not None and identity is not None and run != identity.run:
-        return f"{folder} holds an export of another run, which would be lost; remove it, or give another --output_dir"
+        return f"{folder} holds an export of another run, which would be lost; remove it, or set another --output_dir"
     names = [path.name for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     files = record.get("files")
     if not isinstance(files, list):  # of an earlier version, which wrote one file of weights under any name
@@ -256,8 +256,7 @@ def export_problem(folder: Path, *, trained: str, identity: Identity | None) -> 
     others = [name for name in names if name not in exported]
     if others:
         return (
-            f"{folder} also holds {_list_names(others)}, which would be lost; move it away, or give another "
-            "--output_dir"
+            f"{folder} also holds {_list_names(others)}, which would be lost; move it away, or set another --output_dir"
         )
     return None
 
@@ -269,7 +268,7 @@ def samples_problem(folder: Path) -> str | None:
     if sheet.exists() and not _is_page(page) and not any(folder.glob("ledger*.jsonl")):
         others.append(sheet.name)
     return (
-        f"{folder} holds {listed(others)} of something else, which would be overwritten; give another directory"
+        f"{folder} holds {listed(others)} of another origin, which would be overwritten; use another directory"
         if others
         else None
     )

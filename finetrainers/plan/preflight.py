@@ -154,7 +154,7 @@ def preflight(
         if earlier and config.training.resume_from_checkpoint is None:  # including damaged ones
             message = (
                 f"{config.run.output_dir} holds checkpoints of an earlier run; continue it with "
-                "--resume_from_checkpoint latest, or give another directory"
+                "--resume_from_checkpoint latest, or use another directory"
             )
             findings.error("output_dir", message, "occupied")
     start = None
@@ -179,7 +179,7 @@ _BESIDES_WORK = {
 
 
 def plan_work_once(checked: ResolvedRun) -> Planner:
-    """Return a planner that returns the work of an earlier preflight, and plans anew only if its options may differ."""
+    """Return a planner that reuses the work of an earlier preflight unless its options may differ."""
 
     def planner(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
         now, then = config.without_chosen(SIZES), checked.config.without_chosen(SIZES)
@@ -354,7 +354,7 @@ def _media_problems(prompt: ValidationPrompt) -> list[Problem]:
             continue
         option, is_video = MEDIA_OPTIONS[medium], medium.startswith("video")
         if (is_video or not is_url(place)) and not Path(place).is_file():
-            findings.error(option, f"no such file: {place}{'; give a local video' if is_video else ''}", "not_found")
+            findings.error(option, f"file not found: {place}{('; use a local video' if is_video else '')}", "not_found")
             continue
         try:
             if is_video:
@@ -398,8 +398,8 @@ def option_findings(
     findings.errors += [*([] if method is None else method.problems(config)), *rules.errors]
     if config.optimizer.optimizer_in_backward and method is not None and method.accumulates(config):
         message = (
-            "frees each gradient as it is made, and a step of this run has several micro-batches, whose gradients add "
-            "up; use --gradient_accumulation_steps 1, or leave it out"
+            "frees each gradient at once, and a step of this run adds up the gradients of several micro-batches; use "
+            "--gradient_accumulation_steps 1, or remove it"
         )
         findings.error("optimizer_in_backward", message, "conflict")
     findings.warnings += rules.warnings
@@ -434,7 +434,7 @@ def _check_result(config: TrainConfig, facts: Facts, findings: Findings) -> None
     requested = os.environ.get(faults.ENVIRONMENT, "")
     with collecting_problems(findings.errors, faults.ENVIRONMENT):
         if faults.parse_faults(requested):  # so that the variable is not forgotten
-            findings.warnings.append(f"{faults.ENVIRONMENT}={requested} will disturb this run on purpose")
+            findings.warnings.append(f"{faults.ENVIRONMENT}={requested} disturbs this run on purpose")
     with collecting_problems(findings.errors, faults.PATIENCE):
         faults.min_hang_seconds()
 
@@ -515,14 +515,14 @@ def check_prompt_videos(
             and (video_frames := _count_frames(Path(prompt.video), rate))
             and video_frames[0] < needed
         ):
-            message = f"{prompt.video} gives {video_frames[1]}, and {needed} are sampled; give a longer one"
+            message = f"{prompt.video} has {video_frames[1]}, and {needed} are sampled; use a longer one"
             findings.error(option or "validation_videos", message, "mismatch")
         if facts.any_frame and prompt.prefix and (video_frames := _count_frames(prompt.prefix[0], rate)):
             path, frames = prompt.prefix
             if problem := facts.geometry.prefix_problem(
                 frames, video_frames[0], needed, ending=prompt.last_image is not None
             ):
-                message = f"{path} gives {video_frames[1]}{problem}"
+                message = f"{path} has {video_frames[1]}{problem}"
                 findings.error(option or "validation_video_prefixes", message, "mismatch")
         num_given = sum(1 for image in (prompt.image or prompt.video, prompt.last_image) if image)
         if prompt.last_image and facts.geometry.latent_shape(needed, 0, 0)[0] <= num_given:
@@ -570,7 +570,7 @@ def check_paths(config: TrainConfig, findings: Findings) -> None:
             with collecting_problems(findings.errors, f"--{option}"):
                 model_path(value)
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
-            message = f"no such {'file' if value.endswith('.safetensors') else 'directory'}: {value}"
+            message = f"{('file' if value.endswith('.safetensors') else 'directory')} not found: {value}"
             findings.error(option, message, "not_found")
     for option in _FOLDERS:
         folder = config.get(option)

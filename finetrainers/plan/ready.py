@@ -11,6 +11,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import target_device
 from finetrainers.methods.registry import method_class_problem, method_spec, plan_work
 from finetrainers.models.files.hub import ask
+from finetrainers.utils.progress import working
 
 from .check_upload import check_upload
 from .once_per_node import once_per_node
@@ -68,12 +69,12 @@ def preflight_by_model(
     if fetched.new:
         checked = preflight(config, preparing=preparing, damaged=damaged, planner=plan_work_once(checked))
     elif fetched.missing and not config.run.dry_run:
-        message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or give a directory"
+        message = f"{absence}, so the name cannot be checked either; {fetched.way_out}, or use a directory"
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
     elif fetched.missing:
         checked = replace(checked, unseen=absence)
     elif fetched.away is not None and not fetched.is_offline_by_choice:
-        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used as it is on this disk"
+        warning = f"{fetched.away}; {', '.join(fetched.repositories)} is used from this disk"
         checked = replace(checked, warnings=[*checked.warnings, warning])
     return checked
 
@@ -136,7 +137,8 @@ def examine_weights(checked: ResolvedRun) -> ResolvedRun:
                 check_initial_lora(initial, checked.spec, checked.config.training)
         return warnings
 
-    warnings = once_per_node(examine, checked.config, timeout_s=checked.config.run.idle_timeout)
+    with working("examining the weight files"):
+        warnings = once_per_node(examine, checked.config, timeout_s=checked.config.run.idle_timeout)
     if not checked.config.run.dry_run:  # a dry run prints all its warnings together
         print_warnings(warnings)
     return replace(checked, warnings=[*checked.warnings, *warnings])

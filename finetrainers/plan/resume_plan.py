@@ -6,7 +6,7 @@ All decisions, refusals and descriptions here are made before anything is loaded
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import plural
 
+from .chosen import memory_choices
 from .initial_weights import (
     INITIAL_LORA,
     InitialWeights,
@@ -42,11 +43,10 @@ _FACTS: dict[str, str | None] = {
 }  # fmt: skip
 #: Facts that are known only if the model's files are on disk, and the message if they differ.
 _MODEL_FACTS = {
-    "base": "the transformer's weights are not those of then (--pretrained_model_name_or_path, --init_from, "
-    "--transformer_id)",
+    "base": "the transformer's weights have changed (--pretrained_model_name_or_path, --init_from, --transformer_id)",
     "noise_process": None,
-    "vae": "the VAE is not that of then (--pretrained_model_name_or_path, --vae_id)",
-    "text_encoders": "the text encoders or tokenizers are not those of then (--pretrained_model_name_or_path, "
+    "vae": "the VAE has changed (--pretrained_model_name_or_path, --vae_id)",
+    "text_encoders": "the text encoders or tokenizers have changed (--pretrained_model_name_or_path, "
     "--text_encoder_id, --tokenizer_id)",
 }
 
@@ -68,6 +68,7 @@ class Start:
         schedule_start: step at which the learning rate schedule begins.
         rows: `(part, source)`, to be printed; empty for a new run of the model's own weights.
         warnings: messages for the user.
+        memory_choices: memory options that the run has chosen by itself, with the same results (`EXACT_CHOICES`).
     """
 
     data_position: DataPosition
@@ -81,6 +82,7 @@ class Start:
     schedule_start: int = 0
     rows: Sequence[tuple[str, str]] = ()
     warnings: Sequence[str] = ()
+    memory_choices: Mapping[str, Any] = field(default_factory=dict)
 
     def checkpoint_fields(self, config: TrainConfig) -> dict[str, Any]:
         """Return the entries of this run's checkpoints about its start.
@@ -113,9 +115,9 @@ def initial_weights(config: TrainConfig, checkpoint: Path | None) -> InitialWeig
         conflicts = source is not None and _resolve_source(source) != origin and not _is_origin(source, checkpoint)
         if conflicts and config.training.resume_from_checkpoint != "auto":
             raise InputError(
-                f"{source} and {checkpoint} both give weights, and the checkpoint's run began with "
-                f"{origin or 'the weights of the model'}; leave one out, or use --resume_from_checkpoint auto, which "
-                "takes a checkpoint where there is one",
+                f"{source} and {checkpoint} both set weights, and the checkpoint's run started from "
+                f"{origin or 'the weights of the model'}; remove one, or use --resume_from_checkpoint auto, which "
+                "uses a checkpoint if there is one",
                 "conflict",
             )
         if record is None or record["kind"] != "full" or not needs_base(config) or config.model.transformer_id:
@@ -145,7 +147,7 @@ def _check_fits(initial: InitialWeights, config: TrainConfig) -> None:
     if initial.kind == "full":
         transformer = config.model.transformer_id
         if transformer is not None and Path(transformer).resolve() != initial.path.resolve():
-            message = f"{initial.path} would take the place of --transformer_id {transformer}; give one of them"
+            message = f"{initial.path} would replace --transformer_id {transformer}; remove one of them"
             raise InputError(message, "conflict")
     elif config.training.training_type == "lora":
         check_lora(initial.path, *read_lora_header(initial.path), config.training)
@@ -191,7 +193,7 @@ def new_run(config: TrainConfig, plan: TrainingSet, *, initial: InitialWeights |
     if initial is not None:
         weights = {
             ("full", "lora"): f"{initial.path}, as the base of a new LoRA",
-            ("lora", "full-finetune"): f"the model's own, with the LoRA {initial.path} added for good",
+            ("lora", "full-finetune"): f"the model's own, with the LoRA {initial.path} merged into it",
         }.get((initial.kind, config.training.training_type), str(initial.path))
         if initial.kind == "lora" and (kind := kind_of(read_header(initial.path).shapes)) is not None:
             weights += f", in {kind} format"
@@ -249,7 +251,7 @@ def resume_run(
     if "step" in requested and scan_checkpoints(config.run.output_dir):
         message = (
             f"--reset step counts from 0 again, and {config.run.output_dir} holds checkpoints of the earlier count; "
-            "name the checkpoint by its directory and give a new --output_dir"
+            "set the checkpoint's directory and a new --output_dir"
         )
         problems.append(InputError(message, "occupied"))
     if problems:
@@ -264,6 +266,7 @@ def resume_run(
         data_position=data_position,
         resets=resets,
         critical=now,
+        memory_choices=memory_choices(manifest),
     )
     warnings = list(_warnings(start, state, config, plan, manifest))
     return replace(start, rows=_rows(start, state, config, manifest), warnings=warnings)
@@ -296,8 +299,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, plan: TrainingS
             text = f"{name}: {message}"
         elif name == "data":
             text = (
-                f"data: {plan.fingerprint_of} are not those of "
-                f"then{_describe_rows(saved.get('data_table'), now['data_table'])}"
+                f"data: {plan.fingerprint_of} have changed{_describe_rows(saved.get('data_table'), now['data_table'])}"
             )
         differences.append(Change(name, text, allowed[name]))
     return differences
@@ -328,7 +330,7 @@ def _refusals(checkpoint: Path, differences: Sequence[Change], resets: frozenset
         ways.append(f"--reset {' '.join(sorted(allowing | resets))} allows {others}")
     if unresettable:
         ways.append(
-            f"nothing allows another {', '.join(unresettable)}; a new run can take the weights alone, where they fit, "
+            f"{', '.join(unresettable)} cannot be changed; a new run can start from the weights alone, if they fit, "
             "with --init_from"
         )
     message = f"cannot continue from {checkpoint}: {'; '.join(parts)}. Restore these settings, or: {'; '.join(ways)}"
@@ -342,11 +344,11 @@ def _useless_resets(
     if "rng" in requested and not any(change.reset == "rng" for change in differences):
         message = (
             f"--reset rng has no effect: the seed is still {config.training.seed}, and noise levels are drawn as "
-            "before; give another --seed, or leave it out"
+            "before; set another --seed, or remove it"
         )
         yield InputError(message, "conflict")
     if "ema" in requested and not config.training.use_ema and not saved.get("use_ema"):
-        message = "--reset ema has no effect: neither the checkpoint nor this run has a moving average"
+        message = "--reset ema has no effect: neither the checkpoint nor this run has an EMA"
         yield InputError(message, "conflict")
 
 
@@ -373,7 +375,7 @@ def _rows(
             rows["data"] += ", in other batches from here on"
     rows["noise"] = f"seed {config.training.seed}{', as set now' if 'rng' in resets else ''}"
     if config.training.use_ema:
-        rows["moving average"] = "from the weights of now" if "ema" in resets else at_step
+        rows["moving average"] = "from the present weights" if "ema" in resets else at_step
     elif "ema" in resets:
         rows["moving average"] = "let go"
     if state["method"]:
@@ -405,8 +407,8 @@ def _warnings(
         yield f"the checkpoint was saved with other packages, so numbers may differ: {'; '.join(changed_packages)}"
     if not is_sealed(manifest):
         yield (
-            "the checkpoint's manifest has no checksum of its own (it is of an earlier version): damage to it would "
-            "not be seen"
+            "the checkpoint's manifest has no checksum (it was written by an earlier version), so damage to it would "
+            "not be detected"
         )
     method, origin = method_spec(config), start.origin or {}
     if (
@@ -416,8 +418,9 @@ def _warnings(
         and start.initial_lora is None
     ):
         yield (
-            f"the run began with the LoRA {origin['given']} in an earlier version, whose reference model is the base "
-            "model without it, and it stays so; a new run with --init_from has the model with the LoRA as its reference"
+            f"the run started from the LoRA {origin['given']} in an earlier version, whose reference model is the "
+            "base model without it, and it stays so; a new run with --init_from has the model with the LoRA as its "
+            "reference"
         )
     then, now = DataPosition.from_state(state["course"]).segments[-1], start.data_position.segments[-1]
     clips = then.batch_size * then.per_step, now.batch_size * now.per_step
@@ -461,4 +464,4 @@ def _batch_advice(batch_size: int, per_step: int, world: int) -> str:
         return f" To keep the number: --batch_size {batch_size} --gradient_accumulation_steps {per_step // world}"
     if batch_size * per_step % world == 0:
         return f" To keep the number: --batch_size 1 --gradient_accumulation_steps {batch_size * per_step // world}"
-    return f" {plural(batch_size * per_step, 'clip')} cannot be dealt out evenly to {world} processes"
+    return f" {plural(batch_size * per_step, 'clip')} cannot be distributed evenly to {world} processes"

@@ -99,19 +99,19 @@ def room_warnings(checked: ResolvedRun, transformer: nn.Module) -> list[str]:
     free = shutil.disk_usage(folder).free
     parts = {
         "a checkpoint": needs.checkpoint, "the result": needs.result, "samples": needs.samples,
-        "the LoRA that it begins with": needs.initial_lora,
+        "the initial LoRA": needs.initial_lora,
     }  # fmt: skip
     details = ", ".join(f"{name} {file_size(size)}" for name, size in parts.items() if size)
     if free < needs.least:
         message = (
-            f"{folder} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there ({details}); "
-            "make room, or give another --output_dir"
+            f"{folder} has {file_size(free)} free, and the run needs about {file_size(needs.least)} there "
+            f"({details}); free up space, or set another --output_dir"
         )
         raise ConfigError([Problem("--output_dir", message, "too_large")])
     if free < needs.most:
         return [
-            f"{folder} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take about "
-            f"{file_size(needs.most)} with its results; --checkpointing_limit bounds how many are kept"
+            f"{folder} has {file_size(free)} free, and the {needs.num_checkpoints} checkpoints of this run take "
+            f"about {file_size(needs.most)} with its results; --checkpointing_limit bounds their number"
         ]
     return []
 
@@ -129,7 +129,7 @@ def check_trainable(checked: ResolvedRun, network: nn.Module) -> None:
         raise ConfigError([Problem.from_error("--optimizer", error)]) from error
     skip = memory.layerwise_upcasting_skip_modules_pattern
     if memory.layerwise_upcasting_modules and not castable_layers(network, skip_modules_pattern=skip):
-        message = f"leaves no layer to store in 8 bits: {' '.join(skip)}; name fewer modules"
+        message = f"leaves no layer to store in 8 bits: {' '.join(skip)}; list fewer modules"
         raise ConfigError([Problem("--layerwise_upcasting_skip_modules_pattern", message)])
     if memory.quantize_frozen != "none":
         num_quantizable(network, config, checked.spec)
@@ -182,6 +182,7 @@ def _total_steps(checked: ResolvedRun) -> int:
 def _samples_size(checked: ResolvedRun) -> int:
     validation, todo = checked.config.validation, max(0, _total_steps(checked) - checked.start.step)
     times, evaluations = 1 + (todo // validation.validation_steps if validation.validation_steps else 0), 0
+    times += validation.samples_at_start and not checked.start.step
     if validation.eval_reward and validation.eval_steps and not method_spec(checked.config).samples:
         evaluations = 1 + todo // validation.eval_steps  # including one before training
     videos = validation.num_validation_videos

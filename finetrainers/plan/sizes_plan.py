@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.root import TrainConfig
+from finetrainers.data.buckets.bucket_choice import choose_buckets
+from finetrainers.data.buckets.buckets import LARGEST_CHOSEN
+from finetrainers.data.reading.items import Kind
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 
@@ -70,16 +72,14 @@ class SizesPlan:
 def plan_sizes(config: TrainConfig, geometry: Geometry, *, sizes_are_wrong: bool) -> TrainingSet | None:
     """Return a plan of the configured sizes, or None if they are wrong.
 
+    Where no size is configured, clips have the largest that a run chooses by itself.
+
     Raises:
-        ConfigError: there are none.
+        DataError: the model cannot be trained on the sizes.
     """
-    method = method_spec(config)
-    buckets = method.sizes(config)
     if sizes_are_wrong:
         return None
-    if not buckets:
-        option = method.size_options[0]
-        message = "memory depends on the size of clips; give them, such as 49x512x768, or the data"
-        raise ConfigError([Problem(f"--{option}", message, "required")])
-    needs_text = method.needs_text(config)
-    return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=needs_text)
+    method = method_spec(config)
+    clips: dict[Kind, list[Size]] = {"video": [LARGEST_CHOSEN], "image": []}
+    buckets = method.sizes(config) if method.samples else choose_buckets(config.data, geometry, clips).all
+    return SizesPlan(tuple(buckets), encodes_clips=not method.samples, needs_empty_text=method.needs_text(config))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,16 +13,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from finetrainers.config.root import TrainConfig
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank
-from finetrainers.utils.phases import label
+from finetrainers.utils.phases import PHASES, label
 from finetrainers.utils.text import file_size, plural
 from finetrainers.utils.train_log import PrintedLines
 
 from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
-_SOURCES = {"family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run"}
+_SOURCES = {
+    "family": "recommended settings of the model", "data": "sizes of the clips", "run": "as in the resumed run",
+    "memory": "memory of the GPU",
+}  # fmt: skip
+#: Environment variable of a stage's process: JSON list of warnings that were printed with the plan of all stages.
+SKIPPED_WARNINGS = "FINETRAINERS_SKIPPED_WARNINGS"
 _ORDINALS = {"2": "second ", "3": "third "}
 
 
@@ -43,15 +51,22 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
-    plain = {
-        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
-    }
-    for source in dict.fromkeys(config.chosen.values()):
-        values = ", ".join(f"{name} {plain[name]}" for name, by in config.chosen.items() if by == source)
-        print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
+    print_chosen(config, *dict.fromkeys(config.chosen.values()))
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
+
+
+def print_chosen(config: TrainConfig, *sources: str) -> None:
+    """Print the values that the run has chosen for open options, a line for each of these sources."""
+    plain = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
+    }
+    for source in sources:
+        names = [name for name, by in config.chosen.items() if by == source and plain[name] is not None]
+        if names:
+            values = ", ".join(f"{name} {plain[name]}" for name in names)
+            print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
 
 
 def sizes_on_disk(checked: ResolvedRun) -> dict[str, int | None]:
@@ -85,7 +100,7 @@ def print_origin(checked: ResolvedRun) -> None:
         return
     resumes = checked.start.checkpoint is not None
     start = "resumes from a checkpoint" if resumes else "starts from the weights of --init_from"
-    print_line(f"{start}; source of each part:")
+    print_line(f"{start}; source of each component:")
     width = max(len(part) for part, _ in checked.start.rows)
     for part, origin in checked.start.rows:  # not a table: paths must not be wrapped
         print_line(f"  {part:<{width}}  {origin}")
@@ -99,9 +114,11 @@ def print_remarks(checked: ResolvedRun) -> None:
 
 
 def print_warnings(warnings: Iterable[str]) -> None:
-    """Print one line for each warning."""
+    """Print one line for each warning, except those in `SKIPPED_WARNINGS`."""
+    skipped = json.loads(os.environ.get(SKIPPED_WARNINGS, "[]"))
     for warning in warnings:
-        print_line(f"warning: {warning}")
+        if warning not in skipped:
+            print_line(f"warning: {warning}")
 
 
 def print_data(checked: ResolvedRun) -> None:
@@ -124,6 +141,7 @@ def print_results(root: Path) -> None:
         "LoRA": root / "pytorch_lora_weights.safetensors",
         **{part_name(path.name): path for path in root.glob("transformer*")},
         "samples": root / "samples",
+        "rollouts": root / "rollouts",
         "report": root / "report.html",
         "model card": root / "README.md",
         "settings": root / "config.toml",
@@ -142,9 +160,9 @@ def print_results(root: Path) -> None:
 
 
 def print_memory(peaks: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the measured peaks of each phase."""
+    """Print the measured peaks of each phase, without figures of the whole run, which repeat them."""
     table = Table(box=None, pad_edge=False)
-    headings, *rows = memory_table(peaks)
+    headings, *rows = memory_table({phase: peak for phase, peak in peaks.items() if phase in PHASES})
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left")
     for row in rows:

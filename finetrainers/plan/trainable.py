@@ -48,7 +48,7 @@ def num_quantizable(transformer: nn.Module, config: TrainConfig, spec: ModelSpec
     skip = config.memory.quantize_skip_modules or spec.unquantized
     layers = quantizable_layers(transformer, skip=skip)
     if not layers:
-        message = f"leave no frozen linear layer to quantize: {' '.join(skip)}; name fewer modules"
+        message = f"leave no frozen linear layer to quantize: {' '.join(skip)}; list fewer modules"
         raise ConfigError([Problem("--quantize_skip_modules", message)])
     return sum(layer.weight.numel() for _, layer in layers)
 

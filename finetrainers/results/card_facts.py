@@ -202,7 +202,7 @@ def _license_text(config: TrainConfig) -> str:
     """Return the license as a Markdown link, or its name if it has no link."""
     base_license = read_license(config)
     if not base_license:
-        return "unknown: the base model's own page tells"
+        return "unknown: see the base model's page"
     name = base_license.get("license_name") or base_license.get("license", "")
     link = base_license.get("license_link", "")
     return f"[{name}]({link})" if link.startswith("http") else name

@@ -54,7 +54,7 @@ def _write_about(state: TrainState, checked: ResolvedRun) -> None:
     if formats:
         source = result_source(state.config, root)
         for renamed in rename_foreign_exports(source, formats):  # they appeared during training
-            print_line(f"files of something else are set aside: {renamed}")
+            print_line(f"renamed existing files of another origin: {renamed}")
         for exported in export_formats(source, formats, source.folder, overwrite=True):
             print_exported(exported, source, say=print_line)
 

@@ -95,13 +95,11 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     except ValueError as error:
         raise ConfigError([Problem.from_error("SOURCE", error)]) from None
     if target.weights.kind == "base" or target.weights.path is None:
-        message = f"{given} is a model without training; give a run, a checkpoint or a LoRA in safetensors"
+        message = f"{given} is a model without training; use a run, a checkpoint or a LoRA in safetensors"
         raise ConfigError([Problem("SOURCE", message)])
     overrides = RawOptions(dict(options), {name: f"--{name}" for name in options})
     if "pretrained_model_name_or_path" not in {**target.source.values, **options}:
-        message = (
-            f"is needed: nothing next to {given} tells which model it is of; give a folder, a hub id or demo://NAME"
-        )
+        message = f"is required: the base model of {given} is unknown; set a directory, a Hub id or demo://NAME"
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "required")])
     config = build_config([target.source, overrides])
     try:

@@ -74,7 +74,7 @@ class Reward(ABC):
             prompts: one text a clip.
             fps: frame rate at which the clips play.
         """
-        raise NotImplementedError(f"{type(self).__name__} gives no gradients")
+        raise NotImplementedError(f"{type(self).__name__} has no gradients")
 
     @classmethod
     def graph_bytes(

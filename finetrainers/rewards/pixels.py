@@ -41,7 +41,7 @@ def to_uint8(videos: Tensor) -> Tensor:
         ValueError: a value is not finite, which bytes cannot represent.
     """
     if not videos.isfinite().all():
-        raise ValueError("a clip to be scored holds values that are not finite; the model that made it has diverged")
+        raise ValueError("a clip to score has values that are not finite; the model that generated it has diverged")
     return (videos * 255).round().clamp(0, 255).to(torch.uint8).movedim(-3, -1).contiguous()
 
 
@@ -140,7 +140,7 @@ def color_in(prompt: str) -> str:
             name = "".join(words[start : start + count])
             if name in ImageColor.colormap:
                 return name
-    message = f"the prompt {prompt!r} names no CSS color; name one, or give the reward a fixed target=COLOR"
+    message = f"the prompt {prompt!r} names no CSS color; name one, or set a fixed target=COLOR for the reward"
     raise InputError(message, "required")
 
 
@@ -158,7 +158,7 @@ class Sharpness(VideoReward):
         """
         y = luma(video) * 255
         if min(y.shape[1:]) < 3:
-            raise ValueError(f"sharpness needs frames of at least 3x3 pixels, got {y.shape[1]}x{y.shape[2]}")
+            raise ValueError(f"sharpness requires frames of at least 3x3 pixels, got {y.shape[1]}x{y.shape[2]}")
         inner = y[:, 1:-1, 1:-1]
         laplacian = y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * inner
         return laplacian.flatten(1).var(dim=1, correction=0).mean()
@@ -213,5 +213,5 @@ def _rgb(color: str) -> Tensor:
         rgb = ImageColor.getrgb(color)[:3]
     except ValueError:
         hint = nearest(color, [*ImageColor.colormap, "prompt"])
-        raise InputError(f"target={color!r} is no CSS color name, #rrggbb or 'prompt'{hint}", "unknown") from None
+        raise InputError(f"target={color!r} must be a CSS color name, #rrggbb or 'prompt'{hint}", "unknown") from None
     return torch.tensor(rgb, dtype=torch.float32) / 255

@@ -40,7 +40,7 @@ def register_reward(name: str, factory: Any = None) -> Any:
         if name in _REWARDS and not same_name(_REWARDS[name], scorer):
             raise InputError(f"reward {name!r} is registered already", "duplicate")
         if not name or set(name) & set(".:=, "):
-            raise ValueError(f"reward name {name!r} must be without '.', ':', '=', ',' and blanks")
+            raise ValueError(f"reward name {name!r} must not contain '.', ':', '=', ',' or spaces")
         _REWARDS[name] = scorer
         return scorer
 
@@ -82,7 +82,7 @@ def resolve_reward(name: str) -> type[Reward]:
         return scorer
     if callable(scorer):
         return _from_function(scorer)
-    raise ValueError(f"reward {name!r} is a {type(scorer).__name__}; a function or a subclass of Reward is wanted")
+    raise ValueError(f"reward {name!r}: expected a function or a Reward subclass, got {type(scorer).__name__}")
 
 
 def takes_device(entry: RewardEntry) -> bool:
@@ -155,7 +155,7 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[InputError]:
     if function is None:
         return
     if inspect.iscoroutinefunction(function):
-        yield InputError(f"{name}: an async function; use one that returns scores, a tensor [B]", "unsupported")
+        yield InputError(f"{name}: is an async function; use one that returns scores, a tensor [B]", "unsupported")
     try:
         signature = inspect.signature(function)
     except ValueError:  # Python does not know the function's arguments
@@ -164,7 +164,7 @@ def _class_problems(cls: type[Reward], name: str) -> Iterator[InputError]:
     try:
         signature.bind("videos", "prompts", **keywords)
     except TypeError as error:
-        message = f"{name}: must take (videos, prompts), and images by name if it wants them: {error}"
+        message = f"{name}: must take (videos, prompts), and optionally images by name: {error}"
         yield InputError(message, "mismatch")
 
 
@@ -173,7 +173,7 @@ def size_problem(entry: RewardEntry, size: tuple[int, int, int]) -> str | None:
     min_frames = resolve_reward(entry.reward).min_frames
     if size[0] >= min_frames:
         return None
-    return f"compares frames: clips need at least {min_frames}, and these have {size[0]}; sample more frames"
+    return f"compares frames: clips must have at least {min_frames}, got {size[0]}; sample more frames"
 
 
 def prompt_problem(entry: RewardEntry, prompt: str) -> str | None:
@@ -202,8 +202,8 @@ def gradient_problem(entry: RewardEntry) -> str | None:
         return None
     names = ", ".join(name for name in reward_names() if resolve_reward(name).differentiable)
     return (
-        f"{entry.name} gives no gradient. These do: {names}; and functions `module:function` that say so "
-        "(`function.differentiable = True`). Weight 0 only logs it; policy gradients train on any reward"
+        f"{entry.name} has no gradient. Use one of {names}, or a function `module:function` with "
+        "`function.differentiable = True`. Weight 0 only logs it; policy gradients support any reward"
     )
 
 
@@ -218,10 +218,10 @@ def select_head(entry: RewardEntry, heads: Collection[str]) -> str:
         return head
     if entry.head is None:
         choices = ", ".join(f"{entry.name}.{head}" for head in heads)
-        raise InputError(f"{entry.name} gives several numbers; name one: {choices}", "required")
+        raise InputError(f"{entry.name} has several scores; use one: {choices}", "required")
     head = current_name(entry.head, heads)
     if head not in heads:
-        raise InputError(f"{entry.reward} gives no {entry.head!r}{nearest(entry.head, heads)}", "unknown")
+        raise InputError(f"{entry.reward} has no score {entry.head!r}{nearest(entry.head, heads)}", "unknown")
     return head
 
 
@@ -245,8 +245,8 @@ def missing_repositories(entry: RewardEntry) -> list[str]:
 def unavailable_weights_problem(repository: str, away: str) -> str:
     """Return the problem that a reward's weights are neither on this disk nor available from the Hub."""
     return (
-        f"{repository} is not on this disk, and {away}; download it first where there is a connection "
-        f"(`hf download {repository}`), into the same cache (HF_HOME), or give another path=..."
+        f"{repository} is not on this disk, and {away}; download it first with a connection (`hf download "
+        f"{repository}`), into the same cache (HF_HOME), or set another path=..."
     )
 
 
@@ -313,8 +313,8 @@ def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tupl
     arguments, problems = dict[str, Any](), list[InputError]()
     for option, text in options.items():
         if option not in parameters:
-            hint = nearest(option, parameters) if parameters else "; it has none"
-            problems.append(InputError(f"{name} takes no option {option!r}{hint}", "unknown"))
+            hint = nearest(option, parameters) if parameters else "; it has no options"
+            problems.append(InputError(f"{name} has no option {option!r}{hint}", "unknown"))
             continue
         try:
             arguments[option] = TypeAdapter(types.get(option, str)).validate_python(text)
@@ -324,7 +324,7 @@ def _arguments(cls: type[Reward], name: str, options: Mapping[str, str]) -> tupl
             problems.append(InputError(message, value_kind(entry)))
     for option, parameter in parameters.items():
         if parameter.default is inspect.Parameter.empty and option not in options:
-            problems.append(InputError(f"{name} needs {option}: --reward {name},{option}=...", "required"))
+            problems.append(InputError(f"{name} requires {option}: --reward {name},{option}=...", "required"))
     return arguments, problems
 
 

@@ -193,9 +193,9 @@ class RewardSet:
                 if failed_rows:
                     first = clips.part(failed_rows[0], failed_rows[0] + 1)
                     if self.on_error == "raise":
-                        self._raise(scorer, f"gave {float(raw[failed_rows[0]].detach())} as {name!r} of", first)
+                        self._raise(scorer, f"returned {float(raw[failed_rows[0]].detach())} as {name!r} of", first)
                     logger.warning(
-                        "reward %s: %s of %d in rollout %d left without a score, the first being %s",
+                        "reward %s: no score for %s of %d in rollout %d; first: %s",
                         label, plural(len(failed_rows), "clip"), len(raw), clips.rollout, first,
                     )  # fmt: skip
                 raw_scores = raw.detach().masked_fill(is_failed, math.nan)
@@ -220,7 +220,7 @@ class RewardSet:
             # A clip's score does not depend on the others of its batch, so trying them one by one finds the failing
             # clip.
             logger.warning(
-                "reward %s failed on %s together, trying one by one: %s", scorer.label, clips, _describe(error)
+                "reward %s failed on %s as a batch; scoring them one by one: %s", scorer.label, clips, _describe(error)
             )
         return torch.cat([self._batch(scorer, heads_due, clip) for clip in clips.split(1)], dim=1)
 
@@ -257,7 +257,7 @@ class _Scorer:
             compute = self.reward.score if clips.graph is None else self.reward.differentiate
             outputs = compute(pixels, clips.prompts, fps=clips.fps, **self._images(clips, pixels.device))
         if pixels._version != version:
-            raise RewardError(f"reward {self.label} changed the clips that it scored; let it change a copy")
+            raise RewardError(f"reward {self.label} changed the clips that it scored; it must change a copy")
         rows = [self._row(outputs, head, len(clips)) for head in heads]
         fault_point("reward", rows)
         return torch.stack(rows)
@@ -267,7 +267,9 @@ class _Scorer:
         if self.reward.images == "none":
             return {}
         if self.reward.images == "required" and clips.images is None:
-            raise RewardError(f"reward {self.label} needs the image that clips start from, and these start from text")
+            raise RewardError(
+                f"reward {self.label} requires the image that clips start from, and these start from text"
+            )
         return {"images": None if clips.images is None else clips.images.to(device)}
 
     def _row(self, outputs: object, head: str, count: int) -> Tensor:
@@ -276,11 +278,14 @@ class _Scorer:
             return scores.to("cpu", torch.float64)
         if isinstance(outputs, Mapping) and head in outputs:
             description = f"a tensor {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
-            action = f"gave {description} as {head!r}"
+            action = f"returned {description} as {head!r}"
         else:
-            action = f"gave no {head!r} but {list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__}"
+            action = (
+                f"returned no {head!r} but "
+                f"{(list(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__)}"
+            )
         raise RewardError(
-            f"reward {self.label} {action} of {plural(count, 'clip')}; wanted a tensor [{count}], one number a clip"
+            f"reward {self.label} {action} of {plural(count, 'clip')}; expected a tensor [{count}], one number per clip"
         )
 
 
@@ -364,14 +369,14 @@ def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_cl
     """
     if videos.ndim != 5 or videos.shape[2] != 3 or 0 in videos.shape:
         hint = "; the channels come third" if videos.ndim == 5 and 3 in (videos.shape[1], videos.shape[4]) else ""
-        raise ValueError(f"clips to be scored must be [B, T, 3, H, W], got {list(videos.shape)}{hint}")
+        raise ValueError(f"clips to score must be [B, T, 3, H, W], got {list(videos.shape)}{hint}")
     if not videos.is_floating_point():
-        raise ValueError(f"clips to be scored must be floating point in [0, 1], got {videos.dtype}")
+        raise ValueError(f"clips to score must be floating point in [0, 1], got {videos.dtype}")
     if isinstance(prompts, str) or len(prompts) != len(videos):
-        message = f"{plural(len(videos), 'clip')} to be scored, but {plural(len(prompts), 'prompt')}"
+        message = f"{plural(len(videos), 'clip')} to score, but {plural(len(prompts), 'prompt')}"
         raise InputError(message, "mismatch")
     if not (math.isfinite(fps) and fps > 0):
-        raise ValueError(f"fps={fps}: clips to be scored need a frame rate above 0")
+        raise ValueError(f"fps must be above 0 for clips to score, got {fps}")
     clips = videos.detach().to("cpu", torch.float32)
     if clips.is_inference():  # inference tensors do not count changes
         clips = clips.clone()
@@ -380,7 +385,7 @@ def _checked_pixels(videos: Tensor, prompts: Sequence[str], fps: float, first_cl
     for index in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
         value_range = f"{float(low[index]):.4g} to {float(high[index]):.4g}"
         broken = not (math.isfinite(low[index]) and math.isfinite(high[index]))
-        hint = "; the model that made it has diverged" if broken else "; clamp decoded clips to it"
+        hint = "; the model that generated it has diverged" if broken else "; clamp decoded clips to it"
         raise ValueError(
             f"clip {first_clip + index}, prompt {prompts[index]!r}: values {value_range} are not in [0, 1]{hint}"
         )

@@ -58,7 +58,7 @@ class ServedReward(Reward):
         except ValueError:  # an invalid port
             usable = False
         if not usable or split.query or "@" in split.netloc:
-            raise ValueError(f"{url!r} is no address of a reward server, such as http://localhost:8000#head")
+            raise ValueError(f"{url!r} is not an address of a reward server, such as http://localhost:8000#head")
 
         class At(cls):  # type: ignore[valid-type, misc]
             address = split
@@ -88,12 +88,12 @@ class ServedReward(Reward):
         try:
             description = Description.model_validate(self._ask("GET", "/"))
         except ValidationError as error:
-            raise InputError(f"{self._url} is no reward server of protocol 1: {error}", "mismatch") from None
+            raise InputError(f"{self._url} is not a reward server of protocol 1: {error}", "mismatch") from None
         heads = description.heads
         self._head = self.address.fragment or next(iter(heads))
         if self._head not in heads or (len(heads) > 1 and not self.address.fragment):
-            problem = f"gives no {self._head!r}" if self.address.fragment else "gives several numbers"
-            message = f"{self._url} {problem}; name one: {', '.join(f'{self._url}#{head}' for head in heads)}"
+            problem = f"has no score {self._head!r}" if self.address.fragment else "has several scores"
+            message = f"{self._url} {problem}; use one: {', '.join(f'{self._url}#{head}' for head in heads)}"
             raise InputError(message, "unknown" if self.address.fragment else "required")
         self._max_bytes, self._max_clips, self.images = description.max_bytes, description.max_clips, description.images
         # Only the server knows them, not the class.
@@ -112,16 +112,16 @@ class ServedReward(Reward):
         """
         if self._max_clips is not None and len(videos) > self._max_clips:
             raise InputError(
-                f"{len(videos)} clips, and {self._url} takes {self._max_clips} at once; "
-                "lower this reward's batch_size or raise the server's limit",
+                f"{self._url} takes at most {self._max_clips} clips at once, got {len(videos)}; lower this reward's "
+                "batch_size or raise the server's limit",
                 "too_large",
             )
         image_bytes = None if images is None else to_uint8(images)
         body = Request(to_uint8(videos), tuple(prompts), fps, image_bytes).pack()
         if len(body) > self._max_bytes:
             raise InputError(
-                f"{len(videos)} clips are {len(body)} bytes, and {self._url} takes {self._max_bytes} at once; "
-                "lower this reward's batch_size or raise the server's limit",
+                f"{self._url} takes at most {self._max_bytes} bytes at once, got {len(videos)} clips of {len(body)} "
+                "bytes; lower this reward's batch_size or raise the server's limit",
                 "too_large",
             )
         scores = self._ask("POST", "/score", body)
@@ -140,7 +140,7 @@ class ServedReward(Reward):
         for attempt in range(self.retries + 1):
             if attempt:
                 pause = min(self.pause * 2 ** (attempt - 1), _LONGEST_PAUSE)
-                logger.warning("%s: %s; trying again in %g s", self._url, failure, pause)
+                logger.warning("%s: %s; retrying in %g s", self._url, failure, pause)
                 time.sleep(pause)
             try:
                 status, answer = self._exchange(method, path, body)
@@ -179,7 +179,7 @@ class ServedReward(Reward):
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
-            raise TimeoutError(f"{self._url} did not answer in {self.timeout:g} s; give it a longer timeout") from None
+            raise TimeoutError(f"{self._url} did not answer in {self.timeout:g} s; set a longer timeout") from None
         except IncompleteRead:
             raise
         except HTTPException as error:

@@ -111,24 +111,24 @@ class Request:
         try:
             tensors = safetensors.torch.load(body)
         except SafetensorError as error:
-            raise ValueError(f"the body is no safetensors file: {error}") from None
+            raise ValueError(f"the body is not a safetensors file: {error}") from None
         # The library has checked the header, but returns metadata only for files on disk.
         metadata = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")]).get("__metadata__", {})
         if not {"videos"} <= tensors.keys() <= {"videos", "images"} or not {"prompts", "fps"} <= metadata.keys():
-            raise ValueError("wanted: the tensor 'videos', perhaps 'images', and the metadata 'prompts' and 'fps'")
+            raise ValueError("expected: the tensor 'videos', optionally 'images', and the metadata 'prompts' and 'fps'")
         videos, prompts, fps = tensors["videos"], _parse_json(metadata["prompts"]), _parse_number(metadata["fps"])
         if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[-1] != 3 or videos.numel() == 0:
-            raise ValueError(f"videos are {videos.dtype} {list(videos.shape)}; wanted: uint8 [B, T, H, W, 3]")
+            raise ValueError(f"videos must be uint8 [B, T, H, W, 3], got {videos.dtype} {list(videos.shape)}")
         if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-            raise ValueError("prompts are no JSON list of texts")
+            raise ValueError("prompts must be a JSON list of strings")
         if len(prompts) != len(videos):
             raise ValueError(f"{len(videos)} videos, but {len(prompts)} prompts")
         if not 0 < fps < math.inf:
-            raise ValueError(f"fps is {shortened(metadata['fps'], 20)}; wanted: a positive number")
+            raise ValueError(f"fps must be a positive number, got {shortened(metadata['fps'], 20)}")
         images = tensors.get("images")
         if images is not None and (images.dtype != torch.uint8 or images.shape != (len(videos), *videos.shape[2:])):
             raise ValueError(
-                f"images are {images.dtype} {list(images.shape)}; wanted: uint8 [B, H, W, 3], as the videos"
+                f"images must be uint8 [B, H, W, 3], as the videos, got {images.dtype} {list(images.shape)}"
             )
         return cls(videos, tuple(prompts), fps, images)
 
@@ -207,7 +207,7 @@ class RewardServer(ThreadingHTTPServer):
         """Log a connection's error, as a line instead of a traceback if the client has left."""
         error = sys.exc_info()[1]
         if isinstance(error, ConnectionError | TimeoutError):
-            logger.warning("%s has left: %s", client_address[0], error)
+            logger.warning("%s disconnected: %s", client_address[0], error)
         else:
             logger.error("request of %s\n%s", client_address[0], _format_traceback())
 
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._check_token()
             if self.path != "/":
-                message = f"there is no {self.path}; GET / describes the server, POST /score scores clips"
+                message = f"{self.path} not found; GET / describes the server, POST /score scores clips"
                 raise _RequestError(404, message)
         except _RequestError as error:
             self.send_error(error.status, str(error))
@@ -287,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.server.token
         header = self.headers.get("Authorization", "")
         if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
-            problem = "the token is not this server's" if header else "this server wants a token"
+            problem = "the token is wrong" if header else "this server requires a token"
             raise _RequestError(401, f"{problem}; set {TOKEN_VARIABLE}")
 
     def _length(self) -> int:
@@ -295,13 +295,13 @@ class _Handler(BaseHTTPRequestHandler):
         text = self.headers.get("Content-Length", "")
         limit = self.server.max_bytes
         if not text.isascii() or not text.isdecimal():
-            raise _RequestError(411, "the request must say the length of its body")
+            raise _RequestError(411, "the request must have the length of its body")
         if not _LENGTH.fullmatch(text):
             raise _RequestError(413, f"the body has a length of {len(text)} digits, the limit is {limit} bytes")
         length = int(text)
         if self.path != "/score":
             self._discard(length)
-            raise _RequestError(404, f"there is no {self.path} to post to; clips go to /score")
+            raise _RequestError(404, f"{self.path} not found; POST clips to /score")
         if length > limit:
             self._discard(length)
             raise _RequestError(413, f"the body has {length} bytes, the limit is {limit}; send fewer clips at once")
@@ -322,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self.rfile.read(length)
         except TimeoutError:
-            message = f"the body came too slowly: after {_GRACE:g} s, {_RATE / 2**20:g} MiB/s are the least"
+            message = f"the body arrived too slowly: after {_GRACE:g} s, at least {_RATE / 2**20:g} MiB/s are required"
             raise _RequestError(408, message) from None
         if len(body) < length:
             raise _RequestError(400, f"the body ends after {len(body)} of {length} bytes")
@@ -355,7 +355,7 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
     """Return raw scores of all heads, computed in batches."""
     scores_by_head: dict[str, list[float | None]] = {head: [] for head in reward.heads}
     if reward.images == "required" and request.images is None:
-        raise InputError("this reward needs the images that clips start from", "required")
+        raise InputError("this reward requires the images that clips start from", "required")
     for part in _split_batches(request, batch_size):
         prompts, images = part.prompts, None if part.images is None else part.images.movedim(-1, -3).float() / 255
         keywords = {} if reward.images == "none" else {"images": images}
@@ -363,7 +363,7 @@ def _score(reward: Reward, request: Request, *, batch_size: int) -> dict[str, li
             scores = reward.score(part.videos.movedim(-1, -3).float() / 255, prompts, fps=request.fps, **keywords)
         for head, values in scores_by_head.items():
             if head not in scores or scores[head].shape != (len(prompts),):
-                raise RuntimeError(f"the reward gave no {head!r} of shape [{len(prompts)}]")
+                raise RuntimeError(f"the reward returned no {head!r} of shape [{len(prompts)}]")
             values += [value if math.isfinite(value) else None for value in scores[head].tolist()]
     return scores_by_head
 

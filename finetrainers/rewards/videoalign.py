@@ -182,7 +182,7 @@ def _settings(root: Path) -> dict[str, Any]:
     file = root / "model_config.json"
     if not file.is_file():
         raise InputError(
-            f"{root} holds no model_config.json; path= wants a folder or hub id of VideoReward", "not_found"
+            f"{root} holds no model_config.json; path= must be a directory or Hub id of VideoReward", "not_found"
         )
     settings = json.loads(file.read_text(encoding="utf-8"))
     supported: dict[str, dict[str, Any]] = {
@@ -201,14 +201,12 @@ def _settings(root: Path) -> dict[str, Any]:
         ("peft_lora_config", "lora_alpha"),
     ):
         if settings.get(section, {}).get(name) is None:
-            raise InputError(f"{file} says nothing about {section}.{name}", "required")
+            raise InputError(f"{file} has no {section}.{name}", "required")
     for name, head in VideoAlign.heads.items():
         published = {f"{name.upper()}_mean": head.mean, f"{name.upper()}_std": head.std}
         for key, value in (settings.get("inference_config") or {}).items():
             if key in published and abs(value - published[key]) > 1e-4:
-                logger.warning(
-                    "%s: %s is %s, not the %s by which scores are normalized", file, key, value, published[key]
-                )
+                logger.warning("%s: %s is %s, but scores are normalized for %s", file, key, value, published[key])
     return settings
 
 

@@ -39,7 +39,7 @@ def frame_indices(total: int, *, fps: float, sample_fps: float) -> Tensor:
         ValueError: the clip has a single frame.
     """
     if total < PAIR:
-        raise ValueError(f"a clip of {total} frame cannot be judged as a video, at least {PAIR} are needed")
+        raise ValueError(f"a clip of {total} frame is not a video; at least {PAIR} frames are required")
     max_frames = min(_MAX_FRAMES, total) // PAIR * PAIR
     count = min(max(total / fps * sample_fps, _MIN_FRAMES), max_frames)
     # Python's round, to even at halves, as in training.
@@ -133,7 +133,7 @@ def added_tokens(tokenizer: Any, names: Sequence[str]) -> list[int]:
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(names))]
     if len(set(ids)) != len(ids) or tokenizer.convert_ids_to_tokens(ids) != list(names):
         raise InputError(
-            f"the tokenizer gives {', '.join(names)} the ids {ids}; each needs an id of its own", "duplicate"
+            f"the tokenizer gives {', '.join(names)} the ids {ids}; each must have its own id", "duplicate"
         )
     return ids
 

@@ -127,8 +127,8 @@ class Judge:
         """
         if not hasattr(modeling_qwen2_vl, "Qwen2VLVisionRotaryEmbedding"):
             raise InputError(
-                f"transformers {transformers.__version__} builds Qwen2-VL in another way than 5.23, with which this "
-                "reward is tested: pip install -U transformers",
+                f"transformers {transformers.__version__} builds Qwen2-VL differently from 5.23, the tested version: "
+                "pip install -U transformers",
                 "not_installed",
             )
         head_state = {
@@ -220,10 +220,10 @@ def base_config(base: Path) -> Any:
         ValueError: there is none, or it belongs to another model.
     """
     if not (base / "config.json").is_file():
-        raise InputError(f"{base} holds no config.json; base= wants a folder or hub id of Qwen2-VL", "not_found")
+        raise InputError(f"{base} holds no config.json; base= must be a directory or Hub id of Qwen2-VL", "not_found")
     config = load_settings(transformers.AutoConfig, base)
     if config.model_type != "qwen2_vl":
-        raise InputError(f"{base} is a {config.model_type}; base= wants a Qwen2-VL", "mismatch")
+        raise InputError(f"{base} is a {config.model_type}; base= must be a Qwen2-VL", "mismatch")
     return config
 
 

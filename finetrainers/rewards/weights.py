@@ -32,7 +32,7 @@ def torch_device(name: str) -> torch.device:
     device = torch.device(check_device(name))
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        message = f"device {name!r}: this process sees {plural(count, 'GPU')}; auto takes what is there"
+        message = f"device {name!r}: this process sees {plural(count, 'GPU')}; use auto"
         raise InputError(message, "unavailable")
     return device
 
@@ -46,7 +46,7 @@ def check_device(name: str) -> str:
     try:
         _ = name == "auto" or torch.device(name)
     except RuntimeError as error:
-        raise InputError(f"device {name!r} is none of torch's: auto, cpu, cuda, cuda:1, ...", "unknown") from error
+        raise InputError(f"device must be auto, cpu, cuda, cuda:1, ..., got {name!r}", "unknown") from error
     return name
 
 
@@ -57,7 +57,7 @@ def check_path(path: str) -> str:
         ValueError: it cannot be either.
     """
     if not Path(path).expanduser().exists() and not _HUB_ID.fullmatch(path):
-        raise InputError(f"{quoted(path)} is no file or folder here, and no hub id (owner/name)", "not_found")
+        raise InputError(f"{quoted(path)} is not a file or directory here, or a Hub id (owner/name)", "not_found")
     return path
 
 
@@ -86,7 +86,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(files)))
     except (HfHubHTTPError, OSError) as error:
-        message = f"{quoted(path)} is no file or folder here, and the hub does not give it: {error}"
+        message = f"{quoted(path)} is not a file or directory here, and the Hub does not provide it: {error}"
         raise InputError(message, "unavailable") from error
 
 
@@ -139,13 +139,13 @@ def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"{path} is not loaded: it holds objects other than tensors, and those can run code", "unsupported"
+            f"{path} is not loaded: it holds objects other than tensors, which can run code", "unsupported"
         ) from error
     for key in within:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise InputError(f"{path} is no dictionary of tensors", "unreadable")
+        raise InputError(f"{path} is not a dictionary of tensors", "unreadable")
     return dict(content)
 
 

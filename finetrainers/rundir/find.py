@@ -28,7 +28,7 @@ SMALL_BYTES = 1 << 20
 REPLACED = ".replaced"
 #: Message about a checkpoint that cannot be resumed, because `finetrainers sync` copied it without its optimizer state.
 WITHOUT_OPTIMIZER = (
-    "has no optimizer state: it is a copy to sample from. Resume where it was trained, or start a new run from its "
+    "has no optimizer state: it is a copy for sampling. Resume where it was trained, or start a new run from its "
     "weights with --init_from"
 )
 _STEP_DIR = re.compile(rf"^(?:step-(?P<step>\d+)|\.step-(?P<replaced>\d+){re.escape(REPLACED)})$")
@@ -130,13 +130,13 @@ def find_checkpoint(
     if requested.isdigit():
         matches = [checkpoint.path for checkpoint in checkpoints if checkpoint.step == int(requested)]
         if not matches:
-            raise InputError(f"no checkpoint of step {requested} in {root}; there are: {names}", "not_found")
+            raise InputError(f"no checkpoint of step {requested} in {root}; valid: {names}", "not_found")
         path = matches[0]
     else:
         path = Path(requested)
         if not (path / "state.json").is_file():
             raise InputError(
-                f"{requested} is not a checkpoint (no state.json); give `auto`, `latest`, a step ({names}) or a "
+                f"{requested} is not a checkpoint (no state.json); use `auto`, `latest`, a step ({names}) or a "
                 "directory",
                 "not_found",
             )
@@ -144,7 +144,7 @@ def find_checkpoint(
     if problem is not None:
         if lacks_optimizer(path):
             raise InputError(f"{path} {WITHOUT_OPTIMIZER}", "not_found")
-        message = f"{path} is damaged: {problem}; `latest` takes the newest whole one (whole by size: {names})"
+        message = f"{path} is damaged: {problem}; `latest` uses the newest complete one (by file sizes: {names})"
         raise InputError(message, "unreadable")
     return path
 
@@ -154,7 +154,7 @@ def _find_newest_verified(
 ) -> Path:
     """Return the newest checkpoint whose files match its manifest; see `damage`."""
     if not checkpoints:
-        raise InputError(f"no checkpoint in {root}; leave the option out to start a new run", "not_found")
+        raise InputError(f"no checkpoint in {root}; remove the option to start a new run", "not_found")
     damaged: list[str] = []
     for checkpoint in reversed(checkpoints):
         problem = checkpoint.damage or find_damage(checkpoint.path)

@@ -19,7 +19,7 @@ def link_weights(weights: Path, links: Iterable[Path]) -> None:
     """
     for link in links:
         if link.exists() and not link.is_symlink():
-            logger.warning("%s exists and is not a link, so it does not lead to %s", link, weights)
+            logger.warning("%s exists and is not a link, so it does not point to %s", link, weights)
             continue
         temporary = link.with_name(f".{link.name}.tmp")
         try:

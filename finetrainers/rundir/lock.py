@@ -44,7 +44,7 @@ def exclusive(
     *,
     where: str = "--output_dir",
     holder: str = "run",
-    otherwise: str = "give another one",
+    otherwise: str = "use another directory",
 ) -> Iterator[None]:
     """Keep all other runs out of the directory within the block; every rank must enter.
 

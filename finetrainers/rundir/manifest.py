@@ -67,7 +67,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             raise InputError(f"{MANIFEST} {wrong_kind}", "unreadable")
         return parse_manifest(path.read_bytes())
     except FileNotFoundError:
-        message = f"{MANIFEST} is missing: not written to the end, or by an earlier version"
+        message = f"{MANIFEST} is missing: the checkpoint is incomplete, or was saved by an earlier version"
         raise InputError(message, "not_found") from None
 
 
@@ -82,7 +82,7 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
         for name, entry in manifest["files"].items():
             int(entry["size"]), str(entry["sha256"])
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{name!r} leads out of the checkpoint")
+                raise ValueError(f"{name!r} is outside of the checkpoint")
         _check_checksum(manifest, content)
         for name, kind in _INFORMATIVE.items():  # of manifests without a checksum
             if name in manifest and not isinstance(manifest[name], kind):
@@ -114,9 +114,9 @@ def _check_checksum(manifest: Mapping[str, Any], content: bytes) -> None:
     if not is_sealed(manifest):
         unknown = sorted(manifest.keys() - _KEYS_WITHOUT_CHECKSUM)
         if unknown:
-            raise ValueError(f"it has no checksum of its own, and {unknown[0]!r} is not known")
+            raise ValueError(f"it has no checksum, and {unknown[0]!r} is unknown")
     elif hashlib.sha256(content.replace(manifest[_SEAL].encode(), _BLANK.encode())).hexdigest() != manifest[_SEAL]:
-        raise ValueError("it is not what was saved: its own SHA-256 differs")
+        raise ValueError("manifest checksum mismatch")
     if _STATE not in manifest["files"]:
         raise ValueError(f"it does not list {_STATE}")
 
@@ -164,7 +164,7 @@ def damage(
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
     mismatches = [name for name, digest in digests.items() if digest != files[name]["sha256"]]
-    return f"{mismatches[0]} is not what was saved: its SHA-256 differs" if mismatches else None
+    return f"{mismatches[0]} does not match its SHA-256 checksum" if mismatches else None
 
 
 def share_of(files: Mapping[str, Mapping[str, Any]], index: int, count: int) -> list[str]:

@@ -44,9 +44,9 @@ def reserve(final: Path, *, needed: int) -> Path:
     if free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"a checkpoint needs about {needed / _GIB:.3g} GiB and {root} has {free / _GIB:.3g} GiB free; nothing was "
-            "written, earlier checkpoints are intact. Make room (--checkpointing_limit bounds how many are kept) and "
-            "continue with --resume_from_checkpoint latest",
+            f"a checkpoint needs about {needed / _GIB:.3g} GiB and {root} has {free / _GIB:.3g} GiB free; nothing "
+            "was written, earlier checkpoints are intact. Free up space (--checkpointing_limit bounds the number of "
+            "checkpoints) and continue with --resume_from_checkpoint latest",
         )
     temporary = staging_path(final)
     temporary.mkdir()

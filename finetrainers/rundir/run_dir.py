@@ -87,9 +87,7 @@ class RunDirectory:
                 damaged_file = self.metrics_file.with_name(f"{self.metrics_file.name}.damaged")
                 with open(damaged_file, "ab") as file:
                     file.writelines(line + b"\n" for line in damaged)
-                logger.warning(
-                    "%d damaged lines of %s are put aside in %s", len(damaged), self.metrics_file, damaged_file
-                )
+                logger.warning("%d damaged lines of %s were moved to %s", len(damaged), self.metrics_file, damaged_file)
             self.recorded_step = max((int(record["step"]) for record in complete), default=-1)
             earlier = [record for record in complete if step and record["step"] <= step]
             write_text_atomic(self.metrics_file, "".join(json.dumps(record) + "\n" for record in earlier))

@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.load import CHOSEN
 from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
 from finetrainers.draw.curves import Points, is_number, points, read_metrics
 from finetrainers.utils.files import missing_path_problem, read_jsonl
@@ -150,11 +151,11 @@ def run_problem(root: Path) -> str | None:
     if not any((root / name).is_file() for name in _FILES):
         inside = sorted(path.parent.name for path in root.glob("*/metrics.jsonl"))
         if inside:
-            return f"is no run directory, but contains some: {', '.join(str(root / name) for name in inside[:5])}"
+            return f"is not a run directory, but contains some: {', '.join(str(root / name) for name in inside[:5])}"
         above = next((folder for folder in root.absolute().parents if (folder / "metrics.jsonl").is_file()), None)
         if above is not None:
-            return f"is a folder of a run; give the run directory, {above}"
-        return f"is no run directory: it has none of {', '.join(_FILES)}"
+            return f"is a directory inside of a run; use the run directory, {above}"
+        return f"is not a run directory: it has none of {', '.join(_FILES)}"
     return None
 
 
@@ -257,6 +258,8 @@ def _read_options(path: Path) -> dict[str, Any]:
             options[table] = values
             continue
         section = table if table in sections() else None
+        if table == CHOSEN:  # a table for each source
+            values = {name: value for chosen in values.values() for name, value in chosen.items()}
         options |= {flat_name(key, section): value for key, value in values.items()}
     return by_current_names(options)
 

@@ -45,7 +45,7 @@ def prepare(checked: ResolvedRun) -> Mapping[str, Encoded]:
             encoded = _encode(checked, parallel, watchdog)
         for content, counts in encoded.items():
             left_out = f", {len(counts.bad)} left out (damaged)" if counts.bad else ""
-            number = f"{counts.encoded} encoded, {counts.found} found{left_out}"
+            number = f"{counts.encoded} encoded, {counts.found} already cached{left_out}"
             print_line(f"{content}: {number}; {file_size(counts.size_bytes)} written")
         done = f"done in {duration(time.monotonic() - started)}"
         scratch = method_spec(config).scratch_cache(config)

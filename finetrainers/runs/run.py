@@ -33,6 +33,7 @@ from finetrainers.utils.exit_codes import DONE, GUARDED, STOPPED
 from finetrainers.utils.exit_in_time import leave_stacks_in
 from finetrainers.utils.faults import arm_faults, fault_point
 from finetrainers.utils.phases import CHECKPOINT, LOADING, phase
+from finetrainers.utils.progress import working
 from finetrainers.utils.train_log import train_log
 
 
@@ -101,11 +102,11 @@ def _choose_checkpoint_again(checked: ResolvedRun, parallel: Strategy) -> Resolv
     # Another run may have saved, and ended, between the choice of a checkpoint and the lock.
     has_changed = parallel.is_main and scan_checkpoints(config.run.output_dir) != checked.checkpoints
     if parallel.broadcast_object(has_changed):
-        checked = examine_weights(get_ready(config, earlier=checked))
+        checked = examine_weights(within_budget(get_ready(config, earlier=checked)))
     damaged: dict[Path, str] = {}
     while damage := find_damage(checked.start, parallel):
         damaged |= damage
-        checked = examine_weights(get_ready(config, damaged=damaged, earlier=checked))
+        checked = examine_weights(within_budget(get_ready(config, damaged=damaged, earlier=checked)))
     return checked
 
 
@@ -115,7 +116,7 @@ def _conclude(trainer: Trainer, checked: ResolvedRun) -> None:
     state.watchdog.enter("exporting")
     trainer.record_memory()
     if state.stopped_by is None:
-        with phase(CHECKPOINT):
+        with phase(CHECKPOINT), working("writing the results"):
             export(state, checked)
         state.run_dir.event("finished", step=state.step)
         state.watchdog.exit_code = DONE

@@ -167,8 +167,8 @@ def changed_stages(statuses: Sequence[StageStatus]) -> list[Problem]:
 
 
 _REMEDIES = (
-    "Restore what it was, or run with --from %s, which trains it and every later stage again, or with --keep_finished, "
-    "which takes what is there as it is"
+    "Restore the options, or run with --from %s, which trains it and every later stage again, or with "
+    "--keep_finished, which keeps its result"
 )
 
 
@@ -180,13 +180,13 @@ def _change_reason(status: StageStatus) -> str | None:
         return None
     origin = began_from(status.root)
     if origin is None:
-        return f"has begun without {status.source.name}" if status.is_done else None
+        return f"was started without {status.source.name}" if status.is_done else None
     if status.is_promised:
-        return f"has begun from {status.source.name}, which is not finished now"
+        return f"was started from {status.source.name}, which is no longer finished"
     now = _origin_now(status)
     names = ("digest", "checkpoint", "run_id")  # a digest covers the ends of weight files, and all of a checkpoint
     if any(None not in (now.get(name), origin.get(name)) and now[name] != origin[name] for name in names):
-        return f"has begun from {status.source.name}, whose result is another one now"
+        return f"was started from {status.source.name}, whose result has changed since"
     return None
 
 
@@ -229,7 +229,7 @@ def _followers(name: str, statuses: Sequence[StageStatus]) -> str:
     for status in statuses:
         if status.source and status.source.name in (name, *followers) and (status.is_done or status.step):
             followers.append(status.name)
-    return f"; {listed(followers)} began from it" if followers else ""
+    return f"; {listed(followers)} started from it" if followers else ""
 
 
 # ---- starting --------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def missing_before(statuses: Sequence[StageStatus], first: str) -> list[Problem]
     return [
         Problem(
             "--from",
-            f"stage {status.name}, from which a later one begins, is not finished; give --from {status.name}",
+            f"stage {status.name}, which a later stage starts from, is not finished; use --from {status.name}",
             "required",
         )
         for status in statuses

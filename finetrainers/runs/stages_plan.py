@@ -48,8 +48,8 @@ class _Checked:
 
 def plan_stages(
     stages: Sequence[Stage], *, again_from: str | None = None, keep_finished: bool = False, trains: bool = True
-) -> None:
-    """Check all stages, and print their plan.
+) -> list[str]:
+    """Check all stages, print their plan, and return the warnings that it has.
 
     Args:
         stages: of the file.
@@ -84,6 +84,7 @@ def plan_stages(
         print_warnings(f"{owners}: {warning}" for warning, owners in _merge(warnings, len(stages)).items())
     if merged or changed:
         raise ConfigError([*merged, *changed], of="the stages")
+    return [warning for _, warning in warnings]
 
 
 def _check(status: StageStatus, warnings: list[tuple[str, str]], *, trains: bool) -> _Checked:

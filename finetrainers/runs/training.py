@@ -74,7 +74,7 @@ class TrainResult:
         """
         if self.weights is None:
             reason = (
-                "a dry run trains nothing" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
+                "a dry run does not train" if self.config.run.dry_run else f"stopped by {self.stopped_by}; resume it"
             )
             raise InputError(f"there are no trained weights in {self.run_dir}: {reason}", "not_found")
         with restored(), quiet_libraries():
@@ -131,7 +131,7 @@ def train(
             from .run import run
 
             if set_aside:
-                print_line(f"note: settings of this program that do not apply to the run: {', '.join(set_aside)}")
+                print_line(f"note: settings of this process that do not apply to the run: {', '.join(set_aside)}")
             handles = in_main_thread if handle_signals is None else handle_signals
             state = run(checked, handle_signals=handles, second_exits=False, callbacks=callbacks)
             if state is None:

@@ -51,7 +51,6 @@ def offloads(plan: SamplePlan, spec: ModelSpec, *, device: torch.device) -> tupl
     if fits(planned, total):
         return False, ""
     return True, (
-        f"note: parts of the model that are not in use wait in host memory: "
-        f"about {file_size(with_reserve(planned))} are needed otherwise, and the GPU has {file_size(total)} "
-        "(--no-enable_model_cpu_offload)"
+        f"note: model CPU offload enabled for sampling: otherwise it needs about {file_size(with_reserve(planned))}, "
+        f"and the GPU has {file_size(total)} (--no-enable_model_cpu_offload)"
     )

@@ -230,8 +230,9 @@ def _launcher_problems() -> Iterator[Problem]:
     if options.fsdp is not None or options.deepspeed:
         kind = "DeepSpeed" if options.deepspeed else "FSDP2"
         yield Problem(
-            "launcher", f"{kind} splits the network, and each process samples with all of it; launch with "
-            "accelerate_configs/ddp.yaml, or start one process, with --enable_model_cpu_offload where memory is short",
+            "launcher", f"{kind} shards the network, and each process samples with the complete one; launch with "
+                        "accelerate_configs/ddp.yaml, or start one process, with --enable_model_cpu_offload if "
+                        "memory is short",
             "unsupported",
         )  # fmt: skip
 
@@ -246,7 +247,7 @@ def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findi
             configs.append(build_config([target.source, overrides]))
         except ConfigError as error:
             unknown = not with_source and "pretrained_model_name_or_path" not in flags.values
-            hint = f"the base model of {target.given} is not known; name it"
+            hint = f"the base model of {target.given} is unknown; set it"
             findings.errors += [
                 Problem("--pretrained_model_name_or_path", hint, "required")
                 if unknown and problem.kind == "required"
@@ -264,8 +265,8 @@ def _common_config(targets: Sequence[Target], flags: RawOptions, findings: Findi
             findings.errors.append(
                 Problem(
                     "TARGET",
-                    f"{target.given} has {name} {other.get(name)}, and {with_source[0].given} {configs[0].get(name)}; "
-                    f"sample them one after the other, or give --{name} for both",
+                    f"{target.given} has {name} {other.get(name)}, and {with_source[0].given} "
+                    f"{configs[0].get(name)}; sample them separately, or set --{name} for both",
                     "conflict",
                 )
             )
@@ -281,8 +282,8 @@ def _fetch(family: Family, config: TrainConfig) -> None:
     fetched = family.fetch_configs(config.model)
     if fetched.missing:
         message = (
-            f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}; "
-            f"{fetched.way_out}, or give a directory"
+            f"{', '.join(fetched.missing)} is not on this disk, and {fetched.away}; {fetched.way_out}, or use a "
+            "directory"
         )
         raise ConfigError([Problem("--pretrained_model_name_or_path", message, "unavailable")])
 
@@ -295,7 +296,7 @@ def _prompts(
     values: dict[str, Any] = {
         "validation_inference_steps": options.num_inference_steps or section.validation_inference_steps,
         "validation_frame_rate": options.frame_rate or section.validation_frame_rate,
-        "validation_steps": None, "validation_epochs": None,
+        "validation_steps": None, "validation_epochs": None, "validation_at_start": None,
     }  # fmt: skip
     if options.guidance_scale is not None:
         values["validation_guidance_scale"] = options.guidance_scale
@@ -304,7 +305,7 @@ def _prompts(
     section = section.model_copy(update=values)
     config = config.model_copy(update={"validation": section})
     if section.validation_prompts is None:
-        message = "no prompts are given, and there is no run with validation prompts; give --prompts FILE or TEXT"
+        message = "no prompts are set, and no run with validation prompts; set --prompts FILE or TEXT"
         findings.error("prompts", message, "required")
         return config, []
     try:
@@ -320,7 +321,7 @@ def _prompts(
     prompts = read_prompts(config, findings)
     size = options.size or size_of_run(config, target)
     if any(prompt.size is None for prompt in prompts) and size is None:
-        findings.error("size", "is not known; give it as FRAMESxHEIGHTxWIDTH, for example 49x512x768", "required")
+        findings.error("size", "is unknown; set it as FRAMESxHEIGHTxWIDTH, for example 49x512x768", "required")
     override = (use_run_prompts or fixed_size) and options.size is not None
     return config, [prompt.model_copy(update={"size": size if override else prompt.size or size}) for prompt in prompts]
 
@@ -364,14 +365,14 @@ def _check(
         )
         findings.error(
             "negative_prompt",
-            f"has no effect: {reason}, so that nothing is sampled for a second prompt; remove it",
+            f"has no effect: {reason}, so no second prompt is sampled; remove it",
             "conflict" if facts.guidance is None else "unsupported",
         )
     kinds = {target.weights.kind for target in targets}
     if options.lora_scale and "lora" not in kinds:
-        findings.error("lora_scale", "has no effect: there is no LoRA; remove it", "conflict")
+        findings.error("lora_scale", "has no effect without a LoRA; remove it", "conflict")
     if options.compare and "base" in kinds:
-        findings.error("compare", "is what is sampled already; remove it", "duplicate")
+        findings.error("compare", "is already sampled; remove it", "duplicate")
 
 
 def _variants(targets: Sequence[Target], options: SampleSection, findings: Findings) -> list[Variant]:
@@ -380,7 +381,7 @@ def _variants(targets: Sequence[Target], options: SampleSection, findings: Findi
     nonzero = [scale for scale in scales if scale]
     weights = list(dict.fromkeys(target.weights for target in targets))
     if len(weights) < len(targets):
-        findings.warnings.append("some of the weights are named twice; they are sampled once")
+        findings.warnings.append("some weights are named twice; they are sampled once")
     has_base = BASE in weights or options.compare is not None or 0.0 in scales
     variants = [Variant(BASE, 0.0, "base", "base")] if has_base else []
     for column_weights in weights:

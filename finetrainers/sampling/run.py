@@ -164,6 +164,7 @@ class _Drawing:
         )
         total = plan.config.validation.validation_inference_steps * sum(map(len, local_samples.values()))
         with Meter("denoised", "steps", enabled=parallel.is_main, transient=is_kept) as meter:
+            meter(self._steps, total)
             settings = self._settings(sampler.spec, meter, total)
             for variant, samples in local_samples.items():
                 errors = {used[index]: error for index, error in failed.items()}

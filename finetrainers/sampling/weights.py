@@ -14,7 +14,9 @@ from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
 from finetrainers.config.root import by_current_names
 from finetrainers.config.sections import ModelSection
+from finetrainers.memory.automatic import EXACT_CHOICES
 from finetrainers.models.registry import is_hub_id
+from finetrainers.plan.chosen import MEMORY
 from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest
@@ -122,12 +124,14 @@ def run_source(home: Path) -> RawOptions:
         ConfigError: `config.toml` cannot be read.
     """
     source = file_source(home / _CONFIG)
+    for name in [name for name in EXACT_CHOICES if source.chosen.get(name) == MEMORY]:  # for the GPU of then
+        del source.values[name], source.chosen[name]
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the version of a run may be unknown
         made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
         if source.problems and made_by != __version__:
             message = (
-                f"the run is of finetrainers {made_by}, and this is {__version__}; "
-                f"install that version, or correct {_CONFIG}"
+                f"the run was made by finetrainers {made_by}, and this is {__version__}; install that version, or "
+                f"correct {_CONFIG}"
             )
             source.problems.append(Problem(str(home), message, "mismatch"))
     return source
@@ -175,8 +179,8 @@ def _model(name_or_path: str, path: Path) -> Target:
         or path.suffix == ".safetensors"
     ):
         raise InputError(
-            f"{missing_path_problem(path)}; give a run directory, a checkpoint, a LoRA in safetensors, or a model "
-            "(a folder, a hub id or demo://NAME)",
+            f"{missing_path_problem(path)}; use a run directory, a checkpoint, a LoRA in safetensors, or a model (a "
+            "directory, a Hub id or demo://NAME)",
             "not_found",
         )
     return Target(name_or_path, BASE, _values(pretrained_model_name_or_path=name_or_path))

@@ -30,19 +30,19 @@ def copy_problem(run: Path, target: Path, *, is_empty: bool) -> tuple[str, Kind]
     identity, target_identity = read_identity(run), read_identity(target)
     if target_identity is not None:
         if identity is None or target_identity.run != identity.run:
-            return f"is the directory of another run than {run}; give another directory", "mismatch"
+            return f"is the directory of another run than {run}; use another directory", "mismatch"
         if identity.is_copy and not target_identity.is_copy:
-            return f"is the directory of the run of which {run} is a copy; exchange the two", "conflict"
+            return f"is the original run, and {run} is its copy; exchange the two", "conflict"
     events, target_events = _read_events(run), _read_events(target)
     foreign = len(target_events - events) if events else 0
     if foreign:
         extra = plural(foreign, "event")
-        message = f"has {extra} that {run} does not have: it was trained itself, or is ahead of that"
-        return f"{message}; give another directory", "mismatch"
+        message = f"has {extra} that {run} does not have: it was trained itself, or is ahead of that run"
+        return f"{message}; use another directory", "mismatch"
     if target_identity is None and not (
         target_events or _has_same_checkpoints(run, target) or _has_same_beginning(run, target)
     ):
-        message = f"is neither empty nor a copy of {run}, and its files would be overwritten; give a new directory"
+        message = f"is neither empty nor a copy of {run}, and its files would be overwritten; use a new directory"
         return message, "occupied"
     return None
 

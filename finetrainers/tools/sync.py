@@ -57,7 +57,7 @@ def login_problem(lines: Sequence[str], host: str) -> str | None:
     refusal = next((line for line in lines if _ASKS.search(line)), None)
     if refusal is None:
         return None
-    return f"{refusal}; let `ssh {host}` work without a question first (ssh-copy-id), or give --rsh"
+    return f"{refusal}; let `ssh {host}` work without a prompt first (ssh-copy-id), or set --rsh"
 
 
 class TransferError(ExpectedError):
@@ -119,18 +119,18 @@ class Sync:
             message = f"{self.run} {missing_path_problem(self.run, folder=True)}"
             yield Problem("RUN", message, "invalid" if self.run.exists() else "not_found")
         elif not (self.run / "config.toml").is_file() and not checkpoints_dir(self.run).is_dir():
-            message = f"{self.run} has neither config.toml nor checkpoints/; give a run's --output_dir"
+            message = f"{self.run} has neither config.toml nor checkpoints/; use a run's --output_dir"
             yield Problem("RUN", message, "not_found")
         is_remote = self._is_remote
         if self.target.startswith("-"):
-            message = f"{self.target} begins with a hyphen, as options do; give ./{self.target}"
+            message = f"{self.target} begins with a hyphen, as options do; use ./{self.target}"
             yield Problem("TARGET", message)
         if is_remote and self.target.endswith(":"):
-            yield Problem("TARGET", f"{self.target} names no folder; give user@host:folder", "required")
+            yield Problem("TARGET", f"{self.target} has no directory; use user@host:directory", "required")
         if not is_remote and (problem := folder_problem(Path(self.target))) is not None:
             yield Problem("TARGET", problem)
         if not is_remote and Path(self.target).resolve().is_relative_to(self.run.resolve()):
-            message = f"{self.target} is the run itself, or in it; give another directory"
+            message = f"{self.target} is the run itself, or inside it; use another directory"
             yield Problem("TARGET", message, "conflict")
         if shutil.which("rsync") is None:
             message = "is not installed; apt-get install rsync (here, and at the target)"
@@ -197,11 +197,11 @@ class Sync:
                 locks.enter_context(keep_unused(folder))
             except BlockingIOError:
                 if in_use(folder):
-                    self._refuse("is in use by a run that trains there; give another directory")
+                    self._refuse("is in use by a run that trains there; use another directory")
                 raise TransferError(f"{self.target} is in use by another process") from None
             is_empty = self._fetch_records(folder) if self._is_remote else _is_empty(folder)
             if self._is_remote and (folder / HOLDER).is_file():
-                self._refuse(f"is in use by a run that trains there; if that was killed, remove {HOLDER} there")
+                self._refuse(f"is in use by a run that trains there; if that run was killed, remove {HOLDER} there")
             if (problem := copy_problem(self.run, folder, is_empty=is_empty)) is not None:
                 self._refuse(*problem)
             self._has_compared = True
@@ -253,7 +253,7 @@ class Sync:
         except (OSError, ValueError, TransferError) as error:
             if isinstance(error, TransferError | ConfigError) and (checkpoint.path / MANIFEST).is_file():
                 raise
-            logger.info("%s was removed while it was copied; the next ones follow", name)
+            logger.info("%s was removed while it was copied; the next checkpoints follow", name)
             return None
         self._arrived[name] = digest
         return Copied(name, sum(needed.values()), time.monotonic() - started)
@@ -292,7 +292,7 @@ class Sync:
             # rsync's last line has a position in its source code. The reason is printed before, unless it is lost: an
             # rsync that ends at the target may close the connection first.
             reasons = [line for line in lines if not line.startswith("rsync error:")] or lines
-            reason = login_problem(lines, self.target.partition(":")[0]) or next(iter(reasons), "it says no more")
+            reason = login_problem(lines, self.target.partition(":")[0]) or next(iter(reasons), "no reason was printed")
             message = f"rsync to {self.target} failed with exit code {completed.returncode}: {reason}"
             if completed.returncode in _USAGE:
                 raise ConfigError([Problem("TARGET", message, "unsupported")])

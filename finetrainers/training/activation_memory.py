@@ -12,6 +12,7 @@ from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.estimate import GIB
 from finetrainers.methods.base import Step
+from finetrainers.plan.chosen import MEMORY
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import print_line
 
@@ -44,7 +45,7 @@ class ActivationPlanner:
         bucket, self._most_clips = checked.plan.heaviest(checked.config)
         self._largest_latent = checked.geometry.latent_shape(*bucket)
         self._loaded_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        self._awaits_measurement = True
+        self._awaits_measurement = not automatic.repeats
         self._skips_first = checked.config.memory.compile != "none"  # the first step with the largest clips compiles
 
     def replan(self, state: TrainState, step: Step[Any], *, seconds: float, operations: float | None) -> None:
@@ -96,6 +97,8 @@ class ActivationPlanner:
         blocks = select_evenly(state.spec.block_modules(state.network), choice.share)
         set_activation_memory(state.network, choice.stored, blocks=blocks)
         self.choice = choice
+        if state.config.chosen.get("activation_memory") == MEMORY:  # a resumed run begins with it
+            state.config = state.config.with_chosen(choice.options, MEMORY)
         print_line(f"activation memory, {reason}: now {choice.what}: {choice.why(self.machine)}")
         state.run_dir.event(
             "activation_memory",

@@ -23,7 +23,7 @@ from finetrainers.optim.ema import EMA
 from finetrainers.optim.factory import create_optimizer
 from finetrainers.optim.schedules import lr_schedule
 from finetrainers.parallel.strategy import Strategy
-from finetrainers.plan.automatic import apply_decoding_settings, choose_settings
+from finetrainers.plan.automatic import apply_decoding_settings, choose_settings, record_choices
 from finetrainers.plan.block_swap import block_swap
 from finetrainers.plan.initial_weights import INITIAL_LORA
 from finetrainers.plan.lineage import BEGAN_FROM, find_lineage
@@ -77,7 +77,7 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     chosen, automatic = choose_settings(checked, parallel)
     apply_decoding_settings(automatic, spec, plan.size)
     activations = activation_planner(checked, automatic, parallel.device)
-    resolved = replace(checked, config=chosen)
+    resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
@@ -115,12 +115,14 @@ def _print_notes(checked: ResolvedRun, spec: ModelSpec) -> None:
     if kinds and checked.plan.encodes_clips and chosen_by not in method_spec(checked.config).unread:
         if data.frame_conditioning is not None:
             shares = ", ".join(f"{kind.label} {kind.p:.3g}" for kind in kinds)
-            print_line(f"note: samples are given clean frames, in shares of: {shares}")
+            print_line(f"note: frame-conditioning probabilities: {shares}")
         elif data.first_frame_conditioning_p is None:
-            print_line(f"note: {kinds[0].p:.0%} of samples see their first frame (--first_frame_conditioning_p)")
+            print_line(
+                f"note: {kinds[0].p:.0%} of samples are conditioned on their first frame (--first_frame_conditioning_p)"
+            )
     tiled = dict.fromkeys("x".join(map(str, size)) for size in checked.sizes if spec.tiles_by_size(size))
     if tiled:
-        print_line(f"note: the VAE works on tiles of {', '.join(tiled)}, to take less than 24 GiB (--no-enable_tiling)")
+        print_line(f"note: VAE tiling of {', '.join(tiled)} keeps it below 24 GiB (--no-enable_tiling disables it)")
 
 
 def _sampling_dtype(config: TrainConfig, parallel: Strategy) -> torch.dtype:
@@ -195,15 +197,20 @@ def _make_validations(
         scheduler=scheduler,
         load_vae=lambda: state.spec.load_vae() if source.vae is None else source.vae,
     )
+    # Scores without those before training would not show what training changes.
+    scores_at_start = config.validation_at_start is not False
     count = len(checked.prompts)
     if scores is not None and checked.scored:
         held_out = encoded.select(count, len(encoded.prompts))
         one_video = section.model_copy(update={"num_validation_videos": 1})
-        yield validation(encoded=held_out, section=one_video, due=due_scores, scores=scores, prefix="eval-")
+        yield validation(
+            encoded=held_out, section=one_video, due=due_scores, at_start=scores_at_start, scores=scores, prefix="eval-"
+        )
         scores = None
     if checked.prompts:
         both = due if scores is None else lambda step: due(step) or due_scores(step)
-        yield validation(encoded=encoded.select(0, count), section=section, due=both, scores=scores)
+        at_start = config.samples_at_start if scores is None else scores_at_start
+        yield validation(encoded=encoded.select(0, count), section=section, due=both, at_start=at_start, scores=scores)
 
 
 def _schedule(

@@ -41,17 +41,13 @@ class StopSignals:
     A thread reads the signals, so that the second is obeyed even while the main thread waits for other ranks.
     """
 
-    def __init__(self, *, logs_signal: bool, resume_command: str = "") -> None:
-        """Args:
-        logs_signal: whether this process logs the signal that it received (one of all ranks should).
-        resume_command: command that continues the run, to be logged then.
-        """
+    def __init__(self, *, logs_signal: bool) -> None:
+        """Make the listener; with `logs_signal`, this process logs the signal that it received (one rank should)."""
         self._second_exits = True
         self._forwarded: int | None = None  # the second signal, left to the host program
         self._handlers: dict[int, Any] = {}
         self._wakeup = -1
         self.logs_signal = logs_signal
-        self.resume_command = resume_command
         self.received: int | None = None
         self._received_at = 0.0
 
@@ -102,11 +98,10 @@ class StopSignals:
         if self.received is None:
             self.received, self._received_at = signum, time.monotonic()
             if self.logs_signal:
-                advice = f". To continue: {self.resume_command}" if self.resume_command else ""
-                logger.warning(
-                    "%s: stopping after this step, with a checkpoint; a second one stops at once%s", name, advice
-                )
+                _end_echoed_line(signum)
+                logger.warning("%s: stopping after this step, with a checkpoint; a second one stops at once", name)
         elif self._forwarded is None and time.monotonic() - self._received_at > _SAME_REQUEST_S:
+            _end_echoed_line(signum)
             logger.warning("%s again: stopping at once", name)
             if self._second_exits:
                 sys.stderr.flush()
@@ -119,6 +114,12 @@ class StopSignals:
         if self._forwarded == signum:
             signal.signal(signum, self._handlers[signum])
             signal.raise_signal(signum)
+
+
+def _end_echoed_line(signum: int) -> None:
+    """End the line of the terminal on which Ctrl-C has left `^C`; a live line of progress overwrites it by itself."""
+    if signum == signal.SIGINT and sys.stderr is sys.__stderr__ and os.isatty(2):
+        os.write(2, b"\n")
 
 
 def _send_to_main_thread(signum: int) -> None:
@@ -144,7 +145,9 @@ class ControlFiles:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            logger.warning("%s is no folder (%s): this run takes no commands by file", self.folder, error.strerror)
+            logger.warning(
+                "%s is not a directory (%s): control files are disabled for this run", self.folder, error.strerror
+            )
         self._drop("left from an earlier run")
         try:
             yield
@@ -155,7 +158,7 @@ class ControlFiles:
 
     def _drop(self, reason: str) -> None:
         for command in sorted(self.take()):
-            logger.warning("%s was %s and is removed", self.folder / command, reason)
+            logger.warning("%s was %s; removed", self.folder / command, reason)
 
     def take(self) -> set[str]:
         """Return and remove the commands in the directory. One that is gone, or cannot be read, holds none."""
@@ -168,7 +171,7 @@ class ControlFiles:
             return present
         self._stuck &= present
         for name in sorted(present - set(COMMANDS) - self._unknown):
-            logger.warning("%s is not a command; there are %s", self.folder / name, ", ".join(COMMANDS))
+            logger.warning("ignoring unknown control file %s; valid names: %s", self.folder / name, ", ".join(COMMANDS))
         self._unknown = present - set(COMMANDS)
         commands = (present & set(COMMANDS)) - self._stuck
         for command in commands:
@@ -181,7 +184,7 @@ class ControlFiles:
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         except OSError as error:
             self._stuck.add(path.name)
-            logger.warning("%s is taken as a command, and cannot be removed (%s)", path, error.strerror)
+            logger.warning("%s is accepted as a command, but cannot be removed (%s)", path, error.strerror)
 
 
 class Requests:
@@ -194,7 +197,7 @@ class Requests:
     """
 
     def __init__(self, *, run_dir: RunDirectory, parallel: Strategy) -> None:
-        self.signals = StopSignals(logs_signal=parallel.is_main, resume_command=run_dir.resume_command)
+        self.signals = StopSignals(logs_signal=parallel.is_main)
         self.stop: str | None = None
         self.save = False
         self.sample = False

@@ -74,11 +74,11 @@ class GpuReader:
         facts = gpu_facts(only=f"GPU-{torch.cuda.get_device_properties(self.index).uuid}")
         if not facts["gpus"]:
             reason = facts.get("gpu_error", "nvidia-smi is not installed, or not in PATH")
-            return Reading(problems=dict.fromkeys(_SMI, f"{reason}. `pip install nvidia-ml-py` does without it"))
+            return Reading(problems=dict.fromkeys(_SMI, f"{reason}. `pip install nvidia-ml-py` works without it"))
         values = {name: facts["gpus"][0][column] for name, column in _SMI.items()}
         return Reading(
             {name: value for name, value in values.items() if value is not None},
-            {name: "nvidia-smi does not know it" for name, value in values.items() if value is None},
+            {name: "nvidia-smi does not report it" for name, value in values.items() if value is None},
         )
 
     def _read_nvml(self) -> Reading:
@@ -167,7 +167,7 @@ class HardwareMonitor:
         self._warned |= new.keys()
         for reason in dict.fromkeys(new.values()):
             names = ", ".join(name for name in new if new[name] == reason)
-            logger.warning("rank %d: metrics are without %s: %s", self.ranks.rank, names, reason)
+            logger.warning("rank %d: no metrics of %s: %s", self.ranks.rank, names, reason)
 
     def take_record(self) -> dict[str, float]:
         """Return the metrics of all processes since the last record; every process must call it.

@@ -14,6 +14,7 @@ from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import print_line, report_loading
 from finetrainers.utils.phases import ENCODING_CLIPS, ENCODING_TEXT, LOADING, phase
 from finetrainers.utils.process_state import free_memory
+from finetrainers.utils.progress import working
 
 from .sampling import EncodedPrompts, encode_prompts
 from .watchdog import Watchdog
@@ -66,7 +67,7 @@ def _load_or_encode(
     cached = method_spec(config).caches_texts(config)
     sampling = sampling_dtype if checked.sampled else None
     if cached and sampling is None and (recalled := texts.find_cached()) is not None:
-        reason = "is in the cache" if checked.needs_text else "came encoded"
+        reason = "is in the cache" if checked.needs_text else "is already encoded"
         print_line(f"text encoders are not loaded: every caption {reason}")
         return recalled, None
     with report_loading(checked, "text encoder"):
@@ -77,7 +78,7 @@ def _load_or_encode(
         )
     watchdog.enter("encoding")
     with phase(ENCODING_TEXT):
-        with parallel.raise_on_all_ranks("encoding the prompts"):
+        with parallel.raise_on_all_ranks("encoding the prompts"), working("encoding the prompts of samples"):
             prompts = None if sampling is None else encode_prompts(spec, encoders, checked.sampled, sampling)
         conditioning = texts.encode(encoders) if cached else texts.encode_on_demand(encoders)
     del encoders
@@ -126,7 +127,6 @@ def _check_same_plan(plan: TrainingSet, parallel: DistributedContext) -> None:
     others = [rank for rank, fingerprint in enumerate(plans) if fingerprint != plans[0]]
     if others:
         raise RuntimeError(
-            f"rank 0 and rank {', '.join(map(str, others))} have found other data, though all need the same: other "
-            f"{plan.fingerprint_of}, or what is remembered of files; compare `finetrainers check` on these machines, "
-            "or share --probe_dir"
+            f"dataset mismatch: rank {', '.join(map(str, others))} differs from rank 0 in {plan.fingerprint_of}, or "
+            "in stored facts of files; compare `finetrainers check` on these machines, or share --probe_dir"
         )

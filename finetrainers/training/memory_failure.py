@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.target import TargetDevice
-from finetrainers.memory.advice import MEMORY_OPTIONS, MemoryOption, meets_needs, with_options_set
+from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, MemoryOption, meets_needs, with_options_set
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import with_reserve
 from finetrainers.memory.recorder import MemoryRecorder
+from finetrainers.plan.memory_lines import advice_lines
 from finetrainers.plan.memory_plan import run_memory
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import memory_table
@@ -54,10 +55,10 @@ _OPTIONS_BY_PHASE: Mapping[str, tuple[str, ...]] = {
 }
 #: Suggestions for a phase if none of `_OPTIONS_BY_PHASE` is applicable.
 _FALLBACKS: Mapping[str, str] = {
-    LOADING: "--transformer_dtype bf16, if the weights are loaded in more; else --fsdp full, which shards them",
+    LOADING: "--transformer_dtype bf16, if the weights have another dtype; else --fsdp full, which shards them",
     REWARD: "smaller clips to score: --rollout_size",
     ROLLOUT: "smaller or shorter clips: --rollout_size",
-    CHECKPOINT: "an optimizer with less state, of which a checkpoint has a copy: --optimizer adamw-torchao-8bit",
+    CHECKPOINT: "an optimizer with less state, copied by checkpoints: --optimizer adamw-torchao-8bit",
 }
 
 
@@ -109,14 +110,23 @@ class MemoryFailures:
             error = error.__cause__
         message = str(error).split("\n", 1)[0].partition(f". {ADVICE[:16]}")[0] or type(error).__name__
         device = self._memory.device.type
-        change = suggest_change(self._checked.config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
+        change = suggest_change(self._config, phase, on_host=device == "cpu" or isinstance(error, MemoryError))
         planned: PhaseGib = {}
+        advised: list[str] = []
         with contextlib.suppress(MemoryError, RuntimeError, ValueError, OSError):  # from models that cannot be planned
-            planned, advised = planned_memory(self._checked, phase, device_type=device)
-            change = advised or change
+            planned, advice = planned_memory(self._checked, self._config, phase, device_type=device)
+            if advice is not None and advice.switches:
+                switch = max(advice.switches, key=lambda step: step.saves).switch
+                change = f"{switch.flags} ({switch.cost})"
+                advised = advice_lines(advice, "with these options the estimate is")
         title = message if "out of memory" in message else f"out of memory: {message}"
-        self._write(title, phase=phase, planned=planned, change=change)
+        self._write(title, phase=phase, planned=planned, change=change, advised=advised)
         return change
+
+    @property
+    def _config(self) -> TrainConfig:
+        """The run's options, with those that it has chosen once it is loaded."""
+        return (self._checked if self.state is None else self.state).config
 
     def _nearly_full(self, left: HostMemory) -> None:
         """Write the file because the host has little memory left; called from another thread."""
@@ -125,16 +135,16 @@ class MemoryFailures:
             f"host memory is nearly full: {left.available / GIB:.2f} GiB are left of {limit} "
             f"({left.total / GIB:.1f} GiB)"
         )
-        change = suggest_change(self._checked.config, None, on_host=True)
+        change = suggest_change(self._config, None, on_host=True)
         if self.state is not None:
             self.state.run_dir.event("host_memory_low", step=self.state.step, available_gib=left.available / GIB)
         self._write(
             f"{message}\nwritten in advance: if the process was killed without a message, this is why",
-            phase=None, planned={}, change=change,
+            phase=None, planned={}, change=change, advised=[],
         )  # fmt: skip
         logger.warning("%s; change first: %s; measured memory: %s", message, change, self.path)
 
-    def _write(self, title: str, *, phase: str | None, planned: PhaseGib, change: str) -> None:
+    def _write(self, title: str, *, phase: str | None, planned: PhaseGib, change: str, advised: Sequence[str]) -> None:
         step = (
             "before the first step"
             if self.state is None
@@ -144,9 +154,10 @@ class MemoryFailures:
             f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {step}" + ("" if phase is None else f", phase: {label(phase)}"),
             title,
             f"change first: {change}",
+            *advised,
             "",
             *_table(planned, {name: dict(peak) for name, peak in self._memory.peaks.items()}, phase),
-            "planned: allocated memory, as estimated; what is not planned is not estimated",
+            "planned: allocated memory, as estimated; missing numbers are not estimated",
             "",
             *_free_memory_lines(self._memory.device),
         ]
@@ -155,18 +166,24 @@ class MemoryFailures:
             self.path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def planned_memory(checked: ResolvedRun, phase: str | None, *, device_type: str) -> tuple[dict[str, float], str | None]:
-    """Return the estimated GiB of each phase and, if `phase` has the peak, the option that lowers it most, or None."""
-    memory = run_memory(checked)
-    plan = memory.plan()
+def planned_memory(
+    checked: ResolvedRun, config: TrainConfig, phase: str | None, *, device_type: str
+) -> tuple[dict[str, float], Advice | None]:
+    """Return the estimated GiB of each phase and, if `phase` has the peak, the options that lower it, or None.
+
+    Args:
+        checked: the run.
+        config: its options, with those that it has chosen.
+        phase: that ran out of memory.
+        device_type: of the device.
+    """
+    memory, decided = run_memory(checked), config.with_values({"fit_gpu": False})  # its choices did not fit
+    plan = memory.plan(decided)
     peaks = {name: size / GIB for name, size in plan.peaks.items()}
     if phase != plan.peak_phase:
         return peaks, None
-    advice = memory.advice(_TARGET_SHARE * with_reserve(plan.peak) / GIB, device=TargetDevice(device_type))
-    if advice is None or not advice.switches:
-        return peaks, None
-    switch = max(advice.switches, key=lambda step: step.saves).switch
-    return peaks, f"{switch.flags} ({switch.cost})"
+    target = _TARGET_SHARE * with_reserve(plan.peak) / GIB
+    return peaks, memory.advice(target, device=TargetDevice(device_type), config=decided)
 
 
 def _table(planned: PhaseGib, measured: Mapping[str, Mapping[str, float]], phase: str | None) -> list[str]:
@@ -226,7 +243,7 @@ def _suggest_for_text_encoders(config: TrainConfig, *, on_host: bool) -> str:
     if wide:
         return f"{wide} (half as large)"
     if quantization == "none" and not is_cast:
-        return "--quantize_text_encoders int8 (text encoders are rounded: prompts are encoded a bit differently)"
+        return "--quantize_text_encoders int8 (text encoders are rounded: prompt embeddings change slightly)"
     if quantization in ("int8", "fp8") and not on_host:
         return "--quantize_text_encoders nf4 (text encoders are rounded to 4 bits)"
     return "--precompute_conditions, with a cache that was filled on a machine with more memory"

@@ -57,8 +57,8 @@ def _find_newest(state: TrainState) -> Path:
     path, problem = state.parallel.broadcast_object((path, problem))
     if path is None:
         raise NonFiniteError(
-            f"step {state.step + 1} was not finite, and there is nothing to roll back to: {problem}. Lower --lr, or "
-            "save more often with --checkpointing_steps"
+            f"step {state.step + 1} was not finite, and there is no checkpoint to roll back to: {problem}. Lower "
+            "--lr, or save more often with --checkpointing_steps"
         )
     return path
 

@@ -189,7 +189,7 @@ def prompt_request(
         if prompt.video is not None  # checked at the start
     }
     if (prompt.last_image or prompt.prefix) and not spec.facts.any_frame:
-        message = f"{spec.name} takes no frames but the first; remove last_image and video_prefix"
+        message = f"{spec.name} supports no conditioning frame but the first; remove last_image and video_prefix"
         raise InputError(message, "unsupported")
     frames, height, width = size
     request = SampleRequest(

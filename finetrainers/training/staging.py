@@ -52,7 +52,7 @@ class Staging:
         Returns:
             A function that gets it. It has to be called, in any thread, and `begin_copy` waits for it.
         """
-        assert not self._storages, "there is memory already"
+        assert not self._storages, "memory is already allocated"
         storages = {s.data_ptr(): s for t in tensors_in(value) for p in plain_tensors(t) for s in [p.untyped_storage()]}
         sizes = [storage.nbytes() for storage in storages.values()]
         self._reserved.clear()

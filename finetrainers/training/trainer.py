@@ -364,7 +364,7 @@ class Trainer:
         state, requests = self.state, self.state.requests
         requested = requests.sample
         if requested and not any(callback.samples for callback in self.callbacks):
-            logger.warning("samples requested: there are no validation prompts and no held-out items")
+            logger.warning("samples requested, but there are no validation prompts and no held-out items")
         state.watchdog.enter("sampling")
         for callback in self.callbacks:
             begin_work(None)
@@ -410,7 +410,7 @@ class Trainer:
                 self.state.watchdog.enter("exporting")
             callback.on_end(self.state)
         if self.state.requests.sample and self.state.parallel.is_main:
-            logger.warning("samples requested: none are drawn any more, since the run has ended")
+            logger.warning("samples requested, but the run has ended")
 
 
 def _is_save_requested(state: TrainState) -> bool:

@@ -336,7 +336,7 @@ class Watchdog:
         clock.warn_at = math.inf
         seconds, median = now - clock.started, self._durations[clock.section, clock.work_key].median
         message = (
-            f"the section '{clock.section}' takes unusually long: {seconds:.0f} s, where the median of earlier ones is "
+            f"the section '{clock.section}' takes unusually long: {seconds:.0f} s, and the median of earlier ones is "
             f"{median:.1f} s; the process is ended in {clock.end_at - now:.0f} s if it shows no progress until then"
         )
         self._keeps_file = True
@@ -361,8 +361,8 @@ class Watchdog:
         else:
             median, seconds = self._durations[section, clock.work_key].median, time.monotonic() - clock.started
             message = (
-                f"the section '{section}' has taken {seconds:.0f} s, where the median of earlier ones is "
-                f"{median:.1f} s: it counts as hung (--{option} sets another limit, 0 none)"
+                f"the section '{section}' has taken {seconds:.0f} s, and the median of earlier ones is {median:.1f} "
+                f"s: it counts as hung (--{option} sets another limit, 0 none)"
             )
         self._dump(message)
         logger.error("%s; the stacks are in %s", message, self.file)

@@ -28,6 +28,6 @@ def note_compiling(names: Sequence[str]) -> None:
     """Log a note with the named operators that DeepSpeed compiles next, since it prints nothing for minutes."""
     if launched_rank() == 0 and (operators := operators_to_compile(names)):
         NOTES.warning(
-            "DeepSpeed now compiles %s, once on each machine; this takes minutes, without output",
+            "DeepSpeed compiles %s now, once per machine; this takes minutes, without output",
             " and ".join(operators),
         )

@@ -66,14 +66,13 @@ def device_problem() -> str | None:
         return None
     try:
         torch.cuda.init()
-        reason = "it finds no device"
+        reason = "it does not detect a device"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split(". ", 1)[0].rstrip(".")
     return (
-        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU: {reason}. "
-        "Update the driver, or install a torch build for the driver's CUDA version (`nvidia-smi` names it); "
-        "to train on the CPU all the same, set "
-        "ACCELERATE_USE_CPU=true"
+        f"this machine has an NVIDIA driver, but torch {torch.__version__} cannot use a GPU: {reason}. Update the "
+        "driver, or install a torch build for the driver's CUDA version (`nvidia-smi` prints it); to train on the "
+        "CPU anyway, set ACCELERATE_USE_CPU=true"
     )
 
 

@@ -58,9 +58,9 @@ def user_message(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror + (f": {error.filename}" if error.filename else "")
-    if "make room" in text.lower():
+    if "free up space" in text.lower():
         return text  # it has the remedy already
-    return f"{text}. Earlier checkpoints are intact: make room, and continue with --resume_from_checkpoint latest"
+    return f"{text}. Earlier checkpoints are intact: free up space, and continue with --resume_from_checkpoint latest"
 
 
 def _lost_connection(message: str) -> str:
@@ -68,7 +68,11 @@ def _lost_connection(message: str) -> str:
     # Gloo begins with a position in its source and ends with advice.
     message = re.sub(r"^\[/\S*\] ", "", message.splitlines()[0]).partition(". This is typically")[0].rstrip(".")
     is_late = any(sign in message for sign in _LATE)
-    problem = "does not answer: it hangs, or its machine is lost" if is_late else "has ended: its own output says why"
+    problem = (
+        "does not answer: it hangs, or its machine is lost"
+        if is_late
+        else ("has ended: see its own output for the reason")
+    )
     return (
         f"another process of the run {problem} ({message}). Checkpoints are intact: start the command on all machines "
         "again, and with --resume_from_checkpoint auto it continues from the newest one"

@@ -106,11 +106,11 @@ def _parse(text: str) -> Fault:
         raise ValueError(f"{text!r} is not {_FORM}; for example kill@save.write:2 or nan@loss:5+:rank=1")
     kind, point = match["kind"], match["point"]
     if kind not in KINDS:
-        raise InputError(f"{text!r}: no kind {kind!r}; there are {', '.join(KINDS)}", "unknown")
+        raise InputError(f"{text!r}: unknown type {kind!r}; valid: {', '.join(KINDS)}", "unknown")
     if point not in POINTS:
-        raise InputError(f"{text!r}: no point {point!r}; there are {', '.join(POINTS)}", "unknown")
+        raise InputError(f"{text!r}: unknown point {point!r}; valid: {', '.join(POINTS)}", "unknown")
     if kind == "nan" and point not in _POISONED:
-        message = f"{text!r}: there is nothing to poison at {point}; nan goes with {', '.join(_POISONED)}"
+        message = f"{text!r}: no value to replace by NaN at {point}; nan requires {', '.join(_POISONED)}"
         raise InputError(message, "unsupported")
     rank = None if match["rank"] is None else int(match["rank"])
     return Fault(kind, point, int(match["count"] or 1), bool(match["ever"]), rank)
@@ -188,6 +188,6 @@ def _inject(kind: str, message: str, poison: Iterable[Tensor]) -> None:
     else:
         tensors = list(poison)
         if not tensors:  # for example, DeepSpeed has used and dropped its gradients
-            raise RuntimeError(f"{message}: there is nothing to poison here")
+            raise RuntimeError(f"{message}: no value to replace by NaN here")
         for tensor in tensors:
             tensor.data.fill_(float("nan"))  # not a change that autograd counts

@@ -40,7 +40,7 @@ class _Download:
         self._thread.join(max(0.0, self.began + DEADLINE_S - time.monotonic()))
         reason = f"no content within {DEADLINE_S:g} s" if self._thread.is_alive() else self.reason
         if reason:
-            raise FetchError(f"{self.url} cannot be fetched: {reason}; download it, and give its path")
+            raise FetchError(f"{self.url} cannot be fetched: {reason}; download it, and set its path")
         return self.content
 
     def _run(self) -> None:

@@ -152,12 +152,12 @@ def missing_path_problem(path: Path, *, folder: bool = False) -> str:
     It is a clause for a message that begins with the option and the path.
     """
     if not folder and path.is_dir():
-        return "is a folder, not a file"
+        return "is a directory, not a file"
     if folder and path.exists():
-        return f"is not a folder but a file; give the folder that contains it, {quoted(str(path.parent))}"
+        return f"is a file, not a directory; use the directory that contains it, {quoted(str(path.parent))}"
     if os.sep == "/" and re.match(r"[A-Za-z]:[\\/]", text := str(path)):
         wsl_path = f"/mnt/{text[0].lower()}/" + text[3:].replace("\\", "/")
-        return f"is a path of Windows, and this is another system; in WSL it is {quoted(wsl_path)}"
+        return f"is a Windows path, and this is another system; in WSL it is {quoted(wsl_path)}"
     absolute = path.absolute()
     base = next(parent for parent in absolute.parents if parent.is_dir())
     name = absolute.relative_to(base).parts[0]
@@ -179,13 +179,13 @@ def folder_problem(folder: Path) -> str | None:
     """Return why a folder cannot be made or written to, or None if it can, as far as known."""
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path(os.sep))
     if not existing.is_dir():
-        return f"{existing} is a file; give a folder"
-    return None if os.access(existing, os.W_OK) else f"nothing can be written to {existing}"
+        return f"{existing} is a file; use a directory"
+    return None if os.access(existing, os.W_OK) else f"cannot write to {existing}"
 
 
 _KINDS = {
     stat.S_IFLNK: "a link",
-    stat.S_IFDIR: "a folder",
+    stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFBLK: "a device",

@@ -37,7 +37,7 @@ class Card:
     Attributes:
         name: without the maker's name.
         sold: nominal size, in GB.
-        gib: memory as CUDA reports it, in GiB; the smallest figure in `docs/reference/memory-figures.md`.
+        gib: memory as CUDA reports it, in GiB; the smallest figure in `docs/reference/memory-estimate.md`.
         capability: compute capability.
     """
 

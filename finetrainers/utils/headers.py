@@ -70,5 +70,5 @@ def _find_damage(path: Path) -> str | None:
         return None
     missing = _LENGTH_BYTES + end - size
     return (
-        f"is cut short: at least {file_size(missing)} are missing; copy or download it again" if missing > 0 else None
+        f"is truncated: at least {file_size(missing)} are missing; copy or download it again" if missing > 0 else None
     )

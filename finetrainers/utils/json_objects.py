@@ -56,7 +56,14 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, SecretStr):
         return ["SecretStr", value.get_secret_value()]
     address = f"{kind.__module__}:{kind.__qualname__}"
-    return [address, *_all_to_plain(_values(_class(address), value))]
+    values = _values(_class(address), value)
+    if isinstance(value, BaseModel):  # what the user has set, and private attributes, are a part of its value
+        values = (
+            *values,
+            sorted(value.model_fields_set),
+            {name: getattr(value, name) for name in _private_names(kind)},
+        )
+    return [address, *_all_to_plain(values)]
 
 
 def _all_to_plain(values: Any) -> list[Any]:
@@ -77,8 +84,12 @@ def _from_plain(plain: Any) -> Any:
         return _TEXTS[kind](*values)
     cls = _class(kind)
     if issubclass(cls, BaseModel):
+        *values, set_fields, private = values
         # It was validated when it was created.
-        return cls.model_construct(**dict(zip(_names(cls), values, strict=True)))
+        model = cls.model_construct(_fields_set={*set_fields}, **dict(zip(_names(cls), values, strict=True)))
+        for name, attribute in private.items():
+            setattr(model, name, attribute)
+        return model
     return cls(*values)
 
 
@@ -91,7 +102,7 @@ def _class(address: str) -> type:
     """
     cls = resolve(address) if address.startswith(f"{_PACKAGE}.") else None
     if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, (BaseModel, tuple))):
-        raise TypeError(f"{address} is no dataclass, named tuple or table of options of {_PACKAGE}")
+        raise TypeError(f"{address} is not a dataclass, named tuple or table of options of {_PACKAGE}")
     return cls
 
 
@@ -103,6 +114,10 @@ def _names(kind: Any) -> tuple[str, ...]:
     if issubclass(kind, BaseModel):
         return tuple(kind.model_fields)
     return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _private_names(kind: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(kind.__private_attributes__)
 
 
 def _values(kind: type, value: Any) -> tuple[Any, ...]:

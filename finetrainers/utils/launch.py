@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .failures import InputError, Kind
+from .packaged import find_shared
 
 #: Variables with an integer, and its minimum.
 _COUNTS = {
@@ -45,24 +48,24 @@ def launch_problems(
             problems.append((name, message, "invalid"))
     if not problems:
         if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-            message = f"{numbers['RANK']} is none of {numbers['WORLD_SIZE']} processes (WORLD_SIZE)"
+            message = f"{numbers['RANK']} must be below {numbers['WORLD_SIZE']} (WORLD_SIZE)"
             problems.append(("RANK", message, "conflict"))
         elif joining and (numbers["WORLD_SIZE"] > 1 or numbers["LOCAL_RANK"] >= 0):
             missing = [n for n in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(n)]
             if missing:
                 variable = "WORLD_SIZE" if numbers["WORLD_SIZE"] > 1 else "LOCAL_RANK"
                 message = (
-                    f"says that a launcher started this process, and {', '.join(missing)} is not set; start it by "
+                    f"is set, so a launcher started this process, but {', '.join(missing)} is not set; start it by "
                     f"`accelerate launch` or `torchrun`, or unset {variable}"
                 )
                 problems.append((variable, message, "required"))
     stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     if stage not in _ZERO_STAGES:
-        message = f"{_stage_message(stage)}; it comes from the launcher's file"
+        message = f"{_stage_message(stage)}; it is set in the launcher's file"
         problems.append(("ACCELERATE_DEEPSPEED_ZERO_STAGE", message, "unknown"))
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in _PRECISIONS:
-        message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it comes from the launcher's file"
+        message = f"must be one of {', '.join(_PRECISIONS)}, got {precision!r}; it is set in the launcher's file"
         problems.append(("ACCELERATE_MIXED_PRECISION", message, "unknown"))
     return problems
 
@@ -81,7 +84,7 @@ def restart_warning(environment: Mapping[str, str] = os.environ) -> str | None:
     if restarts in ("", "0") or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return (
-        f"torchrun --max-restarts {restarts}: restarted processes would look for those of the first start; set "
+        f"torchrun --max-restarts {restarts}: restarted processes would wait for those of the first start; set "
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine before launching"
     )
 
@@ -110,16 +113,28 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def print_refusal(text: str) -> None:
+def print_refusal(text: object) -> None:
     """Print to standard error in the first process, before every process exits with the same problems.
 
     The others wait for the launcher, which ends all processes as soon as one exits with an error: a quicker one would
     keep the first from printing. On a machine without the first process they exit after 10 s.
     """
     if launched_rank() == 0:
-        sys.stderr.write(f"{text}\n")
+        print_error(text)
     else:
         time.sleep(_FIRST_PRINTS_S)
+
+
+def print_error(text: object) -> None:
+    """Print to standard error after `error: `; on a terminal, lines wrap between words and keep their indent."""
+    lines = f"error: {text}".splitlines()
+    if sys.stderr.isatty():
+        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_on_hyphens=False)
+        wrapper.break_long_words = wrapper.replace_whitespace = False
+        for number, line in enumerate(lines):
+            wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip().removeprefix("- ")))
+            lines[number] = wrapper.fill(line)
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
 def local_world_size() -> int:
@@ -162,8 +177,9 @@ def launcher_environment(path: Path) -> dict[str, str]:
 def _read_settings(path: Path) -> dict[str, Any]:
     import yaml
 
+    path = path if path.is_file() else find_shared(path) or path
     if not path.is_file():
-        message = f"{path} cannot be read: {'not a file' if path.exists() else 'no such file'}"
+        message = f"{path} cannot be read: {('not a file' if path.exists() else 'file not found')}"
         raise InputError(message, "not_found")
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -177,7 +193,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 def _count(settings: Mapping[str, Any], name: str) -> str:
     value = settings.get(name, 1)
     if isinstance(value, bool) or not re.fullmatch(r"[1-9][0-9]{0,5}", str(value)):
-        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return str(value)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 #: Loggers that announce, on every start, optional parts that are not installed.
 _CHATTER = (
@@ -38,8 +39,8 @@ def yield_idle_threads() -> None:
 
 def configure_logging() -> None:
     """Set up logging for a command; the level comes from FINETRAINERS_LOG_LEVEL, else INFO."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format("%(levelname)s %(name)s: %(message)s"))
+    handler = _StderrHandler()
+    handler.setFormatter(_Format())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("finetrainers").setLevel(_level())
     # huggingface_hub prints its warnings itself; the handler above would print each a second time.
@@ -47,11 +48,28 @@ def configure_logging() -> None:
     _quiet_chatter(contextlib.ExitStack())
 
 
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Handler that writes to the current `sys.stderr`, which puts lines above a live line of the terminal."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: Any) -> None:
+        """Ignore the stream of the time when the handler was made."""
+
+
 class _Format(logging.Formatter):
-    """The format of log lines, and of notes."""
+    """The format of log lines, like that of printed ones: `warning: ...`; other packages' lines also name these."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"note: {record.getMessage()}" if record.name == NOTES.name else super().format(record)
+        text = super().format(record)
+        if record.name == NOTES.name:
+            return f"note: {text}"
+        if record.name.partition(".")[0] != "finetrainers" or _level() == "DEBUG":
+            return f"{record.levelname} {record.name}: {text}"
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 def quiet_progress_bars() -> None:
@@ -88,23 +106,28 @@ def _quiet_chatter(undo: contextlib.ExitStack) -> None:
         warnings.filterwarnings("ignore", message=message)
     for name in _CHATTER:
         _raise_level(logging.getLogger(name), undo)
-    # DeepSpeed resets its logger's level on import, but not its filters.
-    deepspeed = logging.getLogger("DeepSpeed")
-    deepspeed.addFilter(_is_news)
-    undo.callback(deepspeed.removeFilter, _is_news)
+    # DeepSpeed resets its logger's level on import, but not its filters. transformers warns on import of a class.
+    for name in ("DeepSpeed", "transformers.utils.import_utils"):
+        logger = logging.getLogger(name)
+        logger.addFilter(_is_news)
+        undo.callback(logger.removeFilter, _is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return "Setting accelerator to CPU" not in record.getMessage()
+    text = record.getMessage()
+    return "Setting accelerator to CPU" not in text and "requires torchvision (not installed)" not in text
 
 
 def _quiet_loading(undo: contextlib.ExitStack) -> None:
     """Disable messages and bars of the libraries that load models; download bars stay on terminals."""
     if _level() == "DEBUG":
         return
-    import diffusers
-    import transformers
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from .progress import working  # not before rich is needed: every command imports this module
+
+    with working("importing torch and diffusers"):
+        import diffusers
+        import transformers
+        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     # transformers also switches the download bars off and on.
     downloads = not are_progress_bars_disabled()

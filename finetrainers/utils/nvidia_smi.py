@@ -45,12 +45,12 @@ def gpu_facts(only: str | None = None) -> dict[str, Any]:
     try:
         process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return {"gpus": [], "gpu_error": f"nvidia-smi has not answered in {_TIMEOUT_S} s"}
+        return {"gpus": [], "gpu_error": f"nvidia-smi did not answer in {_TIMEOUT_S} s"}
     except OSError as error:
         return {"gpus": [], "gpu_error": f"nvidia-smi cannot be run: {error.strerror}"}
     if process.returncode:
         lines = (process.stdout + process.stderr).split("\n")
-        reason = next((line.strip() for line in lines if line.strip()), "it says no more")
+        reason = next((line.strip() for line in lines if line.strip()), "no reason was printed")
         return {"gpus": [], "gpu_error": f"nvidia-smi failed with exit code {process.returncode}: {reason}"}
     gpus = read_gpus(process.stdout)
     return {"gpus": gpus, **({"driver": gpus[0]["driver"]} if gpus else {})}

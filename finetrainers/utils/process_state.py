@@ -202,14 +202,13 @@ def host_group_problem() -> str | None:
     size, rank, backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend_config())
     if (size, rank) != (launched_processes(), launched_rank()):
         message = (
-            f"this program has joined one as rank {rank} of {size}, "
-            f"and WORLD_SIZE and RANK say rank {launched_rank()} of {launched_processes()}: "
-            "start it with torchrun or accelerate launch"
+            f"the program has joined one as rank {rank} of {size}, but WORLD_SIZE and RANK are set to rank "
+            f"{launched_rank()} of {launched_processes()}: start it with torchrun or accelerate launch"
         )
     elif size > 1 and (needed := "nccl" if likely_device_type() == "cuda" else "gloo") not in backend:
         message = (
-            f"this program has joined one by {backend}, and a run on this device needs {needed}: "
-            "initialize it with that"
+            f"the program has joined one with {backend}, and a run on this device requires {needed}: initialize it "
+            "with that"
         )
     else:
         return None

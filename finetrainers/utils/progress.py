@@ -1,11 +1,12 @@
-"""Progress of long work: a live bar on a terminal, elsewhere a line every few seconds."""
+"""Progress of long work: a live bar on a terminal, elsewhere a line whenever nothing was printed for a few seconds."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +20,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from .alive import send_heartbeat, time_each_heartbeat
+from .launch import launched_rank
 from .text import duration
 
 logger = logging.getLogger(__name__)
@@ -28,12 +30,59 @@ Progress = Callable[[int, int], None]
 #: Called with (stage, done, total); a stage is a verb and a noun: `read headers`.
 StageProgress = Callable[[str, int, int], None]
 
-_INTERVAL_S = 10.0  # between lines
+#: Seconds between lines: at least, and as a share of the time since the beginning, so that long work prints few.
+_INTERVAL_S, _INTERVAL_SHARE = 4.0, 0.05
+_POLL_S = 0.2
 _ONLY = TaskID(0)  # of a bar, which has one task
 
 
+def is_silent(since: float, started: float) -> bool:
+    """Return whether the last line, printed at `since`, is so long ago that work begun at `started` prints another."""
+    now = time.monotonic()
+    return now - since >= max(_INTERVAL_S, _INTERVAL_SHARE * (now - started))
+
+
+@contextmanager
+def polling(poll: Callable[[], None]) -> Iterator[None]:
+    """Call a function several times a second within the block, in another thread."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(_POLL_S):
+            poll()
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def working(task: str) -> Iterator[None]:
+    """Log, on rank 0, that work whose end cannot be foreseen goes on, for as long as it does."""
+    started = since = time.monotonic()
+
+    def poll() -> None:
+        nonlocal since
+        if is_silent(since, started):
+            since = time.monotonic()
+            logger.info("%s, %s so far", task, duration(since - started))
+
+    if launched_rank() != 0:
+        yield
+        return
+    with polling(poll):
+        yield
+
+
 class Meter:
-    """A progress meter: call it with (done, total) as often as you like, within a `with` block."""
+    """A progress meter: call it with (done, total) as often as you like, within a `with` block.
+
+    Called with (0, total) before the work begins, it also shows that the first piece is being worked on.
+    """
 
     def __init__(
         self,
@@ -59,21 +108,44 @@ class Meter:
         self._started = self._last_line = time.monotonic()
         self._progress: Bar | None = None
         self._counted = ExitStack()
+        self._latest = 0, 0  # done and total
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Meter:
         self._started = self._last_line = time.monotonic()
         self._counted.enter_context(time_each_heartbeat(self.noun))
+        if self.enabled and not self._has_bar:
+            self._counted.enter_context(polling(self._poll))
         return self
 
     def __call__(self, done: int, total: int) -> None:
-        send_heartbeat()
-        if not self.enabled:
+        if done:
+            send_heartbeat()
+        if not self.enabled or not total:
             return
-        if self.bar and self.console.is_terminal:
+        if self._has_bar:
             self._bar(total).update(_ONLY, completed=done)
-        elif (done == total and not self._is_quick) or time.monotonic() - self._last_line >= _INTERVAL_S:
-            self._last_line = time.monotonic()
-            logger.info("%s", self.line(done, total))
+            return
+        with self._lock:
+            self._latest = done, total
+            if done == total and not self._is_quick:
+                self._print()
+        self._poll()
+
+    def _poll(self) -> None:
+        """Print a line if there is more to do and nothing was printed for some time."""
+        with self._lock:
+            done, total = self._latest
+            if done < total and is_silent(self._last_line, self._started):
+                self._print()
+
+    def _print(self) -> None:
+        self._last_line = time.monotonic()
+        logger.info("%s", self.line(*self._latest))
+
+    @property
+    def _has_bar(self) -> bool:
+        return self.bar and self.console.is_terminal
 
     @property
     def has_shown(self) -> bool:
@@ -88,6 +160,8 @@ class Meter:
     def line(self, done: int, total: int) -> str:
         """Return `encoded 120 of 5000 clips, 3.2/s, 25 min left`."""
         seconds = max(time.monotonic() - self._started, 1e-6)
+        if not done:
+            return f"{self.verb} 0 of {total} {self.noun}, {duration(seconds)} so far"
         rate = done / seconds
         rate_text = f"{rate:.3g}/s" if rate >= 1 else f"{seconds / max(done, 1):.3g} s each"
         left_text = "" if done == total else f", {duration((total - done) / rate) if rate else 'unknown time'} left"

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 
 def version_problem(requirements: Iterable[str] | None = None) -> str | None:
@@ -43,10 +43,10 @@ def _problem(requirements: Iterable[str]) -> str | None:
             # Builds of a coming version, as vendors ship, count as that version.
             if requirement.specifier.contains(Version(Version(installed).base_version), prereleases=True):
                 continue
-            wrong.append(f"{requirement.name} {installed}")
+            wrong.append(f"{requirement.name} {installed} is not supported")
         except PackageNotFoundError:
-            wrong.append(f"no {requirement.name}")
+            wrong.append(f"{requirement.name} is not installed")
         needed.append(f"'{requirement.name}{requirement.specifier}'")
     if not wrong:
         return None
-    return f"{', '.join(wrong)} installed, which cannot work; run: pip install {' '.join(needed)}"
+    return f"{'; '.join(wrong)}; run: pip install {' '.join(needed)}"

@@ -183,7 +183,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["cache", "--help"])
     shown = capsys.readouterr().out
-    for word in ("ever stale", "--older_than 30", "--repair", "--keep a.toml b.toml", "--precompute_dir"):
+    for word in ("become stale", "--older_than 30", "--repair", "--keep a.toml b.toml", "--precompute_dir"):
         assert word in shown
 
 

@@ -26,6 +26,7 @@ from finetrainers.data.inspect.survey import survey_dataset
 from finetrainers.data.reading.status import MARKS, STATUSES
 from finetrainers.models.registry import get_family
 from finetrainers.utils import exit_codes
+from finetrainers.utils.video import write_mp4
 
 MODEL = {"model_name": "ltx_video", "pretrained_model_name_or_path": "some/model"}
 
@@ -105,13 +106,37 @@ def test_what_a_check_allows_training_takes(
     assert [row["rejected"] for row in report["reasons"] if row["kind"] == "skipped"] == [False]
     page = (tmp_path / "check.html").read_text()
     assert "photo.heic" in page
-    assert "is dimmed" not in page  # nothing is cut off
+    assert "dimmed" not in page  # nothing is cut off
 
     # Two clips make no batch of four, so there would be no step.
     sizes = ["--epoch_end", "drop", "--batch_size", "4"]
     assert main([*arguments[:4], *sizes]) == exit_codes.UNUSABLE_DATA
     assert json.loads((tmp_path / "check.json").read_text())["usable"] is False
     assert main([*arguments[:4], "--epoch_end", "drop", "--bucket_batch_sizes", "17x32x64=2"]) == exit_codes.DONE
+
+
+def test_clips_of_which_least_is_used_come_first(
+    data: tuple[Path, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    for name in range(7):
+        shutil.copy(data[0] / "a good clip.mp4", clips / f"{name}.mp4")
+        (clips / f"{name}.txt").write_text("good")
+    write_mp4(clips / "worst.mp4", np.zeros((9, 64, 16, 3), dtype=np.uint8), fps=8)
+    (clips / "worst.txt").write_text("worst")
+    sizes = {"video_resolution_buckets": ["9x32x32"]}
+    json_file = tmp_path / "check.json"
+    assert main(["check", str(write_config(tmp_path, clips, **sizes)), "--json", str(json_file)]) == exit_codes.DONE
+    out = capsys.readouterr().out
+    lines = out[out.index("least used (") :].splitlines()
+    items = {item["name"]: item for item in json.loads(json_file.read_text())["items"]}
+    assert (items["worst.mp4"]["crop"], items["worst.mp4"]["scale"]) == (0.75, 2)
+    assert (items["0.mp4"]["used_frames"], items["0.mp4"]["usable_frames"]) == (9, 20)
+    shown = [(line.split(":")[0].strip(), re.findall(r"\d+", line.partition(":")[2])) for line in lines[1:6]]
+    assert shown[:2] == [("worst.mp4", ["25", "9", "9", "2"]), ("0.mp4", ["67", "9", "20"])]
+    assert re.search(r"\b3 more\b", lines[6])
+    assert re.search(r"^warning: .*worst\.mp4 \(75%\)", out, re.MULTILINE)
 
 
 def test_reports_that_cannot_be_written_are_refused_before_anything_is_looked_at(
@@ -150,13 +175,13 @@ def test_masks_are_counted_and_shown_below_their_clips(
     main([*arguments, "--max_bad_samples", "1"])
     out = capsys.readouterr().out
     assert re.search(r"^  film\.mp4: .*film\.mask\.mp4: .*colors", out, re.MULTILINE)
-    assert re.search(r"^note: 1 of 2 clips .* 25 % ", out, re.MULTILINE)
+    assert re.search(r"^note: 1 of 2 clips .* 25% ", out, re.MULTILINE)
     text = (tmp_path / "check.html").read_text()
     items = {item["name"]: item for item in json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])}
     assert set(items) == {"film.mp4", "plain.mp4", "still.mp4"}
     assert items["still.mp4"]["mask_white"] == 0.25
     picture = items["still.mp4"]["mask"]
-    assert (picture["number"], picture["height"]) == (1, items["still.mp4"]["picture"]["height"])
+    assert (picture["number"], picture["height"]) == (1, items["still.mp4"]["thumbnails"]["height"])
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(picture["content"]))).convert("L"))
     assert shown[:, : shown.shape[1] // 5].mean() > 240
     assert shown[:, shown.shape[1] // 3 :].mean() < 15
@@ -176,24 +201,24 @@ def check_page(text: str, report: dict[str, Any]) -> None:
     assert [item["name"] for item in items] == [item["name"] for item in in_order]
     assert items[0]["use"] == "rejected" != items[-1]["use"]
     assert MARKUP in {item["caption"] for item in items}
-    shown = {item["name"] for item in items if item["picture"]}
-    assert {"a good clip.mp4", "rotated.mp4", "picture.png", "one frame.mp4"} <= shown
+    shown = {item["name"] for item in items if item["thumbnails"]}
+    assert {"a good clip.mp4", "rotated.mp4", "picture.png", "one frame.mp4", "no text.mp4"} <= shown
     assert shown.isdisjoint({"bomb.mp4", "canvas.gif", "pipe.mp4"})
     for row in report["buckets"]:
         assert f"<td>{row['bucket']}</td>" in text
     for row in report["reasons"]:
         assert str(escape(row["meaning"])).replace("`max_pixels`", "<code>max_pixels</code>") in text
-    assert "is dimmed" in text
+    assert "dimmed" in text
     # The bar has a part for each status, and each can be shown alone.
     shares = re.findall(r'<i class="\w+" style="flex: (\d+)"', text)
     assert sum(map(int, shares)) == report["counts"]["items"]
     assert {"train", *report["counts"]["statuses"]} - {"used"} <= set(re.findall(r'data-show="(\w+)"', text))
-    pictures = {item["name"]: item["picture"] for item in items if item["picture"]}
+    pictures = {item["name"]: item["thumbnails"] for item in items if item["thumbnails"]}
     assert pictures["a good clip.mp4"]["number"] == 3
     assert (pictures["picture.png"]["number"], pictures["one frame.mp4"]["number"]) == (1, 3)
     for item in items:  # as displayed: turned, and with square pixels
-        if item["picture"]:
-            assert item["picture"]["width"] == round(item["width"] * item["picture"]["height"] / item["height"])
+        if item["thumbnails"] and item["width"]:
+            assert item["thumbnails"]["width"] == round(item["width"] * item["thumbnails"]["height"] / item["height"])
 
 
 def test_what_the_page_shows_of_captions_and_code() -> None:
@@ -219,9 +244,12 @@ def test_wrong_configurations_are_told_apart(
 ) -> None:
     config = write_config(tmp_path, data[0], lr=-1.0)
     assert main(["check", str(config), "--decod", "full"]) == exit_codes.CONFIGURATION
-    message = capsys.readouterr().err
-    assert "--decod" in message
-    assert "lr" in message
+    output = capsys.readouterr()
+    assert "--decod" in output.err
+    assert "lr" in output.err
+    assert "  pipe.mp4: " in output.out  # beside what becomes of the data
+    code, refusals = refused_command(["check", config, "--data_root", tmp_path / "nowhere"])
+    assert (code, sorted(kind for _, kind in refusals)) == (exit_codes.CONFIGURATION, ["invalid", "not_found"])
     wrong = write_config(tmp_path, data[0], video_resolution_buckets=["16x32x64"])
     code, [(place, _)] = refused_command(["check", "--config", wrong])
     assert (code, place) == (2, "--video_resolution_buckets")

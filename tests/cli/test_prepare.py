@@ -99,8 +99,8 @@ def test_a_preparation_that_is_killed_goes_on_and_training_encodes_nothing(
         patched.setattr(LTXVideoSpec, "load_transformer", lambda *_: pytest.fail("loaded the transformer"))
         assert main(["prepare", *prepared.flags("cache")]) == 0
     shown = capsys.readouterr().out
-    assert f"captions: 0 encoded, {TEXTS} found; 0 B written" in shown
-    assert f"clips: {CLIPS - 1} encoded, 1 found; " in shown
+    assert f"captions: 0 encoded, {TEXTS} already cached; 0 B written" in shown
+    assert f"clips: {CLIPS - 1} encoded, 1 already cached; " in shown
     assert f"cache: {prepared.root / 'cache'}; train with --precompute_conditions --precompute_dir" in shown
     assert done < prepared.entries("cache")
     assert len(prepared.entries("cache")) == TEXTS + CLIPS
@@ -109,8 +109,8 @@ def test_a_preparation_that_is_killed_goes_on_and_training_encodes_nothing(
     # Two processes share the work, and come to the same entries.
     ranks = python.ranks(2, "-m", "finetrainers", "prepare", *prepared.flags("shared"))
     assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].stderr
-    assert f"captions: {TEXTS} encoded, 0 found" in ranks[0].stdout
-    assert f"clips: {CLIPS} encoded, 0 found" in ranks[0].stdout
+    assert f"captions: {TEXTS} encoded, 0 already cached" in ranks[0].stdout
+    assert f"clips: {CLIPS} encoded, 0 already cached" in ranks[0].stdout
     assert "encoded" not in ranks[1].stdout
     assert prepared.entries("shared") == prepared.entries("cache")
 
@@ -203,7 +203,7 @@ def test_a_dry_run_encodes_nothing_and_mistakes_are_said_as_in_training(
     with monkeypatch.context() as patched:
         patched.setattr("finetrainers.runs.prepare.prepare", interrupted)
         assert main(["prepare", *prepared.flags("none")]) == 130
-    assert "cache" in capsys.readouterr().err.splitlines()[-1]
+    assert "entries" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit, match="0"):
         main(["prepare", "--help"])
     shown = capsys.readouterr().out

@@ -32,6 +32,29 @@ def test_pages_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert [line.partition(" (")[0] for line in said] == written
 
 
+def test_a_page_is_written_again_until_training_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_run(tmp_path / "run")
+    pages: list[str] = []
+
+    def finish(seconds: float) -> None:
+        pages.append((root / "report.html").read_text())
+        if len(pages) == 2:
+            (root / "events.jsonl").write_text(json.dumps({"event": "finished", "step": 2}) + "\n")
+
+    monkeypatch.setattr("finetrainers.rundir.run_records.in_use", lambda _: True)
+    monkeypatch.setattr("finetrainers.cli.report.time.sleep", finish)
+    assert main(["report", str(root)]) == 0
+    assert not pages  # once
+    assert main(["report", str(root), "--every", "7"]) == 0
+    pages.append((root / "report.html").read_text())
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    reloads = ['<meta http-equiv="refresh" content="7">' in page for page in pages]
+    assert reloads == [True, True, False]
+    assert refused_command(["report", str(root), "--every", "0"]) == (2, [("--every", "invalid")])
+
+
 @pytest.mark.parametrize("name", ["page.pdf", "page", "run/page.md", "page.html.gz"])
 def test_a_name_that_says_something_else_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,9 @@ def test_a_killed_stage_resumes(small: Callable[[str], list[str]], tmp_path: Pat
     assert done.wait(timeout=LONG_S) == 0, done.stderr
     runs = tmp_path / "runs"
     assert [row[-1] for row in table(done.stdout).values()] == ["at step 1", "to do"]
+    # Stages do not repeat the warnings of their plan.
+    warnings = re.findall(r"^warning: (?:(?:all stages|stages? [^:]+): )?(.*)", done.stdout, re.MULTILINE)
+    assert len(warnings) == len(set(warnings)) > 0, warnings
     assert max(map(len, done.stdout.partition("output of ")[0].splitlines())) <= 80
     assert re.search(rf"^done: 2 .* {runs}/twin$", done.stdout, re.MULTILINE)
     low, twin = (

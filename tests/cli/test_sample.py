@@ -190,7 +190,7 @@ def test_a_run_of_another_version_is_named_where_its_options_are_unknown(
         '[future]\nthing = 3\n[model]\npretrained_model_name_or_path = "demo://ltx"\n'
     )
     save_file({"transformer.proj_in.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "pytorch_lora_weights.safetensors")
-    said = f"{tmp_path}: the run is of finetrainers 9.9, "
+    said = f"{tmp_path}: the run was made by finetrainers 9.9, "
     for version, is_said in (("9.9", True), (__version__, False)):
         (tmp_path / "env.json").write_text(json.dumps({"packages": {"finetrainers": version}}))
         for command in (["sample", *PROMPT], ["watch", "--once"], ["export", "--format", "peft"]):

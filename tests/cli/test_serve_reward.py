@@ -90,11 +90,12 @@ def test_the_device_is_an_option_of_the_reward(served: list[Any], monkeypatch: p
         run("brightness", "--device", "cuda:7")  # it runs where the clips are
 
 
-@pytest.mark.parametrize(("name", "value"), [("gpu7", "torch"), ("cuda:99", "GPU")])
+@pytest.mark.parametrize(("name", "value"), [("gpu7", "cuda:1"), ("cuda:99", "GPU")])
 def test_a_device_that_is_not_there_is_said(name: str, value: str) -> None:
     assert torch_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+    with pytest.raises(ValueError, match=value) as caught:
         torch_device(name)
+    assert repr(name) in str(caught.value)
 
 
 def test_a_token_comes_from_the_environment_or_a_flag(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,7 @@ def test_a_token_comes_from_the_environment_or_a_flag(served: list[Any], monkeyp
         ("brightness=0.5", ["weight "]),
         ("brightness,mean=1,every=2", ["every ", "mean "]),
         ("demo.color", ["http://...#color"]),
-        ("brightness,color", ["'color' "]),
+        ("brightness,color", ["'color'"]),
         ("brightness,batch_size=none", ["batch_size: "]),
         ("color,target=tael", ["'teal'"]),
         ("color,aim=teal", ["aim"]),

@@ -65,7 +65,7 @@ def problems(parser: ArgumentParser, text: str, *, checked: bool = False) -> lis
                 ("--output_dir", "required", "a folder"),
             ],
         ),
-        ("write x --format", [("--format", "required", "needs a")]),
+        ("write x --format", [("--format", "required", "requires a")]),
     ],
 )
 def test_all_mistakes_are_collected(parser: ArgumentParser, line: str, expected: list[tuple[str, str, str]]) -> None:

@@ -107,8 +107,8 @@ def test_paths_can_exist(name, monkeypatch):
     assert "got 256 and 256" in invalid(**{name: "x" * 256})
     assert "got 3 and 4399" in invalid(**{name: "abc/" * 1100})
     assert "UTF-8" in invalid(**{name: "caf\udce9"})
-    assert "is empty" in invalid(**{name: ""})
-    assert " ~nobody-of-this-name;" in invalid(**{name: "~nobody-of-this-name/x"})
+    assert "empty" in invalid(**{name: ""})
+    assert " ~nobody-of-this-name " in invalid(**{name: "~nobody-of-this-name/x"})
     assert load_config(**{**BASE, name: "~/x"}).get(name) == Path("/home/somebody/x")
 
 
@@ -117,7 +117,7 @@ def test_paths_can_exist(name, monkeypatch):
 )
 def test_places_that_may_be_hub_ids_follow_the_rules_of_paths(name, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert "is empty" in invalid(**{name: " "})
+    assert "empty" in invalid(**{name: " "})
     assert "got 256 and 256" in invalid(**{name: "x" * 256})
     assert load_config(**{**BASE, name: "~/x"}).get(name) == "/home/somebody/x"
     assert load_config(**{**BASE, name: "owner/name"}).get(name) == "owner/name"
@@ -126,7 +126,7 @@ def test_places_that_may_be_hub_ids_follow_the_rules_of_paths(name, monkeypatch)
 @pytest.mark.parametrize("option", ["target_modules", "layerwise_upcasting_skip_modules_pattern"])
 def test_regular_expressions_are_compiled(option):
     assert "missing )" in invalid(**{option: ["to_(k"]})
-    assert "is empty" in invalid(**{option: [""]})
+    assert "empty" in invalid(**{option: [""]})
     assert load_config(**BASE, **{option: [r"blocks\.\d+\.to_[qk]"]}).get(option) == [r"blocks\.\d+\.to_[qk]"]
 
 

@@ -88,18 +88,18 @@ def test_it_is_written_as_text_as_a_table_and_by_open_soras_names() -> None:
 def test_all_mistakes_are_named_at_once() -> None:
     with refused(
         "unknown",  # the kind of the first
-        "'frist'", "'first'?", "'last'", "0 to 1, not '2'; ", "'prefix:x' is not KIND ", "'middle'", "'interpolate'",
-        "suffix is", "1.3, ",
+        "'frist'", "'first'?", "'last'", "0 to 1, not '2'; ", "'prefix:x' must be KIND,", "'middle'", "'interpolate'",
+        "suffix ", "1.3",
     ):  # fmt: skip
         read_frame_conditioning(
             "frist=0.1,last=2,prefix:x=0.1,middle:9=0.1,interpolate,suffix=0.6,random=0.6,suffix=0.1"
         )
     for text, kind, value in (
         ("last=2", "invalid", "0 to 1, not '2'; "),
-        ("suffix=0.1,suffix=0.1", "duplicate", "suffix is"),
+        ("suffix=0.1,suffix=0.1", "duplicate", "suffix "),
         ("middle=0.1", "unknown", "'middle'"),
-        ("first=0.6,last=0.7", "invalid", "1.3, "),
-        ("first:9=0.1", "invalid", "'first:9' is not KIND "),
+        ("first=0.6,last=0.7", "invalid", "1.3"),
+        ("first:9=0.1", "invalid", "'first:9' must be KIND,"),
     ):
         with refused(kind, value):
             read_frame_conditioning(text)

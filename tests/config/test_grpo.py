@@ -57,7 +57,7 @@ def test_rows_of_numbers_have_several_forms(value):
         ({"rollout_size": "49x512"}, "invalid", "FRAMESxHEIGHTxWIDTH"),
         ({"reward": "brightness"}, "invalid", '["..."]'),
         ({"reward": ["two words"]}, "invalid", "NAME[=WEIGHT]"),
-        ({"reward": ["brightness=1,path=a,path=b"]}, "duplicate", ": path "),
+        ({"reward": ["brightness=1,path=a,path=b"]}, "duplicate", " path "),
         ({"reward": ["brightness=nan"]}, "invalid", "finite"),
         ({"sampler": "dence"}, "unknown", "'dance'?"),
         ({"advantage": "group"}, "unknown", "'group_std'?"),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -18,6 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+ROOT = Path(__file__).parents[2]
 BASE = {"model_name": "ltx_video", "pretrained_model_name_or_path": "repo", "data_root": "clips"}
 FLAGS = ["--model_name", "ltx_video", "--pretrained_model_name_or_path", "repo", "--data_root", "clips"]
 
@@ -30,6 +32,52 @@ def test_precedence_is_defaults_file_flags(tmp_path):
     )
     config, _ = parse_flags(["--config", str(file), "--rank", "4"])
     assert (config.training.rank, config.optimizer.lr, config.training.lora_alpha) == (4, 3e-4, 64)
+
+
+@pytest.mark.parametrize(
+    "name", ["ltx_video/grpo_lora", "ltx_video/grpo_lora.toml", "examples/ltx_video/grpo_lora.toml"]
+)
+def test_recipes_are_found_by_name_if_no_file_has_it(name, tmp_path, monkeypatch):
+    """So are the files that a recipe names."""
+    monkeypatch.chdir(ROOT)
+    expected = load_config("examples/ltx_video/grpo_lora.toml")
+    monkeypatch.chdir(tmp_path)
+    config, _ = parse_flags([name, "--rank", "4"])
+    assert config.training.rank == 4
+    assert config.optimizer == expected.optimizer
+    assert (config.grpo.prompts, config.validation.eval_prompts) == (
+        ROOT / "examples" / "prompts.txt", ROOT / "examples" / "held_out_prompts.txt",
+    )  # fmt: skip
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text('pretrained_model_name_or_path = "mine"\ndata_root = "clips"\n')
+    assert load_config(name).model.pretrained_model_name_or_path == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"), [("ltx_video/lorra", "'ltx_video/lora'"), ("zzz", "cogvideox/full_2b, ")]
+)
+def test_names_of_recipes_are_suggested(name, suggested, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with refused_options(("--config", "not_found")) as error:
+        parse_flags(["--config", name])
+    assert suggested in str(error.value)
+
+
+def test_data_and_prompts_are_found_beside_the_file_that_names_them(tmp_path, monkeypatch):
+    """Those in the working directory win, and a prompt is not a file."""
+    project = tmp_path / "project"
+    project.mkdir()
+    text = '[model]\npretrained_model_name_or_path = "repo"\n[data]\ndata_root = "clips"\ndataset_file = "clips.csv"\n'
+    (project / "run.toml").write_text(f'{text}[validation]\nvalidation_prompts = "{"a cat " * 100}"\n')
+    (project / "clips").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config("../project/run.toml")
+    assert config.data.data_root == Path("../project/clips")
+    assert config.data.dataset_file == Path("clips.csv")  # which is nowhere
+    assert config.validation.validation_prompts == "a cat " * 100
+    Path("clips").mkdir()
+    assert load_config("../project/run.toml").data.data_root == Path("clips")
 
 
 def test_lists_are_space_separated_and_switches_can_be_switched_off(tmp_path):

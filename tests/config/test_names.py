@@ -242,7 +242,7 @@ def test_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "where", "kind", "value"),
     [
-        (["--start-from-scratch"], "--start_from_scratch", "required", "give --load"),
+        (["--start-from-scratch"], "--start_from_scratch", "required", "set --load"),
         (["--load", "a", "--resume_from_checkpoint", "b"], "--load", "conflict", "load and resume_from_checkpoint "),
         (
             ["--load", "a", "--start-from-scratch", "--reset", "rng"],

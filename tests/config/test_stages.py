@@ -194,7 +194,7 @@ def test_every_mistake_of_every_stage_is_found(tmp_path: Path) -> None:
         ('{ stage = "low" }', '"low"', 17, "required", 'init = { stage = "low" }'),
         ('stage = "low"', 'stage = "on"', 17, "unknown", "'on'"),
         ('{ stage = "low" }', '{ stage = "low", load = "lora" }', 17, "conflict", 'load = "weights"'),
-        ("lr = 2e-5", 'init_from = "x"', 18, "conflict", "low (init);"),
+        ("lr = 2e-5", 'init_from = "x"', 18, "conflict", "stage low;"),
         ('output_dir = "elsewhere"', 'output_dir = "runs/look/mid"', 23, "duplicate", "runs/look/mid "),
         ('output_dir = "elsewhere"', 'output_dir = "runs/x/../look/mid"', 23, "duplicate", "runs/x/../look/mid "),
     ],
@@ -220,3 +220,22 @@ def test_without_stages(tmp_path: Path, text: str, kind: Kind) -> None:
     with refused_options((tmp_path / "stages.toml", kind)) as caught:
         read(tmp_path, text)
     assert "[[stage]]" in str(caught.value)
+
+
+def test_stage_files_and_stages_may_be_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "stages.toml").write_text(
+        'output_dir = "runs"\nvalidation_prompts = "more.txt"\n'
+        '[[stage]]\nname = "a"\nconfig = "ltx_video/lora"\ndata_root = "clips"\n[[stage]]\nname = "b"\n'
+    )
+    (tmp_path / "project" / "clips").mkdir()
+    (tmp_path / "project" / "more.txt").write_text("a cat\n")
+    flags = {"pretrained_model_name_or_path": "demo://ltx"}
+    [first, second] = read_stages(Path("project/stages.toml"), RawOptions(flags, dict.fromkeys(flags, "flag")))
+    assert first.config is not None
+    assert first.config.training.rank == 32
+    assert first.config.data.data_root == Path("project/clips")
+    assert second.config is not None
+    assert second.config.validation.validation_prompts == "project/more.txt"
+    assert len(read_stages(Path("examples/stages.toml"), RawOptions())) == 7

@@ -50,7 +50,7 @@ def test_all_that_is_wrong_is_told(tmp_path: Path) -> None:
         (f"{file} presets.a", "unknown", " 'steps'?"),
         (f"{file} presets.b/c", "invalid", "'-'"),
         (f"{file} presets.low4s", "conflict", "low4s "),
-        ("--preset", "invalid", "'' is not NAME="),
+        ("--preset", "invalid", "got ''"),
         ("--preset y", "invalid", "size: "),
         ("--preset run", "conflict", "run "),
         ("--presets", "unknown", " 'low4s'?"),

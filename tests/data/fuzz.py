@@ -287,7 +287,7 @@ def try_table(name: str, options: dict[str, object], media: Path) -> str:
     """What becomes of a dataset."""
     readings = _refused_as(DataError, lambda: read_all(read_datasets(DataSection(**options)), media))
     if isinstance(readings, DataError):
-        named = (Path(name).name, "datasets that cannot be used")  # by their names
+        named = (Path(name).name, "unusable datasets")  # by their names
         assert any(text in str(readings) for text in named), f"{name} is not named by: {readings}"
         return f"{name}: refused"
     items = [item for reading in readings for item in reading.items]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import refused
@@ -141,7 +142,9 @@ def test_csv_with_an_unquoted_comma_or_a_short_row_is_named(root: Path) -> None:
 def test_missing_columns_name_those_that_exist(root: Path) -> None:
     file = root / "meta.csv"
     file.write_text("videos,description\na.mp4,x\nb.mov,y\n")
-    with refused("not_found", "'video' and 'text'", " videos, description; ", "'videos'", error=DataError):
+    with refused(
+        "not_found", "'video' and 'text'", " videos, description; ", "--video_column videos ", error=DataError
+    ):
         read_dataset(DataSection(dataset_file=file))
 
 
@@ -302,14 +305,38 @@ def test_the_two_files_of_the_usual_names_are_read_without_options(root: Path) -
 
 @pytest.mark.parametrize(
     ("header", "media", "caption"),
-    [("file_name,caption", "a.mp4", "one"), ("prompt,media_path", "one", "a.mp4"), ("text,video,file_name", "", "")],
+    [
+        ("file_name,caption", "a.mp4", "one"),
+        ("prompt,media_path", "one", "a.mp4"),
+        ("video,prompt", "a.mp4", "one"),
+        ("text,video,file_name", "", ""),
+    ],
 )
 def test_columns_of_other_programs_are_read(root: Path, header: str, media: str, caption: str) -> None:
     row = "one,a.mp4,b.mov" if header.count(",") == 2 else f"{media},{caption}"
     (root / "list.csv").write_text(f"{header}\n{row}\n")
     assert listed(DataSection(dataset_file=root / "list.csv")) == [("a.mp4", "one", "video")]
     names = dict(zip(header.split(","), row.split(","), strict=True))
-    (root / "list.jsonl").write_text(json.dumps(names) + "\n")
-    assert listed(DataSection(dataset_file=root / "list.jsonl")) == [("a.mp4", "one", "video")]
+    for name, text in (("list.jsonl", json.dumps(names) + "\n"), ("list.json", json.dumps([names]))):
+        (root / name).write_text(text)
+        assert listed(DataSection(dataset_file=root / name)) == [("a.mp4", "one", "video")]
     with refused("not_found", "'clip'", error=DataError):  # a column that is given is the only one
         read_dataset(DataSection(dataset_file=root / "list.jsonl", video_column="clip"))
+
+
+def test_the_flags_that_name_unknown_columns_are_in_the_error(root: Path) -> None:
+    def flags(row: dict[str, Any], **options: Any) -> str:
+        (root / "list.jsonl").write_text(json.dumps(row) + "\n")
+        with refused("not_found", error=DataError) as caught:
+            read_dataset(DataSection(dataset_file=root / "list.jsonl", **options))
+        return str(caught.value).partition("; use ")[2]
+
+    row = {"id": "7", "my clip": "a.mp4", "description": "a dog runs"}
+    assert flags(row) == "--video_column 'my clip' --caption_column description"
+    assert flags({**row, "caption": "a dog"}) == "--video_column 'my clip'"
+    assert flags(row, video_column="my clip") == "--caption_column description"
+    assert (
+        flags({**row, "caption": "x"}, caption_column="captoin") == "--video_column 'my clip' --caption_column caption"
+    )
+    assert flags(row, caption_columns=["short", "long"]) == "--video_column 'my clip'"
+    assert flags({"n": 1}) == ""

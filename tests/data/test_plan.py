@@ -52,7 +52,8 @@ def test_every_item_gets_its_bucket_and_rate(root: Path) -> None:
     }
     [unused] = made.notes
     assert " 9x16x16: " in unused
-    [warning] = made.warnings
+    [shortened, warning] = made.warnings
+    assert "long.mp4 (17 of 40 " in shortened
     assert warning.startswith("1 ")
     assert " 8 fps " in warning
     assert warning.endswith(": slow.mp4 (4 fps)")
@@ -60,6 +61,59 @@ def test_every_item_gets_its_bucket_and_rate(root: Path) -> None:
     assert made.table()[1:] == [
         ("17x48x32", "1", "1", "0", "4"), ("17x32x48", "2", "2", "0", "8"), ("1x16x32", "1", "1", "0", "8"),
     ]  # fmt: skip
+
+
+def used(made: DatasetPlan) -> dict[str, tuple[int, int]]:
+    return {item.name: (item.used_frames, item.usable_frames) for item in made.items}
+
+
+def test_the_used_frames_of_clips_are_counted_once(root: Path) -> None:
+    frames = {"long.mp4": 40, "fast.mp4": 18, "slow.mp4": 17}
+    for options, counts in (
+        ({}, (17, 17, 17)),
+        ({"frame_selection": "middle"}, (17, 17, 17)),
+        ({"frame_selection": "chunk"}, (34, 17, 17)),
+        ({"sliding_window_size": 9, "video_resolution_buckets": ["33x32x48"]}, (33, 18, 17)),
+        ({"sliding_window_size": 9, "sliding_window_stride": 20, "video_resolution_buckets": ["99x32x48"]}, (18, 9, 9)),
+    ):
+        made = used(plan(root, **{**BUCKETS, **options}))
+        assert made.pop("still.png") == (1, 1)
+        assert made == {name: (count, frames[name]) for name, count in zip(frames, counts, strict=True)}, options
+    uniform = used(plan(root, **BUCKETS, frame_selection="uniform"))  # spread over all frames of the file
+    assert uniform["long.mp4"] == (40, 40)
+    assert uniform["fast.mp4"] == (36, 36)
+
+
+def test_clips_that_lose_over_a_third_are_named_worst_first_with_a_remedy(tmp_path: Path, make_video) -> None:
+    for name, frames, height, width in (("tall", 9, 64, 16), ("wide", 9, 32, 48), ("whole", 12, 32, 32)):
+        make_video(tmp_path / f"{name}.mp4", frames=frames, height=height, width=width)
+        (tmp_path / f"{name}.txt").write_text(name)
+
+    def warnings(text: str, **options: object) -> list[str]:
+        return [warning for warning in plan(tmp_path, **options).remarks if text in warning]
+
+    listed: dict[str, object] = {"video_resolution_buckets": ["9x32x32"]}
+    [cropped] = warnings(" area ", **listed)
+    assert "tall.mp4 (75%), wide.mp4 (33%)" not in cropped  # a third is not more than a third
+    assert "tall.mp4 (75%)" in cropped
+    assert "`video_resolution_buckets`" in cropped
+    assert "image_resolution_buckets" not in cropped
+    made = plan(tmp_path, **listed)
+    assert {item.name: (item.crop, item.scale) for item in made.items} == {
+        "tall.mp4": (0.75, 2), "wide.mp4": (pytest.approx(1 / 3, abs=1e-4), 1), "whole.mp4": (0, 1),
+    }  # fmt: skip
+    [cropped] = warnings(" area ", resolutions=[32], frame_buckets=[9], min_ar=0.9, max_ar=1.0)
+    assert "`min_ar`" in cropped
+    assert warnings(" area ") == []  # sizes are chosen
+    make_video(tmp_path / "long.mp4", frames=40)
+    (tmp_path / "long.txt").write_text("long")
+    [shortened] = warnings(" frames", **listed)
+    assert "long.mp4 (9 of 40 " in shortened
+    assert "`frame_selection`" in shortened
+    assert warnings(" frames", **listed, frame_selection="random") == []  # others in every epoch
+    assert len(warnings(" frames", **listed, frame_selection="random", precompute_conditions=True)) == 1
+    assert warnings(" frames", **listed, frame_selection="chunk") == []
+    assert "`sliding_window_stride`" in warnings(" frames", **listed, sliding_window_size=9)[0]
 
 
 def test_target_fps_and_uniform(root: Path) -> None:
@@ -137,12 +191,15 @@ def test_unreadable_files_carry_their_reason(root: Path) -> None:
         plan(root, **BUCKETS)
 
 
-def test_a_table_in_the_folder_is_named_where_captions_are_missing(tmp_path: Path, make_image) -> None:
+def test_a_table_in_the_folder_is_read_or_named_where_captions_are_missing(tmp_path: Path, make_image) -> None:
     make_image(tmp_path / "still.png")
     with refused("invalid", "1 of 1 ", "--caption_missing ", "still.txt", error=DataError) as caught:
         plan(tmp_path, **BUCKETS)
     assert "--dataset_file" not in str(caught.value)
-    (tmp_path / "captions.jsonl").touch()
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "captions.jsonl").write_text('{"file_name": "still.png", "caption": "a caption"}')
+    assert [item.caption for item in plan(tmp_path, **BUCKETS).items] == ["a caption"]  # the only one is read
+    (tmp_path / "metadata.csv").write_text("file_name,caption")
     with refused("invalid", "--caption_missing ", f"--dataset_file '{tmp_path / 'captions.jsonl'}'\n", error=DataError):
         plan(tmp_path, **BUCKETS)
     make_image(tmp_path / "other.png")

@@ -124,7 +124,7 @@ def test_wrong_sizes_are_refused(clips):
         build_linear_vae([clips[0][:, :, :60]])
     with refused("invalid", "clip 0 ", "(2, ", "[3, "):
         build_linear_vae([clips[0][:2]])
-    with refused("required", "clips"):
+    with refused("required", "clip"):
         build_linear_vae([])
     with refused("too_large", 96, 97):
         build_linear_vae(clips[:1], keep=(97,))

@@ -70,12 +70,12 @@ def test_multistep_solvers_take_a_shift_under_their_name(cls: Any) -> None:
 def test_a_multistep_solver_of_a_variance_preserving_model_has_no_shift() -> None:
     scheduler = UniPCMultistepScheduler(prediction_type="v_prediction", timestep_spacing="trailing")
     assert sampling_times(scheduler, 4, num_tokens=100).tolist() == [999, 749, 499, 249]
-    with refused("unsupported", type(scheduler).__name__, " shift 3 "):
+    with refused("unsupported", type(scheduler).__name__, " shift 3"):
         sampling_times(scheduler, 4, num_tokens=100, shift=3.0)
 
 
 def test_a_variance_preserving_schedulers_timesteps() -> None:
     scheduler = CogVideoXDDIMScheduler(timestep_spacing="trailing")
     assert sampling_times(scheduler, 4, num_tokens=100).tolist() == [999, 749, 499, 249]
-    with refused("unsupported", type(scheduler).__name__, " shift 3 "):
+    with refused("unsupported", type(scheduler).__name__, " shift 3"):
         sampling_times(scheduler, 4, num_tokens=100, shift=3.0)

@@ -76,7 +76,7 @@ FOREIGN_FLAGS = {"config_file", "num_processes", "num_machines", "gpu_ids", "che
     "include", "local",  # of hf download, as far as their first hyphen
     "load_fast", "reload_multifile",  # of tensorboard
     "command",  # of benchmarks/checkpoint_kills.py
-    "write", "fits", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
+    "write", "cards", "clusters", "sharing",  # of benchmarks/memory_seed_table.py and memory_estimate.py
     "layers",  # of benchmarks/quantization_error.py
     "follow", "rotation", "show",  # of mypy and the tests
     "logdir", "samples_per_plugin",  # of tensorboard
@@ -253,7 +253,7 @@ def test_option_page_is_up_to_date() -> None:
 
 
 def test_statuses_and_marks_are_those_of_the_code() -> None:
-    page = (DOCS / "reference" / "data-check.md").read_text(encoding="utf-8").partition("## Status and marks")[2]
+    page = (DOCS / "how-to" / "data.md").read_text(encoding="utf-8").partition("## Status and marks")[2]
     meanings, _, report = page.partition("## Odd files")[0].partition("## JSON report")
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", meanings, re.MULTILINE)) == MEANINGS
     named = report.partition("An item is")[2]
@@ -344,8 +344,12 @@ def settings(config: TrainConfig) -> tuple[int | None, float | None, float, str,
 def test_recipes_are_what_the_table_recommends() -> None:
     tomls = sorted((ROOT / "examples").glob("*/*.toml"))
     recipes = {f"{path.parent.name}/{path.stem}": load_config(path) for path in tomls}
-    on_clips = {name: settings(config) for name, config in recipes.items() if config.training.method == "sft"}
-    assert recommendations() == on_clips
+    on_clips = {name: config for name, config in recipes.items() if config.training.method == "sft"}
+    said = {name: settings(config) for name, config in on_clips.items() if config.is_given("train_steps")}
+    assert recommendations() == said
+    # The others take what the table recommends, for their number of clips.
+    chosen = ("rank", "lora_alpha", "lr", "train_epochs")
+    assert [name for name in on_clips if name not in said and any(map(on_clips[name].is_given, chosen))] == []
 
 
 def test_pages_recommend_what_the_table_does() -> None:
@@ -389,6 +393,10 @@ def test_runs_choose_what_the_table_recommends() -> None:
         "cogvideox/lora_2b": read["cogvideox"]({}).lora,
         "cogvideox/lora_5b": read["cogvideox"]({"transformer": {"num_attention_heads": 48}}).lora,
     }
+    for name, lora in chosen.items():
+        assert lora is not None
+        recipe = load_config(ROOT / "examples" / f"{name}.toml")
+        assert {option: recipe.get(option) for option in lora.options} == dict(lora.options), name
     table = {name: row for name, row in recommendations().items() if row[0] is not None}
     assert {name: (row[0], row[1], row[2], row[5]) for name, row in table.items()} == {
         name: (lora.rank, lora.rank, lora.lr, lora.steps) for name, lora in chosen.items() if lora is not None

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import HunyuanVideoTransformer3DModel
+from PIL import Image
 
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
@@ -53,7 +54,7 @@ def example_id(path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of small clips in the two-file format."""
+    """A dataset of small clips in the two-file format, with one of images in a subfolder."""
     folder = tmp_path_factory.mktemp("example_clips")
     for number in range(NUM_CLIPS):
         with av.open(str(folder / f"{number}.mp4"), "w") as container:
@@ -65,6 +66,10 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
             container.mux(stream.encode())
     (folder / "videos.txt").write_text("".join(f"{number}.mp4\n" for number in range(NUM_CLIPS)))
     (folder / "prompts.txt").write_text("".join(f"a clip that gets brighter, {n}\n" for n in range(NUM_CLIPS)))
+    (folder / "images").mkdir()
+    for number in range(NUM_CLIPS):
+        Image.new("RGB", (96, 64), (40 * number, 90, 120)).save(folder / "images" / f"{number}.png")
+        (folder / "images" / f"{number}.txt").write_text(f"a color, {number}\n")
     pairs = [
         {"prompt": f"a clip {n}", "chosen": f"{n % 2}.mp4", "rejected": f"{1 - n % 2}.mp4"}
         for n in range(NUM_CLIPS + 2)
@@ -101,17 +106,22 @@ def parsed(words: list[str]) -> TrainConfig:
     return config
 
 
-def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir: Path) -> TrainConfig:
+def on_tiny_weights(config: TrainConfig, *, repo: Path, clips: Path, output_dir: Path, **more: object) -> TrainConfig:
     """The same run on a tiny local model, and small clips if it is on clips; prompts are those of the example."""
     options = {name: value for name, value in config.flat().items() if config.changed(name)}
     options.update(pretrained_model_name_or_path=str(repo), output_dir=output_dir, report_to="none")
     if config.grpo.prompts is not None:
         options.update(prompts=ROOT / str(config.grpo.prompts), eval_prompts=ROOT / str(config.validation.eval_prompts))
     else:
-        options.update(data_root=clips)
+        options.update(data_root=clips / "images" if on_images(config) else clips)
     if config.training.method == "dpo":
         options.update(dataset_file=clips / "pairs.jsonl")
-    return load_config(**options)
+    return load_config(**{**options, **more})
+
+
+def on_images(config: TrainConfig) -> bool:
+    """Whether the recipe's sizes are those of images alone."""
+    return bool(config.data.image_resolution_buckets) and not config.data.video_resolution_buckets
 
 
 def warnings_about_options(checked: ResolvedRun) -> list[str]:
@@ -165,15 +175,15 @@ def test_dry_run(
     dry_run_report(checked)
     printed = capsys.readouterr().out
     assert f"dry run: {config.training.method} {config.training.training_type} of {config.model.model_name}" in printed
-    assert "GiB" in printed
+    assert "peak" in printed
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 
 
 def _version(path: Path, config: TrainConfig) -> dict[str, str]:
     """The tiny repository that is built like the recipe's checkpoint, where a family has several."""
-    if config.model.model_name != "cogvideox":
-        return {}
-    return {"version": path.stem.rpartition("_")[2]}
+    versions = families()[config.model.model_name].tiny_versions
+    named = [part for part in path.stem.split("_") if part in versions]
+    return {"version": named[-1]} if named else {}
 
 
 def test_recipes_raise_no_warnings_about_options(clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
@@ -183,6 +193,45 @@ def test_recipes_raise_no_warnings_about_options(clips: Path, tiny_repo: Callabl
         repo = tiny_repo(config.model.model_name, **_version(path, config))
         checked = preflight(on_tiny_weights(config, repo=repo, clips=clips, output_dir=tmp_path))
         assert warnings_about_options(checked) == [], example_id(path)
+
+
+@pytest.mark.parametrize("layout", ["texts", "lists", "metadata.csv", "metadata.jsonl"])
+def test_recipes_read_every_layout(layout: str, clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
+    """Without any column: those that the pages on data teach, and those of diffusers and of Lightricks' trainer."""
+    for path in TOMLS:
+        config = load_config(path)
+        if config.training.method != "sft":
+            continue
+        media = sorted(clips.glob("images/*.png" if on_images(config) else "*.mp4"))
+        data_root = tmp_path / media[0].suffix[1:]
+        if not data_root.exists():
+            data_root.mkdir()
+            write_layout(layout, data_root, media)
+        repo = tiny_repo(config.model.model_name, **_version(path, config))
+        table = {"dataset_file": data_root / layout} if layout.startswith("metadata") else {}
+        local = on_tiny_weights(
+            config, repo=repo, clips=clips, output_dir=tmp_path / "run", data_root=data_root, **table
+        )
+        assert preflight(local).plan.count == NUM_CLIPS, path
+
+
+def write_layout(layout: str, folder: Path, media: list[Path]) -> None:
+    """Write clips or images with their captions in one of the layouts."""
+    for path in media:
+        os.link(path, folder / path.name)
+    captions = {path.name: f"caption {number}" for number, path in enumerate(media)}
+    if layout == "texts":
+        for name, caption in captions.items():
+            (folder / name).with_suffix(".txt").write_text(caption)
+    elif layout == "lists":
+        (folder / "videos.txt").write_text("\n".join(captions))
+        (folder / "prompts.txt").write_text("\n".join(captions.values()))
+    elif layout == "metadata.csv":
+        rows = ["file_name,caption", *(f"{name},{caption}" for name, caption in captions.items())]
+        (folder / layout).write_text("\n".join(rows))
+    else:
+        rows = [json.dumps({"media_path": name, "caption": caption}) for name, caption in captions.items()]
+        (folder / layout).write_text("\n".join(rows))
 
 
 def test_prompts_of_examples_are_all_different() -> None:

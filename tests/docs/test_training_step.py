@@ -1,4 +1,4 @@
-"""The page that follows a step through the code names the functions that are called, in order."""
+"""The tables that follow a step through the code name the called functions, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetrainers.cli.main import main
 from finetrainers.methods.sft import SFT
 from finetrainers.models.ltx_video import LTXVideoSpec
 
-PAGE = ROOT / "docs" / "explanation" / "training-step.md"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 PACKAGE = ROOT / "finetrainers"
 #: Frames from the command to the loss of supervised finetuning, at most.
 DEPTH = 9
@@ -25,7 +25,8 @@ Frames = list[tuple[str, str]]
 
 def tables() -> dict[str, Frames]:
     """Return file and function of each row, by heading."""
-    sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
+    text = PAGE.read_text(encoding="utf-8").partition("\n## A training step, function by function\n")[2]
+    sections = re.split(r"^### ", text, flags=re.M)[1:]
     return {part.splitlines()[0]: re.findall(r"^\| `(\S+\.py)` \| `(\S+)` \|", part, re.M) for part in sections}
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
+import re
 import runpy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from published_networks import NETWORKS
+
+from finetrainers.utils.gpus import read_gpu
 
 ROOT = Path(__file__).parents[2]
-#: Of every kind of run one; `benchmarks/memory_estimate.py --fits --write` makes all rows.
-ROWS = [("LTX-Video", "LoRA r128", 12), ("LTX-Video", "full", 32), ("CogVideoX-2b", "LoRA r128", 80)]
+PAGE = (ROOT / "docs" / "how-to" / "memory.md").read_text(encoding="utf-8")
+RECIPES = [path for path in sorted(ROOT.glob("examples/*/*.toml")) if "# Planned peak: " in path.read_text()]
 
 
 @pytest.fixture(scope="module")
@@ -22,35 +23,50 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "benchmarks" / "memory_estimate.py"))
 
 
-def test_folders_of_models_are_removed_at_the_end(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    at_exit: list[Callable[[], Any]] = []
-    monkeypatch.setattr(atexit, "register", lambda call, *args, **more: at_exit.append(partial(call, *args, **more)))
-    model = script["model"].__wrapped__("LTX-Video")
-    assert model.is_dir()
-    for call in at_exit:
-        call()
-    assert not model.parent.exists()
+@pytest.mark.rotating
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_planned_peak_of_a_recipe(recipe: Path, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert list(script["recipes"]()) == RECIPES
+    assert script["with_planned_peak"](recipe) == recipe.read_text(encoding="ascii"), (
+        f"{recipe}: run benchmarks/memory_estimate.py --recipes --write"
+    )
+
+
+def test_recipes_fit_the_card_of_their_head(script: dict[str, Any]) -> None:
+    """By their planned peaks, which another test computes."""
+    for recipe in script["recipes"]():
+        head = recipe.read_text(encoding="ascii").partition("\n\n")[0]
+        [card], [peak] = (
+            re.findall(r"^# GPUs?: (?:\d of )?(\d+ GB)", head, re.M),
+            re.findall(r"peak: ([\d.]+) GiB", head),
+        )
+        assert float(peak) <= read_gpu(card).gib, recipe
 
 
 @pytest.mark.rotating
 @pytest.mark.timeout(300)
-def test_planned_peaks_of_the_recipes(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    recipes = list(script["recipes"]())
-    assert len(recipes) == 13
-    for recipe in recipes:
-        assert script["with_planned_peak"](recipe) == recipe.read_text(encoding="ascii"), (
-            f"{recipe}: run benchmarks/memory_estimate.py --recipes --write"
-        )
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in NETWORKS for kind in ("LoRA", "full")])
+def test_settings_by_gpu_size(script: dict[str, Any], name: str, kind: str) -> None:
+    """The rows of the page are what the estimate computes today; every size of cards has one."""
+    table = PAGE.partition(f"<!-- cards, {kind} -->")[2].partition(f"<!-- end of cards, {kind} -->")[0]
+    shown = [line for line in table.splitlines() if line.startswith(f"| {name} |")]
+    assert shown == script["markdown"](list(script["cards"](name, kind))).splitlines()[2:], (
+        "run benchmarks/memory_estimate.py --cards --write"
+    )
+    if kind == "LoRA":
+        assert [line.split(" | ")[1] for line in shown] == [f"{gpu} GB" for gpu in script["GPUS"]]
 
 
-@pytest.mark.timeout(300)
-def test_rows_of_the_documentation(script: dict[str, Any]) -> None:
-    text = (ROOT / "docs" / "how-to" / "memory.md").read_text(encoding="utf-8")
-    for row in ROWS:
-        assert script["markdown"]([script["fits"](*row)]).splitlines()[-1] in text.splitlines(), row
-    gpus = {f"| {gpu} GB" for gpu in script["GPUS"]}
-    assert {line[: line.index(" GB") + 3] for line in text.splitlines() if line.startswith(tuple(gpus))} == gpus
+def test_readme_agrees_with_the_page(script: dict[str, Any]) -> None:
+    """By the rows of the page, which other tests compute."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tables = [PAGE.partition(f"<!-- cards, {kind} -->")[2].partition("<!-- end")[0] for kind in ("LoRA", "full")]
+    rows = [[tuple(line.strip("| ").split(" | ")) for line in table.splitlines()] for table in tables]
+    for name in NETWORKS:
+        lora, full = ([row for row in table if row[0] == name] for table in rows)
+        assert "| " + " | ".join(script["summary"](name, lora, full)) + " |" in readme.splitlines()
 
 
 @pytest.mark.rotating

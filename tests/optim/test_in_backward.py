@@ -109,7 +109,7 @@ def problems(**changes: Any) -> list[Problem]:
         ({"mixed_precision": "fp16"}, "conflict", "--mixed_precision bf16"),
         ({"on_nonfinite": "skip"}, "conflict", "--on_nonfinite rollback or raise"),
         ({"oom_retry": "on"}, "conflict", "--oom_retry on"),
-        ({"use_cpu_offload_optimizer": True}, "conflict", "--offload_gradients "),
+        ({"use_cpu_offload_optimizer": True}, "conflict", "--offload_gradients,"),
     ],
 )
 def test_refused(changes: dict[str, Any], kind: Kind, value: str) -> None:

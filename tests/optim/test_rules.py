@@ -58,7 +58,7 @@ def test_every_optimizer_but_deepspeeds_may_run_on_cuda(name: str) -> None:
         ),
         (
             "cuda", {**OFFLOAD, "offload_gradients": True, "gradient_accumulation_steps": 4},
-            "--offload_gradients", "conflict", "--gradient_accumulation_steps 4 ",
+            "--offload_gradients", "conflict", "--gradient_accumulation_steps 4:",
         ),
     ],
 )  # fmt: skip

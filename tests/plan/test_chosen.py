@@ -113,7 +113,7 @@ def test_chosen_values_are_stored_with_the_run(open_options: Callable[..., dict]
     small = type(lora)(rank=3, lr=lora.lr, steps=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("finetrainers.config.facts.LoRASettings.steps_for", lambda self, clips, per_step: 2)
-        patch.setattr("finetrainers.models.families.LoRASettings", lambda *arguments: small)
+        patch.setattr("finetrainers.models.families._LTX_DEMO_LORA", small)
         trained = run(**values)
     stored = json.loads((trained.root / "checkpoints" / "step-2" / "manifest.json").read_text())
     assert stored["chosen"] == dict.fromkeys(("rank", "lora_alpha", "train_steps"), "family")
@@ -172,3 +172,32 @@ def test_lengths_beside_resolutions_are_those_of_a_run_of_before(
         resumed = preflight(load_config(**values, resume_from_checkpoint="latest"))
     assert resumed.config.data.frame_buckets == [9]
     assert resumed.plan.buckets
+
+
+def test_each_dataset_keeps_the_buckets_that_its_run_has_chosen(
+    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the run's manifest: one of before, or one whose clips have become others since."""
+    for folder, shapes in (("one", ((64, 64), (64, 128))), ("two", ((64, 64), (128, 64)))):
+        for number, (height, width) in enumerate(shapes):
+            path = tmp_path / folder / f"{number}.mp4"
+            write_mp4(path, np.full((9, height, width, 3), 90, dtype=np.uint8), fps=25)
+            path.with_suffix(".txt").write_text(folder)
+    tables = ['[[dataset]]\ndata_root = "one"\n', '[[dataset]]\ndata_root = "two"\nvideo_resolution_buckets = []\n']
+    (tmp_path / "two.toml").write_text("\n".join(tables))
+    values = {**open_options(rank=2, train_steps=1, dataset=str(tmp_path / "two.toml")), "video_resolution_buckets": []}
+    del values["data_root"]
+    with monkeypatch.context() as patch:  # one size for all clips of a dataset
+        patch.setattr("finetrainers.data.buckets.bucket_choice.default_buckets", lambda clips, *_: [max(clips)])
+        trained = run(**values)
+    resuming = {**values, "resume_from_checkpoint": "latest", "train_steps": 2}
+    buckets = {(clip.dataset, clip.bucket) for clip in preflight(load_config(**resuming)).plan.clips}
+    assert buckets == {(0, (9, 64, 128)), (1, (9, 128, 64))}
+    assert run(**resuming).state.step == 2
+    new = {**values, "output_dir": str(tmp_path / "new")}
+    assert set(preflight(load_config(**new)).plan.buckets) == {(9, 64, 64), (9, 64, 128), (9, 128, 64)}
+    (tmp_path / "two.toml").write_text(tables[0] + tables[1].replace("[]", '["9x128x64"]'))
+    checked = preflight(load_config(**resuming, reset=["data"]))
+    assert {clip.bucket for clip in checked.plan.clips if clip.dataset == 1} == {(9, 128, 64)}
+    (trained.root / "manifest.jsonl").unlink()
+    assert (9, 64, 128) in preflight(load_config(**resuming, reset=["data"])).plan.buckets

@@ -118,7 +118,7 @@ def test_from_a_whole_transformer(
         resumed = run(**{**command, "output_dir": str(directory)})
         assert resumed.steps_done == 2
         assert_same(resumed.weights, straight.weights)
-        sources = capsys.readouterr().out.split("source of each part:")[1]
+        sources = capsys.readouterr().out.split("source of each component:")[1]
         assert (str(given / "transformer") in sources) == (training_type == "lora")
     again = load_config(resumed.root / "config.toml", resume_from_checkpoint="latest", train_steps=4)
     preflight(again)

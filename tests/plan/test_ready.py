@@ -14,10 +14,11 @@ from refusals import problems, refused_options
 from safetensors.torch import load_file
 
 from finetrainers import ConfigError, load_config, train
-from finetrainers.config.root import TrainConfig
+from finetrainers.memory.advice import Advice, Chosen, MemoryOption, Outcome
 from finetrainers.methods.spec import MethodSpec
 from finetrainers.models.files import hub as asked_hub
 from finetrainers.plan import automatic
+from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import plan_work_once, preflight
 
 
@@ -134,9 +135,7 @@ def test_a_start_reads_its_data_once(hub: Hub, from_hub: Callable[..., dict], mo
     """Even if configs are fetched, options chosen and checkpoints damaged; other batches are planned again."""
     count, plan = 0, MethodSpec.plan
 
-    def checkpointed(config: TrainConfig) -> TrainConfig:
-        section = config.memory.model_copy(update={"gradient_checkpointing": True})
-        return config.model_copy(update={"memory": section})
+    switch = MemoryOption({"gradient_checkpointing": True}, "time", 1)
 
     def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal count
@@ -144,7 +143,10 @@ def test_a_start_reads_its_data_once(hub: Hub, from_hub: Callable[..., dict], mo
         return plan(*arguments, **options)
 
     monkeypatch.setattr(MethodSpec, "plan", counted)
-    monkeypatch.setattr(automatic, "_options_for_budget", lambda checked, budget: checkpointed(checked.config))
+    monkeypatch.setattr(automatic, "fits", lambda *_: False)
+    advice = Advice(preflight(load_config(**from_hub())).config, (Chosen(switch, 1.0, 1.0),), Outcome({}), 1.0)
+    count = 0
+    monkeypatch.setattr(RunMemory, "advice", lambda *_, **__: advice)
     values = from_hub(memory_budget=0.4, checkpointing_steps=1)
     result = train(load_config(**values))
     assert load_config(result.run_dir / "config.toml").memory.gradient_checkpointing

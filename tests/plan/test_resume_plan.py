@@ -66,7 +66,7 @@ def halfway(options: Callable[..., dict], run: Callable[..., Any], tmp_path: Pat
 
 def rows(text: str) -> dict[str, str]:
     """The printed table: part -> its source."""
-    lines = text.split("source of each part:\n", 1)[1].splitlines()
+    lines = text.split("source of each component:\n", 1)[1].splitlines()
     return {line[:26].strip(): line[26:] for line in takewhile(lambda line: line.startswith("  "), lines)}
 
 

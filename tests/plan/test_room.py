@@ -46,8 +46,10 @@ def test_checkpoints_that_are_kept_are_counted(options: Callable[..., dict], tmp
     assert needs_of(**options(train_steps=10, checkpointing_steps=3)).num_checkpoints == 4
     assert needs_of(**options(train_steps=10, checkpointing_steps=1, checkpointing_limit=2)).num_checkpoints == 3
     assert needs_of(**options(train_steps=10, checkpointing_steps=0)).num_checkpoints == 1
-    sampled = needs_of(**options(train_steps=10, validation_prompts="a@@@9x64x64", validation_steps=5))
-    assert sampled.samples == round(3 * (0.1 * 9 + 1.5 * 8) * 64 * 64)
+    sampled = {"train_steps": 10, "validation_prompts": "a@@@9x64x64", "validation_steps": 5}
+    for at_start, count in ((None, 4), (False, 3)):
+        needs = needs_of(**options(**sampled, validation_at_start=at_start))
+        assert needs.samples == round(count * (0.1 * 9 + 1.5 * 8) * 64 * 64)
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

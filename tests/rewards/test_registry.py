@@ -127,9 +127,9 @@ def test_servers_are_names_too(url: str) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("", "is not NAME"),
-        ("=0.5", "is not NAME"),
-        ("two words", "is not NAME"),
+        ("", "expected NAME"),
+        ("=0.5", "expected NAME"),
+        ("two words", "expected NAME"),
         ("brightness,target", "'target'"),
         ("brightness,=3", "'=3'"),
         ("brightness,", "option=value"),

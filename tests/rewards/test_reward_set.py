@@ -241,7 +241,7 @@ def test_clips_of_another_form_are_refused(videos: Tensor, kind: Kind, values: l
 
 @pytest.mark.parametrize("fps", [0.0, -1.0, math.nan, math.inf])
 def test_a_frame_rate_is_needed(fps: float) -> None:
-    with refused("invalid", f"fps={fps}"):
+    with refused("invalid", f"got {fps}"):
         panel("brightness").score(clips(), words(), fps=fps)
 
 

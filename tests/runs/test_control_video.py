@@ -78,7 +78,7 @@ def test_a_validation_sample_is_the_pipelines_own(
     monkeypatch.setattr("finetrainers.training.callbacks.validation.sample_prompts", record)
     done = run(**control(
         train_steps=1, validation_prompts="a ball@@@9x64x64", validation_videos=str(tmp_path / "pose.mp4"),
-        validation_steps=1, validation_inference_steps=2, validation_guidance_scale=1.0,
+        validation_inference_steps=2, validation_guidance_scale=1.0,
     ))  # fmt: skip
     [video] = (done.root / "samples" / "step-000001").glob("*.mp4")
     [request] = requests
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_at_the_start(
     control: Callable[..., dict], make_clips: Callable[..., Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:
     for method in ("grpo", "nft", "dpo"):
-        assert re.search("--method: .* control_video .*--method sft ", refusal(**control(method=method)))
+        assert re.search("--method: .* control_video .*--method sft", refusal(**control(method=method)))
     sampled = {"validation_prompts": "a@@@9x64x64", "validation_steps": 1}
     assert re.search("--validation_videos: .* control_video;", refusal(**control(**sampled)))
     assert "--validation_images: " in refusal(**control(**sampled, validation_images="x.png"))

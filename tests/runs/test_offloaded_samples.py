@@ -13,6 +13,7 @@ import torch
 from finetrainers.config.load import load_config
 from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import with_reserve
+from finetrainers.plan import automatic
 from finetrainers.plan.automatic import choose_settings
 from finetrainers.plan.memory_plan import RunMemory
 from finetrainers.plan.preflight import preflight
@@ -31,6 +32,8 @@ def test_samples_are_offloaded_only_where_they_would_not_fit(
     plan = RunMemory(checked).plan()
     needed, loaded = with_reserve(plan.peaks[VALIDATION]), plan.other_networks
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: loaded)
+    monkeypatch.setattr(automatic, "peak_flops", lambda _: None)
+    monkeypatch.setattr(automatic, "link_bandwidth", lambda _: 25e9)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_movable=True, gather_objects=lambda one: one)
 
     def offloads(size: float, *, parallel: Any = gpu, **changes: Any) -> bool | None:

@@ -164,7 +164,7 @@ def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
     refuse("--part: vae .*--vae_id and --vae_dtype", "vae=x/y")
     refuse("--part: image_processor .*fp32$", "image_processor=,fp32")
     refuse("--part: image_encoder .*once", "image_encoder=,fp32", "image_encoder=,bf16")
-    refuse("NAME=PLACE, NAME=PLACE,DTYPE or NAME=,DTYPE", "image_encoder")
+    refuse("NAME=PATH, NAME=PATH,DTYPE or NAME=,DTYPE", "image_encoder")
     with refused_options(("--part", "not_found")) as caught:
         preflight(load_config(**values | {"part": [f"image_encoder={tmp_path}/none"]}))
     assert f"{tmp_path}/none" in str(caught.value)
@@ -330,5 +330,5 @@ def test_an_expert_is_chosen_and_replaced(wan: Path, options: Callable[..., dict
     for network in (spec.load_transformer(torch.float32), spec.companions["transformer"]):
         assert all(map(torch.equal, network.state_dict().values(), first.values()))
     shutil.rmtree(wan / "transformer")
-    with pytest.raises(ConfigError, match="no folder 'transformer'"):
+    with pytest.raises(ConfigError, match="no directory 'transformer'"):
         preflight(config)

@@ -80,7 +80,7 @@ def test_prior_prompts_are_captions_without_triggers_or_drawn() -> None:
 def test_what_cannot_be_preserved_is_refused(options: Callable[..., dict], tmp_path: Path) -> None:
     for given, pattern in (
         ({}, "--class_prompt TEXT, --prior_prompts FILE"),
-        ({"class_prompt": "a dog", "prior_prompts": "p.txt"}, "--class_prompt: .*--prior_prompts "),
+        ({"class_prompt": "a dog", "prior_prompts": "p.txt"}, "--class_prompt: .*--prior_prompts"),
         ({"prior_prompts": str(tmp_path / "gone.txt")}, "data: .*gone.txt"),
         ({"class_prompt": "a dog", "method": "dpo"}, "--method: dpo .*--prior_preservation_weight"),
         (

@@ -64,8 +64,8 @@ def test_a_dry_run_refuses_what_cannot_be_quantized(
         dry_run_report(preflight(load_config(**options(quantize_frozen="int8", **changes))))
         return capsys.readouterr().out
 
-    assert re.search(r"\n  0\.\d+ M .* int8\n", dry_run())
-    with pytest.raises(ConfigError, match="nf4: needs a CUDA device"):
+    assert re.search(r"\n  0\.\d+M .* int8\n", dry_run())
+    with pytest.raises(ConfigError, match="nf4: requires a CUDA device"):
         preflight(load_config(**options(quantize_frozen="nf4")))
     with refused_options(("--quantize_skip_modules", "invalid")) as caught:
         dry_run(quantize_skip_modules=["."])

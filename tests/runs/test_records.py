@@ -78,7 +78,7 @@ def test_samples_do_not_change_training(options: Callable[..., dict], run: Calla
     plain = run(**options(train_steps=3, lora_dropout=0.5, eval_num_items=1, clips=2, output_dir=str(tmp_path / "b")))
     assert sampled.curve("loss", "grad_norm") == plain.curve("loss", "grad_norm")
     folders = sorted(path.name for path in (sampled.root / "samples").iterdir() if path.is_dir())
-    assert folders == ["step-000002", "step-000003"]  # every two, and the last
+    assert folders == ["step-000000", "step-000002", "step-000003"]  # the base model, every two, and the last
     names = sorted(path.name for path in (sampled.root / "samples" / "step-000002").glob("*.mp4"))
     assert names == ["00-a-0.mp4", "00-a-1.mp4", "01-b-0.mp4", "01-b-1.mp4"]
     # What a prompt gives at the steps, below each other; and each by itself.
@@ -87,8 +87,8 @@ def test_samples_do_not_change_training(options: Callable[..., dict], run: Calla
         for place in ("00-a-1.png", "step-000002/00-a-1.png", "step-000003/00-a-1.png")
     )
     assert overview.width == sheets[0].width == sheets[1].width
-    assert overview.height == sheets[0].height + 2 * 64 + 4
-    assert [event["step"] for event in sampled.events if event["event"] == "samples"] == [2, 3]
+    assert overview.height == sheets[0].height + 4 * 64 + 8
+    assert [event["step"] for event in sampled.events if event["event"] == "samples"] == [0, 2, 3]
     assert [record["step"] for record in sampled.metrics if "eval_loss" in record] == [0, 1, 2, 3]
     assert [record["step"] for record in plain.metrics if "eval_loss" in record] == [0, 3]
 
@@ -160,7 +160,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
     lines = printed.splitlines()
     assert lines[0].endswith(f" {family} ({values['pretrained_model_name_or_path']}) on 3 clips")
     assert "9x64x64" in printed
-    assert "M weights" in printed
+    assert "M parameters" in printed
     assert "< peak" in printed
     assert "encoding clips" in printed
     changed = changed_options(load_config(**values))

@@ -57,7 +57,7 @@ AFTER = {
         rundir/publish.py: reserve
         training/checkpoints/restore.py: check_restorable
         results/export.py: upload
-        plan/init_distributed.py: _gpu_problems, make_strategy
+        plan/init_distributed.py: make_strategy
         training/load_inputs.py: _check_same_plan
         rundir/lock.py: exclusive 2, keep_unused
         plan/once_per_node.py: _read_answer 3
@@ -143,7 +143,6 @@ AFTER = {
     """,
     "A mistake of whoever calls the function, which no configuration makes; or a call from Python that is no run.": """
         data/loading/training_data.py: TrainingData._as_neighbors
-        plan/sizes_plan.py: plan_sizes 2
         runs/training.py: TrainResult.pipeline
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
@@ -289,7 +288,7 @@ def test_every_refusal_is_reached_by_a_dry_run_or_says_why_not(
                 check({"resume_from_checkpoint": "latest", "output_dir": str(tmp_path / "finished")})
 
     monkeypatch.setattr(ModelSpec, "load_transformer", lambda *_: pytest.fail("a dry run loads weights"))
-    monkeypatch.setattr(dry_run, "_print_memory", lambda *_: None)  # it refuses nothing
+    monkeypatch.setattr(dry_run, "_print_memory", lambda checked, _: checked)  # it refuses nothing
     seen = entered(check_all)
     unreached = {name: count for name, (count, path, line) in sites().items() if (path, line) not in seen}
     missing = {name: count for name, count in unreached.items() if stated().get(name) != count}

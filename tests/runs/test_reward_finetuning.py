@@ -133,11 +133,12 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
     names = (
         ("best.mp4", "clips.jsonl", "prompt-01-rank-04.mp4", "scores.json", "worst.mp4")
         if family == "ltx_video"
-        else ()
+        else ("best.mp4", "worst.mp4")
     )
     assert shown >= {f"step-000001/{name}" for name in names}
-    assert all(name.startswith("step-000001/") for name in shown)  # of every second rollout
-    assert bool(shown) == bool(names)
+    # Of every second rollout where that is requested, else also of the last one.
+    steps = {"step-000001"} if family == "ltx_video" else {"step-000001", "step-000002"}
+    assert {name.partition("/")[0] for name in shown} == steps
     kept = root / "pairs" / "pairs.jsonl"
     assert kept.is_file() == (family == "ltx_video")
     for pair in map(json.loads, kept.read_text().splitlines() if kept.is_file() else []):
@@ -322,7 +323,7 @@ def test_rewards_without_a_gradient_are_refused(options: Callable[..., dict[str,
     given = options(method="refl", num_generations=1, reward=["compressibility", "contrast=0.5", "demo.all=0"])
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(**given))
-    assert re.search("--reward: compressibility .*: aesthetic, brightness,", str(caught.value))
+    assert re.search("--reward: compressibility .* aesthetic, brightness,", str(caught.value))
     assert "demo" not in str(caught.value)
 
 
@@ -444,7 +445,7 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
     ]
     for changes, pattern in (
         ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: "),
-        ({"reward_device": "gpu"}, "--reward_device: gpu .* auto, cpu, cuda"),
+        ({"reward_device": "gpu"}, "--reward_device: .* auto, cpu, cuda.* gpu"),
     ):
         with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**{k: v for k, v in {**given, **changes}.items() if v is not None}))

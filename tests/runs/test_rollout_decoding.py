@@ -21,6 +21,7 @@ from finetrainers.methods.grpo.prompts.source import PromptSource
 from finetrainers.methods.grpo.rollout.collect import RolloutCollector
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
+from finetrainers.plan import automatic
 from finetrainers.plan.automatic import apply_decoding_settings, choose_settings
 from finetrainers.plan.memory_lines import as_json, memory_lines
 from finetrainers.plan.memory_plan import RunMemory
@@ -56,6 +57,8 @@ def test_what_does_not_fit_is_decoded_one_by_one_and_then_in_tiles(
     plan = RunMemory(checked).plan()
     assert plan.peak_phase == ROLLOUT
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: plan.other_networks)
+    monkeypatch.setattr(automatic, "peak_flops", lambda _: None)
+    monkeypatch.setattr(automatic, "link_bandwidth", lambda _: 25e9)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), weights_are_movable=True, gather_objects=lambda one: one)
 
     def chosen(size: float, **changes: Any) -> tuple[tuple[str, ...], ResolvedRun, float]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from published_networks import NETWORKS
 from refusals import refused_options
 from safetensors.torch import load_file, save_file
@@ -20,10 +20,11 @@ from torch import Tensor
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.flags import parse_flags
 from finetrainers.config.load import load_config
+from finetrainers.config.sections import ModelSection
 from finetrainers.data.cache.encoder_index import recall_files, remember_files
 from finetrainers.models.files.layouts import stored_tensors
 from finetrainers.models.files.original import known_layouts
-from finetrainers.models.registry import get_family
+from finetrainers.models.registry import families, get_family
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import examine_weights
 from finetrainers.runs.training import train
@@ -159,28 +160,45 @@ def test_the_seed_trains_from_single_files(
     )
 
 
-def test_packaged_configs_are_those_of_the_published_repository(tiny_repo: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("name", NETWORKS)
+def test_packaged_configs_are_those_of_the_published_repository(name: str, tiny_repo: Callable[..., Path]) -> None:
     """Their networks have its numbers of weights, and the scheduler is the one that the tiny repository has from it."""
-    folder = packaged.packaged_configs("hunyuanvideo-community/HunyuanVideo")
+    published = NETWORKS[name]
+    folder, family = packaged.packaged_configs(published.hub_id, "vae", estimated=True), get_family(published.family)
     assert folder is not None
-    family = get_family(folder.name)
-    assert packaged.published_base(family.name) in family.published
+    assert set(json.loads((folder / "model_index.json").read_text())["_published"]) <= set(family.published)
+    assert packaged.published_base(family.name) in (None, *family.published)
 
     def config(part: str, root: Path = folder) -> dict[str, Any]:
         [path] = (root / part).glob("*config.json")
         return dict(json.loads(path.read_text()))
 
-    published = NETWORKS["HunyuanVideo"]
-    assert config("transformer") == {"_class_name": family.transformer, **published.config}
+    assert (config("transformer")["_class_name"], config("vae")["_class_name"]) == (family.transformer, family.vae)
+    vae_class = getattr(diffusers, config("vae")["_class_name"])
     with torch.device("meta"):
-        network = HunyuanVideoTransformer3DModel.from_config(config("transformer"))
-        vae, default = AutoencoderKLHunyuanVideo.from_config(config("vae")), AutoencoderKLHunyuanVideo()
+        network = getattr(diffusers, family.transformer).from_config(config("transformer"))
+        vae, default = vae_class.from_config(config("vae")), vae_class()
     assert sum(one.numel() for one in network.parameters()) == published.num_parameters
     assert {n: t.shape for n, t in vae.state_dict().items()} == {n: t.shape for n, t in default.state_dict().items()}
-    theirs = config("scheduler", tiny_repo("hunyuan_video"))
+    theirs = config("scheduler", tiny_repo(published.family, **published.tiny))
     assert config("scheduler").items() <= theirs.items()
     found = family.read({part: config(part) for part in ("transformer", "vae", "scheduler")})
-    assert (found.geometry, found.heads) == (family.facts.geometry, family.facts.heads)
+    assert found.geometry == family.facts.geometry
+    if packaged.published_base(family.name) is None:  # their other files are the repository's
+        assert packaged.packaged_configs(published.hub_id, "vae") is None
+
+
+def test_packaged_repositories_are_published_ones() -> None:
+    """Their families read facts of each, also where configs are shared."""
+    published = {hub_id: family for family in families().values() for hub_id in family.published}
+    folders = Path(packaged.__file__).parents[1] / "models" / "configs"
+    indices = [json.loads(path.read_text()) for path in folders.glob("*/model_index.json")]
+    for hub_id in (hub_id for index in indices for hub_id in index["_published"]):
+        section = ModelSection(pretrained_model_name_or_path=hub_id).for_estimate()
+        family = published[hub_id]
+        assert family.configs_not_here(section) == []
+        assert (family.facts_of(section).first_frame == "channels") == hub_id.endswith("I2V")
+        assert family.facts_of(ModelSection(pretrained_model_name_or_path=hub_id)) == family.facts
 
 
 def test_what_is_wrong_with_single_files_is_said_at_once(
@@ -234,7 +252,7 @@ def test_what_is_wrong_with_single_files_is_said_at_once(
     (bare / "transformer" / "config.json").unlink()
     save_file(state, path)
     (problem,) = said(transformer_id=str(path), pretrained_model_name_or_path=str(bare))
-    assert f" {bare}/transformer/config.json, " in problem
+    assert f" {bare}/transformer/config.json " in problem
 
 
 def test_a_cast_to_8_bits_is_read_and_said(options: Callable[..., dict], files: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_run_gives_back_what_it_left_and_leaves_the_process_as_it_was(
     assert result.stopped_by is None
     assert result.run_dir == Path(values["output_dir"])
     assert [path.relative_to(result.run_dir / "samples").as_posix() for path in result.samples] == [
-        f"step-{step:06d}/0{prompt}" for step in (1, 2) for prompt in ("0-a-cat-0.mp4", "1-b-0.mp4")
+        f"step-{step:06d}/0{prompt}" for step in (0, 1, 2) for prompt in ("0-a-cat-0.mp4", "1-b-0.mp4")
     ]
     assert all(path.is_file() for path in result.samples)
     assert result.weights == result.run_dir / "pytorch_lora_weights.safetensors"

@@ -80,6 +80,7 @@ def test_a_host_that_is_nearly_full_is_written_down_in_advance(
     writer = failures(tmp_path, dataloader_num_workers=8)
     events: list[dict[str, Any]] = []
     writer.state = SimpleNamespace(  # type: ignore[assignment]
+        config=writer._checked.config,
         step=4,
         total_steps=9,
         run_dir=SimpleNamespace(event=lambda kind, **more: events.append({"event": kind, **more})),
@@ -172,10 +173,11 @@ def test_the_estimates_advice_comes_first(tiny_repo: Callable[..., Path], tmp_pa
         assert without_data is not None
         return preflight(without_data, preparing=True, weights=False, planner=plan_sizes)
 
-    plan = RunMemory(checked()).plan()
+    run = checked()
+    plan = RunMemory(run).plan()
     assert plan.peak_phase == "encoding_clips"
-    planned, advised = planned_memory(checked(), "encoding_clips", device_type="cpu")
+    planned, advice = planned_memory(run, run.config, "encoding_clips", device_type="cpu")
     assert planned == {name: size / 2**30 for name, size in plan.peaks.items()}
-    assert advised is not None
-    assert advised.startswith("--enable_tiling (")
-    assert planned_memory(checked(), "loading", device_type="cpu") == (planned, None)
+    assert advice is not None
+    assert [applied.switch.flags for applied in advice.switches] == ["--enable_tiling"]
+    assert planned_memory(run, run.config, "loading", device_type="cpu") == (planned, None)

@@ -10,7 +10,7 @@ from refusals import refused
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.gpus import CARDS, read_gib, read_gpu
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "memory-figures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "memory-estimate.md"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,16 @@ def test_options_come_back_whole() -> None:
     assert [name for name in found.flat() if found.changed(name)] == [n for n in CONFIG.flat() if CONFIG.changed(n)]
 
 
+def test_what_was_set_and_what_was_chosen_come_back() -> None:
+    """Processes of a machine decide by them, and must decide alike."""
+    config = CONFIG.with_chosen({"rank": 7, "train_steps": 9}, "family")
+    other = from_json(to_json(config))
+    assert dict(other.chosen) == dict(config.chosen) == {"rank": "family", "train_steps": "family"}
+    names = ("memory_budget", "lr", "rank", "train_steps", "dataset", "reward")
+    assert [other.is_given(name) for name in names] == [config.is_given(name) for name in names]
+    assert {config.is_given(name) for name in names} == {True, False}
+
+
 @pytest.mark.parametrize("value", [object(), json, lambda: None, 1j, b"bytes"])
 def test_other_objects_are_not_written(value: Any) -> None:
     with pytest.raises(TypeError, match=rf"{type(value).__module__}:{type(value).__qualname__} .*finetrainers"):

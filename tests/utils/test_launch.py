@@ -48,6 +48,21 @@ def test_restarts_that_will_fail_are_said() -> None:
     assert restart_warning(TORCHRUN) is None
 
 
+def test_errors_are_wrapped_on_a_terminal_alone(monkeypatch, capsys):
+    arguments = ["train", "--video_resolution_buckets", "x" * 90, "--lr", "high", "--width", "512"]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(arguments) == exit_codes.CONFIGURATION
+    piped = capsys.readouterr().err.splitlines()
+    assert max(map(len, piped)) > 120
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(arguments) == exit_codes.CONFIGURATION
+    wrapped = capsys.readouterr().err.splitlines()
+    assert [line for line in wrapped if len(line) > 60 and len(line.split()) > 1] == []
+    assert " ".join(" ".join(wrapped).split()) == " ".join(" ".join(piped).split())
+    indents = {len(line) - len(line.lstrip()) for line in wrapped}
+    assert indents == {0, 2, 4}
+
+
 @pytest.mark.parametrize("command", ["train", "prepare", "sample", "search-batch"])
 def test_a_refusal_is_printed_by_the_first_process_and_the_others_wait_for_it(command, monkeypatch, capsys):
     """The launcher ends all processes once one has failed, and the first may be the last to find what is wrong."""

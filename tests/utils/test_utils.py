@@ -209,7 +209,7 @@ def test_only_regular_files_are_opened(tmp_path):
     with files.open_regular(tmp_path / "file") as file:
         assert file.read() == b"content"
     os.mkfifo(tmp_path / "pipe")
-    for name, kind in (("pipe", "a named pipe"), ("/dev/zero", "a device"), (".", "a folder")):
+    for name, kind in (("pipe", "a named pipe"), ("/dev/zero", "a device"), (".", "a directory")):
         with pytest.raises(OSError, match=kind) as raised:
             files.open_regular(tmp_path / name)
         assert (raised.value.errno, raised.value.filename) == (errno.EINVAL, str(tmp_path / name))

@@ -37,7 +37,7 @@ def test_what_is_too_old_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     ]
     problem = versions.version_problem(needed)
     assert problem is not None
-    assert problem.startswith("peft 0.17.0, no av ")
+    assert problem.startswith("peft 0.17.0 is not supported; av is not installed; ")
     assert problem.endswith(": pip install 'peft>=0.18' 'av>=17.1'")
     assert versions.version_problem(["torch>=2.13"]) is None
 

@@ -23,7 +23,7 @@ def check_data(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     yield from window_warnings(config)
     others = [name for name, _ in data.extra_columns if name not in facts.media]
     if others and facts.first_frame != "unknown":
-        takes = " and ".join(facts.media) or "nothing but clips"
+        takes = " and ".join(facts.media) or "only clips"
         yield f"--extra_columns {' '.join(others)} has no effect: this checkpoint takes {takes}"
     yield from _check_precomputation(config)
     yield from _check_batch_sizes(config)
@@ -31,7 +31,7 @@ def check_data(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     if config.validation.eval_steps and not data.eval_num_items and not config.validation.eval_reward:
         yield (
             "eval_steps",
-            "the evaluation loss needs held-out items; set --eval_num_items, or score samples with --eval_reward",
+            "the evaluation loss requires held-out items; set --eval_num_items, or score samples with --eval_reward",
             "required",
         )
     if data.eval_num_items and not config.validation.eval_steps:
@@ -43,9 +43,9 @@ def _check_precomputation(config: TrainConfig) -> Iterator[Finding]:
     if not data.precompute_conditions:
         return
     if config.changed("precompute_batch_size") and config.model.enable_slicing:
-        yield "--precompute_batch_size saves little with --enable_slicing: the VAE takes the clips one by one"
+        yield "--precompute_batch_size saves little with --enable_slicing: the VAE encodes the clips one by one"
     if data.frame_selection == "random" or data.video_reshape_mode == "random":
-        yield "with --precompute_conditions a random crop or start is drawn once per clip, not per epoch"
+        yield "with --precompute_conditions, a random crop or start is drawn once per clip, not per epoch"
 
 
 def _check_batch_sizes(config: TrainConfig) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def _check_batch_sizes(config: TrainConfig) -> Iterator[Finding]:
     ):
         for bucket, count in sorted(Counter(bucket for bucket, _ in entries).items()):
             if count > 1:
-                yield option, f"{'x'.join(map(str, bucket))} is named twice", "duplicate"
+                yield option, f"{'x'.join(map(str, bucket))} is set twice", "duplicate"
 
 
 def check_dataset(data: DataSection, *, given: Collection[str], found: Findings) -> None:
@@ -75,7 +75,10 @@ def _check_dataset(data: DataSection, names: Collection[str]) -> Iterator[Findin
     if data.video_resolution_buckets:
         for name in ("resolutions", "frame_buckets"):
             if name in names:
-                message = "--video_resolution_buckets names every size and length already; give one of them"
+                message = (
+                    "cannot be combined with --video_resolution_buckets, which sets every size and length; "
+                    "remove one of them"
+                )
                 yield name, message, "conflict"
     if data.min_ar > data.max_ar:
         yield "min_ar", f"{data.min_ar:g} is above --max_ar {data.max_ar:g}", "conflict"
@@ -87,18 +90,33 @@ def _check_dataset(data: DataSection, names: Collection[str]) -> Iterator[Findin
         return
     for name in ("data_root", "dataset_file", "hf_dataset"):
         if getattr(data, name) is not None:
-            yield name, "--dataset FILE names the datasets; name it there, or drop --dataset", "conflict"
+            yield (
+                name,
+                (
+                    "cannot be combined with --dataset FILE, which names the datasets; set it in the file, or remove "
+                    "--dataset"
+                ),
+                "conflict",
+            )
 
 
 def _check_source(data: DataSection, names: Collection[str]) -> Iterator[Finding]:
     if not data.is_named:
-        yield "data_root", "no data: give --data_root (a folder), --dataset_file, --hf_dataset or --dataset", "required"
+        yield (
+            "data_root",
+            "no data: set --data_root (a directory), --dataset_file, --hf_dataset or --dataset",
+            "required",
+        )
     if data.hf_dataset is not None and data.dataset_file is not None:
-        yield "hf_dataset", "--dataset_file names another dataset; give one of them", "conflict"
+        yield (
+            "hf_dataset",
+            "cannot be combined with --dataset_file, which names another dataset; remove one of them",
+            "conflict",
+        )
     if data.caption_columns and "caption_column" in names:
-        yield "caption_columns", "they take the place of --caption_column; give one of them", "conflict"
+        yield "caption_columns", "cannot be combined with --caption_column; remove one of them", "conflict"
     is_table = data.dataset_file is not None and data.dataset_file.suffix.lower() in _TABLES
     if data.caption_lines and (is_table or data.hf_dataset is not None):
-        yield "--caption_lines has no effect without .txt files next to the clips; several captions are a list there"
+        yield "--caption_lines has no effect without .txt files next to the clips; use a list for several captions"
     if data.caption_columns and data.dataset_file is None and data.hf_dataset is None:
-        yield "--caption_columns has no effect without columns: a .csv, .json, .jsonl, .parquet or .tar file"
+        yield "--caption_columns has no effect without columns: use a .csv, .json, .jsonl, .parquet or .tar file"

@@ -24,15 +24,15 @@ def check_frames(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Check the options of frame conditioning against the model."""
     data, model = config.data, config.model.model_name
     if facts.first_frame in ("none", "tokens") and config.changed("first_frame_noise"):
-        yield f"--first_frame_noise has no effect: this {model} takes no first frame on extra channels"
+        yield f"--first_frame_noise has no effect: this {model} does not take a first frame on extra channels"
     if data.frame_conditioning is not None and data.first_frame_conditioning_p is not None:
         yield (
             "frame_conditioning",
-            "says how often the first frame is given, too; give one of the two options",
+            "cannot be combined with --first_frame_conditioning_p; remove one of them",
             "conflict",
         )
     if facts.first_frame == "none" and data.first_frame_conditioning_p:
-        yield "first_frame_conditioning_p", f"this {model} takes no first frame; remove it", "unsupported"
+        yield "first_frame_conditioning_p", f"this {model} does not take a first frame; remove it", "unsupported"
     yield from frame_problems(data, facts, model=model)
 
 
@@ -40,13 +40,15 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[P
     """Yield a problem for frame conditioning that a model or the windows of a dataset do not support."""
     kinds = data.frame_conditioning or ()
     others = [kind.label for kind in kinds if kind.name != "first"]
-    way_out = "--list_models says which models take any"
+    way_out = "--list_models shows which models take any frame"
     if facts.first_frame == "none" and kinds:
-        yield Problem("--frame_conditioning", f"this {model} takes no given frames; {way_out}", "unsupported")
+        yield Problem(
+            "--frame_conditioning", f"this {model} does not support conditioning frames; {way_out}", "unsupported"
+        )
     elif others and not facts.any_frame:
         yield Problem(
             "--frame_conditioning",
-            f"this {model} takes the first frame alone, not {', '.join(others)}; {way_out}",
+            f"this {model} supports only the first frame, not {', '.join(others)}; {way_out}",
             "unsupported",
         )
     else:
@@ -55,7 +57,9 @@ def frame_problems(data: DataSection, facts: Facts, *, model: str) -> Iterator[P
                 yield Problem("--frame_conditioning", reason)
     if data.window_context and not facts.any_frame:
         yield Problem(
-            "--window_context", f"this {model} cannot be given frames before a window; {way_out}", "unsupported"
+            "--window_context",
+            f"this {model} does not support context frames before a window; {way_out}",
+            "unsupported",
         )
     yield from _slice_problems(data, facts)
 
@@ -68,11 +72,11 @@ def _slice_problems(data: DataSection, facts: Facts) -> Iterator[Problem]:
     if facts.first_frame == "channels":
         yield Problem(
             "--sliding_window_latents",
-            "this checkpoint is given each window's first frame, which must be encoded alone; use encode",
+            "this checkpoint takes each window's first frame, which must be encoded alone; use encode",
             "unsupported",
         )
     elif facts.first_frame == "tokens":
-        reason = "a window's first latent stands for several frames, so it cannot be given as the first frame"
+        reason = "a window's first latent stands for several frames, so it cannot be a conditioning frame"
         if data.frame_conditioning is None and data.first_frame_conditioning_p != 0:
             yield Problem(
                 "--first_frame_conditioning_p",
@@ -92,7 +96,7 @@ def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: 
     if facts.needs_image and any(not (prompt.image or prompt.video or prompt.video_prefix) for prompt in prompts):
         yield "image", "this checkpoint animates an image", "required"
     if facts.first_frame == "none" and any(prompt.image or (prompt.video and not facts.media) for prompt in prompts):
-        yield "image", f"this {model} takes no first frame", "unsupported"
+        yield "image", f"this {model} does not take a first frame", "unsupported"
 
 
 def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
@@ -100,10 +104,10 @@ def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model:
     media = [name for name in ("last_image", "video_prefix") if any(getattr(prompt, name) for prompt in prompts)]
     if not facts.any_frame:
         for name in media:
-            message = f"this {model} can be given no frame but the first; --list_models says which models take any"
+            message = f"this {model} supports only the first frame; --list_models shows which models take any frame"
             yield name, message, "unsupported"
     elif any(prompt.video_prefix and (prompt.image or prompt.video) for prompt in prompts):
-        message = "is what the sample begins with, and so is an image or a video; give a prompt one of them"
+        message = "a prompt cannot have both this and an image or video to begin with; remove one of them"
         yield "video_prefix", message, "conflict"
 
 
@@ -131,6 +135,6 @@ def length_problems(
     if shortest <= data.window_context:
         yield Problem(
             "--window_context",
-            f"leaves nothing to train of windows of {shortest} latent frames; give at most {shortest - 1}",
+            f"leaves nothing to train of windows of {shortest} latent frames; use at most {shortest - 1}",
             "conflict",
         )

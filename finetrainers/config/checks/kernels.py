@@ -49,7 +49,7 @@ def _check_attention(
     name = config.model.attn_backend
     default = os.environ.get(DEFAULT_BACKEND, "native").lower()
     if name == AUTO and default != "native":
-        yield f"{DEFAULT_BACKEND}={default} chooses the attention of every network in the process; use --attn_backend"
+        yield f"{DEFAULT_BACKEND}={default} sets the attention of every network in the process; use --attn_backend"
     if name != AUTO:
         backend = BACKENDS[name]
         if device_type != "cpu" and backend.missing is not None:
@@ -66,7 +66,7 @@ def _check_attention(
     if name == "_native_math":
         yield (
             "--attn_backend _native_math stores the scores of all pairs of tokens in each block, which the memory "
-            "estimate leaves out; it is for comparisons at small sizes"
+            "estimate leaves out; use it only for comparisons at small sizes"
         )
     if capability is not None and capability < (8, 0) and config.training.mixed_precision == "bf16":
         yield (
@@ -80,7 +80,7 @@ def _attention_problems(
 ) -> Iterator[tuple[str, Kind]]:
     backend, compiles = BACKENDS[name], config.memory.compile != "none"
     if device_type == "cpu" and not backend.on_cpu:
-        yield "needs a CUDA GPU, and this run trains on the CPU; use native", "unsupported"
+        yield "requires a CUDA GPU, and this run trains on the CPU; use native", "unsupported"
         return
     if device_type != "cpu" and dtype_bytes > 2 and not backend.any_dtype:
         yield "computes in bf16 or fp16, and this run in fp32; add --mixed_precision bf16, or use native", "conflict"
@@ -89,12 +89,12 @@ def _attention_problems(
     if compiles and not backend.one_graph:
         fixed = name.replace("_varlen", "")
         yield (
-            f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or leave out --compile",
+            f"reads sequence lengths on the host, which breaks a compiled block; use {fixed}, or remove --compile",
             "conflict",
         )
     if name == "_native_math" and config.memory.stored == "keep_attention":
         yield (
-            "is no single operator, whose result --activation_memory keep_attention could keep; use native",
+            "is not a single operator whose result --activation_memory keep_attention could keep; use native",
             "conflict",
         )
 
@@ -103,47 +103,57 @@ def _dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
 
 
+def is_compiled(config: TrainConfig) -> bool:
+    """Return whether the network is compiled, by an option or by the launcher's file."""
+    return config.memory.compile != "none" or _is_compiled_by_launcher()
+
+
+def _is_compiled_by_launcher() -> bool:
+    return os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no"
+
+
 def _check_compile(config: TrainConfig, device_type: str) -> Iterator[Finding]:
     memory = config.memory
-    if os.environ.get(COMPILED_BY_LAUNCHER, "no").lower() != "no":
+    if _is_compiled_by_launcher():
         yield (
             "compile",
-            "regional: the launcher's file compiles, too (dynamo_config); choose one of them",
+            "regional: cannot be combined with the launcher's compilation (dynamo_config); remove one of them",
             "conflict",
         )
     if memory.layerwise_upcasting_modules:
         yield (
             "compile",
-            "regional does not go with --layerwise_upcasting_modules, which replaces weights within a block; use "
-            "--quantize_frozen",
+            "regional: cannot be combined with --layerwise_upcasting_modules, which replaces weights within a block; "
+            "use --quantize_frozen",
             "conflict",
         )
     if memory.blocks_to_swap:
         yield (
             "compile",
-            "regional does not go with --blocks_to_swap, which exchanges the weights of a block; drop one of them",
+            "regional: cannot be combined with --blocks_to_swap, which exchanges the weights of a block; remove one "
+            "of them",
             "conflict",
         )
     if memory.stored not in ("none", "checkpoint"):
         yield (
             "compile",
-            f"regional does not go with --activation_memory {memory.stored}, which does not see the operators of a "
-            "compiled block; use checkpoint",
+            f"regional: cannot be combined with --activation_memory {memory.stored}, which does not see the "
+            "operators of a compiled block; use checkpoint",
             "conflict",
         )
     if not any(map(shutil.which, _COMPILERS)) and not {"CC", "CXX"} & os.environ.keys():
         yield Problem(
             "--compile",
-            "regional needs a C++ compiler, and there is none: install g++ (apt-get install g++)",
+            "regional requires a C++ compiler: install g++ (apt-get install g++)",
             "not_installed",
             is_local=True,
         )
     if device_type == "cuda" and find_spec("triton") is None:
         yield Problem(
             "--compile",
-            "regional needs the package triton, which is not installed: pip install triton",
+            "regional requires the package triton, which is not installed: pip install triton",
             "not_installed",
             is_local=True,
         )
     if config.training.use_dora:
-        yield "--compile regional gains little with --use_dora, whose layers break each block into many graphs"
+        yield "--compile regional saves little with --use_dora, whose layers break each block into many graphs"

@@ -54,7 +54,7 @@ def check_config(
         _check_sizes(config, facts.geometry, prompts),
         _check_model(config, facts),
         _check_training(config),
-        _check_block_swap(config),
+        check_block_swap(config),
         _check_parallel(config),
         _check_sequence_parallel(config, facts, processes=processes),
         _check_validation(config, facts, prompts),
@@ -73,28 +73,36 @@ def _check_media(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     """Refuse options that media of the checkpoint, or text encoders that see the image, leave no choice in."""
     if facts.media and config.training.method != "sft":
         takes = " and ".join(facts.media)
-        yield "method", f"this checkpoint takes {takes} with each clip, which only --method sft reads", "unsupported"
+        yield (
+            "method",
+            f"this checkpoint takes {takes} with each clip, which is supported only with --method sft",
+            "unsupported",
+        )
     if not facts.text_sees_image:
         return
-    reason = "the text encoder of this checkpoint sees the image"
+    reason = "the text encoder of this checkpoint also encodes the image"
     if config.data.first_frame_conditioning_p not in (None, 1.0):
         yield (
             "first_frame_conditioning_p",
-            f"{reason}, so every clip is given its first frame; remove it",
+            f"{reason}, so every clip is conditioned on its first frame; remove it",
             "unsupported",
         )
     if config.data.frame_conditioning is not None:
-        yield "frame_conditioning", f"{reason}, so every clip is given its first frame; remove it", "unsupported"
+        yield (
+            "frame_conditioning",
+            f"{reason}, so every clip is conditioned on its first frame; remove it",
+            "unsupported",
+        )
     if config.sft.prior_preservation_weight > 0:
         yield (
             "prior_preservation_weight",
-            f"{reason}, with which prior prompts are not encoded; set it to 0",
+            f"{reason}, and prior prompts are not encoded with an image; set it to 0",
             "unsupported",
         )
     if config.grpo.rollout_cfg != 1.0:
         yield (
             "rollout_cfg",
-            f"{reason}, and the empty prompt has none; use --rollout_guidance, or leave it out",
+            f"{reason}, and the empty prompt has none; use --rollout_guidance, or remove it",
             "unsupported",
         )
 
@@ -117,7 +125,7 @@ def _check_method(config: TrainConfig) -> Iterator[Finding]:
         flags = [f"--{name}" for name, option in fields().items() if option.section == table and config.changed(name)]
         if section.methods and method not in section.methods and flags:
             way_out = f"add --method {section.methods[0]} or remove them"
-            yield "method", f"{method} has no use for {', '.join(flags)}; {way_out}", "unsupported"
+            yield "method", f"{method} does not use {', '.join(flags)}; {way_out}", "unsupported"
 
 
 def _check_needs(config: TrainConfig, unread: Mapping[str, str]) -> Iterator[Finding]:
@@ -166,13 +174,17 @@ def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     if facts.boundary is not None and model.expert is None:
         yield (
             "expert",
-            f"is not set, and this model has two networks: `high` for noise levels from {facts.boundary:g} on, and "
-            "`low` for those below; train one, and the other in a run of its own",
+            f"required: this model has two networks, `high` for noise levels from {facts.boundary:g} and `low` for "
+            "those below; train each in a separate run",
             "required",
         )
     yield from _check_parts(model, facts)
     if model.text_encoder_3_dtype is not None:
-        yield "text_encoder_3_dtype", "no supported model family has a third text encoder; remove it", "unsupported"
+        yield (
+            "text_encoder_3_dtype",
+            "is not supported: no model family has a third text encoder; remove it",
+            "unsupported",
+        )
     if "text_encoder_2" not in facts.parts:
         for option in ("text_encoder_2_id", "tokenizer_2_id", "text_encoder_2_dtype"):
             if config.changed(option):
@@ -181,14 +193,14 @@ def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     if config.memory.layerwise_upcasting_modules and config.training.training_type != "lora":
         yield (
             "layerwise_upcasting_modules",
-            "stores frozen weights in 8 bits, so it needs --training_type lora",
+            "stores frozen weights in 8 bits, so it requires --training_type lora",
             "conflict",
         )
     if model.transformer_dtype.startswith("float8"):
         yield (
             "transformer_dtype",
-            f"{model.transformer_dtype} cannot compute; use bf16, and --quantize_frozen fp8 or "
-            "--layerwise_upcasting_modules transformer, which store the frozen weights in 8 bits",
+            f"{model.transformer_dtype} is a storage dtype; use bf16, and --quantize_frozen fp8 or "
+            "--layerwise_upcasting_modules transformer to store the frozen weights in 8 bits",
             "unsupported",
         )
     yield from _check_lora_autocast(config)
@@ -200,16 +212,16 @@ def _check_lora_autocast(config: TrainConfig) -> Iterator[Finding]:
         return
     dtype, precision = config.model.transformer_dtype, config.training.mixed_precision
     if config.training.training_type != "lora":
-        message = "full finetuning computes in 16 bits by autocast alone; drop --no-lora_autocast"
+        message = "full finetuning computes in 16 bits by autocast alone; remove --no-lora_autocast"
     elif precision in ("bf16", "fp16"):
-        message = f"--mixed_precision {precision} is the dtype of autocast; drop it or --no-lora_autocast"
+        message = f"--mixed_precision {precision} is the dtype of autocast; remove it or --no-lora_autocast"
     elif dtype == "fp16":
-        message = "fp16 needs the loss scaling that comes with autocast; use --transformer_dtype bf16"
+        message = "fp16 requires the loss scaling of autocast; use --transformer_dtype bf16"
     elif config.training.use_dora:
-        message = "DoRA computes in the dtype of its fp32 weights; drop --use_dora or --no-lora_autocast"
+        message = "DoRA computes in the dtype of its fp32 weights; remove --use_dora or --no-lora_autocast"
     else:
         if dtype != "bf16":
-            yield f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; it is for bf16"
+            yield f"--no-lora_autocast saves nothing with --transformer_dtype {dtype}; use it with bf16"
         return
     yield "lora_autocast", message, "conflict"
 
@@ -220,23 +232,24 @@ def _check_quantization(config: TrainConfig) -> Iterator[Finding]:
             if str(config.get(name)).startswith("float8"):
                 yield (
                     name,
-                    "the weights are quantized already by --quantize_text_encoders; drop one of them",
+                    "cannot be combined with --quantize_text_encoders, which quantizes the same weights; remove one "
+                    "of them",
                     "conflict",
                 )
     if config.memory.quantize_frozen == "none":
         return
     if config.training.training_type != "lora":
-        yield "quantize_frozen", "quantized weights are not trained, so it needs --training_type lora", "conflict"
+        yield "quantize_frozen", "quantized weights are not trainable, so it requires --training_type lora", "conflict"
     if config.memory.layerwise_upcasting_modules:
         yield (
             "layerwise_upcasting_modules",
-            "the weights are quantized already by --quantize_frozen; drop one of them",
+            "cannot be combined with --quantize_frozen, which quantizes the same weights; remove one of them",
             "conflict",
         )
     if config.training.use_dora:
         yield (
             "use_dora",
-            "DoRA needs the norms of the frozen weights, which --quantize_frozen rounds; drop one of them",
+            "DoRA requires the norms of the frozen weights, which --quantize_frozen rounds; remove one of them",
             "conflict",
         )
 
@@ -255,13 +268,14 @@ def quantization_problems(config: TrainConfig, *, device_type: str) -> Iterator[
         if device_type != "cuda":
             yield Problem(
                 where,
-                f"needs a CUDA device, and this run is on {device_type}; use int8, which works everywhere",
+                f"requires a CUDA device, and this run is on {device_type}; use int8, which works everywhere",
                 "unsupported",
             )
         elif find_spec("bitsandbytes") is None:
             yield Problem(
                 where,
-                "needs the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use int8",
+                "requires the package bitsandbytes, which is not installed; run `pip install bitsandbytes`, or use "
+                "int8",
                 "not_installed",
                 is_local=True,
             )
@@ -271,7 +285,8 @@ def _check_activation_memory(memory: MemorySection) -> Iterator[Finding]:
     if memory.activation_memory == "auto" and memory.selective_checkpointing is not None:
         yield (
             "selective_checkpointing",
-            "--activation_memory auto chooses the share of the blocks; drop one",
+            "cannot be combined with --activation_memory auto, which chooses the share of the blocks; remove one of "
+            "them",
             "conflict",
         )
     if memory.activation_memory != "none":
@@ -280,7 +295,7 @@ def _check_activation_memory(memory: MemorySection) -> Iterator[Finding]:
         if getattr(memory, other):
             yield (
                 "activation_memory",
-                f"none stores all activations, and --{other} recomputes them; drop one",
+                f"none stores all activations, and --{other} recomputes them; remove one of them",
                 "conflict",
             )
 
@@ -291,13 +306,13 @@ def _check_parts(model: ModelSection, facts: Facts) -> Iterator[Finding]:
     for name, (_, _, dtype) in zip(names, map(split_part, model.part), strict=True):
         prefix = "transformer" if name == facts.trained else name
         if name not in facts.parts:
-            yield "part", f"{model.model_name} has no part {name!r}{nearest(name, facts.parts)}", "unknown"
+            yield "part", f"{model.model_name} has no component {name!r}{nearest(name, facts.parts)}", "unknown"
         elif f"{prefix}_id" in type(model).model_fields:
-            yield "part", f"{name} has options of its own; use --{prefix}_id and --{prefix}_dtype", "unsupported"
+            yield "part", f"{name} has separate options; use --{prefix}_id and --{prefix}_dtype", "unsupported"
         elif dtype is not None and not is_network(name):
             yield "part", f"{name} has no weights, so no dtype; remove {dtype}"
         elif names.count(name) > 1:
-            yield "part", f"{name} is named more than once; give its place and its dtype together", "duplicate"
+            yield "part", f"{name} is set more than once; set its path and its dtype together", "duplicate"
 
 
 def _check_diffusion(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
@@ -307,7 +322,7 @@ def _check_diffusion(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
             if config.changed(option):
                 yield (
                     option,
-                    f"{config.model.model_name} is not a flow-matching model, so shift has no meaning; remove it",
+                    f"{config.model.model_name} is not a flow-matching model, so it has no shift; remove it",
                     "unsupported",
                 )
         if diffusion.flow_weighting_scheme in ("sigma_sqrt", "cosmap"):
@@ -321,7 +336,7 @@ def _check_diffusion(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     if diffusion.flow_resolution_shifting and diffusion.flow_shift != 1.0:
         yield (
             "flow_shift",
-            f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; choose one",
+            f"{diffusion.flow_shift} and --flow_resolution_shifting both shift noise levels; remove one of them",
             "conflict",
         )
     base, top = diffusion.flow_base_seq_len, diffusion.flow_max_seq_len
@@ -338,14 +353,14 @@ def _check_training(config: TrainConfig) -> Iterator[Finding]:
     if training.reset and training.resume_from_checkpoint is None:
         yield (
             "reset",
-            f"{' '.join(training.reset)}: a new run has nothing to reset; give --resume_from_checkpoint",
+            f"{' '.join(training.reset)}: a new run has nothing to reset; add --resume_from_checkpoint",
             "required",
         )
     elif training.reset and training.resume_from_checkpoint == "auto":
         yield (
             "reset",
-            "--resume_from_checkpoint auto is for commands that are repeated, and they would repeat the reset; resume "
-            "once from `latest`, a step or a directory",
+            "--resume_from_checkpoint auto is for repeated commands, which would repeat the reset; resume once from "
+            "`latest`, a step or a directory",
             "conflict",
         )
     if training.async_checkpointing and training.checkpointing_steps == 0:
@@ -355,23 +370,35 @@ def _check_training(config: TrainConfig) -> Iterator[Finding]:
     if training.on_nonfinite == "rollback":
         every, steps = training.checkpointing_steps, training.train_steps
         if every == 0 or (steps is not None and every >= steps):
-            yield "on_nonfinite", "rollback needs checkpoints to roll back to; lower --checkpointing_steps", "conflict"
+            yield (
+                "on_nonfinite",
+                "rollback requires a checkpoint to roll back to; lower --checkpointing_steps",
+                "conflict",
+            )
 
 
-def _check_block_swap(config: TrainConfig) -> Iterator[Finding]:
+def check_block_swap(config: TrainConfig) -> Iterator[Finding]:
+    """Check that the frozen weights of blocks can be swapped."""
     number = config.memory.blocks_to_swap
     if number == 0:
         return
     if config.training.training_type != "lora":
-        yield "blocks_to_swap", "keeps frozen weights in host memory, so it needs --training_type lora", "conflict"
+        yield "blocks_to_swap", "keeps frozen weights in host memory, so it requires --training_type lora", "conflict"
     if number in (1, 2):
-        yield "blocks_to_swap", f"the GPU holds two of the swapped blocks, so {number} saves nothing; use 3 or more"
+        yield (
+            "blocks_to_swap",
+            (f"two swapped blocks are on the GPU at a time, so {number} saves nothing; use 3 or more"),
+        )
     if config.parallel.deepspeed:
-        yield "blocks_to_swap", "DeepSpeed moves and broadcasts every weight; use DDP or --fsdp full", "conflict"
+        yield (
+            "blocks_to_swap",
+            ("is not supported with DeepSpeed, which moves and broadcasts all weights; use DDP or --fsdp full"),
+            "conflict",
+        )
     if config.parallel.fsdp_cpu_offload:
         yield (
             "blocks_to_swap",
-            "--fsdp_cpu_offload keeps all weights in host memory already; remove one of them",
+            "cannot be combined with --fsdp_cpu_offload, which keeps all weights in host memory; remove one of them",
             "conflict",
         )
 
@@ -380,9 +407,12 @@ def _check_parallel(config: TrainConfig) -> Iterator[Finding]:
     """Check the rules that hold under every launcher. The launcher's settings are checked when the processes join."""
     parallel = config.parallel
     if parallel.fsdp and parallel.deepspeed:
-        yield "deepspeed", "DeepSpeed and FSDP2 both split the network; drop it or --fsdp", "conflict"
+        yield "deepspeed", "cannot be combined with --fsdp: both shard the network; remove one of them", "conflict"
+    if parallel.deepspeed and find_spec("deepspeed") is None:
+        message = "requires the package deepspeed, which is not installed; run `pip install deepspeed`"
+        yield Problem("--deepspeed", message, "not_installed", is_local=True)
     if parallel.fsdp != "hybrid" and parallel.fsdp_group_size is not None:
-        yield "fsdp_group_size", "groups are for --fsdp hybrid; add it, or leave this out", "conflict"
+        yield "fsdp_group_size", "requires --fsdp hybrid; add it, or remove this option", "conflict"
     if (
         parallel.sync_each_batch
         and config.training.gradient_accumulation_steps == 1
@@ -438,8 +468,12 @@ def check_shared_sizes(
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     validation = config.validation
-    if (validation.validation_steps or validation.validation_epochs) and not prompts:
-        yield "validation_prompts", "validation is scheduled but there are no prompts; give some", "required"
+    if (validation.is_scheduled or validation.validation_at_start) and not prompts:
+        yield (
+            "validation_prompts",
+            "validation is scheduled, but there are no prompts; set --validation_prompts",
+            "required",
+        )
     if prompts and validation.validation_inference_steps < facts.least_steps:
         yield (
             "validation_inference_steps",
@@ -447,7 +481,7 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
             f"{validation.validation_inference_steps}",
         )
     for medium, problem, kind in media_problems(prompts, facts, model=config.model.model_name):
-        remedy = "give one for each validation prompt" if kind == "required" else "remove the images and videos"
+        remedy = "use one for each validation prompt" if kind == "required" else "remove the images and videos"
         yield MEDIA_OPTIONS[medium], f"{problem}; {remedy}", kind
     for medium, problem, kind in prompt_problems(prompts, facts, model=config.model.model_name):
         yield MEDIA_OPTIONS[medium], problem, kind
@@ -480,15 +514,15 @@ def check_rewards(option: str, entries: Sequence[RewardEntry]) -> Iterator[Findi
     for entry in entries:
         key = (entry.name, tuple(sorted(entry.options.items())))
         if key in seen:
-            yield option, f"{entry.name} is given twice; give it once, with one weight", "duplicate"
+            yield option, f"{entry.name} is set twice; set it once, with one weight", "duplicate"
         seen.add(key)
     if option != "reward" or not entries:
         return
     counted = [entry for entry in entries if entry.weight]
     if not counted:
-        yield option, "every weight is 0, so nothing is learned; give one another weight"
+        yield option, "all weights are 0, so nothing is learned; set a weight above 0"
     elif all(entry.every > 1 for entry in counted):
-        yield option, "no reward with a weight scores every rollout; leave `every` out of one"
+        yield option, "no reward with a weight scores every rollout; remove `every` from one of them"
 
 
 def _check_eval_reward(config: TrainConfig) -> Iterator[Finding]:
@@ -502,11 +536,11 @@ def _check_eval_reward(config: TrainConfig) -> Iterator[Finding]:
     if validation.eval_prompts is None and validation.validation_prompts is None:
         yield (
             "eval_reward",
-            "there are no prompts to sample; give --eval_prompts FILE or --validation_prompts",
+            "there are no prompts to sample; set --eval_prompts FILE or --validation_prompts",
             "required",
         )
     if validation.eval_steps is None:
-        yield "--eval_reward scores before and after training only; set --eval_steps"
+        yield "--eval_reward scores only before and after training; set --eval_steps"
 
 
 def _check_run(config: TrainConfig) -> Iterator[Finding]:

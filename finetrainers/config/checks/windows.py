@@ -21,14 +21,14 @@ def window_problems(data: DataSection, geometry: Geometry) -> Iterator[tuple[str
         if 1 < frames < size:
             yield (
                 option,
-                f"{bucket}windows of {size} frames cannot be cut from {frames}; give a longer length, or none, or a "
+                f"{bucket}windows of {size} frames cannot be cut from {frames}; use a longer length, or none, or a "
                 "smaller --sliding_window_size",
             )
     if data.frame_selection not in ("head", "middle"):
         yield (
             "frame_selection",
-            f"{data.frame_selection} has no meaning with --sliding_window_size, whose windows start everywhere in a "
-            "clip; leave it out",
+            f"{data.frame_selection} has no effect with --sliding_window_size, whose windows start everywhere in a "
+            "clip; remove it",
         )
 
 
@@ -39,5 +39,5 @@ def window_warnings(config: TrainConfig) -> Iterator[str]:
     if {frames for frames in listed if frames > 1} == {data.sliding_window_size}:
         yield (
             f"every bucket of videos cuts clips to {data.sliding_window_size} frames, which is one window of "
-            "--sliding_window_size; give the buckets the length of the clips"
+            "--sliding_window_size; set the buckets to the length of the clips"
         )

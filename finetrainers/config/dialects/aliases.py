@@ -43,14 +43,14 @@ RENAMED = {
 }
 #: Names in its published commands that change nothing there (`model_type` chooses a loader), and our replacements.
 WITHOUT_EFFECT = {
-    "model_type": "--model_name (there it chooses how weights are loaded)",
+    "model_type": "--model_name (in DanceGRPO it chooses how weights are loaded)",
     "num_frames": "--t, or --rollout_size FxHxW",
     "group_frame": "every clip has the --rollout_size",
     "group_resolution": "every clip has the --rollout_size",
     "precondition_outputs": "it follows from the model",
     "ema_start_step": "--use_ema, --ema_update_after_step",
     "validation_prompt_dir": "--eval_prompts, --validation_prompts",
-    "uncond_prompt_dir": "the empty prompt is encoded where it is needed",
+    "uncond_prompt_dir": "the empty prompt is encoded if it is needed",
     "validation_sampling_steps": "--validation_inference_steps",
     "log_validation": "--validation_prompts with --validation_steps",
     "checkpoints_total_limit": "--checkpointing_limit",
@@ -58,15 +58,16 @@ WITHOUT_EFFECT = {
     "num_latent_t": "--t, or --rollout_size FxHxW",
     "loss_coef": "--lr",
     "ignore_last": "the last denoising step draws no noise, so it is never trained",
-    "weight_path": "--reward NAME=1,path=FOLDER",
+    "weight_path": "--reward NAME=1,path=DIRECTORY",
     **dict.fromkeys(
         ("weighting_scheme", "logit_mean", "logit_std", "mode_scale"), "--shift sets the noise levels of rollouts"
     ),
 }
 #: Names that are refused, and their replacements.
 REFUSED = {
-    "resume_from_lora_checkpoint": "read by nobody in DanceGRPO; --resume_from_checkpoint continues a run, LoRA or not",
-    "reference_model_path": "no model draws first frames here; name an image with each prompt in the file of --prompts",
+    "resume_from_lora_checkpoint": "DanceGRPO never reads it; --resume_from_checkpoint continues a run, LoRA or not",
+    "reference_model_path": "no model generates first frames here; name an image with each prompt in the file of "
+    "--prompts",
     "fsdp_sharding_strategy": "DanceGRPO writes it fsdp_sharding_startegy; use --fsdp full or --fsdp hybrid",
 }
 #: Directory in which DanceGRPO expects the reward model.
@@ -150,7 +151,6 @@ def _translate_all(options: RawOptions, dance_names: Sequence[str]) -> None:
         options: the options; DanceGRPO's are replaced.
         dance_names: names of DanceGRPO's algorithm among them.
     """
-    options.is_translated |= bool(dance_names)
     _choose_preset(options, dance_names)
     _note_without_effect(options, dance_names)
     for name in [name for name in REFUSED if name in options.values]:
@@ -168,19 +168,19 @@ def _translate_all(options: RawOptions, dance_names: Sequence[str]) -> None:
         if options.values.get("seed") is None:
             options.put("seed", seed, "sampler_seed")
         else:
-            options.notes.append(f"sampler_seed {seed}: the order of prompts follows from --seed too, which is given")
+            options.notes.append(f"sampler_seed {seed}: --seed is set, and also determines the order of prompts")
     if not external.use_group:
         _refuse(
             options,
             "use_group",
-            "clips are always compared within the group of their prompt; leave it out",
+            "clips are always compared within the group of their prompt; remove it",
             "unsupported",
         )
     if external.cfg:
         _refuse(
             options,
             "cfg",
-            f"{external.cfg:g} is DanceGRPO's rate of dropped prompts; none is dropped here, leave it out. "
+            f"{external.cfg:g} is DanceGRPO's rate of dropped prompts, and prompts are not dropped here; remove it. "
             "Classifier-free guidance is --rollout_cfg",
             "unsupported",
         )
@@ -223,8 +223,8 @@ def _choose_preset(options: RawOptions, dance_names: Sequence[str]) -> None:
     if options.values.get("grpo_preset") is None:
         options.values["grpo_preset"], options.where["grpo_preset"] = "dancegrpo", places
         options.notes.append(
-            f"{places}: these are DanceGRPO's names, so --grpo_preset dancegrpo sets what is not given (sampler, "
-            "trained steps, clip range, optimizer); name another preset for another algorithm"
+            f"{places}: these are DanceGRPO's names, so --grpo_preset dancegrpo sets what you omit (sampler, trained "
+            "steps, clip range, optimizer); set another preset for another algorithm"
         )
 
 
@@ -239,7 +239,7 @@ def _note_without_effect(options: RawOptions, dance_names: Sequence[str]) -> Non
     if hints:
         width = max(len(where[name]) for name in hints)
         lines = [f"  {where[name]:<{width}}  {text}" for name, text in hints.items()]
-        head = "flags of DanceGRPO's scripts that its trainer never reads have no effect here either; instead use"
+        head = "DanceGRPO's trainer never reads these flags of its scripts, so they have no effect; use instead"
         options.notes.append("\n".join([head, *lines]))
 
 
@@ -247,7 +247,7 @@ def _translate_size(options: RawOptions, external: _ExternalOptions) -> None:
     names = [name for name in ("t", "h", "w") if name in external.model_fields_set]
     missing = [name for name in ("t", "h", "w") if name not in names]
     if names and missing:
-        _refuse(options, names[0], f"a clip's size needs h, w and t; {' and '.join(missing)} is not given", "required")
+        _refuse(options, names[0], f"a clip's size requires h, w and t; {' and '.join(missing)} is not set", "required")
     elif names:
         options.put("rollout_size", f"{external.t}x{external.h}x{external.w}", *names)
 
@@ -262,7 +262,7 @@ def _translate_rewards(options: RawOptions, external: _ExternalOptions) -> None:
         path = f",path={_VIDEOALIGN}" if _VIDEOALIGN.is_dir() else ""
         rewards += [f"videoalign.vq={external.vq_coef!r}{path}", f"videoalign.mq={external.mq_coef!r}{path}"]
     elif names[-1] not in scorers:
-        _refuse(options, names[-1], "needs use_videoalign; or use --reward videoalign.vq=WEIGHT", "required")
+        _refuse(options, names[-1], "requires use_videoalign; or use --reward videoalign.vq=WEIGHT", "required")
         return
     options.put("reward", rewards, *names)
 
@@ -273,7 +273,7 @@ def _translate_machine(options: RawOptions, external: _ExternalOptions) -> None:
         _refuse(
             options,
             "train_sp_batch_size",
-            "processes that share clips (--sp_size) train as many at once as others do; leave it out, and use "
+            "processes that share clips (--sp_size) train the same number at once as others; remove it, and use "
             "--batch_size",
             "unsupported",
         )
@@ -296,7 +296,7 @@ def _shard(options: RawOptions, strategy: str) -> None:
     if all(options.put(option, value, name) for option, value in sharding.items()):
         flags = " ".join(f"--{option} {value}" for option, value in sharding.items() if isinstance(value, str))
         reshard = " --no-fsdp_reshard_after_forward" if len(sharding) > 1 else ""
-        fallback = "every process has all weights" if processes > 1 else "nothing is split"
+        fallback = "every process has all weights" if processes > 1 else "nothing is sharded"
         options.notes.append(
             f"{place} {strategy} with {plural(processes, 'process', 'processes')}: {flags + reshard or fallback}"
         )

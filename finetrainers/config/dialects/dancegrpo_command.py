@@ -78,8 +78,7 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
     settings.notes.append(note)
     if "cfg" not in values:
         settings.notes.append(
-            f"{place} without --cfg drops a tenth of the prompts there, whose embeddings are zeros then; none is "
-            "dropped here"
+            f"{place} without --cfg drops a tenth of the prompts there, with zeros as embeddings; none is dropped here"
         )
     for source in sources:
         if (schedule := source.values.get("lr_scheduler")) in _DECAYING:
@@ -88,7 +87,6 @@ def read_command(sources: Sequence[RawOptions], our_options: dict[str, str | Non
                 f"{source.where['lr_scheduler']} {schedule} is over 1,000,000 steps there, so it hardly decays: "
                 "--lr_scheduler constant_with_warmup"
             )
-    settings.is_translated = True
     return settings
 
 

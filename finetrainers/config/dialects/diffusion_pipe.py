@@ -50,8 +50,10 @@ COMPUTED = (
     "adapter.type", "adapter.dtype", "adapter.alpha", "optimizer.type", "optimizer.betas", "monitoring.enable_wandb",
 )  # fmt: skip
 _EVALUATION = "evaluation is every --eval_steps, on the clips of --eval_num_items"
-_BATCHES = "give one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
-_STAGES = "no network is split into stages here; several GPUs share it with --fsdp full or --deepspeed --zero_stage 3"
+_BATCHES = "set one number as micro_batch_size_per_gpu, and --bucket_batch_sizes for single buckets"
+_STAGES = (
+    "pipeline stages are not supported; use --fsdp full or --deepspeed --zero_stage 3 to share a network among GPUs"
+)
 #: Keys that are refused, by their replacement; false, 0 and empty values are not refused.
 REFUSED = invert_groups({
     _BATCHES: "image_micro_batch_size_per_gpu",
@@ -60,28 +62,28 @@ REFUSED = invert_groups({
     "the loss is the squared error; remove it": "pseudo_huber_c",
     f"{_EVALUATION}; remove it": "eval_datasets",
     "use --push_to_hub and --hub_model_id": "huggingface_repo",
-    "is the layout of the official scripts; give diffusers_path or --pretrained_model_name_or_path, a repository in "
+    "is the layout of the official scripts; set diffusers_path or --pretrained_model_name_or_path to a repository in "
     "diffusers layout": "model.ckpt_path",
     "name the file as transformer_path, and as vae_path too if it holds the VAE": "model.single_file_path",
     "all noise levels are trained; --flow_weighting_scheme and --flow_logit_mean move them": "model.min_t model.max_t",
-    "FramePack's own training is not here; framepack_window_size cuts sliding windows, see "
-    "docs/how-to/sliding-windows.md": "model.latent_window_size model.f1 model.siglip_path",
-    "fuse it beforehand with diffusers' fuse_lora, and give the result as --transformer_id": "adapter.fuse_adapters",
-    "there is no LoKr here; use type = 'lora'": "adapter.decompose_factor",
-    "use --optimizer_in_backward, which needs --max_grad_norm 0":
+    "FramePack's own training is not supported; framepack_window_size cuts sliding windows, see "
+    "docs/reference/buckets.md": "model.latent_window_size model.f1 model.siglip_path",
+    "fuse it beforehand with diffusers' fuse_lora, and set the result as --transformer_id": "adapter.fuse_adapters",
+    "LoKr is not supported; use type = 'lora'": "adapter.decompose_factor",
+    "use --optimizer_in_backward, which requires --max_grad_norm 0":
         "optimizer.gradient_release",
     "keys are not read from files; set WANDB_API_KEY in the environment": "monitoring.wandb_api_key",
 })  # fmt: skip
 #: Keys that do nothing here, by the reason.
 WITHOUT_EFFECT = invert_groups({
-    "is counted in optimizer steps here: --checkpointing_steps (whole state and weights), without it every 500":
+    "is counted in optimizer steps here: --checkpointing_steps (complete state and weights); the default is 500":
         "save_every_n_epochs save_every_n_examples checkpoint_every_n_epochs checkpoint_every_n_minutes",
     _EVALUATION: "eval_every_n_steps eval_every_n_epochs eval_every_n_examples eval_before_first_step",
-    "evaluation has the batches of training":
+    "evaluation uses the batches of training":
         "eval_micro_batch_size_per_gpu image_eval_micro_batch_size_per_gpu eval_gradient_accumulation_steps",
     "evaluation swaps blocks as training does": "disable_block_swap_for_eval",
     "gradient checkpointing is never reentrant": "reentrant_activation_checkpointing",
-    "no network is split into stages": "partition_method",
+    "pipeline stages are not supported": "partition_method",
     "use --push_to_hub, which uploads when training ends": "upload_hf_from_epoch",
     "results are written in the dtype of `transformer_dtype`, LoRAs in fp32": "save_dtype",
     "use --dataloader_num_workers": "map_num_proc",
@@ -121,7 +123,6 @@ def translate_document(document: Mapping[str, Any], options: RawOptions, locate:
         options: gets our options; diffusion-pipe's defaults have the first line as their place.
         locate: says where a key stands.
     """
-    options.is_translated = True
     external: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in document.items():
@@ -202,7 +203,7 @@ class _Translation:
         """Set options to our value for a key's; it is a problem if there is none."""
         value = self.external.get(key)
         if value is not None and str(value) not in choices:
-            self.refuse(key, f"{value!r} is none of: {', '.join(choices)}", "unknown")
+            self.refuse(key, f"unknown value {value!r}; use one of: {', '.join(choices)}", "unknown")
         elif value is not None:
             for option in options:
                 self.put(key, option, choices[str(value)])
@@ -221,7 +222,7 @@ class _Translation:
         if checkpointing == "unsloth":
             self.note("activation_checkpointing", "activations are recomputed, not moved to the CPU")
         if self.external.get("video_clip_mode") == "multiple_overlapping":
-            self.refuse("video_clip_mode", "use framepack_window_size, and --sliding_window_stride")
+            self.refuse("video_clip_mode", "use framepack_window_size and --sliding_window_stride")
         else:
             self.choose("video_clip_mode", {"single_beginning": "head", "single_middle": "middle"}, "frame_selection")
 
@@ -282,22 +283,24 @@ class _Translation:
         elif published is not None:
             self.put("model.transformer_path", "pretrained_model_name_or_path", published)
             message = (
-                f"configs are those of {published}, which are part of this program; tokenizers are looked for there"
+                f"configs are those of {published}, which are part of this package; tokenizers are read from there"
             )
             self.note("model.transformer_path", f"{message} unless llm_path and clip_path have them")
         elif "model.transformer_path" in self.external:
-            message = "is not in a repository in diffusers layout; add diffusers_path = 'FOLDER or hub id' to [model]"
+            message = (
+                "is not in a repository in diffusers layout; add diffusers_path = 'DIRECTORY or Hub id' to [model]"
+            )
             self.note("model.transformer_path", f"{message}, which has the configs, the tokenizers and the scheduler")
 
     def _windows(self) -> None:
         is_framepack, has_size = self.external.get("model.framepack"), "model.framepack_window_size" in self.external
         if is_framepack and not has_size:
-            self.refuse("model.framepack", "needs framepack_window_size, the frames of a window", "required")
+            self.refuse("model.framepack", "requires framepack_window_size, the frames of a window", "required")
         elif is_framepack:
             self.note(
                 "model.framepack",
-                "clips are cut into sliding windows, each trained as a clip of its own; this is not FramePack's "
-                "compression of what came before; --sliding_window_batching clip trains all windows of a clip in one "
+                "clips are cut into sliding windows, each trained as a separate clip, without FramePack's "
+                "compression of earlier frames; --sliding_window_batching clip trains all windows of a clip in one "
                 "step",
             )
         elif has_size:
@@ -310,7 +313,7 @@ class _Translation:
             return
         kind = self.external.get("adapter.type")
         if kind != "lora":
-            self.refuse("adapter.type", f"{kind!r}: of adapters there is 'lora' here (and --use_dora)")
+            self.refuse("adapter.type", f"unknown adapter {kind!r}; use 'lora' (and --use_dora)")
             return
         self.put("adapter.type", "training_type", "lora")
         alpha = "adapter.alpha" if "adapter.alpha" in self.external else "adapter.rank"
@@ -331,7 +334,7 @@ class _Translation:
         elif kind:
             self.refuse(
                 "optimizer.type",
-                f"{kind!r} is none of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer",
+                f"unknown optimizer {kind!r}; use one of: {', '.join(_OPTIMIZERS)}; others are named by --optimizer",
                 "unknown",
             )
         if kind in ("adamw_optimi", "adamw8bitkahan"):
@@ -341,7 +344,7 @@ class _Translation:
             for number, beta in enumerate(betas[:3], start=1):
                 self.put("optimizer.betas", f"beta{number}", beta)
         else:
-            self.refuse("optimizer.betas", f"wanted a list of numbers, got {betas!r}", "invalid")
+            self.refuse("optimizer.betas", f"expected a list of numbers, got {betas!r}", "invalid")
         if self.external.get("monitoring.enable_wandb"):
             self.put("monitoring.enable_wandb", "report_to", "wandb")
         else:

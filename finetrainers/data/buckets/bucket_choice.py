@@ -72,10 +72,10 @@ def choose_buckets(data: DataSection, geometry: Geometry, clips: Mapping[Kind, S
             for kind, sizes in ((kind, sizes) for kind, sizes in clips.items() if sizes):
                 buckets = tuple(default_buckets(sizes, geometry, lengths if kind == "video" else ()))
                 listing = ", ".join(map(bucket_text, buckets))
-                notes.append(f"no buckets were given; chose {listing} from the sizes of {plural(len(sizes), kind)}")
+                notes.append(f"no buckets were set; chose {listing} from the sizes of {plural(len(sizes), kind)}")
                 by_kind[kind] = (buckets,)
     except ValueError as error:
-        raise DataError("sizes that this model cannot train on", [str(error)]) from None
+        raise DataError("sizes that this model does not support", [str(error)]) from None
     bucket_set = BucketSet(
         {"video": by_kind["video"], "image": _as_resolutions(listed) or by_kind["image"]},
         tuple(notes),
@@ -93,7 +93,7 @@ def _check_buckets(buckets: Sequence[Bucket], geometry: Geometry) -> None:
     """
     problems = [f"{bucket_text(bucket)}: {problem}" for bucket in buckets for problem in geometry.problems(*bucket)]
     if problems:
-        raise DataError("buckets that this model cannot train on", problems)
+        raise DataError("buckets that this model does not support", problems)
 
 
 def _resolution_buckets(
@@ -111,7 +111,7 @@ def _resolution_buckets(
     if not lengths and videos:
         lengths = default_lengths([video[0] for video in videos], geometry)
         notes.append(
-            f"no lengths were given; chose {', '.join(map(str, lengths))} frames from {plural(len(videos), 'video')}"
+            f"no lengths were set; chose {', '.join(map(str, lengths))} frames from {plural(len(videos), 'video')}"
         )
     listing = "; ".join(", ".join(f"{height}x{width}" for height, width in same_area) for same_area in sizes)
     notes.append(f"sizes of --resolutions: {listing}")
@@ -131,12 +131,13 @@ def named_buckets(
         DataError: the option names unknown buckets.
     """
     unknown = [
-        f"{bucket_text(bucket)} is no bucket of this run; the nearest is {bucket_text(nearest_bucket(bucket, buckets))}"
+        f"{bucket_text(bucket)} is not a bucket of this run; the nearest is "
+        f"{bucket_text(nearest_bucket(bucket, buckets))}"
         for bucket, _ in entries
         if bucket not in buckets and buckets
     ]
     if unknown:
-        raise DataError(f"`{option}` names buckets that are not there", unknown, "unknown")
+        raise DataError(f"`{option}` names unknown buckets", unknown, "unknown")
     return dict(entries)
 
 

@@ -12,10 +12,10 @@ from finetrainers.config.sections import EpochEnd
 
 Bucket = tuple[int, int, int]
 
-#: Areas above this share of another one count as the same resolution: rounding makes them differ.
+#: Areas above this share of another area count as the same resolution: rounding makes them differ.
 _SAME_AREA = 0.8
-_DEFAULT_MAX_FRAMES = 49
-_DEFAULT_MAX_AREA = 512 * 768
+#: Frames, height and width of clips that get the largest bucket where sizes are chosen from clips.
+LARGEST_CHOSEN: Bucket = (49, 512, 768)
 #: Aspect ratios within a factor of two that get separate sizes where sizes are chosen from clips.
 _RATIOS_PER_OCTAVE = 3
 #: Share of its frames that a clip uses at least where lengths are chosen from clips.
@@ -55,7 +55,7 @@ def default_buckets(clips: Sequence[Bucket], geometry: Geometry, lengths: Sequen
     for similar in by_ratio.values():
         height = statistics.median(clip[1] for clip in similar)
         width = statistics.median(clip[2] for clip in similar)
-        shrink = min(1.0, math.sqrt(_DEFAULT_MAX_AREA / (height * width)))
+        shrink = min(1.0, math.sqrt(_area(LARGEST_CHOSEN) / (height * width)))
         sizes.add(geometry.fitted(height * shrink, width * shrink))
     bucket_lengths = lengths or default_lengths([clip[0] for clip in clips], geometry)
     buckets = [(frames, *sides) for frames in bucket_lengths for sides in sizes]
@@ -70,7 +70,7 @@ def default_lengths(frames: Sequence[int], geometry: Geometry) -> list[int]:
     They are the largest one that a clip fills and, for shorter clips, as few as leave each at least two thirds of its
     frames, as far as legal lengths allow.
     """
-    available = sorted(min(count, _DEFAULT_MAX_FRAMES) for count in frames)
+    available = sorted(min(count, LARGEST_CHOSEN[0]) for count in frames)
     longest = legal_length(available[-1], geometry)
     lengths = [legal_length(available[0], geometry)]
     for count in available:
@@ -91,8 +91,8 @@ def legal_lengths(requested: Sequence[int], geometry: Geometry) -> tuple[list[in
         legal = legal_length(length, geometry)
         if legal == 1 < length:
             raise ValueError(
-                f"{length} frames: this model takes {geometry.temporal}*k+1, and below are only images; "
-                f"use {geometry.temporal + 1}, or 1 for images"
+                f"{length} frames: lengths of this model must be {geometry.temporal}*k+1; use "
+                f"{geometry.temporal + 1}, or 1 for images"
             )
         if legal != length:
             notes.append(f"{length} frames is not {geometry.temporal}*k+1; cut to {legal}")
@@ -125,9 +125,9 @@ def area_sizes(
         rounded = height // multiple * multiple, width // multiple * multiple
         if 0 in rounded:
             raise ValueError(
-                f"{name}: sides are multiples of {multiple} in this model; use at least {multiple}x{multiple}"
+                f"{name}: sides must be multiples of {multiple} in this model; use at least {multiple}x{multiple}"
             )
-        note = f"{name} is not of multiples of {multiple}; cut to {rounded[0]}x{rounded[1]}"
+        note = f"{name} does not consist of multiples of {multiple}; cut to {rounded[0]}x{rounded[1]}"
         return [rounded], [note] if rounded != resolution else []
     low, high = math.log(min_ar), math.log(max_ar)
     logs = [low + (high - low) * k / (count - 1) for k in range(count)] if count > 1 else [(low + high) / 2]
@@ -138,8 +138,8 @@ def area_sizes(
         size = round(side / scale / multiple) * multiple, round(side * scale / multiple) * multiple
         if 0 in size:
             raise ValueError(
-                f"{name}: at the aspect ratio {math.exp(log_ratio):.3g} a side is below {multiple} pixels, the least "
-                "that this model takes; use a larger resolution, or aspect ratios nearer to 1"
+                f"{name}: at the aspect ratio {math.exp(log_ratio):.3g} a side is below {multiple} pixels, the "
+                "minimum of this model; use a larger resolution, or aspect ratios nearer to 1"
             )
         sizes[size] = None
     return list(sizes), []

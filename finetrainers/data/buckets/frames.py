@@ -86,7 +86,7 @@ def select_frames(
     if start > slack:
         after = f" after frame {start}" if start else ""
         raise ValueError(
-            f"{length} frames wanted{after}, but only {available} of {num_frames} are available at {fps:g} fps"
+            f"{length} frames requested{after}, but only {available} of {num_frames} are available at {fps:g} fps"
         )
     if is_uniform and length == 1:
         return [(num_frames - 1) // 2], source_fps

@@ -149,15 +149,19 @@ def describe_windows(
         stride = effective_stride(data, geometry)
         yield (
             f"{plural(len(windows), 'sliding window')} of {data.sliding_window_size} frames, "
-            f"{plural(stride, 'frame')} apart, "
-            f"from {plural(len({item_index(clip.index) for clip in windows}), 'clip')}; each is an example of its own"
-            + (", and all of a clip come in one optimizer step" if data.sliding_window_batching == "clip" else "")
+            f"{plural(stride, 'frame')} apart, from "
+            f"{plural(len({item_index(clip.index) for clip in windows}), 'clip')}; each is a separate sample"
+            + (
+                ", and all windows of a clip are in one optimizer step"
+                if data.sliding_window_batching == "clip"
+                else ""
+            )
         )
         inside = sum(not is_first(clip.index) for clip in windows)
         if data.window_context and inside:
             frames = (data.window_context - 1) * geometry.temporal + 1
             yield (
-                f"{plural(inside, 'window')} from within clips {'is' if inside == 1 else 'are'} given "
+                f"{plural(inside, 'window')} from within clips {('has' if inside == 1 else 'have')} "
                 f"{plural(frames, 'frame')} of context (--window_context {data.window_context})"
             )
         if stride != data.sliding_window_stride:
@@ -188,6 +192,22 @@ def non_overlapping(clips: Iterable[Clip]) -> list[Clip]:
             selected.append(clip)
             ends[item] = (clip.start or 0) + clip.bucket[0]
     return selected
+
+
+def count_used_frames(clips: Iterable[Clip]) -> dict[int, int]:
+    """Return the number of frames, at its rate, that the clips of each item use; overlaps of windows count once.
+
+    Args:
+        clips: those of an item in order of their starts.
+    """
+    counts: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for clip in clips:
+        item, start = item_index(clip.index), clip.start or 0
+        end = start + clip.bucket[0]
+        counts[item] = counts.get(item, 0) + end - max(start, ends.get(item, 0))
+        ends[item] = end
+    return counts
 
 
 def encoded_clip(clip: Clip) -> Clip:

@@ -66,7 +66,7 @@ def _stamp(spec: ModelSpec) -> str | None:
             files.append([part, *file_version(path, path.stat())])
     if not files:
         return None
-    # The transformer's config may limit the length of texts.
+    # The transformer's config may limit the length of prompts.
     transformer = spec.files_of(next(part for part in spec.parts if part.startswith("transformer")))
     config = next((path.read_text(encoding="utf-8") for path in transformer if path.name == "config.json"), None)
     return TensorCache.key(files=files, transformer=config, versions=library_versions(), encoding=ENCODING_VERSION)
@@ -75,7 +75,7 @@ def _stamp(spec: ModelSpec) -> str | None:
 def _folder(directory: Path, model: ModelSection, part: Part) -> Path:
     values = encoder_options(model, part)
     for name, value in values.items():
-        # A directory has many names, but a packaged model has the same name on every machine.
+        # A directory has many names, but the demo model has the same name on every machine.
         if fields()[name].place != "model" or not isinstance(value, str) or value.startswith(SCHEME):
             continue
         if Path(model_path(value)).exists():

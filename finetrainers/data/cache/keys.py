@@ -101,7 +101,7 @@ class CacheKeys:
         return text_key(self.text_identity, caption, None if source is None else self.shown(source))
 
     def shown(self, source: TextImageSource) -> str:
-        """Return a key of the pixels of `picture`: of the file's content and all operations on it."""
+        """Return a key of the pixels of the conditioning image: of the file's content and all operations on it."""
         cut = {"size": source.size} if isinstance(source, ConditioningImage) else self.cut(source)
         return self.cache.key(kind="shown", file=self.digests.digest(source.path), version=PIXELS_VERSION, **cut)
 

@@ -72,7 +72,7 @@ class CacheMaintenance:
         cache_directory = next((path for path in candidates if (path / "tensors").is_dir()), None)
         if cache_directory is None:
             raise FileNotFoundError(
-                f"{directory} holds no cache; give what --precompute_dir was, or a run's --output_dir"
+                f"{directory} holds no cache; use the --precompute_dir or the --output_dir of a run"
             )
         self.directory = cache_directory
         self.cache = TensorCache(cache_directory / "tensors")
@@ -125,7 +125,7 @@ class CacheMaintenance:
         # An entry that was written or removed in the meantime is neither damaged nor missing.
         unlisted = indexed - {entry.key for entry in entries}
         damaged += [
-            Damage(key, "", "listed in the index, and not there")
+            Damage(key, "", "listed in the index, but missing")
             for key in sorted(unlisted)
             if not self.cache.path(key).exists()
         ]
@@ -154,8 +154,8 @@ class CacheMaintenance:
         with self.cache.exclusive() as is_locked:
             if not is_locked and (older_than_days is None or older_than_days < _BLIND_DAYS):
                 raise CacheInUse(
-                    f"{self.directory} is on a file system without locks, so nobody can say whether a run uses it; "
-                    f"remove only what was not used for some time: --older_than {_BLIND_DAYS:g} or more"
+                    f"{self.directory} is on a file system without locks, so its use by a run cannot be detected; "
+                    f"remove only old entries: --older_than {_BLIND_DAYS:g} or more"
                 )
             limit = None if older_than_days is None else time.time() - older_than_days * 86400
             pruned = [

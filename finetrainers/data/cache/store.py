@@ -322,7 +322,7 @@ def read_about(path: Path) -> dict[str, str]:
             raise ValueError("it has no header")
         size = _header_size(start)
         if size > os.fstat(file.fileno()).st_size:
-            raise ValueError("its header is cut off")
+            raise ValueError("its header is truncated")
         return _metadata(start + file.read(size))
 
 

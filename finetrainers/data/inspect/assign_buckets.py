@@ -144,7 +144,7 @@ def _too_short(entry: ProbedItem, needed: int, *, data: DataSection, geometry: G
             f"lower `sliding_window_size` to {length}" if has_windows else f"add a bucket of {length} frames"
         )
     if data.video_resolution_buckets and not has_windows:
-        remedies.append("leave out `video_resolution_buckets`, so that sizes are chosen from the clips")
+        remedies.append("leave out `video_resolution_buckets` (sizes are then chosen from the clips)")
     if header.frames >= needed > entry.available:
         remedies.append("raise `target_fps`")
     remedies.append("remove the file")
@@ -205,8 +205,8 @@ def _make_clip(
     resolutions = bucket_set.by_kind[item.kind]
     if not resolutions:
         option = "HxW in `image_resolution_buckets`" if item.kind == "image" else "FxHxW in `video_resolution_buckets`"
-        automatic = "; or leave out all buckets, so that sizes are chosen from the clips"
-        return InvalidSample("no_bucket", f"there is no bucket for {item.kind}s; add one, {option}{automatic}")
+        automatic = "leave out all buckets, so that sizes are chosen from the clips"
+        return InvalidSample("no_bucket", f"no bucket for {item.kind}s; add one ({option}), or {automatic}")
     bucket, buckets = choose(item.kind, entry.available, header.height, header.width)
     if bucket is None:
         return _too_short(entry, min(buckets)[0], data=data, geometry=geometry)

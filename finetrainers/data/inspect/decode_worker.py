@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from ..reading.items import Kind
 from ..reading.media import decode_frames, error_reason, open_container, open_image, video_stream
 from ..reading.status import Decoded, InvalidSample
+from .probe import probe
 
 R = TypeVar("R")
 
@@ -160,9 +161,12 @@ def thumbnail_task(path: str, kind: Kind, size: tuple[int, int], height: int) ->
     Args:
         path: of the file.
         kind: of the file.
-        size: displayed height and width of its frames.
+        size: displayed height and width of its frames, or zeros if its header has not been read.
         height: of the thumbnails.
     """
+    if not all(size):
+        header = probe(Path(path), kind=kind)
+        size = header.height, header.width
     width = min(max(round(size[1] * height / size[0]), 1), 4 * height)
     images = [
         image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2.0)

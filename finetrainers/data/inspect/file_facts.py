@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 #: and 200 MB of memory.
 _MOST_FACTS = 500_000
 _FEW_FILES = 8
-_NAME = 32  # hexadecimal digits that name a version of a file, or a dataset's folder
+_NAME = 32  # hexadecimal digits that name a version of a file, or a dataset's directory
 _DIGEST = 64
 _QUIET_S = 3600.0
 _FORGOTTEN_S = 90 * 24 * 3600.0
@@ -94,7 +94,7 @@ class FileFacts:
     def for_dataset(cls, directory: Path, root: Path, *, recall: bool = True) -> FileFacts:
         """Return the facts of a dataset's directory, below the directory of all datasets."""
         folder = directory / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:_NAME]
-        # The version of the library is included, since another one may read other files.
+        # The version of the library is included, since other versions may read other files.
         facts = cls(folder, version=f"v{PROBE_VERSION}-{av.__version__}-", root=root, recall=recall)
         facts.refresh()
         return facts

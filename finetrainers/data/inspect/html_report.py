@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from ..reading.sources.captions import LONG_CAPTION
 from ..reading.status import MEANINGS, STATUSES
 from .decode_worker import GAP, Lost, thumbnail_task
 from .full_decode import run_isolated
+from .usage import MOST_LOST
 
 _PATIENCE_S = 20.0
 #: Number of items with thumbnails; a page with more would be too large for browsers.
@@ -38,11 +39,12 @@ def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgre
     """
     thumbnails, masks = _make_thumbnails(report["items"], jobs=jobs, progress=progress)
     keys = ("index", "name", "caption", "use", "status", "reason", "bucket", "fps", "kind", "where", "frames",
-             "source_fps", "width", "height", "crop", "marks", "same_as", "size_bytes")  # fmt: skip
+             "source_fps", "width", "height", "crop", "scale", "usable_frames", "used_frames", "marks", "same_as",
+             "size_bytes")  # fmt: skip
     items = [
         {key: item[key] for key in keys}
         | {
-            "picture": thumbnails.get(item["index"]),
+            "thumbnails": thumbnails.get(item["index"]),
             "mask": masks.get(item["index"]),
             "mask_white": item.get("mask_white"),
         }
@@ -55,14 +57,15 @@ def make_page(report: dict[str, Any], *, jobs: int | None, progress: StageProgre
     # Names and captions are untrusted: the template escapes them, and the script inserts them as text, never as HTML.
     return render_page(
         Path(__file__).with_name("html_report.html"),
-        filters={"percent": lambda share: f"{100 * share:.1f} %", "code": with_code},
+        filters={"percent": lambda share: f"{share:.1%}", "code": with_code},
         report=report,
         items=items,
         meanings=dict(MEANINGS),
         gap=GAP,
         shares=shares_of(report["counts"]),
         lengths=_lengths([len(caption) for caption in captions]),
-        without_pictures=max(sum(item["width"] > 0 for item in report["items"]) - MAX_THUMBNAILS, 0),
+        without_thumbnails=max(sum(map(_has_thumbnails, report["items"])) - MAX_THUMBNAILS, 0),
+        most_lost=MOST_LOST,
     )
 
 
@@ -73,7 +76,7 @@ def _make_thumbnails(
     items: list[dict[str, Any]], *, jobs: int | None, progress: StageProgress
 ) -> tuple[ThumbnailsByIndex, ThumbnailsByIndex]:
     """Return thumbnails of items, and of masks, by index: base64 and sizes. The processes that make them may crash."""
-    selected = [item for item in items if item["width"] and item["status"] not in _WITHOUT_THUMBNAIL][:MAX_THUMBNAILS]
+    selected = list(filter(_has_thumbnails, items))[:MAX_THUMBNAILS]
     height = next(height for limit, height in _HEIGHTS if len(selected) <= limit)
     files = [(item, item["path"], item["kind"]) for item in selected]
     files += [(item, item["mask"], media_kind(item["mask"])) for item in selected if item.get("mask_white") is not None]
@@ -85,11 +88,16 @@ def _make_thumbnails(
             data = base64.b64encode(thumbnail.content).decode("ascii")
             by_index = thumbnails[position >= len(selected)]
             by_index[files[position][0]["index"]] = {**thumbnail._asdict(), "content": data}
-        progress("made pictures", done, len(calls))
+        progress("made thumbnails", done, len(calls))
     return thumbnails
 
 
 _WITHOUT_THUMBNAIL = frozenset({"too_large", "decoder_failed", "outside_root"})
+
+
+def _has_thumbnails(item: Mapping[str, Any]) -> bool:
+    """Return whether a file may be decoded: it is intact by its header, or lacks only a caption."""
+    return item["status"] == "caption_missing" or (item["width"] > 0 and item["status"] not in _WITHOUT_THUMBNAIL)
 
 
 def shares_of(counts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ Use: TypeAlias = Literal["train", "eval", "skipped", "rejected"]
 class ItemReport:
     """The report on one item; it never changes after creation.
 
-    Its fields are described in docs/reference/data-check.md.
+    Its fields are described in docs/how-to/data.md.
     """
 
     index: int
@@ -46,6 +46,9 @@ class ItemReport:
     width: int
     height: int
     crop: float
+    scale: float | None
+    usable_frames: int
+    used_frames: int
     marks: tuple[Mark, ...]
     same_as: str | None
     examples: int
@@ -75,7 +78,14 @@ _values = attrgetter(*_NAMES)
 
 
 def report_item(
-    entry: ProbedItem, *, dataset: str, target_fps: float, examples: int, held_out: bool, seen: bool
+    entry: ProbedItem,
+    *,
+    dataset: str,
+    target_fps: float,
+    examples: int,
+    used_frames: int,
+    held_out: bool,
+    seen: bool,
 ) -> ItemReport:
     """Return the report on an item.
 
@@ -84,10 +94,12 @@ def report_item(
         dataset: name of its dataset.
         target_fps: target frame rate of the dataset's clips.
         examples: number of its clips that are trained on or evaluated.
+        used_frames: number of frames, at its rate, that these clips use.
         held_out: whether it is held out for the evaluation loss.
         seen: whether an earlier item has the same path.
     """
     item, header, unusable, clip = entry.item, entry.header, entry.unusable, entry.clip
+    is_spread = clip is not None and clip.frame_selection == "uniform"  # from the first frame to the last
     use: Use = "eval" if held_out else "train"
     if unusable:
         use = "skipped" if unusable.status == "skipped" else "rejected"
@@ -109,6 +121,9 @@ def report_item(
         width=header.width,
         height=header.height,
         crop=round(crop_loss(clip), 4) if clip else 0.0,
+        scale=round(max(clip.bucket[1] / clip.height, clip.bucket[2] / clip.width), 4) if clip else None,
+        usable_frames=entry.available if clip else 0,
+        used_frames=entry.available if is_spread else used_frames,
         marks=tuple(_marks(entry, target_fps, seen=seen)),
         same_as=entry.same_as.name if entry.same_as else None,
         examples=examples,

@@ -163,5 +163,5 @@ def describe_masks(reports: Sequence[ItemReport], lowest: float) -> Iterator[str
         share = 100 * (lowest + (1 - lowest) * sum(brightness) / len(brightness))
         yield (
             f"{len(brightness)} of {plural(len(used_reports), 'clip')} {'has' if len(brightness) == 1 else 'have'} a "
-            f"mask, which on average leaves {share:.2g} % of the picture's loss weight"
+            f"mask, which on average leaves {share:.2g}% of the loss weight"
         )

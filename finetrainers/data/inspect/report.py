@@ -14,10 +14,12 @@ from .plan import DatasetPlan
 #: Changes when keys of a report change their meaning or are removed.
 REPORT_FORMAT = 2
 _MAX_NAMES = 5  # names that a reason lists
+#: Marks that are a matter of degree, each with the key of its amount.
+_DEGREES = {"cropped": "crop", "enlarged": "scale"}
 
 
 def make_report(plan: DatasetPlan, config: TrainConfig, *, decoded: bool) -> dict[str, Any]:
-    """Return the report on a dataset; its keys are described in docs/reference/data-check.md.
+    """Return the report on a dataset; its keys are described in docs/how-to/data.md.
 
     Args:
         plan: the plan of the dataset.
@@ -55,11 +57,17 @@ def counts_of(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def reasons_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the reasons why items of a manifest are left out, and marks, each with a count and the first names."""
+    """Return the reasons why items of a manifest are left out, and marks, each with a count and the first names.
+
+    Where the mark is a matter of degree, these are the names of the items that have most of it.
+    """
     names: dict[str, list[str]] = defaultdict(list)
     for item in items:
-        for kind in (item["status"], *item["marks"]):
+        for kind in (item["status"], *(mark for mark in item["marks"] if mark not in _DEGREES)):
             names[kind].append(item["name"])
+    for mark, key in _DEGREES.items():  # records of earlier versions have no scale
+        marked = sorted((item for item in items if mark in item["marks"]), key=lambda item: -(item.get(key) or 0))
+        names[mark] = [item["name"] for item in marked]
     return [
         {
             "kind": kind,

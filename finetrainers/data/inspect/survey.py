@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from finetrainers.config.facts import MEDIA
@@ -20,9 +19,9 @@ from finetrainers.utils.text import plural, quoted
 from ..buckets.bucket_choice import named_buckets
 from ..buckets.buckets import bucket_text
 from ..buckets.clip import Clip, cut_to
-from ..buckets.windows import item_index, non_overlapping
+from ..buckets.windows import count_used_frames, item_index, non_overlapping
 from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
-from ..reading.items import TABLES, DataError, Item
+from ..reading.items import DataError, Item, tables_in
 from ..reading.sources.masks import MASK
 from ..reading.sources.rows import printable_name, summarize_items
 from .assign_buckets import Part, assign_buckets
@@ -31,6 +30,7 @@ from .item_report import ItemReport, report_item
 from .masks import describe_masks
 from .plan import FINGERPRINTED, DatasetPlan
 from .probe_all import ProbeOptions
+from .usage import usage_warnings
 
 
 def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
@@ -149,8 +149,8 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
             remedy += (
                 "; --caption_missing empty trains without captions where there are none, and skip leaves such files out"
             )
-            if (table := _table_in(data)) is not None:
-                remedy += f"; if {table.name} has the captions, give --dataset_file {quoted(str(table))}"
+            if data.dataset_file is None and data.data_root is not None and (tables := tables_in(data.data_root)):
+                remedy += f"; if {tables[0].name} has the captions, give --dataset_file {quoted(str(tables[0]))}"
         return DataError(f"{len(rejected)} of {plural(len(items), 'file')} cannot be used{remedy}", rejected)
     if 0 < data.eval_num_items >= usable:
         message = f"leaves nothing to train on: there are {plural(usable, 'usable item')}"
@@ -166,16 +166,10 @@ def _problem(items: Sequence[ItemReport], data: DataSection, *, has_batches: boo
     return None
 
 
-def _table_in(data: DataSection) -> Path | None:
-    """Return a file in the folder of clips that may list them, and that no option names, or None."""
-    if data.dataset_file is not None or data.data_root is None or not data.data_root.is_dir():
-        return None
-    return next((path for path in sorted(data.data_root.iterdir()) if path.suffix in TABLES and path.is_file()), None)
-
-
 def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[int]) -> None:
     """Report on every item."""
     examples = Counter(item_index(clip.index) for clip in clips)
+    used_frames = count_used_frames(clips)
     seen: set[str] = set()  # strings, since hashing a path takes ten times as long
     for part in parts:
         for entry in part.probed:
@@ -185,6 +179,7 @@ def _report(parts: Sequence[Part], clips: Sequence[Clip], held_out: frozenset[in
                 dataset=part.dataset.name,
                 target_fps=part.target_fps,
                 examples=examples[index],
+                used_frames=used_frames.get(index, 0),
                 held_out=index in held_out,
                 seen=path in seen,
             )
@@ -253,8 +248,9 @@ def _fingerprint(
 
 
 def _remarks(part: Part) -> Iterator[str]:
-    """Yield warnings of readers, and of files that are not decoded by the configured library."""
+    """Yield warnings of readers, of lost parts of clips, and of files that the configured library does not decode."""
     yield from (*part.dataset.warnings, *part.reading.warnings)
+    yield from usage_warnings(part.reports, part.dataset.data)
     fallbacks = [f"{entry.item.name} ({entry.fallback_reason})" for entry in part.probed if entry.fallback_reason]
     if fallbacks:
         yield summarize_items(
@@ -285,9 +281,9 @@ def _oddities(part: Part) -> Iterator[str]:
             "are smaller than their buckets and enlarged",
             "is smaller than its bucket and enlarged",
             [
-                f"{item.name} ({max(item.bucket[1] / item.height, item.bucket[2] / item.width):.3g} x)"
-                for item in items
-                if item.bucket and "enlarged" in item.marks
+                f"{item.name} ({item.scale:.3g}x)"
+                for item in sorted(items, key=lambda item: -(item.scale or 0))
+                if "enlarged" in item.marks
             ],
         ),
         (

@@ -159,14 +159,15 @@ class BadSampleTracker:
             path = str(sample.clip.path)
             self.events.append({"kind": "bad_sample", "file": path, "reason": sample.reason})
             logger.warning(
-                "%s cannot be used, the next clip of its bucket takes its place: %s",
+                "%s is unusable; the next clip of its bucket replaces it: %s",
                 printable_name(path),
                 sample.reason,
             )
         if len(self.by_path) > self.allowed:
             files = "; ".join(sorted(sample.reason for sample in self.by_path.values()))
             raise BadSamplesError(
-                f"{len(self.by_path)} clips turned out unusable while training, more than the {self.allowed} that "
-                f"--max_bad_share {self.share:g} allows: {files}. Repair or remove the files, or raise the share"
+                f"{len(self.by_path)} clips became unusable while training, more than the {self.allowed} that "
+                f"--max_bad_share {self.share:g} allows: {files}. Repair or remove the files, or raise "
+                "--max_bad_share"
             )
         return True

@@ -130,7 +130,7 @@ class BatchSampler:
         # Neighboring positions are in one epoch or in two.
         self._batches = lru_cache(maxsize=2)(self._make_batches)
         if self.order.same_counts and segment.epoch_end == "drop" and not self._per_epoch[-1]:
-            message = "no bucket has clips for a whole batch; lower the batch size, or choose another epoch_end"
+            message = "no bucket has clips for a full batch; lower the batch size, or use another epoch_end"
             raise InputError(message, "conflict")
 
     def batch_at(self, position: int, window: int = 0) -> MicroBatch:
@@ -224,7 +224,7 @@ class BatchSampler:
         last = epochs - 1 - self._rest.epoch
         batches = self._batches_until(last) if last >= 0 else 0
         if batches == 0 and self._rest.epoch < 0:
-            message = f"{epochs} epochs have no whole batch; train for more, repeat clips, or lower the batch size"
+            message = f"{epochs} epochs have no full batch; train for more, repeat clips, or lower the batch size"
             raise InputError(message, "conflict")
         return self.segment.first_step + -(-batches // self.segment.per_step)
 
@@ -243,7 +243,7 @@ class BatchSampler:
             bound = 2 * bound if self.order.same_counts else max(bound + 1, len(self._totals))
             before = self._batches_until(bound - 1 - _EMPTY_EPOCHS) if bound > _EMPTY_EPOCHS + 1 else -1
             if self.segment.epoch_end != "wrap" and before == self._batches_until(bound - 1):
-                message = f"{_EMPTY_EPOCHS} epochs in a row have no whole batch; lower the batch size"
+                message = f"{_EMPTY_EPOCHS} epochs in a row have no full batch; lower the batch size"
                 raise InputError(message, "conflict")
         self._last_epoch = bisect_right(range(bound), position, key=self._batches_until)
         return self._last_epoch, position - self._batches_until(self._last_epoch - 1)

@@ -105,7 +105,7 @@ class Encoder:
         shape = (1, 1, *moments.shape[2:])
         masks = [torch.ones(shape) if mask is None else mask for mask in raw.masks]
         mismatched = [clip for clip, mask in zip(raw.clips, masks, strict=True) if mask.shape != shape]
-        assert not mismatched, f"the mask of {mismatched} is not of the size of its latents"
+        assert not mismatched, f"the mask of {mismatched} does not have the size of its latents"
         return to_device(torch.cat(masks), self.device)
 
     def _encode_prior(self, raw: RawBatch, prior: PriorPrompts) -> PromptEmbeds:

@@ -203,12 +203,14 @@ def _datasets(clips: Sequence[Clip]) -> list[_Dataset]:
     for index, clip in enumerate(clips):
         indices.setdefault(clip.dataset, []).append(index)
         if repeats.setdefault(clip.dataset, clip.repeats) != clip.repeats:
-            raise InputError(f"clips of dataset {clip.dataset} differ in how often they are repeated", "conflict")
+            raise InputError(f"clips of dataset {clip.dataset} have different numbers of repeats", "conflict")
     datasets = []
     for number, dataset_indices in sorted(indices.items()):
         fraction = Fraction(repeats[number]).limit_denominator(_MAX_DENOMINATOR)
         if fraction <= 0:
-            raise ValueError(f"dataset {number} is repeated {repeats[number]} times an epoch; it must be more than 0")
+            raise ValueError(
+                f"dataset {number} is repeated {repeats[number]} times an epoch; the number must be above 0"
+            )
         datasets.append(_Dataset(number, _ints(dataset_indices), fraction))
     return datasets
 

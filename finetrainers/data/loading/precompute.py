@@ -93,12 +93,12 @@ def precompute_with_images(
     *,
     optional: bool = False,
 ) -> Encoded:
-    """Encode texts together with images, one by one, a share on each rank, and return the counts of all ranks.
+    """Encode prompts together with images, one by one, a share on each rank, and return the counts of all ranks.
 
     A clip is decoded for it, and again when its latents are encoded: text encoders and VAE never share memory.
 
     Args:
-        texts: distinct texts, each with the source of its image.
+        texts: distinct prompts, each with the source of its image.
         encode: see `ModelSpec.encode_with_images`.
         keys: names of entries.
         parallel: the processes of the run.
@@ -125,6 +125,7 @@ def _encode_texts(
         inputs_by_key = {keys.text(caption, source): (caption, source) for caption, source in rank_inputs}
         todo = [(key, *inputs_by_key[key]) for key in keys.cache.missing(inputs_by_key)]
         size = 0
+        progress(0, len(todo))
         for start in range(0, len(todo), batch_size):
             batch = todo[start : start + batch_size]
             try:
@@ -180,6 +181,7 @@ def precompute_video(
         keys.digests.learn(path for clip in rank_clips for path in clip.files)
         todo, num_cached, bad_samples = _find_missing(rank_clips, keys, optional, make_key=keys.video)
         done = encoded = size = 0
+        progress(0, len(todo))
         remaining_pixels = sum(
             math.prod(clip.bucket) for _, clip in todo
         )  # pixels times frames, as entries' sizes are proportional
@@ -304,9 +306,9 @@ def check_free_space(cache: TensorCache, needed: float, *, noun: str) -> None:
     if needed > free:
         raise OSError(
             errno.ENOSPC,
-            f"the {noun} still to be encoded take about {file_size(round(needed))} in {cache.directory}, where "
-            f"{file_size(free)} are free; make room, or give another --precompute_dir: what is encoded already is "
-            "found again",
+            f"not enough disk space in {cache.directory}: the remaining {noun} need about "
+            f"{file_size(round(needed))}, and {file_size(free)} is free; free up space, or set another "
+            "--precompute_dir (existing entries are kept)",
         )
 
 
@@ -373,9 +375,9 @@ class CacheFetch:
         tensors = self.keys.cache.get(key)
         if tensors is None:
             raise CacheError(
-                f"the cache {self.keys.cache.directory} has no sound entry for {name} (it or its file changed, or was "
-                "damaged and is now removed); resume the run, which computes it again. If there may be more of them, "
-                f"after a power cut, say: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
+                f"the cache {self.keys.cache.directory} has no valid entry for {name} (it or its file changed, or "
+                "was damaged and is now removed); resume the run, which computes it again. To look for others after "
+                f"a power cut, run: finetrainers cache verify {self.keys.cache.directory.parent} --repair"
             )
         for tensor_name, tensor in tensors.items():
             if not is_finite(tensor):
@@ -390,5 +392,5 @@ def _refuse_non_finite(tensors: dict[str, Tensor], source: str, option: str) -> 
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise ValueError(
-                f"encoding {source} gave {name} with NaN or infinity; try another --{option}, such as fp32"
+                f"encoding {source} produced {name} with NaN or infinity; use another --{option}, such as fp32"
             )

@@ -38,19 +38,19 @@ class TextConditioning:
 
 
 class TextCache:
-    """Texts of a run that are encoded once and kept on disk."""
+    """Prompts of a run, which are encoded once and kept on disk."""
 
     def __init__(
         self, texts: Sequence[str], noun: str, config: TrainConfig, *, spec: ModelSpec, parallel: DistributedContext,
         shown: Sequence[tuple[str, TextImageSource]] | None = None, needs_empty: bool = True,
     ) -> None:  # fmt: skip
         """Args:
-        texts: all texts.
+        texts: all prompts.
         noun: their name in messages.
         config: the run.
         spec: of the model.
         parallel: the processes of the run, which share the work.
-        shown: the texts and the image that each is encoded with, or None if text encoders do not see images.
+        shown: the prompts and the image that each is encoded with, or None if text encoders do not see images.
         needs_empty: whether the empty prompt is also needed.
         """
         self.texts = texts if shown is None else ()
@@ -67,7 +67,7 @@ class TextCache:
         self._keys = replace(CacheKeys.of(self._directory, config), texts_see_images=shown is not None)
 
     def find_cached(self) -> TextConditioning | None:
-        """Return all texts if the cache has them on all ranks, or None if the text encoders must be loaded.
+        """Return all prompt embeddings if the cache has them on all ranks, or None if the text encoders must be loaded.
 
         The encoders are identified by their files, until these change after they were loaded for this cache.
         """
@@ -87,7 +87,7 @@ class TextCache:
         return TextConditioning(keys, None, Encoded(found=len(inputs)))
 
     def encode(self, encoders: ModelComponents) -> TextConditioning:
-        """Encode the texts that the cache does not have, a share on each rank, and return all texts."""
+        """Encode the prompts that the cache does not have, a share on each rank, and return all embeddings."""
         self._keys.cache.hold()
         # The shapes depend on prompt lengths and templates, which the fingerprint of the encoders does not cover.
         shapes = {name: list(t.shape) for name, t in self.spec.encode_text(encoders, ["a video"]).tensors.items()}
@@ -120,5 +120,5 @@ class TextCache:
 
 
 def cache_directory(config: TrainConfig) -> Path:
-    """Return the directory of the cache: encoded texts and clips, and the index of encoders."""
+    """Return the directory of the cache: prompt embeddings, latents, and the index of encoders."""
     return config.data.precompute_dir or config.run.output_dir / "precomputed"

@@ -185,15 +185,13 @@ class TrainingData:
         reports = self.parallel.gather_objects([(rank, used, reasons)])
         neighbors = [(indices, unread) for data_rank, indices, unread in reports if data_rank == rank]
         if any(indices != used for indices, _ in neighbors):
-            assert self._substitutes is not None, "what is unusable is an error otherwise"
+            assert self._substitutes is not None, "unusable clips are an error otherwise"
             self._substitutes.unusable = {path: reason for _, unread in neighbors for path, reason in unread.items()}
             try:
                 micro_batches = self.sampler.step(step, data_rank=rank, data_size=self.parallel.data_size)
                 loaded = [self._fetch(micro_batch) for micro_batch in micro_batches]
                 if {sample.clip.path for raw in loaded for sample in raw.bad} - self._substitutes.unusable.keys():
-                    raise RuntimeError(
-                        "files can be read at times, and at times not, so that ranks get different clips"
-                    )
+                    raise RuntimeError("files are readable only at times, so ranks get different clips")
                 batches = [self._encoder(raw) for raw in loaded]
             except Exception as caught:
                 error = caught
@@ -287,7 +285,7 @@ def _check_options(config: TrainConfig, spec: ModelSpec, plan: DatasetPlan) -> N
         *length_problems(config.data, spec.facts, plan.buckets, windows),
     ]
     if sorted(media_names := spec.facts.media) != sorted(dict(config.data.extra_columns)):
-        message = f"this checkpoint takes {' and '.join(media_names) or 'nothing'} with each clip; name the columns"
+        message = f"this checkpoint takes {' and '.join(media_names) or 'nothing'} with each clip; set the columns"
         problems.append(Problem("--extra_columns", message, "mismatch"))
     if problems:
         raise ConfigError(problems)

@@ -126,11 +126,11 @@ class Workers(Generic[T]):
             losses += 1
             if losses > RESTARTS:
                 raise WorkersLost(
-                    f"the workers of the data loader were lost {losses} times at the same batch ({reason}). Repair or "
-                    "remove the files, give the workers more memory or time (--dataloader_timeout), or decode in the "
-                    "main process with --dataloader_num_workers 0, where the failing file shows itself"
+                    f"the data loader's workers failed {losses} times at the same batch ({reason}). Repair or remove "
+                    "the files, give the workers more memory or time (--dataloader_timeout), or decode in the main "
+                    "process with --dataloader_num_workers 0, which shows the failing file"
                 )
-            logger.warning("starting the data loader's workers again (%d of at most %d): %s", losses, RESTARTS, reason)
+            logger.warning("restarting the data loader's workers (%d of at most %d): %s", losses, RESTARTS, reason)
             self.on_restart(reason)
 
     def _start(self, dataset: _FetchDataset[T], position: int) -> tuple[Iterator[T], list[BaseProcess]]:
@@ -181,7 +181,7 @@ class Workers(Generic[T]):
                 # worker names the worker.
                 if "in DataLoader worker process" in str(error):
                     raise
-                raise _Lost(f"a worker died while it handed a batch over: {error!r}") from None
+                raise _Lost(f"a worker died while it passed a batch on: {error!r}") from None
 
     def _reading(self, dataset: _FetchDataset[T]) -> str:
         """Return a message about the files that the workers were reading."""

@@ -85,12 +85,12 @@ def read_datasets(data: DataSection) -> list[Dataset]:
         return [Dataset("", data)]
     document = _read_document(data.dataset)
     if "directory" in document and "dataset" in document:
-        message = f"{data.dataset}: [[dataset]] and [[directory]] are of two kinds of files; use one of them"
+        message = f"{data.dataset}: [[dataset]] and [[directory]] cannot be combined; use one of them"
         raise DataError(message, kind="conflict")
     kind = "directory" if "directory" in document else "dataset"
     tables = document.pop(kind, None)
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        message = f"{data.dataset}: it needs a [[dataset]] table for each dataset, with its options"
+        message = f"{data.dataset}: requires a [[dataset]] table for each dataset, with its options"
         raise DataError(message, kind="required")
     problems: list[Problem] = []
     datasets = [
@@ -102,7 +102,27 @@ def read_datasets(data: DataSection) -> list[Dataset]:
     if problems:
         problems = list(dict.fromkeys(problems))  # a problem at the top repeats for every table
         raise DataError(f"{data.dataset}: {plural(len(problems), 'problem')}", problems)
-    return _with_names(datasets)
+    return [
+        replace(dataset, data=_with_buckets(dataset.data, data.dataset_buckets.get(dataset.name, ())))
+        for dataset in _with_names(datasets)
+    ]
+
+
+def _with_buckets(data: DataSection, buckets: Sequence[tuple[int, int, int]]) -> DataSection:
+    """Return the options of a dataset with buckets that were chosen for it, unless its options say how it is cut.
+
+    With `resolutions` only the lengths were chosen.
+    """
+    if any(getattr(data, name) for name in (*_BUCKET_OPTIONS, "frame_buckets", "sliding_window_size")):
+        return data
+    videos = [bucket for bucket in buckets if bucket[0] > 1]
+    sizes: dict[str, Any] = {"frame_buckets": sorted({bucket[0] for bucket in videos}, reverse=True)}
+    if not data.resolutions:
+        sizes = {
+            "video_resolution_buckets": videos,
+            "image_resolution_buckets": [bucket[1:] for bucket in buckets if bucket[0] == 1],
+        }
+    return data.model_copy(update=sizes)
 
 
 def media_dir(config: TrainConfig) -> Path:
@@ -136,7 +156,7 @@ def read_all(datasets: Sequence[Dataset], media: Path) -> list[Reading]:
         readings.append(reading)
         count += len(reading.items)
     if problems:
-        raise DataError(f"datasets that cannot be used: {plural(len(problems), 'problem')}", problems)
+        raise DataError(f"unusable datasets: {plural(len(problems), 'problem')}", problems)
     return readings
 
 
@@ -185,7 +205,7 @@ def _parse_table(
     for key in [key for key in translated.options if key in former_names()]:
         name = former_names()[key]
         translated.options[name] = translated.options.pop(key)
-        translated.warnings[key] = f"is called {name} now"
+        translated.warnings[key] = f"was renamed to {name}"
     table_problems = [Problem.from_error(locate(key), error) for key, error in translated.problems.items()]
     for key in [key for key in translated.options if key not in _KEYS]:
         message = _unknown_key_message(key, translated.options.pop(key))
@@ -194,7 +214,7 @@ def _parse_table(
         _validate_section(section, translated.options, locate, table_problems) for section in (_Share, DataSection)
     )
     if "weight" in share and "num_repeats" in share:
-        message = "weight and num_repeats both say how often it comes; give one of them"
+        message = "weight and num_repeats cannot be combined; remove one of them"
         table_problems.append(Problem(where, message, "conflict"))
     merged = _merge_options(options, data, names_columns=bool(set(LISTS) & table.keys()))
     warnings = [f"{locate(key)}: {message}" for key, message in translated.warnings.items()]
@@ -217,12 +237,12 @@ def _parse_table(
 def _unknown_key_message(key: str, value: Any) -> str:
     """Return the reason why a table must not have the key."""
     if key in fields():
-        return "is the same for all datasets; make it an option of the run"
+        return "must be the same for all datasets; set it as an option of the run"
     if isinstance(value, dict):
-        return "is an unknown table"
+        return "unknown table"
     suggestion = suggest_option(key, _KEYS)
     hint = f"; {INSTEAD[key]}" if key in INSTEAD else f"; did you mean {suggestion!r}?" if suggestion else ""
-    return f"is no option of a dataset{hint}"
+    return f"is not an option of a dataset{hint}"
 
 
 def _merge_options(options: dict[str, Any], data: DataSection, *, names_columns: bool) -> DataSection:
@@ -265,13 +285,13 @@ def _validate_section(
 def _common_problems(datasets: Sequence[Dataset]) -> list[Problem]:
     names = [dataset.name for dataset in datasets if dataset.name]
     problems = [
-        Problem("", f"{name!r} names {names.count(name)} datasets; give each its own", "duplicate")
+        Problem("", f"{names.count(name)} datasets are named {name!r}; names must be unique", "duplicate")
         for name in names
         if names.count(name) > 1
     ]
     weighted = sum(dataset.weight is not None for dataset in datasets)
     if 0 < weighted < len(datasets):
-        message = f"{weighted} of {len(datasets)} datasets have a weight; give one to all, or num_repeats instead"
+        message = f"{weighted} of {len(datasets)} datasets have a weight; set one for all, or use num_repeats"
         problems.append(Problem("", message, "required"))
     return problems
 

@@ -14,7 +14,7 @@ from finetrainers.utils.failures import InputError
 
 #: Keys that are not supported -> the remedy.
 _REFUSED = {
-    "control_path": "control clips are for image editing models, which are not trained here; remove it",
+    "control_path": "control clips are for image editing models, which are not supported; remove it",
     "shuffle_tags": "tags are not shuffled; write several captions, one a line of the .txt file, and set caption_lines",
     "cache_shuffle_num": "tags are not shuffled; write several captions, one a line of the .txt file, and set "
     "caption_lines",
@@ -22,7 +22,7 @@ _REFUSED = {
 #: Keys that have no meaning here -> the warning.
 _WITHOUT_EFFECT = {
     "cache_shuffle_delimiter": "has no effect, since tags are not shuffled",
-    "round_side": "has no effect: sizes are multiples of what the model takes",
+    "round_side": "has no effect: sizes are multiples required by the model",
 }
 _RENAMED = {"path": "data_root", "caption_prefix": "id_token", "mask_path": "mask_column"}
 
@@ -82,8 +82,8 @@ def _translate_sizes(rest: dict[str, Any], translated: Translated) -> None:
     areas = {width * height for width, height in shapes}
     if len(areas) > 1:
         translated.warnings["resolutions"] = (
-            f"there are {len(areas)} areas: diffusion-pipe trains each clip at all of them, here it is trained at one, "
-            "the nearest in aspect ratio, then the largest; for all, repeat the table with one area each"
+            f"there are {len(areas)} areas: diffusion-pipe trains each clip at all of them, this program at one (the "
+            "nearest in aspect ratio, then the largest); for all, repeat the table with one area each"
         )
     if ratios is not None:
         factors = [ratio[0] / ratio[1] if isinstance(ratio, list) else ratio for ratio in ratios]
@@ -103,8 +103,8 @@ def _warn_of_missing_ratios(rest: dict[str, Any], shapes: list[tuple[Any, ...]],
             translated.warnings[key] = "has no effect without enable_ar_bucket = true"
     if any(width != height for width, height in shapes):
         translated.warnings["enable_ar_bucket"] = (
-            "is not set: diffusion-pipe then cuts squares of these areas, here clips are cut to the resolutions as "
-            "they are written, width first"
+            "is not set: diffusion-pipe then cuts squares of these areas; this program cuts clips to the resolutions "
+            "as written, width first"
         )
 
 

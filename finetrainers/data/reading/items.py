@@ -95,8 +95,9 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
 
     The source is `hf_dataset`, or `dataset_file` (.csv, .json, .jsonl, .parquet, .tar) if given; else the two text
     files `video_column` and `caption_column` in `data_root` (or `videos.txt` and `prompts.txt`), one entry a line; else
-    every media file below `data_root`, each with its caption in a .txt file of the same name. Media paths are relative
-    to `data_root`, or without it to the metadata file, and may not lead out of that folder.
+    every media file below `data_root`, each with its caption in a .txt file of the same name. If none has a caption,
+    `data_root` is read by the one metadata file that it holds. Media paths are relative to `data_root`, or without it
+    to the metadata file, and may not lead out of that folder.
 
     Args:
         data: its options.
@@ -109,7 +110,12 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
     """
     findings, data = Findings(), folder.with_known_lists(data)
     root = _find_root(data)
-    rows = _read_rows(data, root, media_dir, findings)[: data.max_items]
+    rows = _read_rows(data, root, media_dir, findings)
+    if (table := _caption_table(rows, data, root)) is not None:
+        findings, data = Findings(), data.model_copy(update={"dataset_file": table})
+        rows = _read_rows(data, root, media_dir, findings)
+        folder.note_unlisted([row.media for row in rows], root, table.name, findings)
+    rows = rows[: data.max_items]
     items = _make_items(rows, data, root, findings, first=first, prefix=prefix)
     further = {}
     for name, column in sorted(data.extra_columns):
@@ -127,6 +133,21 @@ def read_dataset(data: DataSection, *, media_dir: Path | None = None, first: int
         warnings = f" ({'; '.join(findings.warnings)})" if findings.warnings else ""
         raise DataError(f"{source}: no items found{warnings}", kind="not_found")
     return Reading(items, findings.warnings, further, masks)
+
+
+def tables_in(directory: Path) -> list[Path]:
+    """Return the metadata files in a directory, without empty ones."""
+    paths = sorted(path for path in directory.iterdir() if path.suffix.lower() in TABLES)
+    return [path for path in paths if path.is_file() and path.stat().st_size]
+
+
+def _caption_table(rows: Sequence[Row], data: DataSection, root: Root) -> Path | None:
+    """Return the one metadata file in a directory of clips that all lack the captions that they need, or None."""
+    needs_captions = folder.lacks_lists(data) and data.caption_missing in (None, "error")
+    if not needs_captions or not rows or any(row.captions is not None or row.unusable for row in rows):
+        return None
+    tables = tables_in(root.folder)
+    return tables[0] if len(tables) == 1 else None
 
 
 def media_kind(path: str) -> Kind:
@@ -158,7 +179,7 @@ def _further_rows(
     if not findings.problems and line_numbers != column_numbers:  # two text files: a line may be blank in one of them
         last = column_numbers[-1] if column_numbers else "1"
         line = next((number for number in line_numbers if number not in column_numbers), last)
-        message = f"its lines do not belong to those of {data.video_column!r}; see line {line}"
+        message = f"its lines do not match those of {data.video_column!r}; see line {line}"
         raise DataError(message, kind="mismatch")
     return column_rows
 
@@ -216,7 +237,7 @@ def _find_root(data: DataSection) -> Root:
         if folder.suffix in TABLES and folder.is_file() and data.dataset_file is None:
             path = quoted(str(folder))
             raise DataError(
-                f"data_root {path} is not a folder but a file; if it lists clips, give --dataset_file {path}"
+                f"data_root {path} is a file, not a directory; if it lists clips, use --dataset_file {path}"
             )
         raise path_error("data_root", folder, folder=True)
     if folder is None and data.dataset_file is not None:
@@ -225,7 +246,7 @@ def _find_root(data: DataSection) -> Root:
         folder = Path(data.hf_dataset) if Path(data.hf_dataset).is_dir() else Path()
     if folder is None:
         raise DataError(
-            "no dataset: give `data_root` (a folder), `dataset_file` (.csv, .json, .jsonl, .parquet, .tar), "
+            "no dataset: set `data_root` (a directory), `dataset_file` (.csv, .json, .jsonl, .parquet, .tar), "
             "`hf_dataset` or `dataset`",
             kind="required",
         )
@@ -242,7 +263,7 @@ def _read_rows(data: DataSection, root: Root, media_dir: Path | None, findings: 
     if not is_tar and file is not None and file.suffix.lower() != ".parquet":
         message = f"dataset_file {quoted(str(file))} must end in .csv, .json, .jsonl, .parquet or .tar"
         raise DataError(message, kind="unsupported")
-    assert media_dir is not None, "media of this dataset have to be unpacked"
+    assert media_dir is not None, "media of this dataset must be unpacked"
     if file is not None and is_tar:
         return tars.read_tars(file, data, MediaFolder(media_dir), findings)
     return hub.read_hub(data, root, MediaFolder(media_dir), findings)
@@ -264,7 +285,7 @@ def _text_problem(captions: Sequence[str]) -> str | None:
     """Return the reason why a caption cannot be encoded, or None if all can."""
     longest = max(map(len, captions))
     if longest > MAX_CAPTION_BYTES:
-        return f"the caption has {longest} characters, more than the {MAX_CAPTION_BYTES} of any caption"
+        return f"the caption has {longest} characters, more than the limit of {MAX_CAPTION_BYTES}"
     for caption in captions:
         if "\0" in caption:
             return "the caption holds a NUL character"
@@ -272,7 +293,7 @@ def _text_problem(captions: Sequence[str]) -> str | None:
             if not caption.isascii():
                 caption.encode()
         except UnicodeEncodeError:
-            return "the caption holds half of a surrogate pair, which is no character"
+            return "the caption holds half of a surrogate pair, which is not a character"
     return None
 
 
@@ -301,7 +322,7 @@ def _clean_captions(row: Row, data: DataSection, findings: Findings) -> tuple[st
     longest = max(map(len, cleaned))
     if longest > LONG_CAPTION:
         findings.note(
-            f"with a caption of more than {LONG_CAPTION} characters, of which text encoders read only the beginning",
+            f"with a caption of more than {LONG_CAPTION} characters (text encoders read only the beginning)",
             f"{printable_name(row.media)} ({longest})",
         )
     return cleaned

@@ -88,7 +88,7 @@ def require_file(path: Path) -> os.stat_result:
         reason = f"a link to {str(path.readlink())!r}, which does not exist" if path.is_symlink() else "does not exist"
         raise InvalidSampleError(reason, "missing", lasting=False) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = f"cannot be looked up: {getattr(error, 'strerror', None) or error}"
+        reason = f"is not accessible: {getattr(error, 'strerror', None) or error}"
         raise InvalidSampleError(reason, "unreadable", lasting=False) from error
     return require_content(state)
 
@@ -143,7 +143,7 @@ def too_large(width: int, height: int) -> InvalidSampleError:
 
 
 def open_container(path: Path) -> av.container.InputContainer:
-    """Open a video whose frames are no larger than `MAX_FRAME_PIXELS`.
+    """Open a video with frames of at most `MAX_FRAME_PIXELS`.
 
     Raises:
         InvalidSampleError: the video is not a file, or its format is not supported.
@@ -159,7 +159,7 @@ def open_container(path: Path) -> av.container.InputContainer:
         )
     except av.error.ArgumentError as error:
         raise InvalidSampleError(
-            "its format is unknown, or its header damaged, or it names other files to be played", "unreadable"
+            "unknown format or damaged header, or it names other files to be played", "unreadable"
         ) from error
     for stream in container.streams.video:
         if stream.codec_context is not None:
@@ -177,9 +177,11 @@ def video_stream(container: av.container.InputContainer) -> av.VideoStream:
     if all(Disposition.attached_pic in stream.disposition for stream in streams):
         raise InvalidSampleError("no video stream", "no_video")
     if Disposition.attached_pic in streams[0].disposition:
-        raise InvalidSampleError("its first video stream is a cover picture", "unreadable")
+        raise InvalidSampleError("its first video stream is a cover image", "unreadable")
     if streams[0].codec_context is None:
-        raise InvalidSampleError("its codec is unknown to FFmpeg; convert the file, to H.264 for example", "unreadable")
+        raise InvalidSampleError(
+            "its codec is not supported by FFmpeg; convert the file, to H.264 for example", "unreadable"
+        )
     return streams[0]
 
 

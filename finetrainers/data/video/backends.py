@@ -50,8 +50,8 @@ _OPTIONAL: dict[str, _Optional] = {
     "torchcodec": _Optional(
         "torchcodec.decoders",
         ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg"),
-        "pip install torchcodec in the version that belongs to the installed torch, and FFmpeg's shared "
-        "libraries (4 to 8), which it does not bring",
+        "pip install torchcodec in the version that matches the installed torch, and FFmpeg's shared libraries (4 to "
+        "8), which it does not include",
     ),
 }
 
@@ -70,7 +70,7 @@ def backend_problem(option: str) -> str | None:
         import_module(_OPTIONAL[name].module)
     except (ImportError, OSError, RuntimeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"{name} cannot be imported ({lines[0]}); it needs {_OPTIONAL[name].hint}. `auto` needs neither"
+        return f"{name} cannot be imported ({lines[0]}); it requires {_OPTIONAL[name].hint}. Or use `auto`"
     return None
 
 
@@ -128,7 +128,7 @@ def _header_reason(path: Path, codecs: Container[str]) -> str | None:
 
 
 def _has_idr(packet: bytes, extradata: bytes | None) -> bool:
-    """Return whether an H.264 packet has a slice of an IDR picture."""
+    """Return whether an H.264 packet has a slice of an IDR frame."""
     if extradata and extradata[0] == 1:  # "avcC": each unit is preceded by its length
         size = (extradata[4] & 3) + 1
         offset = 0

@@ -75,11 +75,11 @@ def read_frames(
     except InvalidSampleError as error:
         if not done:
             raise
-        raise InvalidSampleError(f"{error}, after {done} of {len(requested)} wanted frames") from error
+        raise InvalidSampleError(f"{error}, after {done} of {len(requested)} requested frames") from error
     if done < len(requested):
         raise InvalidSampleError(
-            f"{path} ends early: {done} of {len(requested)} wanted frames could be decoded, "
-            f"the last wanted one is number {max(indices)}; the file is cut off or damaged"
+            f"{path} ends early: {done} of {len(requested)} requested frames could be decoded, the last requested "
+            f"one is number {max(indices)}; the file is truncated or damaged"
         )
     return frames
 

@@ -51,7 +51,7 @@ def latent_weights(clip: Clip, pooled: Tensor) -> Tensor:
     is_only_cut = clip.start is None and not clip.is_random
     if not clip.mask.lowest and is_only_cut and not pooled.any():
         raise InvalidSampleError(
-            f"its mask {clip.mask.path} is black in all frames of {clip.path} that are trained, within its crop",
+            f"its mask {clip.mask.path} is black in all trained frames of {clip.path}, within its crop",
             "mismatch",
         )
     return clip.mask.lowest + (1 - clip.mask.lowest) * pooled

@@ -17,7 +17,7 @@ from ..reading.status import InvalidSampleError
 #: Frames count as evenly spaced if each is within this share of a period of its position. Clocks of containers are
 #: coarse (1 ms in Matroska, 1/600 s on phones), and so are declared rates.
 _EVEN = 0.25
-#: A frame is never reordered by more than this many others: the largest decoded picture buffer of H.264 and HEVC.
+#: A frame is never reordered by more than this many others: the largest buffer of decoded frames in H.264 and HEVC.
 _MAX_REORDERED = 16
 
 
@@ -112,7 +112,7 @@ def shown_at(path: Path) -> list[float]:
     """
     timeline = timeline_from_packets(path)
     if timeline is None:
-        raise ValueError(f"{path} does not say when its frames are shown")
+        raise ValueError(f"{path} has no frame timestamps")
     with open_container(path) as container:
         tick = video_stream(container).time_base
     assert tick is not None

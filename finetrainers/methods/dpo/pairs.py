@@ -153,7 +153,8 @@ def _unusable(
         elif not reasons and chosen_clips[index].bucket != rejected_clips[index].bucket:
             sizes = f"{bucket_text(chosen_clips[index].bucket)} and {bucket_text(rejected_clips[index].bucket)}"
             reasons = [
-                f"{items[0].name} and {items[1].name} get the buckets {sizes}; give clips of one length and shape"
+                f"{items[0].name} and {items[1].name} are in the buckets {sizes}; use clips of the same length and "
+                "shape"
             ]
         if reasons:
             yield index, f"{items[0].where}: {'; '.join(reasons)}"
@@ -179,7 +180,7 @@ def _problem(
     if chosen.problem is not None:
         return chosen.problem
     if not has_batches:
-        message = "nothing to train on: no bucket has pairs for a whole batch; lower --batch_size"
+        message = "nothing to train on: no bucket has pairs for a full batch; lower --batch_size"
         return DataError(message, kind="too_large")
     return None
 

@@ -15,7 +15,7 @@ from .pairs import CHOSEN, PROMPT, REJECTED, PairPlan, column_config, survey_pai
 if TYPE_CHECKING:
     from finetrainers.data.inspect.probe_all import ProbeOptions
 
-_FILE = f"give a file of pairs, --dataset_file FILE with the columns `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`"
+_FILE = f"set --dataset_file to a file of pairs with the columns `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`"
 #: Dataset options that pairs cannot use, each with the reason and remedy.
 _NOT_OF_PAIRS = {
     **dict.fromkeys(("dataset", "hf_dataset"), _FILE),
@@ -24,11 +24,11 @@ _NOT_OF_PAIRS = {
         f"the columns of pairs are `{PROMPT}`, `{CHOSEN}` and `{REJECTED}`; remove it",
     ),
     **dict.fromkeys(
-        ("mask_column", "unmasked_weight"), "pairs are compared as whole clips, so no loss is masked; remove it"
+        ("mask_column", "unmasked_weight"), "pairs are compared as complete clips, so the loss is not masked; remove it"
     ),
     **dict.fromkeys(
         ("bucket_keep_prob", "bucket_fall_shorter", "sliding_window_size"),
-        "both clips of a pair are cut to one bucket, and whole; remove it",
+        "both clips of a pair are cut to the same bucket and not divided; remove it",
     ),
 }
 
@@ -58,7 +58,7 @@ class PreferencePairs(MethodSpec):
             if config.changed(name)
         ]
         if config.data.frame_selection == "chunk":
-            message = "cuts several samples from a clip, and a pair is one; use another selection"
+            message = "cuts several samples from a clip, but a pair is one sample; use another selection"
             problems.append(Problem("--frame_selection chunk", message, "unsupported"))
         if config.data.dataset_file is None:
             problems.append(Problem("--dataset_file", f"is not set; {_FILE}", "required"))

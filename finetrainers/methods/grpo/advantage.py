@@ -84,7 +84,7 @@ def compute_advantages(
     weighted = {name: values for name, values in table.items() if weights[name]}
     if not weighted:
         raise InputError(
-            f"no advantage without a weighted reward; scored: {', '.join(scores) or 'none'}. At least one reward with "
+            f"advantages require a weighted reward; scored: {', '.join(scores) or 'none'}. At least one reward with "
             "a weight other than 0 must be scored in every rollout (every=1)",
             "required",
         )

@@ -222,8 +222,8 @@ class GRPO(RolloutMethod[RolloutBatch, Transition | ReducedGradient]):
         error = float(self._ratio_error)
         if error > self.epsilon / 2:
             logger.warning(
-                "the policy that is trained is not the one that sampled: a ratio that must be 1 is off by %.2g, and "
-                "the clip range is %.2g. In fp32 it is exactly 1; lower precision may need a larger --clip_range",
+                "the trained policy differs from the sampling policy: a ratio that must be 1 is off by %.2g, and the "
+                "clip range is %.2g. In fp32 it is exactly 1; lower precision may require a larger --clip_range",
                 error,
                 self.epsilon,
             )

@@ -197,7 +197,7 @@ class NFT(RolloutMethod[RolloutBatch, NoisyClips]):
         super().load_state_dict({name: value for name, value in state.items() if name != "old"})
         saved = state.get("old", {})
         if saved.keys() != self.old.weights.keys():
-            message = "the checkpoint's sampling policy is of other weights; was it saved by another --method?"
+            message = "the checkpoint's sampling policy has other weights; was it saved by another --method?"
             raise InputError(message, "mismatch")
         for name, weight in self.old.weights.items():
             weight.copy_(saved[name])

@@ -33,7 +33,7 @@ CLIP_OPTIONS = {
     **dict.fromkeys(("data_root", "dataset_file", "dataset", "hf_dataset"), "clips are sampled; use --prompts FILE"),
     "video_resolution_buckets": "clips are sampled at one size; use --rollout_size FxHxW",
     "image_resolution_buckets": "clips are sampled at one size; use --rollout_size 1xHxW",
-    "validation_epochs": "there are no epochs; use --validation_steps",
+    "validation_epochs": "reward finetuning has no epochs; use --validation_steps",
 }
 
 
@@ -67,16 +67,16 @@ def check_grpo(config: TrainConfig, facts: Facts, *, world_size: int) -> Iterato
     if config.optimizer.scale_lr:
         yield (
             "scale_lr",
-            "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: they "
-            "are --prompts_per_step x --num_generations / --updates_per_rollout; give --lr itself",
+            "multiplies --lr by batch size x processes, which do not change the clips of an optimizer step here: "
+            "they are --prompts_per_step x --num_generations / --updates_per_rollout; set --lr itself",
             "unsupported",
         )
     if section.shift is not None and not facts.is_flow:
-        yield "shift", "this model is not a flow-matching model, so shift has no meaning; remove it", "unsupported"
+        yield "shift", "this model is not a flow-matching model, so it has no shift; remove it", "unsupported"
     if section.rollout_guidance is not None and facts.guidance is None:
         yield (
             "rollout_guidance",
-            "this network takes no guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
+            "this network does not take guidance as an input; remove it. Classifier-free guidance is --rollout_cfg",
             "unsupported",
         )
     yield from _check_length(config)
@@ -85,16 +85,16 @@ def check_grpo(config: TrainConfig, facts: Facts, *, world_size: int) -> Iterato
     yield from _check_memory(config)
     for name, hint in CLIP_OPTIONS.items():
         if config.changed(name):
-            yield name, f"has no meaning with --method {config.training.method}: {hint}", "unsupported"
+            yield name, f"is not supported with --method {config.training.method}: {hint}", "unsupported"
 
 
 def _check_inputs(section: GRPOSection, geometry: Geometry) -> Iterator[Finding]:
     if section.prompts is None:
-        yield "prompts", "reward finetuning samples clips for prompts; give a file, --prompts FILE", "required"
+        yield "prompts", "required: reward finetuning samples clips for prompts; set --prompts FILE", "required"
     if not section.reward:
-        yield "reward", "nothing says which clips are good; give at least one, --reward NAME[=WEIGHT]", "required"
+        yield "reward", "required: no reward scores the clips; set at least one, --reward NAME[=WEIGHT]", "required"
     if section.rollout_size is None:
-        yield "rollout_size", "give the size of sampled clips, FRAMESxHEIGHTxWIDTH", "required"
+        yield "rollout_size", "required: set the size of sampled clips, FRAMESxHEIGHTxWIDTH", "required"
         return
     for problem in geometry.problems(*section.rollout_size):
         yield "rollout_size", f"{'x'.join(map(str, section.rollout_size))}: {problem}"
@@ -104,7 +104,7 @@ def _check_groups(section: GRPOSection) -> Iterator[Finding]:
     """Check the group size: the clips of one prompt."""
     size, best_of_n = section.num_generations, section.best_of_n
     if size == 1:
-        yield "num_generations", "one clip has no others of its prompt to be compared with; use 2 or more, or 8"
+        yield "num_generations", "a single clip per prompt cannot be compared with others; use 2 or more, such as 8"
     if best_of_n is not None and best_of_n > size:
         yield "best_of_n", f"{best_of_n} of {plural(size, 'clip')}; use at most --num_generations {size}", "conflict"
 
@@ -120,7 +120,7 @@ def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
         step = global_batch // math.gcd(global_batch, size)  # numbers of prompts whose clips divide
         yield (
             "prompts_per_step",
-            f"{clips} = {prompts * size} clips do not divide by {over} = {global_batch}; use "
+            f"{clips} = {prompts * size} clips must be a multiple of {over} = {global_batch}; use "
             f"{-(-prompts // step) * step}, or another --num_generations or --batch_size",
             "conflict",
         )
@@ -131,7 +131,7 @@ def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
         fewer = f"at most {total // global_batch}, or " if total >= global_batch else ""
         yield (
             "updates_per_rollout",
-            f"{plural(updates, 'update')} of {over} take{'s' if updates == 1 else ''} at least "
+            f"{plural(updates, 'update')} of {over} need{('s' if updates == 1 else '')} at least "
             f"{global_batch * updates} clips, and a rollout keeps {clips} = {total}; use {fewer}--prompts_per_step "
             f"{-(-global_batch * updates // clips_per_prompt)} or more",
             "conflict",
@@ -139,8 +139,8 @@ def _check_division(config: TrainConfig, world_size: int) -> Iterator[Finding]:
         return
     if total % (global_batch * updates):
         yield (
-            f"a rollout keeps {clips} = {total}, which do not divide by {over} x {updates} --updates_per_rollout = "
-            f"{global_batch * updates}: some batches are filled up with clips that do not count"
+            f"a rollout keeps {clips} = {total}, not a multiple of {over} x {updates} --updates_per_rollout = "
+            f"{global_batch * updates}: some batches are padded with clips that do not count"
         )
     if total / updates < FEW_CLIPS and config.training.method in COMPARING_METHODS:
         yield (
@@ -154,19 +154,19 @@ def _check_nft(config: TrainConfig) -> Iterator[Finding]:
     if section.init_same_noise:
         yield (
             "init_same_noise",
-            "nft samples without further noise, so the clips of a prompt would be the same; use --no-init_same_noise",
+            "nft samples without noise in its steps, so the clips of a prompt would be equal; use --no-init_same_noise",
             "unsupported",
         )
     if section.sampler not in (None, "ode"):
         yield (
             "sampler",
-            f"{section.sampler} adds noise, and nft samples without; use ode or leave it out",
+            f"{section.sampler} adds noise, and nft samples without; use ode, or remove it",
             "unsupported",
         )
     if section.reward_combination == "separate":
         yield "--reward_combination separate is `sum` with --method nft, whose loss is not clipped"
     if (uphold := section.nft_decay[2]) >= 1:
-        yield "nft_decay", f"uphold {uphold:g}: the policy that samples would stand still; use less than 1"
+        yield "nft_decay", f"uphold {uphold:g}: the sampling policy would never change; use less than 1"
 
 
 def _check_gradients(config: TrainConfig) -> Iterator[Finding]:
@@ -175,21 +175,21 @@ def _check_gradients(config: TrainConfig) -> Iterator[Finding]:
     if config.grpo.updates_per_rollout > 1:
         yield (
             "updates_per_rollout",
-            "a reward's gradient is of the weights that sampled; use 1 with --method refl",
+            "a reward's gradient applies to the weights that sampled; use 1 with --method refl",
             "unsupported",
         )
     if config.grpo.best_of_n is not None:
-        yield "best_of_n", "--method refl compares no clips and trains on all; remove it", "unsupported"
+        yield "best_of_n", "--method refl trains on all clips without comparing them; remove it", "unsupported"
     if section.refl_kind == "draft" and section.draft_k > steps:
-        yield "draft_k", f"there are {steps} --sampling_steps; use at most {steps}", "conflict"
+        yield "draft_k", f"there are only {steps} --sampling_steps; use at most {steps}", "conflict"
     elif section.refl_kind == "refl" and not section.gradient_steps(steps):
         first, last = section.refl_range
         yield "refl_range", f"{first:g} {last:g} holds none of {steps} --sampling_steps; use a wider range", "conflict"
     if section.refl_kind == "draft" and section.draft_k > 1 and config.parallel.sp_size > 1:
         yield (
             "draft_k",
-            f"{section.draft_k}: processes that share a clip have its latents' gradient in parts; use --draft_k 1, "
-            "--refl_kind draft-lv or refl, or --sp_size 1",
+            f"{section.draft_k}: processes that share a clip have only parts of its latents' gradient; use --draft_k "
+            "1, --refl_kind draft-lv or refl, or --sp_size 1",
             "conflict",
         )
 
@@ -203,8 +203,8 @@ def _check_policy(config: TrainConfig) -> Iterator[Finding]:
         )
     if section.rollout_cfg > 1 and section.updates_per_rollout > 1:
         yield (
-            f"--rollout_cfg {section.rollout_cfg:g} with --updates_per_rollout {section.updates_per_rollout}: guidance "
-            "enlarges what an update does to a step; one update per rollout is safer"
+            f"--rollout_cfg {section.rollout_cfg:g} with --updates_per_rollout {section.updates_per_rollout}: "
+            "guidance amplifies the effect of an update on a step; one update per rollout is safer"
         )
 
 
@@ -221,7 +221,7 @@ def _check_rollout_gradients(config: TrainConfig) -> Iterator[Finding]:
     if mode == "retain":
         if clips_per_prompt == size:
             yield (
-                "--rollout_gradients retain saves nothing where all clips are trained: reweight takes as long, and "
+                "--rollout_gradients retain saves nothing if all clips are trained: reweight takes as long, and "
                 "stores no activations"
             )
         if section.offload_trajectory:
@@ -231,10 +231,10 @@ def _check_rollout_gradients(config: TrainConfig) -> Iterator[Finding]:
             )
     elif size * (1 + num_forward) > clips_per_prompt * (2 + num_forward):
         yield (
-            f"--rollout_gradients reweight takes a backward pass for all {size} clips of a prompt, which costs more "
+            f"--rollout_gradients reweight runs a backward pass for all {size} clips of a prompt, which costs more "
             f"than replaying the {clips_per_prompt} of --best_of_n {clips_per_prompt}; it saves time from about "
-            f"{math.ceil(size * (1 + num_forward) / (2 + num_forward))} of {size} on. retain takes only those of the "
-            "clips that are trained"
+            f"{math.ceil(size * (1 + num_forward) / (2 + num_forward))} of {size}. retain runs only those of the "
+            "trained clips"
         )
 
 
@@ -243,21 +243,22 @@ def _check_noise(section: GRPOSection, *, is_flow: bool) -> Iterator[Finding]:
     if name == "ode":
         yield (
             "sampler",
-            "ode adds no noise, so no step has a probability to change; use flow, dance, cps or ddim, or --method nft",
+            "ode adds no noise, so the probability of a step cannot change; use flow, dance, cps or ddim, or "
+            "--method nft",
             "unsupported",
         )
         return
     if name in ("flow", "dance") and not is_flow:
-        yield f"--sampler {name} is published for flow-matching models; for others ddim is usual"
+        yield f"--sampler {name} is published for flow-matching models; ddim is usual for others"
     eta = section.eta
     if eta is None:
         return
     if eta == 0:
-        yield "eta", "without noise no step has a probability to change; give more than 0, or --method nft"
+        yield "eta", "without noise, the probability of a step cannot change; use more than 0, or --method nft"
     elif name in ("cps", "ddim") and eta > 1:
-        yield "eta", f"{name} can add noise up to 1, got {eta:g}"
+        yield "eta", f"{name} supports noise up to 1, got {eta:g}"
     elif eta > _MUCH_NOISE:
-        yield f"--eta {eta:g} is much for --sampler {name}: published values are between 0.25 and 1.5"
+        yield f"--eta {eta:g} is high for --sampler {name}: published values are between 0.25 and 1.5"
 
 
 def _check_window(config: TrainConfig) -> Iterator[Finding]:
@@ -273,11 +274,11 @@ def _check_window(config: TrainConfig) -> Iterator[Finding]:
             "window_size",
             f"a window of {size} does not fit: of {steps} --sampling_steps, --window_range {first:g} {last:g} holds "
             f"{available}, and the last step is never trained; use "
-            f"{f'at most {len(allowed)}, or ' if allowed else ''}a wider range",
+            f"{(f'at most {len(allowed)}, or ' if allowed else '')}a wider range",
             "conflict",
         )
     elif section.window_strategy == "progressive" and 0 < size < section.window_stride:
-        message = f"a window of {size} that moves by {section.window_stride} leaves steps between untrained"
+        message = f"a window of {size} that moves by {section.window_stride} leaves steps in between untrained"
         yield "window_stride", f"{message}; use at most {size}", "conflict"
     stochastic = size or steps - 1
     if trained_steps(section) < 1:
@@ -293,7 +294,7 @@ def _check_length(config: TrainConfig) -> Iterator[Finding]:
     if training.train_steps is None:
         yield (
             "train_steps",
-            "is not set, and prompts are used again and again; give the number of optimizer steps",
+            "required: prompts repeat indefinitely; set the number of optimizer steps",
             "required",
         )
     for name, steps in (("train_steps", training.train_steps), ("checkpointing_steps", training.checkpointing_steps)):
@@ -301,8 +302,8 @@ def _check_length(config: TrainConfig) -> Iterator[Finding]:
             lower, upper = steps // updates * updates, -(-steps // updates) * updates
             yield (
                 name,
-                f"{steps} is not a multiple of --updates_per_rollout {updates}, and only whole rollouts can be "
-                f"resumed; use {f'{lower} or ' if lower else ''}{upper}",
+                f"{steps} must be a multiple of --updates_per_rollout {updates}, since only complete rollouts can be "
+                f"resumed; use {(f'{lower} or ' if lower else '')}{upper}",
                 "conflict",
             )
 
@@ -312,12 +313,12 @@ def _check_evaluation(config: TrainConfig) -> Iterator[Finding]:
     if validation.eval_prompts is None:
         for name in ("eval_reward", "eval_steps"):
             if config.get(name):
-                yield name, "there are no held-out prompts to evaluate on; give --eval_prompts FILE", "required"
+                yield name, "there are no held-out prompts to evaluate on; set --eval_prompts FILE", "required"
         return
     if section.prompts is not None and validation.eval_prompts == section.prompts:
-        yield "--eval_prompts are those of --prompts, so nothing is held out"
+        yield "--eval_prompts equal those of --prompts, so nothing is held out"
     if validation.eval_steps is None:
-        yield "--eval_prompts are evaluated before and after training only; set --eval_steps"
+        yield "--eval_prompts are evaluated only before and after training; set --eval_steps"
 
 
 def _check_hacking(config: TrainConfig) -> Iterator[Finding]:
@@ -326,7 +327,7 @@ def _check_hacking(config: TrainConfig) -> Iterator[Finding]:
     if hacking_rule(config) is not None or guard == "off":
         return
     if config.changed("hacking_patience"):
-        yield "--hacking_patience has no effect: there is nothing to judge reward hacking by"
+        yield "--hacking_patience has no effect: there is no held-out reward or KL to detect reward hacking"
     if guard is None:
         return
     missing = []
@@ -339,7 +340,7 @@ def _check_hacking(config: TrainConfig) -> Iterator[Finding]:
     kl = "--nft_kl" if config.training.method == "nft" else "--kl_coef"
     yield (
         "hacking_guard",
-        f"{guard} has nothing to judge by; add {', '.join(missing)}, or measure the KL with {kl}",
+        f"{guard} requires a held-out reward; add {', '.join(missing)}, or measure the KL with {kl}",
         "required",
     )
 
@@ -350,7 +351,7 @@ def _check_memory(config: TrainConfig) -> Iterator[Finding]:
     if config.training.training_type != "full-finetune":
         return
     if config.training.method == "nft":
-        copies = "the policy that samples" + (" and the model before training" if section.nft_kl else "")
+        copies = "the sampling policy" + (" and the model before training" if section.nft_kl else "")
         yield f"--method nft with full-finetune keeps copies of the whole network in memory: {copies}"
     elif section.kl_coef:
         yield f"--kl_coef {section.kl_coef:g} with full-finetune keeps a frozen copy of the whole network in memory"
@@ -361,6 +362,6 @@ def _check_reward_device(config: TrainConfig, *, local_processes: int) -> Iterat
     number = re.fullmatch(r"cuda:(\d+)", config.grpo.reward_device or "")
     if number is not None and local_processes > 1 and int(number[1]) < local_processes:
         yield (
-            f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU on which one "
-            f"of them trains; cuda:{local_processes} is the first that none uses. The default is each process's own"
+            f"--reward_device {number[0]}: the rewards of all {local_processes} processes share the GPU of one of "
+            f"them; cuda:{local_processes} is the first free one. The default is each process's own"
         )

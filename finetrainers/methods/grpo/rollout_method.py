@@ -77,7 +77,7 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     def steps(self, start: int, transformer: nn.Module) -> Iterator[Step[T]]:
         if not self.can_stop_after(start):
-            raise ValueError(f"step {start} is within a rollout of {self.updates} steps, whose clips are gone")
+            raise ValueError(f"step {start} is within a rollout of {self.updates} steps, whose clips are lost")
         for rollout in count(start // self.updates):
             transformer.eval()  # with dropout, the replayed policy would differ from the sampled one
             # Not assigned to a variable, which would hold it in memory while the next one is made.
@@ -112,7 +112,7 @@ class RolloutMethod(ABC, Generic[R, T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.keys() - {"prompts"}:
-            message = f"this method has no state to restore but that of its prompts, got {sorted(state)}"
+            message = f"this method can only restore the state of its prompts, got {sorted(state)}"
             raise InputError(message, "mismatch")
         if self.selection is not None:
             self.selection.load_state_dict(state.get("prompts", {}))

@@ -94,9 +94,9 @@ class RewardFinetuning(MethodSpec):
         rollouts = None if steps is None else steps // section.updates_per_rollout
         if section.selective_rollouts < 1 and rollouts and rollouts * section.prompts_per_step <= len(plan.prompts):
             message = (
-                f"no prompt is skipped before it comes a second time, and {plural(rollouts, 'rollout')} of "
-                f"{plural(section.prompts_per_step, 'prompt')} take each of the {len(plan.prompts)} once at most; "
-                "leave it out, or give more --train_steps or fewer prompts"
+                f"prompts are skipped from their second rollout on, and {plural(rollouts, 'rollout')} of "
+                f"{plural(section.prompts_per_step, 'prompt')} use each of the {len(plan.prompts)} at most once; "
+                "remove it, or use more --train_steps or fewer prompts"
             )
             raise ConfigError([Problem("--selective_rollouts", message, "conflict")])
         check_noise(plan, config, spec=spec)
@@ -105,10 +105,10 @@ class RewardFinetuning(MethodSpec):
         from finetrainers.rewards.registry import absent_gpu
 
         for device in dict.fromkeys(filter(None, map(absent_gpu, self.rewards(config)))):
-            message = f"this machine has no {device}; leave it out, or name one that it has"
+            message = f"this machine has no {device}; remove it, or use an existing device"
             yield Problem("--reward_device", message, "unavailable")
         if _is_nft(config) and not parallel.weights_are_whole:
-            message = "the sampling policy is swapped in as whole weights, and this strategy splits them; use DDP"
+            message = "the sampling policy is swapped in as unsharded weights, and this strategy shards them; use DDP"
             yield Problem("--method nft", message, "unsupported")
         if not self.computes_grads_in_rollout(config):
             return
@@ -116,7 +116,8 @@ class RewardFinetuning(MethodSpec):
             yield Problem("--rollout_gradients", f"{parallel.why_no_local_gradients}; or use replay", "unsupported")
         if parallel.scales_loss:
             message = (
-                "gradients are taken while sampling, without the loss scaling that fp16 needs; use bf16, or replay"
+                "gradients are computed while sampling, without the loss scaling that fp16 requires; use bf16, or "
+                "replay"
             )
             yield Problem("--rollout_gradients", message, "conflict")
 
@@ -222,11 +223,11 @@ class RewardFinetuning(MethodSpec):
         if device is None:
             return problems
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
-            message = f"{device} is none of auto, cpu, cuda, cuda:0, cuda:1, ..."
+            message = f"must be auto, cpu, cuda, cuda:0, cuda:1, ..., got {device}"
             problems.append(Problem("--reward_device", message, "unknown"))
         entries = [*config.grpo.reward, *config.validation.eval_reward]
         if not problems and not any(map(takes_device, entries)):
-            message = f"{device}: no reward is a network that this run loads; remove it"
+            message = f"{device}: this run loads no reward network; remove it"
             problems.append(Problem("--reward_device", message, "conflict"))
         return problems
 

@@ -124,13 +124,18 @@ def part_sources(config: ModelSection, part: str, folder: Path | None = None) ->
 def _packaged_configs(config: ModelSection, part: str, root: str) -> Path | None:
     """Return the packaged folder that a part's config is read from, or None if it is read from the repository.
 
-    It is if the transformer and the VAE are single files, and the part needs only a config, which the Hub's cache
-    lacks.
+    It is if the Hub's cache lacks the config, and the part needs nothing else: the run is only estimated, or the
+    transformer and the VAE are single files.
     """
-    needs_config_only = part == "scheduler" or (is_network(part) and single_file(config, part) is not None)
-    if not needs_config_only or not is_hub_id(root) or (folder := packaged_configs(root)) is None:
+    if not is_hub_id(root):
         return None
-    if any(single_file(config, network) is None for network in ("vae", trained_part(config))):
+    if config.is_estimated:
+        folder = packaged_configs(root, part, estimated=True) if part == "scheduler" or is_network(part) else None
+    else:
+        needs_config_only = part == "scheduler" or (is_network(part) and single_file(config, part) is not None)
+        are_files = all(single_file(config, network) is not None for network in ("vae", trained_part(config)))
+        folder = packaged_configs(root, part) if needs_config_only and are_files else None
+    if folder is None:
         return None
     return None if _on_disk(root, config, config.revision, part, _config_name(part)) is not None else folder
 
@@ -189,7 +194,7 @@ def read_json(path: Path) -> Json:
     except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}", "unreadable") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must be a JSON object, and it is a {type(value).__name__}")
+        raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -253,7 +258,7 @@ def weight_files(folder: Path, part: str, variant: str | None) -> tuple[list[Pat
     pickles = [name for name in file_names if name.endswith(_PICKLES)]
     if pickles and not any(name.endswith(".safetensors") for name in file_names):
         raise InputError(
-            f"{folder} has its weights as pickles only ({', '.join(pickles[:3])}), and these are not loaded; convert "
+            f"{folder} has its weights only as pickles ({', '.join(pickles[:3])}), which are not loaded; convert "
             f"them to {single.name}",
             "unsupported",
         )
@@ -340,9 +345,13 @@ def tokenizer_problems(config: ModelSection, parts: Sequence[str]) -> list[Probl
     problems = []
     for part in (part for part in parts if part.startswith("tokenizer")):
         place = part_sources(config, part)[0][0]
-        if is_hub_id(place) and packaged_configs(place) is not None and folder_on_disk(config, part) is None:
+        if (
+            is_hub_id(place)
+            and packaged_configs(place, "transformer") is not None
+            and folder_on_disk(config, part) is None
+        ):
             encoder = part.replace("tokenizer", "text_encoder")
-            message = f"the {part} of {place} is not on this disk, and the hub cannot be asked; give a folder with "
+            message = f"the {part} of {place} is not on this disk, and the Hub is offline; use a directory with "
             problems.append(
                 Problem(
                     f"--{part}_id",
@@ -362,15 +371,15 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
     root, is_local = Path(place), Path(place).is_dir()
     if root.is_file():
         yield ValueError(
-            f"{root} is a file; give the folder of a model in diffusers layout, or its hub id. The file itself takes "
-            "the place of the weights of one part: --transformer_path, --vae_path, --text_encoder_path or "
+            f"{root} is a file; use the directory of a model in diffusers layout, or its Hub id. The file itself "
+            "replaces the weights of one component: --transformer_path, --vae_path, --text_encoder_path or "
             "--text_encoder_2_path"
         )
         return
     folder = root / within if is_local else folder_on_disk(config, part)
     if is_local and not (root / within).is_dir():
         contents = ", ".join(sorted(path.name for path in root.iterdir())[:12]) or "nothing"
-        message = f"{root} has no folder {part!r}, so it is no model in diffusers layout (it holds: {contents})"
+        message = f"{root} has no directory {part!r}, so it is not a model in diffusers layout (it holds: {contents})"
         yield InputError(message, "not_found")
         return
     if folder is None:
@@ -388,10 +397,12 @@ def _examine(config: ModelSection, part: str, weights: bool, on_cuda: bool) -> I
 def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[ValueError]:
     """Yield the problems with a single weight file, and with the config that it needs."""
     if not is_network(part):
-        yield ValueError(f"{path} is a file, and the {part} is a folder or a hub id with its vocabulary and settings")
+        yield ValueError(
+            f"{path} is a file, and the {part} must be a directory or a Hub id with its vocabulary and settings"
+        )
         return
     if not path.is_file():
-        yield InputError(f"no such file: {path}", "not_found")
+        yield InputError(f"file not found: {path}", "not_found")
         return
     problem = _read_problem(path)
     if problem is not None:
@@ -399,10 +410,9 @@ def _examine_single(config: ModelSection, part: str, path: Path) -> Iterator[Val
     root, within, _ = part_sources(config, part)[0]
     if Path(root).is_dir() and not (Path(root) / within / "config.json").is_file():
         yield InputError(
-            f"{path} holds weights alone, and their config is read from {Path(root) / within / 'config.json'}, which "
-            "is not there. Download what is not weights of a repository in diffusers layout (hf download REPOSITORY "
-            "--include '*.json' '*.model' '*.txt' --local-dir FOLDER), and give the folder as "
-            "--pretrained_model_name_or_path",
+            f"{path} holds only weights; their config {Path(root) / within / 'config.json'} was not found. Download "
+            "the other files of a repository in diffusers layout (hf download REPOSITORY --include '*.json' "
+            "'*.model' '*.txt' --local-dir DIRECTORY), and set the directory as --pretrained_model_name_or_path",
             "required",
         )
 
@@ -414,7 +424,7 @@ def _read_problem(path: Path) -> ValueError | None:
     if is_gguf or path.suffix == ".gguf":
         return InputError(f"{path} holds quantized weights (GGUF), {_GIVE_UNQUANTIZED}", "unsupported")
     if path.suffix in _PICKLES:
-        message = f"{path} is a pickle, and these are not loaded; convert it to safetensors first"
+        message = f"{path} is a pickle, which is not loaded; convert it to safetensors first"
         return InputError(message, "unsupported")
     try:
         header = read_header(path)
@@ -429,7 +439,7 @@ def _read_problem(path: Path) -> ValueError | None:
 #: Options that quantize text encoders without CUDA.
 _HERE = "--quantize_text_encoders int8 or fp8"
 _GIVE_UNQUANTIZED = (
-    "and these are not read; give the unquantized ones, which --quantize_frozen int8, fp8 or nf4 quantizes while "
+    "which are not supported; use the unquantized ones, which --quantize_frozen int8, fp8 or nf4 quantizes while "
     "they are loaded"
 )
 
@@ -468,12 +478,11 @@ def _quantized_already(folder: Path, header: Header, part: str, *, on_cuda: bool
             if by == "bitsandbytes" and not on_cuda:
                 advice = _GIVE_UNQUANTIZED.partition(";")[2].replace("--quantize_frozen int8, fp8 or nf4", _HERE)
                 yield InputError(
-                    f"{folder} holds weights quantized by bitsandbytes, which needs CUDA, and there is none "
-                    f"here;{advice}",
+                    f"{folder} holds weights quantized by bitsandbytes, which requires CUDA;{advice}",
                     "unsupported",
                 )
             return
-        format_name: str | None = f"its config.json says quantization_config, by {by}"
+        format_name: str | None = f"its config.json has quantization_config, by {by}"
     else:
         format_name = quantized_as(header)
     if format_name is None:

@@ -53,7 +53,7 @@ def _ask(repo: str, endpoint: str) -> str | None:
     asking.start()
     asking.join(_DEADLINE_S)
     reason = answers[0] if answers else f"no answer within {_DEADLINE_S:g} s"
-    return None if reason is None else f"the hub cannot be reached ({endpoint}: {reason})"
+    return None if reason is None else f"the Hub cannot be reached ({endpoint}: {reason})"
 
 
 def _no_answer(url: str) -> str | None:
@@ -70,7 +70,4 @@ def _no_answer(url: str) -> str | None:
 
 def download_advice(repo: str) -> str:
     """Return advice on downloading a repository where the Hub does not answer."""
-    return (
-        f"download it first where there is a connection (`hf download {repo}`), into the same cache (HF_HOME, or "
-        "--cache_dir)"
-    )
+    return f"download it first with a connection (`hf download {repo}`), into the same cache (HF_HOME, or --cache_dir)"

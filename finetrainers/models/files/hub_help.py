@@ -41,24 +41,24 @@ def hub_help(error: BaseException, repo: str, *, away: str | None = None) -> Inp
     page = f"{constants.ENDPOINT}/{repo}"
     if any(isinstance(cause, GatedRepoError) for cause in causes):
         return InputError(
-            f"The model is gated: log in at {page} and accept its conditions, then give this machine a token of that "
-            "account (`hf auth login`, or HF_TOKEN).",
+            f"The model is gated: log in at {page} and accept its conditions, then set a token of that account on "
+            "this machine (`hf auth login`, or HF_TOKEN).",
             "unavailable",
         )
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-        message = f"There is no {page}, or it is private: check the name, or log in with `hf auth login` (or HF_TOKEN)."
+        message = f"{page} does not exist or is private: check the name, or log in with `hf auth login` (or HF_TOKEN)."
         return InputError(message, "not_found")
     statuses = {cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)}
     if _TOO_MANY in statuses:
-        message = "The hub refuses more requests for now (429): wait some minutes, or log in, which raises the limit."
+        message = "The Hub limits requests for now (429): wait some minutes, or log in, which raises the limit."
         return InputError(message, "unavailable")
     if any(status >= 500 for status in statuses):
-        message = "The hub itself has a problem: try again later. What was downloaded is kept."
+        message = "The Hub itself has a problem: try again later. Downloaded files are kept."
         return InputError(message, "unavailable")
     if away is None and huggingface_hub.is_offline_mode():
         away = OFFLINE
     if away or any(isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled)) for cause in causes):
-        message = f"It is not on this disk, and {away or 'the hub cannot be reached'}: {download_advice(repo)}."
+        message = f"It is not on this disk, and {away or 'the Hub cannot be reached'}: {download_advice(repo)}."
         return InputError(message, "unavailable")
     return None
 
@@ -76,13 +76,13 @@ def fetch_config(repo: str, names: list[str], *, revision: str | None, cache_dir
         except EntryNotFoundError:
             continue
         except RevisionNotFoundError:
-            raise InputError(f"{repo} has no revision {revision!r} on the hub", "not_found") from None
+            raise InputError(f"{repo} has no revision {revision!r} on the Hub", "not_found") from None
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
-            message = f"the hub does not give {name} of {repo}: {reason}"
+            message = f"the Hub does not provide {name} of {repo}: {reason}"
             raise hub_help(error, repo) or InputError(message, "unavailable") from error
     raise InputError(
-        f"{repo} on the hub has no {' nor '.join(names)}; a directory or repository in diffusers layout is wanted",
+        f"{repo} on the Hub has no {' nor '.join(names)}; use a directory or repository in diffusers layout",
         "not_found",
     )
 

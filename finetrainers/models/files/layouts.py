@@ -155,7 +155,7 @@ class Match:
             return []
         name = self.misshapen[0]
         more = f" ({len(self.misshapen)} such tensors)" if len(self.misshapen) > 1 else ""
-        shapes = f"has shape {self.held[name]}, and {config} asks for {self.needed[name]}{more}"
+        shapes = f"has shape {self.held[name]}, and {config} requires {self.needed[name]}{more}"
         return [InputError(f"{self.prefix}{name} in {place} {shapes}", "mismatch")]
 
 

@@ -169,7 +169,7 @@ def _by_layer(tensors: Mapping[str, Tensor], layer_name: Callable[[str], str]) -
         layers.setdefault(layer_name(match["layer"]), {})[part] = tensor
     if unknown:
         raise InputError(
-            f"{plural(len(unknown), 'tensor')} of no known meaning: {summarize(sorted(unknown))}", "unknown"
+            f"{plural(len(unknown), 'tensor')} with unknown names: {summarize(sorted(unknown))}", "unknown"
         )
     incomplete = sorted(name for name, factors in layers.items() if not {"down", "up"} <= factors.keys())
     if incomplete:
@@ -289,7 +289,8 @@ def from_stored(tensors: Mapping[str, Tensor], network: nn.Module, kind: Foreign
     dora = sorted(name for name in tensors if name.endswith(".dora_scale"))
     if dora:
         raise InputError(
-            f"holds DoRA magnitudes ({summarize(dora)}), which ComfyUI and PEFT apply differently; they are not read",
+            f"holds DoRA magnitudes ({summarize(dora)}), which ComfyUI and PEFT apply differently; they are not "
+            "supported",
             "unsupported",
         )
     stored_rows = _known_layers(network, kind)

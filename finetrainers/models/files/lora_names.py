@@ -65,27 +65,24 @@ def format_problem(
     """
     if not is_lora:
         if requested in misread:
-            return f"{requested}: {misread[requested]}, so that it would compute another network; use diffusers"
+            return f"{requested}: {misread[requested]}, so it would compute another network; use diffusers"
         if requested in ("diffusers", "comfyui"):
             return None
         reason = (
-            "these are all weights already" if requested == "merged" else "it holds a LoRA, and these are all weights"
+            "these are already full weights" if requested == "merged" else "it holds a LoRA, and these are full weights"
         )
         return f"{requested}: {reason}; use diffusers or comfyui"
     if requested not in PREFIXES or requested == "peft":
         return None
     if requested not in READERS.get(family, {}):
-        return (
-            f"{requested}: no program is known that reads LoRAs of {family} in this format; use diffusers, peft or "
-            "merged"
-        )
+        return f"{requested}: no known program reads LoRAs of {family} in this format; use diffusers, peft or merged"
     if is_dora and requested == "comfyui":
         return (
-            "comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone, so that it would "
-            "compute another network; use merged, diffusers or peft"
+            "comfyui: ComfyUI divides DoRA's magnitudes by the norm of the base weights alone, so it would compute "
+            "another network; use merged, diffusers or peft"
         )
     if is_dora:
-        return f"{requested}: the format has no place for DoRA's magnitudes; use merged, diffusers or peft"
+        return f"{requested}: the format cannot store DoRA's magnitudes; use merged, diffusers or peft"
     return None
 
 

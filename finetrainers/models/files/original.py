@@ -49,8 +49,8 @@ def original_layout(class_name: str, names: Iterable[str], kind: str | None = No
     """
     if class_name not in ORIGINALS:
         raise InputError(
-            f"the original layout of a {class_name} is not known; known: {', '.join(sorted(ORIGINALS))}. "
-            "Diffusers layout always works",
+            f"unknown original layout of a {class_name}; known: {', '.join(sorted(ORIGINALS))}. Diffusers layout "
+            "always works",
             "unsupported",
         )
     original = ORIGINALS[class_name]

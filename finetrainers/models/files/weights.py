@@ -90,7 +90,7 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
         try:
             network = _on_meta(cls, settings)
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-            problems.append(Problem(where, f"{folder / 'config.json'} describes no {cls.__name__}: {error}"))
+            problems.append(Problem(where, f"{folder / 'config.json'} is not a valid {cls.__name__} config: {error}"))
             continue
         missing, wrong, unused = compare(network, shapes)
         if _are_renamed(network, missing, {name: shapes[name] for name in unused}):
@@ -106,7 +106,7 @@ def network_problems(config: ModelSection, networks: Mapping[str, Any]) -> tuple
         if wrong:
             name = wrong[0]
             expected = tuple(network.state_dict()[name].shape)
-            message = f"{name} in {folder} has shape {shapes[name]}, and its config.json asks for {expected}"
+            message = f"{name} in {folder} has shape {shapes[name]}, and its config.json requires {expected}"
             problems.append(
                 Problem(where, message + (f" ({len(wrong)} such tensors)" if len(wrong) > 1 else ""), "mismatch")
             )
@@ -137,7 +137,7 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
     try:
         network = _on_meta(cls, settings)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        return [Problem(where, f"the config of the {part} describes no {cls.__name__}: {error}")], []
+        return [Problem(where, f"the config of the {part} is not a valid {cls.__name__} config: {error}")], []
     match, warnings = match_network(path, network), []
     problems: Sequence[ValueError] = ()
     config_file = str(component_file(config, part, "config.json"))
@@ -158,8 +158,8 @@ def _single_file_problems(config: ModelSection, part: str, cls: Any, path: Path)
     cast = cast_to_float8(read_header(path))
     if cast is not None:
         warnings.append(
-            f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are read and cast "
-            f"to the dtype of the {part}, and what the first cast has rounded off stays lost"
+            f"{where}: {path} holds weights that were cast to 8 bits ({cast}), without scales: they are cast to the "
+            f"dtype of the {part}, and the rounding of the first cast remains"
         )
     errors = [*match.problems(str(path), config_file), *problems]
     return [Problem.from_error(where, error) for error in errors], warnings
@@ -210,7 +210,7 @@ def check_loaded(network: nn.Module, info: Mapping[str, Any], *, part: str, conf
     lost = sorted(info["missing_keys"])
     bad = non_finite(network.state_dict()) if not lost and launched_local_rank() == 0 else []
     if lost:
-        message = f"lacks {plural(len(lost), 'tensor')}: {summarize(lost)}; get its files again"
+        message = f"lacks {plural(len(lost), 'tensor')}: {summarize(lost)}; download its files again"
         kind: Kind = "not_found"
     elif bad:
         message = (

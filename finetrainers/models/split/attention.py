@@ -82,7 +82,7 @@ def check_attention_choice(spec: Any) -> None:
     """Implement `ModelSpec.check_attention_choice`."""
     name = spec.config.attn_backend
     if name != AUTO and spec.attention_processor is None:
-        message = f"{name}: the attention of {spec.name} has no choice of a backend; leave it out"
+        message = f"{name}: the attention of {spec.name} does not support other backends; remove it"
         raise ConfigError([Problem("--attn_backend", message, "unsupported")])
 
 

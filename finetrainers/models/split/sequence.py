@@ -212,7 +212,7 @@ def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: floa
     """
     heads = spec.configs[spec.facts.trained].get("num_attention_heads")
     if size > 1 and spec.token_plan is None:
-        message = f"{spec.name} does not tell where its network can be split (`ModelSpec.token_plan`); leave it out"
+        message = f"{spec.name} does not support sequence parallelism (`ModelSpec.token_plan`); remove it"
         raise ConfigError([Problem("--sp_size", message, "unsupported")])
     if size > 1 and dropout > 0 and not spec.streams:
         raise ConfigError([Problem("--sp_size", no_streams(spec, "the LoRA"), "unsupported")])

@@ -52,7 +52,7 @@ class SplitDropout(nn.Dropout):
 
 def no_streams(spec: Any, name: str) -> str:
     """Return why a layer with dropout cannot be split."""
-    return f"{spec.name} does not tell which tokens go through {name} (`ModelSpec.streams`); leave dropout out"
+    return f"{spec.name} does not declare the tokens that pass through {name} (`ModelSpec.streams`); remove dropout"
 
 
 def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:

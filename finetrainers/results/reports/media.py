@@ -9,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from finetrainers.plan.lineage import ancestors
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.run_records import RunRecords
 from finetrainers.sampling.grid import Cell, Grid, Group, Row
@@ -84,7 +85,9 @@ def sample_videos(runs: Sequence[RunRecords], limits: VideoLimits) -> Videos:
         if rows:
             first = next(path for path in paths if path.stem == name)
             groups.append(Group(_read_comment(first).partition("\n")[0] or name, rows))
-    return _videos(Grid([f"step {step}" for step in columns], groups, open=_OPEN), len(paths))
+    # Weights from another run are not those of the base model, even at step 0.
+    start = "step 0" if any(ancestors(run.root) for run in runs) else "base (step 0)"
+    return _videos(Grid([f"step {step}" if step else start for step in columns], groups, open=_OPEN), len(paths))
 
 
 def _videos(grid: Grid, count: int) -> Videos:

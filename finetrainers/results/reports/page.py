@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,12 +35,13 @@ _NONE = VideoLimits(0)
 _SIZE = "@page-size@"
 
 
-def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
+def make_report(runs: Sequence[RunRecords], limits: VideoLimits, *, reload_s: float | None = None) -> str:
     """Return a page that needs no other file and no network.
 
     Args:
         runs: one, or several that are compared.
         limits: for the page's videos.
+        reload_s: seconds after which a browser reloads the page, or None if it does not.
     """
     watched = [preset for run in runs for preset in read_watched(run)]
     video_sections = _video_sections(runs, watched, limits)
@@ -55,6 +57,8 @@ def make_report(runs: Sequence[RunRecords], limits: VideoLimits) -> str:
         filters={"code": with_code, "svg": chart_svg, "grid": grid_html},
         title=", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         runs=runs,
+        made=time.strftime("%Y-%m-%d %H:%M:%S"),
+        reload_s=reload_s,
         status_of=sections.status_of,
         facts_of=sections.facts_of,
         figures=sections.summary_figures(runs[0]),

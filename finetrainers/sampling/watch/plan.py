@@ -86,11 +86,11 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
     """
     findings = Findings()
     if launched_processes() > 1:
-        message = "a watch is one process; start it without a launcher, on a device of its own (--device)"
+        message = "a watch is one process; start it without a launcher, on its own device (--device)"
         findings.error("launcher", message, "unsupported")
     if not (run / "config.toml").is_file():
         reason = (
-            "has no config.toml; give a run's --output_dir" if run.is_dir() else missing_path_problem(run, folder=True)
+            "has no config.toml; use a run's --output_dir" if run.is_dir() else missing_path_problem(run, folder=True)
         )
         raise ConfigError([*findings.errors, Problem("RUN", f"{run} {reason}", "not_found")])
     try:
@@ -108,7 +108,7 @@ def plan_watch(run: Path, options: WatchSection, flags: RawOptions) -> WatchPlan
     identity = read_identity(run)
     for name in requested:
         if are_different(read_identity_file(output_dir / name / WATCHED), identity):
-            message = f"{output_dir / name} holds the clips of another run; give another directory"
+            message = f"{output_dir / name} holds the clips of another run; use another directory"
             findings.error("output_dir", message, "occupied")
     presets: dict[str, SamplePlan] = {}
     for name, preset in requested.items():
@@ -147,7 +147,7 @@ def _native(config: TrainConfig, options: WatchSection, target: Target) -> Size:
         section = section.model_copy(update=update)
     sizes = [prompt.size for prompt in parse_validation_prompts(section) if prompt.size is not None]
     if not sizes:
-        message = "the size that the run trains on is not known; give presets of your own: --preset NAME=49x512x768"
+        message = "the training size of the run is unknown; set your own presets: --preset NAME=49x512x768"
         raise ConfigError([Problem("--presets", message, "required")])
     return max(sizes, key=math.prod)
 
@@ -189,7 +189,9 @@ def _with_best(
     if label in labels:
         return entries, label
     if label == "weighted_sum":
-        message = f"{requested} adds up several rewards, and the best is by one of them; valid: {', '.join(labels)}"
+        message = (
+            f"{requested} sums several rewards, and the best checkpoint is chosen by one; valid: {', '.join(labels)}"
+        )
         findings.error("best_by", message, "unsupported")
         return entries, label
     try:
@@ -199,7 +201,7 @@ def _with_best(
         problems = [InputError(f"{requested!r} is not the name of a reward", "unknown")]
     if problems:
         hint = nearest(label, {*labels, *recorded_labels(output_dir)}, listed=0)
-        errors = [InputError(f"no reward is called {requested!r}{hint}", "unknown")] if hint else problems
+        errors = [InputError(f"unknown reward {requested!r}{hint}", "unknown")] if hint else problems
         findings.errors += [Problem.from_error("--best_by", error) for error in errors]
         return entries, label
     entries = [*entries, entry]  # clips with its score are not scored again
@@ -220,12 +222,14 @@ def use_device(device: str | None) -> None:
         return
     index = device.removeprefix("cuda:")
     if not index.isdecimal():
-        raise ConfigError([Problem("--device", f"{device!r} is neither cpu nor cuda:N")])
+        raise ConfigError([Problem("--device", f"must be cpu or cuda:N, got {device!r}")])
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if visible and int(index) >= len(visible):
         message = f"{device}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves {len(visible)}, counted from cuda:0"
         raise ConfigError([Problem("--device", message, "conflict")])
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(index)] if visible else index
     if likely_device_type() != "cuda":
-        message = f"{device}: torch can use no GPU here, and would use the CPU; give --device cpu if that is meant"
+        message = (
+            f"{device}: torch has no usable GPU here, and would use the CPU; if that is intended, set --device cpu"
+        )
         raise ConfigError([Problem("--device", message, "unavailable")])

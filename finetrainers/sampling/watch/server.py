@@ -122,7 +122,7 @@ class Watch:
         """
         current = read_identity(self.plan.run)
         if are_different(self._identity, current):
-            raise WatchError(f"{self.plan.run} is the directory of another run by now; start the watch again")
+            raise WatchError(f"{self.plan.run} is now the directory of another run; start the watch again")
         if current is not None and self._identity is None:
             for preset in self.plan.presets.values():
                 current.write(preset.output_dir / WATCHED)
@@ -138,7 +138,7 @@ class Watch:
         state = training.sentence.partition(", step")[0]
         if state != self._waiting:
             self._waiting = state
-            self.say(f"waiting for checkpoints: {training.sentence} (looking every {poll_seconds:g} s; Ctrl-C stops)")
+            self.say(f"waiting for checkpoints: {training.sentence} (checking every {poll_seconds:g} s; Ctrl-C stops)")
         if not training.may_go_on:
             if self._sampler is not None:
                 self._sampler.free()
@@ -162,7 +162,7 @@ class Watch:
     def _report_incomplete(self, step: int, reason: str) -> None:
         if step not in self._reported_steps:
             self._reported_steps.add(step)
-            self.say(f"step {step} is not whole yet: {reason}")
+            self.say(f"step {step}: checkpoint incomplete, waiting: {reason}")
 
     def _samples(self, name: str, variant: Variant) -> list[Sample]:
         """Return the clips of a preset with some weights; a prompt that is listed twice has one clip."""
@@ -282,7 +282,7 @@ class Watch:
         for prompt, error in failed.items():
             reason = user_message(error) or f"{type(error).__name__}: {error}"
             text = shortened(" ".join(prompt.prompt.split()), 60)
-            self.left_out.append(f"prompt {text!r} cannot be encoded, and is left out of all checkpoints: {reason}")
+            self.left_out.append(f"prompt {text!r} cannot be encoded, and is skipped for all checkpoints: {reason}")
             self.say(self.left_out[-1])
         presets = {
             name: replace(plan, prompts=[prompt for prompt in plan.prompts if prompt not in failed])
@@ -408,7 +408,7 @@ def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(contextlib.closing(join(plan.config)))
         for name, preset in plan.presets.items():
-            otherwise = "give --output_dir" if len(plan.presets) == 1 else f"leave {name} out"
+            otherwise = "set --output_dir" if len(plan.presets) == 1 else f"remove {name}"
             stack.enter_context(
                 exclusive(preset.output_dir, parallel, where="--presets", holder="watch", otherwise=otherwise)
             )
@@ -418,7 +418,7 @@ def watch(plan: WatchPlan, say: Say) -> Sequence[str]:
             stack.enter_context(
                 exclusive(
                     plan.run / "watch", parallel, where="--best_by", holder="watch with --best_by",
-                    otherwise="leave --best_by out here",
+                    otherwise="remove --best_by here",
                 )
             )  # fmt: skip
         server = Watch(plan, parallel, say)

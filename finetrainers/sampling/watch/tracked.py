@@ -125,7 +125,7 @@ class _SingleTracker:
         except Exception as error:
             # Whatever a tracker raises (network, quota, its own defects) must not cost the samples.
             self._off = True
-            logger.warning("tracker %s failed and is off from here on: %r", self.kind, error)
+            logger.warning("tracker %s failed; disabled for the rest of this watch: %r", self.kind, error)
 
 
 def training_run(run: Path, config: TrainConfig, tracker: str) -> str | None:
@@ -140,5 +140,5 @@ def training_run(run: Path, config: TrainConfig, tracker: str) -> str | None:
 def whose_run(run: Path, config: TrainConfig, tracker: str) -> str:
     """Return the tracker run that a watch writes to, as a phrase."""
     if TRACKERS[tracker].is_one_folder or training_run(run, config, tracker) is not None:
-        return "into the run of the training"
-    return "as a run of its own next to the training's"
+        return "into the training's run"
+    return "as a separate run next to the training's"

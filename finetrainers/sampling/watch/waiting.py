@@ -39,7 +39,7 @@ def training_state(run: Path, *, total_steps: int | None) -> Training:
     step = f"step {steps[-1] if steps else 0}" + (f" of {total_steps}" if total_steps else "")
     last = next((kind for event in reversed(events) if (kind := event.get("event")) in _STATES), None)
     if in_use(run):
-        return Training(True, f"the run is in training, {step}")
+        return Training(True, f"the run is training, {step}")
     if last == "finished":
         return Training(False, f"the run has finished, {step}")
     if last in _STOPS:
@@ -47,5 +47,5 @@ def training_state(run: Path, *, total_steps: int | None) -> Training:
     if not was_used(run):
         return Training(True, f"this is a copy of a run, {step}")
     if last is None:
-        return Training(False, "the run has not begun")
-    return Training(False, f"no process trains the run now, which did not finish, {step}")
+        return Training(False, "the run has not started")
+    return Training(False, f"the run did not finish, and no process trains it now, {step}")

@@ -57,7 +57,7 @@ def estimate_line(search: BucketSearch, *, noun: str) -> str:
     name = bucket_text(search.bucket)
     if not search.estimated:
         return f"{name}: 1 {noun} does not fit by the estimate: {search.needed:.3g} GiB in the phase {search.phase}"
-    capped = ", the most that is tried" if search.estimated == search.most else ""
+    capped = ", the most to try" if search.estimated == search.most else ""
     return (
         f"{name}: {plural(search.estimated, noun)} by the estimate{capped}; {search.needed:.3g} GiB in the phase "
         f"{search.phase}"
@@ -114,10 +114,10 @@ def _measured_cells(trial: Trial | None, tokens: int) -> list[str]:
 
 def _notes(results: SearchResult) -> Iterator[str]:
     estimate, measured = results.limit
-    share = f"{100 * results.margin:g} %"
+    share = f"{100 * results.margin:g}%"
     memory = "the GPU" if results.on_gpu else "host memory"
     if results.unmeasured is not None:
-        yield f"{results.unmeasured}: nothing was measured, and nothing is known of the throughput"
+        yield f"{results.unmeasured}: nothing was measured, so throughput is unknown"
     if measured is None:
         yield f"planned for {estimate:.3g} of {results.gpu:.3g} GiB of {memory}: {share} stay free"
     elif results.on_gpu:
@@ -135,14 +135,14 @@ def _notes(results: SearchResult) -> Iterator[str]:
         if reached == search.clips:
             yield f"{bucket_text(search.bucket)}: all {plural(reached, results.noun)} of the bucket fit at once"
         elif reached == search.most:
-            yield f"{bucket_text(search.bucket)}: larger batches than --max_batch_size {reached} may fit"
+            yield f"{bucket_text(search.bucket)}: batches larger than --max_batch_size {reached} may fit"
     for search in results.unfit:
         yield (
             f"{bucket_text(search.bucket)}: not even 1 {results.noun} fits; `finetrainers estimate --gpu "
-            f"{results.gpu:.3g}GiB` says what makes it fit"
+            f"{results.gpu:.3g}GiB` suggests options that fit"
         )
     if results.empty:
-        yield f"no {results.noun} comes in {', '.join(map(bucket_text, results.empty))}: not searched"
+        yield f"no {results.noun} in {', '.join(map(bucket_text, results.empty))}: not searched"
 
 
 def as_json(results: SearchResult) -> dict[str, Any]:

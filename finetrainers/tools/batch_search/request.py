@@ -21,8 +21,8 @@ Bucket = tuple[int, int, int]
 
 #: Options that choose others by the batch size, each with the alternative.
 _CHOOSING = {
-    "blocks_to_swap": "give a number of blocks",
-    "activation_memory": "give what blocks store: none, checkpoint, keep_attention or offload",
+    "blocks_to_swap": "set a number of blocks",
+    "activation_memory": "set none, checkpoint, keep_attention or offload",
 }
 
 
@@ -69,6 +69,7 @@ def searched_config(config: TrainConfig) -> TrainConfig:
     sections = {
         "dataloader": config.dataloader.model_copy(update=loading),
         "training": config.training.model_copy(update=training),
+        "memory": config.memory.model_copy(update={"fit_gpu": False}),  # sizes are found for the options as they are
     }
     return config.model_copy(update=sections)
 
@@ -78,21 +79,22 @@ def search_problems(config: TrainConfig) -> list[Problem]:
     problems = []
     if config.training.method in method_names() and method_spec(config).samples:
         message = (
-            "its clips are sampled, all in one size: there are no buckets. `finetrainers estimate --batch_size N` says "
-            "what N clips need"
+            "has no buckets: clips are sampled at one size. `finetrainers estimate --batch_size N` estimates the "
+            "memory for N clips"
         )
         problems.append(Problem(f"--method {config.training.method}", message, "unsupported"))
     for name, alternative in _CHOOSING.items():
         if config.get(name) == "auto":
-            message = f"is chosen by the batch size, which is to be found; {alternative}"
+            message = f"is chosen from the batch size, which this command searches for; {alternative}"
             problems.append(Problem(f"--{name} auto", message, "conflict"))
     if config.memory.memory_budget is not None:
         message = (
-            "chooses other options by the batch size, which is to be found; leave it out, and give the memory as --gpu"
+            "chooses other options from the batch size, which this command searches for; remove it, and set the "
+            "memory with --gpu"
         )
         problems.append(Problem("--memory_budget", message, "conflict"))
     if config.run.dry_run:
-        message = "is for `finetrainers train`; --estimate_only loads no weights"
+        message = "requires `finetrainers train`; --estimate_only loads no weights"
         problems.append(Problem("--dry_run", message, "unsupported"))
     return problems
 
@@ -134,9 +136,9 @@ def why_not_measured(config: TrainConfig, *, no_data: bool) -> str | None:
     if no_data:
         return "the data is not on this machine"
     if processes > 1:
-        return f"this is planned for {processes} processes, and one can be measured"
+        return f"this is planned for {processes} processes, and only one can be measured"
     if options.fsdp is not None or options.deepspeed:
-        return "a strategy that splits weights cannot go on after an OOM"
+        return "a strategy that shards weights cannot continue after an OOM"
     return None
 
 

@@ -63,7 +63,7 @@ def columns(checkpoint_bytes: int | None) -> list[Column]:
 
     return [
         Column("GPUs", _gpus, "train on machines with equal GPUs", True),
-        measured("load", _gpu_fact("utilization", fmean, "{:.0f} %")),
+        measured("load", _gpu_fact("utilization", fmean, "{:.0f}%")),
         measured("GPU memory used", _used_memory),
         measured("power", _power),
         measured("hottest", _gpu_fact("temperature_c", max, "{:.0f} C")),

@@ -31,9 +31,9 @@ def disk_facts(folder: Path, num_mib: int) -> dict[str, Any]:
         elif num_mib:
             facts |= _speed(existing, num_mib * _MIB)
         elif not os.access(existing, os.W_OK):
-            facts["disk_error"] = f"{existing} cannot be written to"
+            facts["disk_error"] = f"{existing} is not writable"
     except OSError as error:
-        facts["disk_error"] = f"{existing} cannot be written to: {error.strerror}"
+        facts["disk_error"] = f"{existing} is not writable: {error.strerror}"
     return facts
 
 

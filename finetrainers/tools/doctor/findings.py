@@ -84,24 +84,27 @@ def _gpus(facts: Facts, slots: int | None) -> _Remarks:
         yield "no GPU; a run would train on the CPU", False
     usable = facts.get("torch_gpus")
     if gpus and usable is not None and usable != len(gpus) and facts.get("torch_problem") is None:
-        yield f"torch sees {usable} of {plural(len(gpus), 'GPU')}; look at CUDA_VISIBLE_DEVICES and MIG", False
+        yield f"torch sees {usable} of {plural(len(gpus), 'GPU')}; check CUDA_VISIBLE_DEVICES and MIG", False
     for gpu in gpus:
         name = f"GPU {gpu['index']:.0f}"
         if (errors := gpu.get("memory_errors")) is not None and errors > 0:
             yield f"{name} has {errors:.0f} uncorrected memory errors; reset it, or replace it if they come back", True
         if (temperature := gpu.get("temperature_c")) is not None and temperature >= _HOT_C:
-            yield f"{name} has {temperature:.0f} C and may be slowed down; look at its cooling", False
+            yield f"{name} is at {temperature:.0f} C and may be throttled; check its cooling", False
     busy = [gpu for gpu in gpus if (gpu.get("memory_used_mib") or 0) > _USED_MIB]
     if busy:
         names = listed([f"{gpu['index']:.0f}" for gpu in busy])
         size = file_size(sum(gpu["memory_used_mib"] for gpu in busy) * _MIB)
-        yield f"{size} in use on GPU {names}; `nvidia-smi` lists the processes, in case an earlier run left some", False
+        yield (
+            f"{size} in use on GPU {names}; `nvidia-smi` lists the processes, which may be left from an earlier run",
+            False,
+        )
 
 
 def _limits(facts: Facts) -> _Remarks:
     files = facts.get("open_files")
     if files is not None and files != UNLIMITED and files < _FEW_FILES:
-        text = f"a process may open {files} files; set `ulimit -n 65536`, or nofile in /etc/security/limits.conf"
+        text = f"the limit of open files is {files}; set `ulimit -n 65536`, or nofile in /etc/security/limits.conf"
         yield text, files < _MIN_FILES
     if facts.get("ib_active") and facts.get("memlock", UNLIMITED) != UNLIMITED:
         text = f"{file_size(facts['memlock'])} of locked memory is too little for InfiniBand; set `ulimit -l unlimited`"
@@ -118,20 +121,20 @@ def _links(facts: Facts) -> _Remarks:
     if errors:
         names = listed([f"{port} ({count})" for port, count in errors.items()])
         yield (
-            f"errors of InfiniBand links: {names}; see with --every 60 whether they still rise, and check the cable",
+            f"errors of InfiniBand links: {names}; check with --every 60 whether they still rise, and check the cable",
             False,
         )
 
 
 def _disk(facts: Facts, needs: Needs | None) -> _Remarks:
     if (error := facts.get("disk_error")) is not None:
-        yield f"{error}; give another --output_dir", True
+        yield f"{error}; set another --output_dir", True
     free, speed = facts.get("disk_free"), facts.get("disk_write")
     if needs is None:
         return
     if free is not None and free < needs.least:
         text = f"{facts['disk_path']} has {file_size(free)} free, and the run needs {file_size(needs.least)}"
-        yield f"{text}; make room, or give another --output_dir", True
+        yield f"{text}; free up space, or set another --output_dir", True
     if speed and needs.checkpoint / speed > _LONG_SAVE_S:
         save_time = duration(needs.checkpoint / speed)
         yield (
@@ -167,4 +170,4 @@ def _slow_disks(nodes: Sequence[Node]) -> Iterator[Finding]:
     for host, speed in speeds.items():
         if speed * _SLOW < median:
             text = f"its disk writes {file_size(speed)}/s, and the median is {file_size(median)}/s"
-            yield Finding(host, f"{text}; look at its mount and at what else writes", False)
+            yield Finding(host, f"{text}; check its mount and other programs that write", False)

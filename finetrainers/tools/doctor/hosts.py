@@ -48,7 +48,7 @@ class Node:
         slots: processes that the hosts file requests there.
         facts: as `host_facts` returns them, or None if there are none.
         error: why there are none, and the remedy.
-        clock_skew_s: seconds by which its clock is ahead of this machine's.
+        clock_skew_s: seconds that its clock is ahead of this machine's.
         round_trip_s: twice the maximum error of `clock_skew_s`.
     """
 
@@ -85,14 +85,14 @@ def read_hosts(path: Path) -> list[Node]:
         settings = dict(assignment.partition("=")[::2] for assignment in assignments)
         slots, where = settings.get("slots", ""), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
-            problems.append(Problem(where, f"{quoted(host)} is no name of a host"))
+            problems.append(Problem(where, f"{quoted(host)} is not a host name"))
         elif settings.keys() - {"slots", "max_slots", "max-slots"} or ("slots" in settings and not slots.isdecimal()):
-            problems.append(Problem(where, f"not understood: {quoted(line.strip())}; write `host` or `host slots=8`"))
+            problems.append(Problem(where, f"cannot parse {quoted(line.strip())}; write `host` or `host slots=8`"))
         elif host in nodes:
-            problems.append(Problem(where, f"{host} is there twice", "duplicate"))
+            problems.append(Problem(where, f"duplicate host {host}", "duplicate"))
         nodes[host] = Node(host, int(slots) if slots.isdecimal() else None)
     if not nodes:
-        problems.append(Problem("--hosts", f"{path} names no host; write one a line", "required"))
+        problems.append(Problem("--hosts", f"{path} names no host; write one per line", "required"))
     if problems:
         raise ConfigError(problems)
     return list(nodes.values())
@@ -166,11 +166,11 @@ class HostGroup:
         if (problem := login_problem(lines, host)) is not None:
             return problem
         if code == _SSH_FAILED:
-            return f"{last}; see whether it is up, and try `ssh {host}`"
+            return f"{last}; check that it is up, and try `ssh {host}`"
         if code in _NO_COMMAND:
-            return f"there is no {self.python} there; --python names the interpreter"
+            return f"{self.python} not found there; set --python to the interpreter"
         if "No module named" in last:
-            return f"{self.python} there: {last}; install finetrainers there, or give another --python"
+            return f"{self.python} there: {last}; install finetrainers there, or set another --python"
         return f"`{self.python} -m finetrainers doctor` failed there with exit code {code}: {last}"
 
 

@@ -30,7 +30,7 @@ def report_lines(
         yield from _list_facts(nodes[0], visible)
     else:
         yield from _list_machines(nodes, visible, width)
-    for title, is_problem in (("wrong", True), ("notes", False)):
+    for title, is_problem in (("problems", True), ("notes", False)):
         selected = [finding for finding in findings if finding.is_problem is is_problem]
         if selected:
             yield ""
@@ -41,9 +41,7 @@ def report_lines(
             )
     num_problems = sum(finding.is_problem for finding in findings)
     yield ""
-    yield (
-        f"{plural(num_problems, 'problem')} on {plural(len(nodes), 'machine')}" if num_problems else "nothing is wrong"
-    )
+    yield (f"{plural(num_problems, 'problem')} on {plural(len(nodes), 'machine')}" if num_problems else "no problems")
 
 
 def _group_by_text(findings: Sequence[Finding]) -> list[tuple[str, str]]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
+
+from finetrainers.utils.progress import is_silent, polling
+from finetrainers.utils.text import duration
 
 from .base import Callback, Record
 
@@ -39,9 +44,12 @@ Fields = Sequence[tuple[int, str]]
 class ProgressLine(Callback):
     """Line of step, time left, headline numbers, seconds a step, gradient norm, learning rate, memory, elapsed time."""
 
-    # Both are set at the start of the run.
+    # These are set at the start of the run.
     _state: TrainState
     clock: Clock
+    _started: float  # when the section of the watchdog began, as far as a line without a live one needs it
+    _last_line: float
+    _section = ""
 
     def __init__(self, *, headline: Sequence[str] = ("loss",), console: Console | None = None) -> None:
         """Args:
@@ -55,15 +63,30 @@ class ProgressLine(Callback):
         self._record: Record = {}  # the last one of training
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._has_ended = False
+        self._background = ExitStack()
 
     def on_start(self, state: TrainState) -> None:
         self._state = state
         self._has_ended = False
         self.clock = Clock()
         if self.console.is_terminal:
-            self._live = Live(self, console=self.console, refresh_per_second=4)
+            # Lines of the log go above it, unless they go elsewhere.
+            to_terminal = sys.stderr.isatty()
+            self._live = Live(self, console=self.console, refresh_per_second=4, redirect_stderr=to_terminal)
             self._live.start()
             self.console.show_cursor(True)  # a process that is ended at once would leave it hidden
+        else:
+            self._started = self._last_line = time.monotonic()
+            self._background.enter_context(polling(self._poll))
+
+    def _poll(self) -> None:
+        """Print what takes long before the first step has ended and between steps; a live line has it anyway."""
+        section = self._state.watchdog.section or ""
+        if section != self._section:
+            self._section, self._started = section, time.monotonic()
+        doing = _DOING.get(section) or ("" if self._record else "first step")
+        if doing and is_silent(max(self._last_line, self._started), self._started):
+            self._print([f"step {self._step()}", doing, f"{duration(time.monotonic() - self._started)} so far"])
 
     def on_log(self, state: TrainState, record: Record) -> None:
         if all(name.startswith(("step", "memory", "phase_s")) for name in record):
@@ -84,6 +107,7 @@ class ProgressLine(Callback):
             self._print([f"step {step}", *others])
 
     def on_stop(self, state: TrainState) -> None:
+        self._background.close()
         if self._live is not None:
             self._has_ended = True
             self._live.stop()
@@ -91,6 +115,7 @@ class ProgressLine(Callback):
 
     def _print(self, fields: Iterable[str]) -> None:
         """Print a line above the live one, wrapped where it is too long; without a live line, print one line."""
+        self._last_line = time.monotonic()
         if self._live is None:
             # As rich would, but it takes a good part of a millisecond, at every step of a small model.
             self.console.file.write(f"{_GAP.join(fields)}\n")
@@ -187,7 +212,7 @@ class Clock:
 
 
 def fit(fields: Fields, width: int) -> list[str]:
-    """Return the texts that fit in `width`, by priority up to the first that does not; priority 0 always stays."""
+    """Return the fields that fit in `width`, chosen by priority; priority 0 is always kept."""
     fitting: set[int] = set()
     columns = width + len(_GAP)
     for index in sorted(range(len(fields)), key=lambda index: fields[index][0]):

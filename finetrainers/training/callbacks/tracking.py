@@ -127,8 +127,8 @@ class Tracker(Callback):
                 self.tracked = None
             kind = self.kind
             state.run_dir.event("tracker_failed", tracker=kind, error=repr(error), step=state.step, media=media)
-            subject = "videos and pictures for tracker" if media else "tracker"
-            logger.warning("%s %s failed and is off from here on: %r", subject, kind, error)
+            subject = "videos and images for tracker" if media else "tracker"
+            logger.warning("%s %s failed; disabled for the rest of this run: %r", subject, kind, error)
 
 
 @dataclass(eq=False)

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 class Validation(Callback):
     """Sampler of every prompt when `due(step)`; the same prompt always starts from the same noise.
 
-    The videos of a prompt have the run's seed and those that follow it. With rewards, the samples are scored, and the
-    weights before training are sampled too.
+    The videos of a prompt have the run's seed and those that follow it. With rewards, the samples are scored.
 
     Attributes:
         encoded: the prompts to sample.
@@ -46,6 +45,7 @@ class Validation(Callback):
         scheduler: the checkpoint's scheduler.
         load_vae: returns the VAE: the one in use, or a fresh one where latents are precomputed.
         due: whether to sample after this step.
+        at_start: whether to sample before the first step.
         scores: scores the samples, or None if they are not scored.
         prefix: of the samples' file names.
     """
@@ -56,6 +56,7 @@ class Validation(Callback):
     scheduler: Any
     load_vae: Callable[[], nn.Module]
     due: Callable[[int], bool]
+    at_start: bool
     scores: SampleScores | None = None
     prefix: str = ""
     samples = True
@@ -63,13 +64,13 @@ class Validation(Callback):
     def __post_init__(self) -> None:
         section = self.section
         self.sizes = [prompt.size or self.size for prompt in self.encoded.prompts]
-        assert section.validation_frame_rate is not None, "the model's own rate, if no other was asked for"
+        assert section.validation_frame_rate is not None, "the model's own rate, unless another was set"
         self.settings = SamplingSettings(
             section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale
         )
 
     def on_start(self, state: TrainState) -> Record | None:
-        return self._sample_and_score(state) if self.scores is not None and state.step == 0 else None
+        return self._sample_and_score(state) if self.at_start and state.step == 0 else None
 
     def on_step(self, state: TrainState) -> Record | None:
         return self._sample_and_score(state) if state.requests.sample or self.due(state.step) else None

@@ -98,7 +98,7 @@ class BackgroundSave:
 
     def start(self, job: SaveJob) -> None:
         """Begin a save; none may be in flight."""
-        assert self._job is None, f"{self._job.description} has not ended"
+        assert self._job is None, f"{self._job.description} has not finished"
         self._job = job
         limited = self._watchdog.in_thread("checkpoint")
         self._future = None if job.write is None else self._executor.submit(limited(job.write))

@@ -38,7 +38,8 @@ def check_restorable(start: Start, parallel: Strategy) -> None:
     error = None
     if checkpoint != agreed:
         error = RuntimeError(
-            f"rank {parallel.rank} would start from {checkpoint}, rank 0 from {agreed}; do all see one disk?"
+            f"rank {parallel.rank} would start from {checkpoint}, rank 0 from {agreed}; all ranks must see the same "
+            "disk"
         )
     parallel.raise_if_any_failed(error, "choosing a checkpoint")
     if (problem := layout_problem(start, parallel)) is not None:
@@ -124,7 +125,7 @@ def _restore_optimizer(state: TrainState, directory: Path, saved: Mapping[str, A
     if saved["scaler"] is None:
         raise InputError(
             f"{directory} was saved without an fp16 gradient scaler, and this run uses one; use the same "
-            "--mixed_precision and kind of device, or start the optimizer from scratch with --reset optimizer",
+            "--mixed_precision and type of device, or start the optimizer from scratch with --reset optimizer",
             "mismatch",
         )
     parallel.scaler.load_state_dict(saved["scaler"])

@@ -120,8 +120,8 @@ class Snapshot:
             for name, tensor in tensors.items():
                 if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
                     raise DivergedError(
-                        f"{name} ({file}) holds NaN or Inf at step {self.facts['step']}: training has diverged, and no "
-                        "checkpoint of it is published. Continue from an earlier one with a lower --lr or "
+                        f"{name} ({file}) holds NaN or Inf at step {self.facts['step']}: training has diverged, and "
+                        "its checkpoint is not published. Continue from an earlier one with a lower --lr or "
                         "--max_grad_norm"
                     )
 
@@ -211,7 +211,7 @@ def _wait_for_previous(state: TrainState, background: BackgroundSave) -> None:
         waited = time.perf_counter() - started
         state.run_dir.event("checkpoint_waited", step=state.step, seconds=round(waited, 3))
         if state.parallel.is_main:
-            logger.info("step %d waited %.1f s until the checkpoint before was written", state.step, waited)
+            logger.info("step %d waited %.1f s for the previous checkpoint to be written", state.step, waited)
 
 
 def _build_job(state: TrainState, snapshot: Snapshot, final: Path, *, started: float, in_background: bool) -> SaveJob:

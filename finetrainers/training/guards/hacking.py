@@ -204,7 +204,7 @@ def hacking_text(hacking: RewardHacking, checkpoint: str | None) -> str:
     """Return a description of detected reward hacking, and its remedies."""
     if hacking.judge == "kl":
         symptom = (
-            f"the KL has grown from {hacking.before:.3g} at step {hacking.best_step} to {hacking.now:.3g}, and the "
+            f"the KL has grown from {hacking.before:.3g} at step {hacking.best_step} to {hacking.now:.3g}, while the "
             f"trained reward has hardly gained: {hacking.trained_before:.3g}, now {hacking.trained_now:.3g}"
         )
         remedy = "measure a reward that is not trained (--eval_reward)"
@@ -214,8 +214,8 @@ def hacking_text(hacking: RewardHacking, checkpoint: str | None) -> str:
             f"{hacking.best_step} to {hacking.now:.3g}, while the trained reward has risen from "
             f"{hacking.trained_before:.3g} to {hacking.trained_now:.3g}"
         )
-        remedy = f"train on {hacking.judge} too (--reward)"
+        remedy = f"also train on {hacking.judge} (--reward)"
     nearest = (
-        "no checkpoint is from before" if checkpoint is None else f"the nearest checkpoint before it is {checkpoint}"
+        "no earlier checkpoint exists" if checkpoint is None else f"the nearest checkpoint before it is {checkpoint}"
     )
     return f"{symptom}; {nearest}. Resume there with a lower --lr or a larger KL penalty, or {remedy}"

@@ -14,8 +14,8 @@ from finetrainers.utils.failures import ExpectedError
 logger = logging.getLogger(__name__)
 
 _ADVICE = (
-    "No weight was changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or other "
-    "data"
+    "No weights were changed. Continue from an earlier checkpoint with a lower --lr, longer --lr_warmup_steps or "
+    "other data"
 )
 #: What to do with a step: make its update, skip it, or roll the run back to its newest checkpoint.
 Action = Literal["update", "skip", "rollback"]
@@ -58,7 +58,7 @@ class NonFiniteGuard:
         text = ", ".join(f"{name} {value}" for name, value in nonfinite.items())
         self.run_dir.event("nonfinite", step=step, skipped=self.policy == "skip", values=text)
         if self.policy == "raise":
-            raise NonFiniteError(f"step {step}: {text}. {_ADVICE}, or leave such steps out with --on_nonfinite skip")
+            raise NonFiniteError(f"step {step}: {text}. {_ADVICE}, or skip such steps with --on_nonfinite skip")
         self.count += 1
         if self.count > self.limit:
             raise NonFiniteError(

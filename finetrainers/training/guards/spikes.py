@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetrainers.rundir.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-#: Numbers that are watched.
-NAMES = ("loss", "grad_norm")
+#: Numbers that are watched, and the share of `sigma` that a spike exceeds on a logarithmic scale as well. They are
+#: skewed: a gradient norm 10 standard deviations above its mean is normal, and less than 4 on a logarithmic scale.
+LOG_SHARES = {"loss": 0.5, "grad_norm": 0.75}
 #: Share of the window that must be filled before anything counts as a spike.
 _ENOUGH = 0.25
 #: The standard deviation is taken for at least this share of the mean: a series that hardly moves has no outliers.
@@ -23,7 +24,8 @@ _LEAST_SPREAD = 1e-3
 class SpikeDetector:
     """Detector of spikes: values more than `sigma` standard deviations above the mean of the last `window` values.
 
-    Mean and deviation are computed in fp64 from the window itself, without the value that is judged, so that no error
+    Positive values must also be outliers on a logarithmic scale, by a share of `sigma` (`LOG_SHARES`). Mean and
+    deviation are computed in fp64 from the window itself, without the value that is judged, so that no error
     builds up. A spike enters the window as the highest value that would not have been a spike: it cannot hide later
     ones, and a series that stays on a higher level is after a while no longer called a spike.
     """
@@ -37,19 +39,21 @@ class SpikeDetector:
         self.sigma = sigma
         self.run_dir = run_dir
         self.enough = max(2, math.ceil(_ENOUGH * window))
-        self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in NAMES}
+        self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in LOG_SHARES}
         self.count = 0
 
     def check_step(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
         """Take a step's finite numbers, and return `spikes`, the number of steps with a spike, once there is one."""
         if not self.sigma:
             return {}
-        spikes = [text for name in NAMES if name in record and (text := self._take(name, record[name])) is not None]
+        spikes = [
+            text for name in LOG_SHARES if name in record and (text := self._take(name, record[name])) is not None
+        ]
         if spikes:
             self.count += 1
             text = ", ".join(spikes)
             self.run_dir.event("spike", step=step, values=text)
-            logger.warning("step %d: a spike: %s", step, text)
+            logger.warning("step %d: spike: %s", step, text)
         return {"spikes": float(self.count)} if self.count else {}
 
     def _take(self, name: str, value: float) -> str | None:
@@ -59,10 +63,12 @@ class SpikeDetector:
             recent.append(value)
             return None
         count = len(recent)
-        mean = math.fsum(recent) / count
-        spread = math.dist(recent, [mean] * count) / math.sqrt(count)
+        mean, spread = _mean_and_spread(recent)
         spread = max(spread, _LEAST_SPREAD * abs(mean))
         bound = mean + self.sigma * spread
+        if min(recent) > 0:
+            log_mean, log_spread = _mean_and_spread([math.log(value) for value in recent])
+            bound = max(bound, math.exp(min(700.0, log_mean + LOG_SHARES[name] * self.sigma * log_spread)))
         recent.append(min(value, bound))
         if value <= bound:
             return None
@@ -79,3 +85,9 @@ class SpikeDetector:
         for name, recent in self.recent.items():
             recent.clear()
             recent.extend(state.get(name, ()))
+
+
+def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of values."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.dist(values, [mean] * len(values)) / math.sqrt(len(values))

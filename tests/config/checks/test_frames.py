@@ -37,7 +37,7 @@ def findings(first_frame: str = "tokens", *, any_frame: bool = True, **options: 
         ("channels", False, {"window_context": 1, "sliding_window_size": 33}, "window_context", "unsupported",
          "--list_models"),
         ("tokens", True, {"frame_conditioning": "last=0.1", "first_frame_conditioning_p": 0.1}, "frame_conditioning",
-         "conflict", "two options"),
+         "conflict", "--first_frame_conditioning_p"),
         ("tokens", True, {"frame_conditioning": "prefix=0.1", "sliding_window_size": 33,
             "sliding_window_latents": "slice"}, "frame_conditioning", "conflict", "--sliding_window_latents slice"),
         ("tokens", False, {"frame_conditioning": "first=0.5", "sees": True}, "frame_conditioning", "unsupported",

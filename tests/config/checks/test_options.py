@@ -188,7 +188,7 @@ def test_prompt_files(tmp_path):
     assert "none.jsonl" in str(caught.value)
     with refused_options(("--validation_prompts", "invalid")) as caught:
         prompts(validation_prompts="a@@@17x64")
-    assert "'17x64' is not FRAMESxHEIGHTxWIDTH" in str(caught.value)
+    assert "got '17x64'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_prompt_files(tmp_path):
         ("p.jsonl", '{"prompt": 5}', " entry 1", "invalid", "prompt: "),
         ("p.jsonl", '{"prompt": "a", "size": 5}', " entry 1", "invalid", "size: "),
         ("p.jsonl", '{"prompt": "a", "size": [9, 64]}', " entry 1", "required", "size: "),
-        ("p.jsonl", '{"prompt": "a", "image": ["x"]}', " entry 1", "invalid", "image: not text"),
+        ("p.jsonl", '{"prompt": "a", "image": ["x"]}', " entry 1", "invalid", "image: must be"),
         ("p.toml", '[prompts]\nprompt = "a"', "", "required", "[[prompts]]"),
         ("p.toml", 'prompts = "a"', "", "required", "[[prompts]]"),
         ("p.toml", "caf\u00e9 = 1".encode("latin-1"), ":1", "unreadable", "UTF-8"),
@@ -241,3 +241,10 @@ def test_nf4_needs_cuda_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> Non
     (missing,) = problems("cuda")
     assert (missing.where, missing.kind) == ("--quantize_frozen nf4", "not_installed")
     assert "pip install bitsandbytes" in missing.message
+
+
+def test_zero_needs_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetrainers.config.checks.options.find_spec", lambda _: None)
+    assert findings().errors == []
+    (missing,) = findings(deepspeed=True).errors
+    assert (missing.where, missing.kind) == ("--deepspeed", "not_installed")

@@ -248,7 +248,7 @@ def test_a_step_that_never_comes_takes_as_many_prompts(monkeypatch, caplog):
         ({"train_batch_size": 3, "bestofn": 4}, "bestofn", "conflict", "train_batch_size of 3"),
         ({"train_batch_size": 0}, "train_batch_size", "invalid", "at least 1, got 0"),
         ({"max_train_steps": "all"}, "max_train_steps", "invalid", "'all'"),
-        ({"h": 64, "w": 64, "t": "9.5"}, "t, h, w", "invalid", "'9.5x64x64' is not FRAMESxHEIGHTxWIDTH"),
+        ({"h": 64, "w": 64, "t": "9.5"}, "t, h, w", "invalid", "got '9.5x64x64'"),
         ({"learning_rate": "fast"}, "learning_rate", "invalid", "lr: "),
     ],
 )

@@ -68,7 +68,7 @@ def test_what_broke_off_or_was_refused_is_fetched_and_then_nothing_is_asked(
     ("mode", "kind", "values"),
     [
         ("gated", "unavailable", r"gated: .*http://\S+/someone/model .*`hf auth login`"),
-        ("unknown", "not_found", r" http://\S+/someone/model, .*`hf auth login`"),
+        ("unknown", "not_found", r" http://\S+/someone/model .*`hf auth login`"),
         ("down", "unavailable", r"`hf download someone/model`"),
     ],
 )

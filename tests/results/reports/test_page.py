@@ -173,6 +173,9 @@ def test_the_page_of_a_run(run_dir: Path) -> None:
     assert page.tags.count("script") == 4  # of the charts, their data, and of two grids: none of a prompt
     assert page.text.count("<script>alert(") >= 6  # prompt, file names, event, command, traceback, setting: as text
     assert "runs/first ended without a result" in page.text
+    assert re.search(r"Page of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b", page.text)
+    assert not re.search("http-equiv=.refresh", text)
+    assert text.index('id="samples"') < text.index('<section id="loss"') < text.index('<p class="marks">')
     lines = drawn(page)
     assert lines["0.10"] == [[0, 3.0], [6, 2.5]]
     assert lines["waiting for data"] == [[1, 0.6], [2, 0.7], *([k, 0.25] for k in range(3, 7))]
@@ -315,7 +318,7 @@ def test_videos_are_few_and_small(run_dir: Path) -> None:
     run = read_run(run_dir)
     some = sample_videos([run], VideoLimits(4))
     assert some.grid is not None
-    assert some.grid.columns == ["step 0", "step 6"]
+    assert some.grid.columns == ["step 0", "step 6"]  # its first weights are those of another run
     assert (some.shown_count, some.left_out) == (4, 2)
     last = sample_videos([run], VideoLimits(1))
     assert last.grid is not None
@@ -325,6 +328,10 @@ def test_videos_are_few_and_small(run_dir: Path) -> None:
     assert sample_videos([run], VideoLimits(9, own_size=True)).left_out == 1
     assert sample_videos([run], VideoLimits(9)).left_out == 0
     assert rollout_videos(run, VideoLimits(2)).left_out == 2
+    write_lines(run_dir / "events.jsonl", [event for event in EVENTS if event["event"] != "began_from"])
+    new = sample_videos([read_run(run_dir)], VideoLimits(4))
+    assert new.grid is not None
+    assert new.grid.columns == ["base (step 0)", "step 6"]
 
 
 def test_a_page_that_cannot_be_made_fails_no_run(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -100,27 +100,27 @@ def test_machines_over_ssh(
     assert main(command) == 1
     said, asking = capsys.readouterr()
     (folder / "said").write_text(said)
-    assert "asking 5 machines" in asking
+    assert "querying 5 machines" in asking
     assert max(map(len, said.splitlines())) <= 80
     table, _, rest = said.partition("\nthe same on")
     rows = {line.split()[0]: " ".join(line.split()) for line in reversed(table.splitlines()) if line.strip()}
     assert {"gpu-01", "gpu-02", "gpu-03", "gone", "asleep"} <= rows.keys()
     assert "505 W" not in table
     assert "1010 of 1400 W" in rows["gpu-01"]
-    assert "98 %" in rows["gpu-01"]
+    assert "98%" in rows["gpu-01"]
     assert "64 C" in rows["gpu-01"]
     assert not any(value in rows["gone"] for value in ("H100", "2.9.1"))
     assert "2.8.0+cu126*" in table
     assert "broken*" in table
     assert "+3600.0 s" in table
     rest = " ".join(rest.split())
-    assert "GPUs 2 x H100 80GB HBM3" in rest.partition("wrong:")[0]
+    assert "GPUs 2 x H100 80GB HBM3" in rest.partition("problems:")[0]
     for expected in (
         "gone: ssh: Could not resolve hostname gone.invalid",
         "asleep: Connection timed out .*`ssh asleep`",
         "gpu-02: 2 GPUs, .*slots=4;",
         "gpu-02: GPU 0 .* 2 .*memory errors",
-        "gpu-02: .* 512 .*`ulimit -n 65536`",
+        "gpu-02: .* 512; .*`ulimit -n 65536`",
         "gpu-02: 8.79 GiB .*GPU 1;",
         r"gpu-02: torch: 2.8.0\+cu126, .* 2.9.1\+cu128;",
         "gpu-03: torch .*ImportError: libcudart.so.12: ",
@@ -202,7 +202,9 @@ def test_hosts_files(tmp_path: Path) -> None:
     lines = [(f"{path}:{number}", kind) for number, kind in ((1, "invalid"), (2, "invalid"), (3, "invalid"))]
     with refused_options(*lines, (f"{path}:4", "duplicate")) as caught:
         read_hosts(path)
-    for value, problem in zip(("'-oProxyCommand=x'", "'a slots=x'", "'b 8'", "a "), caught.value.problems, strict=True):
+    for value, problem in zip(
+        ("'-oProxyCommand=x'", "'a slots=x'", "'b 8'", "host a"), caught.value.problems, strict=True
+    ):
         assert value in problem.message
     path.write_text("# none\n")
     with refused_options(("--hosts", "required")):

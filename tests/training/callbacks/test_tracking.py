@@ -66,7 +66,7 @@ def test_a_resumed_run_continues_its_tensorboard_curves(
     assert {"step_s", "memory/training_step/host_gib", "memory/validation/host_gib"} <= set(found.Tags()["scalars"])
     images = {tag: found.Images(tag) for tag in found.Tags()["images"]}
     assert list(images) == ["samples/00-a-0", "samples/01-b-0", "samples/sheet"]
-    assert all([image.step for image in some] == [1, 2, 3, 4] for some in images.values())
+    assert all([image.step for image in some] == [0, 1, 2, 3, 4] for some in images.values())
     assert images["samples/00-a-0"][0].encoded_image_string.startswith(b"GIF89a")
     [caption] = found.Tensors("samples/00-a-0/caption/text_summary")[-1].tensor_proto.string_val
     assert caption.decode().startswith("a\nseed 42 | 9 x 64 x 64 at ")
@@ -434,8 +434,8 @@ def test_several_trackers_get_the_same_and_fail_each_for_itself(
     sent = library.runs[0].sent
     assert [values["loss"] for _, values in sent if "loss" in values] == [pytest.approx(loss) for loss in losses]
     assert len(losses) == 2
-    assert [event.step for event in found.Images("samples/sheet")] == [2]
-    assert [step for step, values in sent if "samples/sheet" in values] == [2]
+    assert [event.step for event in found.Images("samples/sheet")] == [0, 2]
+    assert [step for step, values in sent if "samples/sheet" in values] == [0, 2]
     events = [json.loads(line) for line in (done.root / "events.jsonl").read_text().splitlines()]
     assert [event["tracker"] for event in events if event["event"] == "tracker"] == ["tensorboard", "wandb"]
     assert [event["tracker"] for event in events if event["event"] == "tracker_failed"] == ["trackio"]

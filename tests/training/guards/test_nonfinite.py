@@ -176,6 +176,48 @@ def test_spikes_are_found_and_hide_none(tmp_path: Path) -> None:
     assert [later._take("loss", 5.0 + 0.1 * math.sin(k)) is None for k in range(200)][-1]
 
 
+#: Losses and gradient norms of the quickstart, step by step.
+QUICKSTART_LOSSES = """
+0.239 0.384 0.13 0.446 0.252 0.176 0.441 0.121 0.265 0.107 0.125 0.285 0.132 0.23 0.258 0.162 0.214 0.157 0.215
+0.273 0.336 0.192 0.269 0.202 0.19 0.263 0.127 0.376 0.198 0.158 0.189 0.171 0.139 0.131 0.122 0.128 0.173 0.18
+0.0984 0.15 0.129 0.0953 0.26 0.117 0.168 0.473 0.168 0.144 0.152 0.15 0.228 0.111 0.334 0.273 0.212 0.175 0.339
+0.206 0.119 0.217 0.0697 0.11 0.143 0.202 0.209 0.2 0.456 0.0953 0.131 0.162 0.137 0.119 0.0967 0.168 0.153 0.165
+0.0915 0.302 0.23 0.113 0.196 0.114 0.289 0.163 0.182 0.11 0.147 0.222 0.104 0.153 0.145 0.124 0.0788 0.145 0.138
+0.134 0.136 0.276 0.0845 0.295 0.267 0.112 0.122 0.149 0.35 0.124 0.125 0.195 0.11 0.24 0.138 0.084 0.223 0.167
+0.259 0.0952 0.247 0.0867 0.143 0.192 0.291 0.309 0.123 0.152 0.368 0.152 0.143 0.17 0.225 0.0736 0.137 0.107 0.219
+0.106 0.121 0.222 0.235 0.155 0.436 0.151 0.103 0.0598 0.114 0.163 0.158 0.202 0.0603 0.085 0.141 0.103
+"""
+QUICKSTART_NORMS = """
+0.0394 0.0606 0.0155 0.113 0.0652 0.0528 0.0656 0.0205 0.0797 0.0346 0.0588 0.183 0.0486 0.0572 0.055 0.0557 0.0456
+0.0482 0.101 0.285 0.115 0.0967 0.057 0.0595 0.0497 0.142 0.0488 0.174 0.063 0.0375 0.036 0.0884 0.0478 0.0795
+0.0514 0.0454 0.127 0.0446 0.0393 0.0495 0.0336 0.0548 0.094 0.0664 0.054 0.183 0.156 0.0465 0.0439 0.074 0.134
+0.0462 0.0834 0.102 0.146 0.117 0.116 0.0747 0.067 0.1 0.0351 0.0537 0.203 0.204 0.28 0.0413 0.299 0.0335 0.0976
+0.0549 0.1 0.0879 0.0782 0.0636 0.0357 0.0438 0.0374 0.145 0.119 0.155 0.0969 0.04 0.108 0.0326 0.082 0.0388 0.0529
+0.171 0.113 0.0695 0.113 0.0563 0.0605 0.0511 0.0671 0.0978 0.126 0.207 0.0338 0.0835 0.284 0.109 0.0489 0.0353
+0.132 0.052 0.102 0.0773 0.0375 0.2 0.0496 0.0269 0.268 0.0569 0.125 0.0408 0.071 0.0542 0.111 0.0601 0.0924 0.0987
+0.063 0.0347 0.241 0.0557 0.0577 0.0535 0.117 0.0434 0.064 0.0338 0.0836 0.052 0.132 0.111 0.116 0.136 0.215 0.0585
+0.0312 0.0405 0.0351 0.164 0.468 0.0987 0.0287 0.0298 0.0875 0.0494
+"""
+
+
+def test_a_fine_run_has_no_spikes_and_ten_times_the_loss_is_one(tmp_path: Path) -> None:
+    losses, norms = ([float(text) for text in numbers.split()] for numbers in (QUICKSTART_LOSSES, QUICKSTART_NORMS))
+    assert len(losses) == len(norms) == 150
+
+    def spikes(step: int = 0, **changes: float) -> list[int]:
+        """Steps that are spikes, where numbers of one step are changed."""
+        detector, counts = SpikeDetector(window=128, sigma=6, run_dir=RunDirectory(tmp_path, writes=False)), [0.0]
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
+            record = {"loss": loss, "grad_norm": norm} | (changes if number == step else {})
+            counts.append(detector.check_step(number, record).get("spikes", 0.0))
+        return [number for number in range(1, 151) if counts[number] > counts[number - 1]]
+
+    assert spikes() == []
+    for step in range(34, 151, 29):
+        assert spikes(step, loss=10 * sum(losses) / 150) == [step]
+        assert spikes(step, grad_norm=100 * sum(norms) / 150) == [step]
+
+
 def test_a_spike_is_recorded_by_a_run(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

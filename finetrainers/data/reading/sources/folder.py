@@ -71,7 +71,7 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
         further = [root.folder / column for _, column in data.extra_columns]
         other_media = [name for path in further if path.is_file() for name in read_lines(path)]
         other_media += [row.mask for row in rows if row.mask]
-        _note_unlisted([*(row.media for row in rows), *other_media], root, media_list.name, findings)
+        note_unlisted([*(row.media for row in rows), *other_media], root, media_list.name, findings)
         return rows
     changed_options = [name for name in LISTS if getattr(data, name) != DataSection.model_fields[name].default]
     if changed_options or media_list.is_file() or caption_list.is_file():
@@ -83,7 +83,7 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
         hints = [(name, nearest(name, names, listed=0).removeprefix("; ")) for name in missing]
         missing_names = " nor ".join(f"{name!r}{f' ({hint})' if hint else ''}" for name, hint in hints)
         remedy = (
-            f"; leave out --{' and --'.join(changed_options)} if each clip has a text file of its own name"
+            f"; remove --{' and --'.join(changed_options)} if each clip has a text file of the same name"
             if not present
             else ""
         )
@@ -96,9 +96,9 @@ def read_folder(root: Root, data: DataSection, findings: Findings) -> list[Row]:
     if not rows and not findings.problems:
         others = f"; {'; '.join(findings.warnings)}" if findings.warnings else ""
         raise DataError(
-            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a text file of the same "
-            "name that holds its caption (dog.mp4 and dog.txt). Or give --dataset_file, a table of paths and captions, "
-            f"or the two text files --video_column and --caption_column with a line for each clip{others}",
+            f"no clips in {quoted(str(root.folder))}: put videos or images there, each with a caption in a text file "
+            "of the same name (dog.mp4 and dog.txt). Or set --dataset_file, a table of paths and captions, or the "
+            f"two text files --video_column and --caption_column with one line per clip{others}",
             kind="not_found",
         )
     return rows
@@ -139,7 +139,7 @@ def _read_two_files(media_list: Path, caption_list: Path, findings: Findings) ->
     return rows
 
 
-def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: Findings) -> None:
+def note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: Findings) -> None:
     """Warn of media files that are in the folders of listed ones, or of the list, and are not listed."""
     listed = {unicodedata.normalize("NFC", os.path.normpath(root.relative(name))) for name in names}
     for folder in sorted({"", *map(os.path.dirname, listed)}):
@@ -153,7 +153,7 @@ def _note_unlisted(names: Sequence[str], root: Root, listed_in: str, findings: F
             path = os.path.join(folder, name)
             is_media = os.path.splitext(name)[1].lower() in MEDIA_SUFFIXES
             if is_media and unicodedata.normalize("NFC", path) not in listed:
-                findings.note(f"in the folder but not listed in {listed_in}, so not used", printable_name(path))
+                findings.note(f"in the directory, but not listed in {listed_in}, so not used", printable_name(path))
 
 
 def _read_sidecars(root: Root, data: DataSection, findings: Findings) -> list[Row]:
@@ -179,7 +179,7 @@ def _read_sidecars(root: Root, data: DataSection, findings: Findings) -> list[Ro
             reason = f"the caption {printable_name(sidecar)} {error}"
             rows.append(row._replace(unusable=InvalidSample("caption_missing", reason)))
     for name in sorted(name for name in others if name not in sharing and not name.endswith(os.sep)):
-        findings.note("in the folder, neither media nor a caption of one", printable_name(name))
+        findings.note("in the directory that are neither media nor captions", printable_name(name))
     for sidecar, names_sharing in sharing.items():
         if len(names_sharing) > 1:
             findings.note(
@@ -225,7 +225,7 @@ def _match_masks(
         return match_masks(names, beside, others, findings, beside=True)
     unused = "not read because of --mask_column" if data.mask_column else "and no masks are read"
     for name in beside:
-        findings.note(f"beside a clip and named as its mask, {unused}", printable_name(name))
+        findings.note(f"next to a clip and named as its mask, {unused}", printable_name(name))
     if not data.mask_column:
         return {}
     unreadable: list[str] = []
@@ -242,7 +242,7 @@ def _read_caption(root: Root, name: str) -> str:
         raise
     size = path.stat().st_size
     if size > MAX_CAPTION_BYTES:
-        raise DataError(f"has {size} bytes, more than the {MAX_CAPTION_BYTES} of any caption")
+        raise DataError(f"has {size} bytes, more than the limit of {MAX_CAPTION_BYTES} for captions")
     try:
         return decode_text(path.read_bytes(), "file")
     except OSError as error:
@@ -263,7 +263,7 @@ def _media_files(root: Root, others: list[str], findings: Findings) -> Iterator[
             findings.problems.append(Problem(os.path.relpath(folder, top), message, "unreadable"))
             continue
         if folder != top and {entry.name for entry in entries} >= _RUN_FILES:
-            findings.note("left out, being the folder of a run", printable_name(os.path.relpath(folder, top)))
+            findings.note("left out, since it is the directory of a run", printable_name(os.path.relpath(folder, top)))
             continue
         for entry in entries:
             if entry.name.startswith("."):
@@ -295,7 +295,7 @@ def _is_link_to_follow(entry: os.DirEntry[str], root: Root, walked: set[str], fi
         return False
     top, real = os.fspath(root.folder), os.path.realpath(entry.path)
     if root.is_outside(entry.path):
-        message = f"{os.path.relpath(entry.path, top)} is a link to {real!r}; give --allow_outside to follow it"
+        message = f"{os.path.relpath(entry.path, top)} is a link to {real!r}; add --allow_outside to follow it"
         findings.problems.append(Problem("", message))
         return False
     if real in walked or real.startswith(os.path.realpath(top) + os.sep):

@@ -48,7 +48,7 @@ def read_hub(data: DataSection, root: Root, media: MediaFolder, findings: Findin
     try:
         import datasets
     except ImportError as error:
-        message = "this dataset needs the library `datasets`; install it with: pip install datasets"
+        message = "this dataset requires the library `datasets`; install it with: pip install datasets"
         raise DataError(message, kind="not_installed") from error
     columns = Columns(data)
     with _as_data_error(f"{_name(data)} cannot be read by `datasets`"):
@@ -173,7 +173,7 @@ class _Reader:
             magic_suffixes = (end for offset, magic, end in _MAGIC if content[offset : offset + len(magic)] == magic)
             media_suffix = suffix if suffix in MEDIA_SUFFIXES else next(magic_suffixes, None)
             if media_suffix is None:
-                return Row(where, where, refused="it is of no known format")
+                return Row(where, where, refused="its format is unknown")
             stored, size = self.media.store(io.BytesIO(content), suffix=media_suffix, size=len(content))
             return Row(where, where, captions, extra, stored, size)
         if not path:
@@ -201,7 +201,7 @@ class _Reader:
         *inner, location = path.split("::")  # `zip://a.mp4::hf://datasets/someone/clips/part.zip`
         is_on_hub = self.local is None and location.startswith(_HUB)
         if not all(part.startswith(_ARCHIVES) for part in inner) or ("://" in location and not is_on_hub):
-            raise InvalidSampleError(f"have an address that is not opened: {path!r}", "outside_root")
+            raise InvalidSampleError(f"have an address that is not supported: {path!r}", "outside_root")
         if is_on_hub:
             return None
         problem = InvalidSampleError("do not exist", "missing")

@@ -45,7 +45,7 @@ def masks_root(data: DataSection, root: Root) -> Root:
     except OSError as error:  # a name that is too long
         raise DataError(f"mask_column {quoted(str(path))}: {error.strerror}") from error
     if not is_there:
-        hint = "; it names the folder of masks where clips have text files of their own"
+        hint = "; use the directory of masks if captions are in a text file per clip"
         raise path_error("mask_column", path, folder=True, hint=hint)
     return Root(path, allow_outside=data.allow_outside)
 
@@ -78,7 +78,7 @@ def match_masks(
         if suffix.lower() in _TEXT or (beside and not is_beside(other)):
             continue
         if (stem[: -len(f".{MASK}")] if beside else stem) in clips:
-            message = "is named as the mask of a clip, and is not an image or video that can be read"
+            message = "is named as the mask of a clip, but is not a readable image or video"
             remedy = "save it as PNG, or rename it"
             findings.problems.append(Problem("", f"{printable_name(other)} {message}; {remedy}", "unreadable"))
     masks_by_stem: dict[str, list[str]] = {}
@@ -87,10 +87,10 @@ def match_masks(
         masks_by_stem.setdefault(stem[: -len(f".{MASK}")] if beside else stem, []).append(mask)
     for stem, same_stem in masks_by_stem.items():
         if len(same_stem) > 1:
-            message = f"{' and '.join(map(printable_name, same_stem))} are masks of one clip; keep one of them"
+            message = f"{' and '.join(map(printable_name, same_stem))} are masks of the same clip; remove one of them"
             findings.problems.append(Problem("", message, "duplicate"))
         if stem not in clips:
-            findings.note("named as a mask, but there is no clip of its name", printable_name(same_stem[0]))
+            findings.note("named as a mask without a clip of that name", printable_name(same_stem[0]))
     return {name: masks_by_stem[stem][0] for name, stem in stems.items() if stem in masks_by_stem}
 
 
@@ -124,7 +124,7 @@ def listed_masks(path: Path, count: int, lines: list[str]) -> list[str]:
     if len(lines) != count:
         raise DataError(
             f"{path} has {len(lines)} lines, and there are {count} clips; line n is the mask of clip n, and an empty "
-            "line a clip without a mask",
+            "line is a clip without a mask",
             kind="mismatch",
         )
     return lines

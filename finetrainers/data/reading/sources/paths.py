@@ -53,7 +53,7 @@ class Root:
         except InvalidSampleError:
             raise
         except OSError as error:  # a name that is too long, a folder that may not be read, links in a circle
-            raise InvalidSampleError(f"cannot be looked up: {error.strerror or error}", "missing") from error
+            raise InvalidSampleError(f"is not accessible: {error.strerror or error}", "missing") from error
         except ValueError as error:
             raise InvalidSampleError(f"is not a file name: {error}", "missing") from error
 
@@ -117,8 +117,7 @@ class Root:
                 raise InvalidSampleError("does not exist", "missing")
             if len(matches) > 1:
                 raise InvalidSampleError(
-                    f"is ambiguous: {len(matches)} names there differ from it in their Unicode normal form only; "
-                    "rename one",
+                    f"is ambiguous: {len(matches)} names there differ only in their Unicode normal form; rename one",
                     "missing",
                 )
             path = os.path.join(path, matches[0])
@@ -137,4 +136,6 @@ class Root:
 
 
 def _outside(problem: str) -> InvalidSampleError:
-    return InvalidSampleError(f"{problem} the dataset's folder; move it there, or give --allow_outside", "outside_root")
+    return InvalidSampleError(
+        f"{problem} the dataset's directory; move it there, or add --allow_outside", "outside_root"
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +17,7 @@ from finetrainers.utils.failures import InputError, Kind, error_kind
 from finetrainers.utils.text import nearest
 
 from .masks import MASK
-from .rows import NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
+from .rows import MEDIA_SUFFIXES, NO_EXTRA, DataError, Findings, Row, parse_json, path_error, read_lines, read_text
 
 Records = Iterator[tuple[str, Any]]
 
@@ -92,8 +94,26 @@ class Columns:
             return None
         present = ", ".join(map(str, record)) or "none"
         options = " and ".join(dict.fromkeys(f"`{set_by[name]}`" for name in names))
-        hint = nearest(names[0], map(str, record))
+        hint = self._flags_for(names, record) or nearest(names[0], map(str, record), listed=0)
         return f"no column {' and '.join(map(repr, names))} (set by {options}); it has: {present}{hint}"
+
+    def _flags_for(self, names: Sequence[str], record: Mapping[str, Any]) -> str:
+        """Return a clause with the flags that name a record's own columns, or an empty text if these are unclear.
+
+        The medium is the column with the name of a media file, and the caption the one of a similar name or else the
+        longest other text.
+        """
+        texts = {str(name): value for name, value in record.items() if isinstance(value, str)}
+        media = next((name for name, value in texts.items() if Path(value).suffix.lower() in MEDIA_SUFFIXES), None)
+        captions = [name for name in texts if name not in (media, self.media)]
+        flags = []
+        if self.media in names and not self.is_further and media is not None:
+            flags.append(f"--video_column {shlex.quote(media)}")
+        if self.captions[0] in names and self.option == "caption_column" and captions:
+            similar = get_close_matches(self.captions[0], captions, n=1)
+            caption = similar[0] if similar else max(captions, key=lambda name: len(texts[name]))
+            flags.append(f"--caption_column {shlex.quote(caption)}")
+        return f"; use {' '.join(flags)}" if flags else ""
 
     def extra(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the other columns of the clip's record."""
@@ -117,8 +137,8 @@ class Columns:
         mask = record.get(self.mask) if self.mask and not self.is_further else None
         if mask is not None and not isinstance(mask, str):
             raise ValueError(
-                f"column {self.mask!r} must be the path of a mask, or null where there is none, got {mask!r}; if it is "
-                'something else, name another with `mask_column`, or none with ""'
+                f"column {self.mask!r} must be the path of a mask, or null for none, got {mask!r}; set another "
+                '`mask_column`, or "" to read no masks'
             )
         extra = self.extra(record)
         if self.mask and self.mask in extra:
@@ -129,7 +149,7 @@ class Columns:
         """Return the captions of a record, or None if there is not even an empty one.
 
         Raises:
-            ValueError: a caption is neither text nor a list of texts.
+            ValueError: a caption is neither text nor a list of strings.
         """
         captions: list[str] = []
         for name in self.captions:
@@ -139,7 +159,7 @@ class Columns:
             elif isinstance(value, list) and all(isinstance(text, str) for text in value):
                 captions += value
             elif value is not None:
-                raise ValueError(f"column {name!r} must be text or a list of texts, got {value!r}")
+                raise ValueError(f"column {name!r} must be text or a list of strings, got {value!r}")
         return tuple(captions) or None
 
 
@@ -151,7 +171,7 @@ def _csv_records(path: Path, findings: Findings) -> Records:
         duplicates = {name for name in header if header.count(name) > 1}
         if duplicates:
             raise DataError(
-                f"{path.name} line 1: column {min(duplicates)!r} is there twice; rename one", kind="duplicate"
+                f"{path.name} line 1: column {min(duplicates)!r} occurs twice; rename one", kind="duplicate"
             )
         first = reader.line_num + 1  # of the next row, which may have several lines
         for fields in reader:
@@ -200,7 +220,7 @@ def _json_kind(error: Exception) -> Kind:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value; write null, or leave the key out")
+    raise ValueError(f"{name} is not a JSON value; write null, or remove the key")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,5 +228,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise InputError(f"the key {repeated!r} is there twice", "duplicate")
+        raise InputError(f"the key {repeated!r} occurs twice", "duplicate")
     return record

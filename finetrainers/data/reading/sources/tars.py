@@ -73,8 +73,8 @@ def expand(pattern: str) -> list[Path]:
             names += sorted(glob.glob(name)) if glob.has_magic(name) else [name]
     missing = [name for name in names if not Path(name).is_file()]
     if missing or not names:
-        absent = [f"{name} is not there" for name in missing]
-        raise DataError(f"dataset_file {pattern!r}: no such file", absent, "not_found")
+        absent = [f"{name} is missing" for name in missing]
+        raise DataError(f"dataset_file {pattern!r}: file not found", absent, "not_found")
     return [Path(name) for name in dict.fromkeys(names)]
 
 
@@ -128,7 +128,7 @@ class _Reader:
                 raise DataError(
                     f"{self.shard}: its members up to {printable_name(member.name)!r} unpack to "
                     f"{file_size(total_bytes)}, over {_MAX_RATIO} times its own size, so it holds no media, or was "
-                    "made to fill disks. If you trust it, unpack it yourself, and give the folder as data_root",
+                    "made to fill disks. If you trust it, unpack it yourself, and set the directory as data_root",
                     kind="too_large",
                 )
             yield member
@@ -143,7 +143,7 @@ class _Reader:
         media = [name for name in members if name.startswith(prefix) and f".{name[len(prefix) :]}" in MEDIA_SUFFIXES]
         unreadable = [name for name in members if prefix and name.startswith(prefix) and name not in media]
         if unreadable and not media:
-            return Row(where, key, refused=f"{unreadable[0]} is not an image or video that can be read")
+            return Row(where, key, refused=f"{unreadable[0]} is not a readable image or video")
         if not media:
             return Row(where, key, refused="it has no media file")
         if len(media) > 1:
@@ -190,7 +190,7 @@ def _check_end(archive: tarfile.TarFile) -> None:
     for _ in range((_MIN_LIMIT_BYTES >> 20) + 1):
         if not archive.fileobj.read(1 << 20):
             return
-    raise tarfile.ReadError(f"it goes on for more than {file_size(_MIN_LIMIT_BYTES)} after its end")
+    raise tarfile.ReadError(f"it continues for more than {file_size(_MIN_LIMIT_BYTES)} after its end")
 
 
 def _group_by_key(archive: Iterable[tarfile.TarInfo]) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
@@ -220,13 +220,13 @@ def _refusal(member: tarfile.TarInfo) -> str | None:
     if not member.isreg():
         return "it is a link, a device or a pipe in its archive"
     if member.name.startswith("/") or ".." in member.name.split("/"):
-        return "its name leads out of its archive"
+        return "its name points outside of its archive"
     return None
 
 
 def _read_text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
     if member.size > MAX_CAPTION_BYTES:
-        raise ValueError(f"{member.size} bytes, more than the {MAX_CAPTION_BYTES} of any caption")
+        raise ValueError(f"{member.size} bytes, more than the limit of {MAX_CAPTION_BYTES} for captions")
     stream = archive.extractfile(member)
     assert stream is not None, "a regular member has content"
     return decode_text(stream.read(), member.name)

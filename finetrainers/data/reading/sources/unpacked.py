@@ -118,9 +118,9 @@ class MediaFolder:
         reserve = max(_MIN_RESERVE, min(int(disk.total * _RESERVED_SHARE), _MAX_RESERVE))
         if disk.free < size + reserve:
             raise DataError(
-                f"no room to unpack media into {self.directory}: {file_size(disk.free)} are free, the next file needs "
-                f"{file_size(size)}, and {file_size(reserve)} stay free for others; make room, or give another "
-                "--precompute_dir",
+                f"not enough disk space to unpack media into {self.directory}: {file_size(disk.free)} is free, the "
+                f"next file needs {file_size(size)}, and {file_size(reserve)} stays reserved; free up space, or set "
+                "another --precompute_dir",
                 kind="too_large",
             )
 

@@ -19,7 +19,7 @@ from ..advantage import Advantages
 from ..prompts.plan import image_record
 from ..prompts.prompts import RolloutSample
 
-_EVERY = 10  # every tenth rollout, where a tracker displays them
+_EVERY = 10  # every tenth rollout and the last one, by default
 _CLIPS = "clips.jsonl"
 
 
@@ -44,8 +44,10 @@ class RolloutKeeper:
         section = config.grpo
         interval, self.count = section.keep_rollouts_every, section.keep_rollouts
         self.folder = config.run.output_dir / "rollouts"
-        self.every = (_EVERY if config.run.report_to or self.count else 0) if interval is None else interval
+        self.every = _EVERY if interval is None else interval
         self.updates = section.updates_per_rollout
+        steps = config.training.train_steps
+        self._last = (steps - 1) // self.updates if interval is None and steps else None
         self.same_noise = section.init_same_noise
         self.seed = config.training.seed
         self.parallel = parallel
@@ -54,7 +56,11 @@ class RolloutKeeper:
 
     def wants(self, job: RolloutSample) -> bool:
         """Return whether a clip may be written."""
-        return self.every > 0 and job.rollout % self.every == 0 and (job.slot == 0 or self.count > 0)
+        return self._is_due(job.rollout) and (job.slot == 0 or self.count > 0)
+
+    def _is_due(self, rollout: int) -> bool:
+        """Return whether clips of a rollout are written."""
+        return self.every > 0 and (rollout % self.every == 0 or rollout == self._last)
 
     def keep(
         self, jobs: Sequence[RolloutSample], videos: Mapping[int, Tensor], scores: Scores, advantages: Advantages
@@ -69,7 +75,7 @@ class RolloutKeeper:
             advantages: advantages of all ranks' clips.
         """
         rollout = jobs[0].rollout
-        is_due = self.every > 0 and rollout % self.every == 0
+        is_due = self._is_due(rollout)
         if not is_due and not self._lists_pairs:
             return
         error: Exception | None = None

@@ -50,7 +50,7 @@ class GroupClips(Generic[T]):
         trained = [clip for clip, advantage in advantages.items() if advantage]
         lost = [clip for clip in trained if clip not in stored]
         if lost:
-            raise ValueError(f"the gradients of clips {lost} are wanted and gone")
+            raise ValueError(f"the gradients of clips {lost} are no longer stored")
         return {clip: stored[clip] for clip in trained}
 
 
@@ -102,7 +102,7 @@ class GroupGradients(GroupClips[Gradient]):
         solution = torch.linalg.lstsq(table / scale, targets[:, None], driver="gelsd").solution[:, 0]
         error = float(((table / scale) @ solution - targets).abs().max())
         if error > _TOLERANCE * float(targets.abs().max()):
-            raise ValueError(f"advantages do not follow the scores: they are off by {error:.2g}")
+            raise ValueError(f"advantages do not match the scores: they are off by {error:.2g}")
         return dict(enumerate((solution / scale).tolist()))
 
 

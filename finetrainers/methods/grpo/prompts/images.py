@@ -64,7 +64,7 @@ class ImageConditioning:
         if entry is None:
             directory = self.keys.cache.directory
             raise CacheError(
-                f"the latents of {image.path} have gone from {directory}, or it changed; start the run again"
+                f"the latents of {image.path} have disappeared from {directory}, or it changed; start the run again"
             )
         moments = entry[MOMENTS]
         rest = {name: tensor for name, tensor in entry.items() if name != MOMENTS}

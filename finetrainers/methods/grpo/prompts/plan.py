@@ -106,7 +106,7 @@ class PromptPlan:
         section = config.grpo
         prompts, size, selected = section.prompts_per_step, section.num_generations, section.best_of_n
         clips = prompts * (selected or size) / section.updates_per_rollout
-        best = f", of which {selected} are trained on" if selected else ""
+        best = f", {selected} trained" if selected else ""
         return (
             f"{clips:g} clips over all processes (rollouts of {plural(prompts, 'prompt')} x {plural(size, 'clip')}"
             f"{best}, {plural(section.updates_per_rollout, 'step')} each), {config.dataloader.batch_size} at once per "
@@ -140,17 +140,19 @@ def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
         more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
         examples = f"{', '.join(without[:_SHOWN])}{more}"
         if without and facts.needs_image:
-            message = f"this checkpoint animates an image; give one with each prompt ({_HOW}): {examples} without"
+            message = f"this checkpoint animates an image; add one to each prompt ({_HOW}): {examples} without"
             yield Problem(option, message, "required")
         elif without and plan.images and facts.first_frame == "tokens":
-            message = f"either all prompts bring an image or none does ({_HOW}): {examples} without"
+            message = f"either all prompts must have an image or none ({_HOW}): {examples} without"
             yield Problem(option, message, "conflict")
         elif len(without) < len(prompts) and facts.first_frame == "none":
-            message = "this checkpoint takes no first frame; remove the images, or train an image-to-video one"
+            message = (
+                "this checkpoint does not take a first frame; remove the images, or train an image-to-video checkpoint"
+            )
             yield Problem(option, message, "unsupported")
     if plan.images and facts.first_frame == "tokens" and facts.geometry.latent_shape(*plan.size)[0] == 1:
         size = "x".join(map(str, plan.size))
-        message = f"{size}: the image is the whole clip, and nothing is left to sample; give more frames"
+        message = f"{size}: the image is the complete clip, so nothing is left to sample; use more frames"
         yield Problem("--rollout_size", message, "conflict")
 
 

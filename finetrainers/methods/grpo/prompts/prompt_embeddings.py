@@ -27,12 +27,12 @@ def check_embeddings(plan: PromptPlan, *, writes: bool, spec: ModelSpec) -> None
     """
     encoded = any(prompt.embedding is not None for prompt in (*plan.prompts, *plan.eval_prompts))
     if encoded and type(spec).given_text is ModelSpec.given_text:
-        message = f"{spec.name} cannot read prompts that were encoded elsewhere; give them as .txt or .jsonl"
+        message = f"{spec.name} cannot read prompts that were encoded elsewhere; use .txt or .jsonl"
         raise ConfigError([Problem("--prompts", message, "unsupported")])
     if not writes:
         return
     if encoded:
-        message = "the prompts are encoded already; give --prompts a .txt or .jsonl file"
+        message = "the prompts are already encoded; set --prompts to a .txt or .jsonl file"
         raise ConfigError([Problem(_OPTION, message, "conflict")])
     try:
         spec.to_given_text(PromptEmbeds({n: torch.zeros(1, *shape) for n, shape in spec.text_shapes().items()}))
@@ -73,7 +73,7 @@ def _write(folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key
     cache = texts.keys.cache
     entry = cache.get(key)
     if entry is None:
-        raise FileNotFoundError(f"{prompt.text!r} has gone from {cache.directory}; run the same command again")
+        raise FileNotFoundError(f"{prompt.text!r} has disappeared from {cache.directory}; run the same command again")
     for name, tensor in zip(ENCODED_KEYS.values(), spec.to_given_text(PromptEmbeds(entry)), strict=True):
         path = folder / name / file
         path.parent.mkdir(parents=True, exist_ok=True)

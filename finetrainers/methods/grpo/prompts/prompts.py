@@ -16,6 +16,7 @@ from finetrainers.config.base import check_text
 from finetrainers.data.reading.items import DataError
 from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.seeding import derive_seed, generator
 from finetrainers.utils.text import plural, printable, quoted
 
@@ -182,7 +183,7 @@ class RolloutSample:
         return generator("cpu", *self._purpose(seed, stream, per_group))
 
     def noise_seed(self, seed: int, stream: str, *, per_group: bool = False) -> int:
-        """Return the seed with which `torch.Generator.manual_seed` gives these random numbers."""
+        """Return the seed of these random numbers for `torch.Generator.manual_seed`."""
         return derive_seed(*self._purpose(seed, stream, per_group))
 
     def _purpose(self, seed: int, stream: str, per_group: bool) -> tuple[int | str, ...]:
@@ -195,9 +196,11 @@ class RolloutSample:
 def _read(path: Path) -> str:
     try:
         content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"prompt file {quoted(str(path))} {missing_path_problem(path)}", kind="not_found") from None
     except OSError as error:
         message = f"prompt file {quoted(str(path))} cannot be read: {error.strerror}"
-        raise DataError(message, kind="not_found" if isinstance(error, FileNotFoundError) else "unreadable") from error
+        raise DataError(message, kind="unreadable") from error
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -249,11 +252,11 @@ def _from_table(path: Path, content: str, problems: list[str], notes: list[str])
         for row in rows:
             where = f"{path.name} line {rows.line_num}"
             if row.pop(None, None) is not None:  # type: ignore[call-overload]
-                problems.append(f"{where} has more cells than the heading; quote a prompt that has commas")
+                problems.append(f"{where} has more cells than the heading; quote prompts that have commas")
                 continue
             prompts += _from_row({name: cell or None for name, cell in row.items()}, where, path, problems, unused)
     except csv.Error as error:
-        problems.append(f"{path.name} line {rows.line_num} is no row of a table: {error}")
+        problems.append(f"{path.name} line {rows.line_num} is not a row of a table: {error}")
     notes += _left_out(path, "columns", unused)
     return prompts
 
@@ -266,7 +269,7 @@ def _from_row(
     if len(keys) != 1:
         names = map(repr, keys or row)
         problem = f"has {'both ' if keys else ''}{' and '.join(names) or 'no keys'}"
-        problems.append(f"{where} {problem}; wanted one of {', '.join(TEXT_KEYS)}")
+        problems.append(f"{where} {problem}; expected one of {', '.join(TEXT_KEYS)}")
         return
     unused |= set(row) - {*keys, IMAGE_KEY}
     text = _text(row[keys[0]], f"{where}: {keys[0]!r}", problems)
@@ -294,15 +297,15 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
         missing = [key for key in required if not isinstance(row, dict) or not isinstance(row.get(key), str)]
         if missing:
             problems.append(
-                f"{where} lacks the text {', '.join(map(repr, missing))}; this is the format of prompts encoded by "
-                "DanceGRPO's preprocessing, and plain prompts go into a .txt or .jsonl file"
+                f"{where} lacks the text {', '.join(map(repr, missing))}; this is the format of DanceGRPO's "
+                "preprocessing; use a .txt or .jsonl file for plain prompts"
             )
             continue
         unused |= set(row) - {*required, IMAGE_KEY}
         text = _text(row["caption"], f"{where}: 'caption'", problems)
         files = [path.parent / folder / row[key] for key, folder in ENCODED_KEYS.items()]
         absent = [str(file) for file in files if not file.is_file()]
-        problems += [f"{where}: no such file: {file}" for file in absent]
+        problems += [f"{where}: file not found: {file}" for file in absent]
         image = _image(row, where, path, problems)
         if text and not absent:
             prompts.append(Prompt(text, where, files[0], files[1], image))
@@ -321,7 +324,7 @@ def overwritten_embeddings(folder: Path, prompts: Sequence[Prompt]) -> str | Non
     names = [path.name for path in sorted(folder.iterdir())]
     others = [name for name in names if name not in own_names and not name.startswith(".")]
     if others:
-        return f"{folder} holds other files, such as {printable(others[0])}; give a new or empty directory"
+        return f"{folder} holds other files, such as {printable(others[0])}; use a new or empty directory"
     try:
         rows = json.loads((folder / ENCODED_LIST).read_text(encoding="utf-8"))
         captions = [row["caption"] for row in rows]
@@ -330,7 +333,7 @@ def overwritten_embeddings(folder: Path, prompts: Sequence[Prompt]) -> str | Non
     except (OSError, ValueError, TypeError, KeyError):
         captions = []
     if captions != [prompt.text for prompt in prompts]:
-        return f"{folder} holds other encoded prompts, which would be overwritten; give a new directory, or remove it"
+        return f"{folder} holds other encoded prompts, which would be overwritten; use a new directory, or remove it"
     return None
 
 
@@ -343,7 +346,7 @@ def _text(value: Any, where: str, problems: list[str]) -> str:
             problems.append(f"{where} {error}")
             return ""
         return value.strip()
-    problems.append(f"{where} is {'empty' if isinstance(value, str) else _kind(value)}, not a text")
+    problems.append(f"{where} must be text, got {('an empty text' if isinstance(value, str) else _kind(value))}")
     return ""
 
 
@@ -353,10 +356,12 @@ def _image(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) 
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip():
-        problems.append(f"{where}: {IMAGE_KEY!r} is {'empty' if isinstance(value, str) else _kind(value)}, not a path")
+        problems.append(
+            f"{where}: {IMAGE_KEY!r} must be a path, got {('an empty one' if isinstance(value, str) else _kind(value))}"
+        )
         return None
     if value.startswith(("http://", "https://")):
-        problems.append(f"{where}: {value} is an address; download it, and give its path")
+        problems.append(f"{where}: {value} is an address; download it, and set its path")
         return None
     beside = path.parent / value
     return Path(value) if not beside.exists() and Path(value).exists() else beside
@@ -387,7 +392,7 @@ def _repeated(path: Path, prompts: list[Prompt]) -> Iterator[str]:
         examples = ", ".join(f"{_place(repeat)} repeats {_place(original)}" for repeat, original in repeats[:_SHOWN])
         more = f" and {len(repeats) - _SHOWN} more" if len(repeats) > _SHOWN else ""
         count = plural(len(repeats), "prompt")
-        yield f"{path.name}: {count} given more than once, and sampled as often: {examples}{more}"
+        yield f"{path.name}: {count} occur more than once, and are sampled as often: {examples}{more}"
 
 
 def _place(prompt: Prompt) -> str:

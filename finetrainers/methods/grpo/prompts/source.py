@@ -245,7 +245,7 @@ class PromptSource:
         if entry is None:
             name = "the empty prompt" if prompt is None else f"the prompt {prompt.text!r}"
             raise CacheError(
-                f"the text conditioning of {name} has gone from {self._cache.directory}; start the run again"
+                f"the prompt embeddings of {name} have disappeared from {self._cache.directory}; start the run again"
             )
         return entry
 
@@ -261,7 +261,7 @@ def _load_tensor(path: Path, where: str, *, mapped: bool) -> Tensor:
     except FileNotFoundError:
         raise
     except Exception as error:  # torch raises errors of many kinds
-        reason = f"is no file of a tensor, or is cut short ({_first_sentence(error)})"
+        reason = f"is not a tensor file, or is truncated ({_first_sentence(error)})"
         problem = reason if path.stat().st_size else "is empty"
         message = f"{where}: {path} {problem}; encode the prompts again (finetrainers prepare)"
         raise DataError(message, kind="unreadable") from None

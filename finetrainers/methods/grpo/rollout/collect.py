@@ -106,7 +106,7 @@ class RolloutCollector:
         share, rest = divmod(len(jobs), self.parallel.data_size)
         if rest or share % self.batch_size:
             raise InputError(
-                f"{len(prompts)} prompts x {size} generations = {len(jobs)} clips do not divide into "
+                f"{len(prompts)} prompts x {size} generations = {len(jobs)} clips must be a multiple of "
                 f"{self.parallel.data_size} ranks x batches of {self.batch_size}; change --prompts_per_step, "
                 "--num_generations or --batch_size",
                 "conflict",
@@ -208,7 +208,7 @@ class RolloutCollector:
         """Train on the gradients or graphs that wait for the scores of a batch, if there are any."""
         if taking is None:
             return
-        assert scores is not None, "gradients that are taken while sampling wait for scores"
+        assert scores is not None, "gradients that are computed while sampling wait for scores"
         with timed(spent, "train", self.parallel.device):
             taking.scored(scores)
 

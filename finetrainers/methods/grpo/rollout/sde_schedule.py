@@ -56,9 +56,8 @@ class SDEWindows:
     def __post_init__(self) -> None:
         if self.num_stochastic > len(self._allowed) or not self.num_trained:
             raise InputError(
-                f"a window of {plural(self.num_stochastic, 'step')} does not fit: of the steps that may be trained, "
-                f"the trained expert denoises {len(self._allowed)}; use another --window_range, or more "
-                "--sampling_steps",
+                f"a window of {plural(self.num_stochastic, 'step')} does not fit: of the trainable steps, the "
+                f"trained expert denoises {len(self._allowed)}; use another --window_range, or more --sampling_steps",
                 "too_large",
             )
 

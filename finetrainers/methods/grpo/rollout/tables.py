@@ -37,7 +37,7 @@ class StepTables:
         alpha, sigma = levels(process, times)
         own = [step for step, time in enumerate(times.tolist()) if facts.trains_at(time)]
         if not own:
-            message = "none of the sampling steps is within the noise levels of the expert that is trained"
+            message = "none of the sampling steps is within the noise levels of the trained expert"
             raise InputError(message, "conflict")
         self.own = range(own[0], own[-1] + 1)
         self.windows = None if config.training.method != "grpo" else SDEWindows(section, config.training.seed, self.own)
@@ -78,5 +78,5 @@ def check_noise(plan: PromptPlan, config: TrainConfig, *, spec: ModelSpec) -> No
         times = spec.sampling_times(scheduler, section.sampling_steps, num_tokens=plan.num_tokens, shift=section.shift)
         StepTables(config, spec.process(scheduler), times, spec.facts)
     except ValueError as error:
-        message = f"does not go with the checkpoint's scheduler: {error}"
+        message = f"is not supported by the checkpoint's scheduler: {error}"
         raise ConfigError([Problem("--sampler", message, error_kind(error))]) from error

@@ -29,8 +29,8 @@ SCORES = Scores({"brightness": HeadScores(RAW, RAW)}, FAILED.flatten())
 
 def keeper(root: Path, parallel: Any, **options: Any) -> RolloutKeeper:
     config = load_config(
-        method="grpo", model_name="ltx_video", pretrained_model_name_or_path="x", output_dir=str(root), train_steps=1,
-        updates_per_rollout=2, **options,
+        method="grpo", model_name="ltx_video", pretrained_model_name_or_path="x", output_dir=str(root),
+        updates_per_rollout=2, **{"train_steps": 1, **options},
     )  # fmt: skip
     return RolloutKeeper(config, parallel, fps=8.0)
 
@@ -161,13 +161,16 @@ def test_half_of_the_clips_are_the_best_and_half_the_worst(available: int, count
 
 
 @pytest.mark.parametrize(
-    ("options", "every"),
+    ("options", "rollouts"),
     [
-        ({}, 0),
-        ({"report_to": "wandb"}, 10),
-        ({"keep_rollouts": 2}, 10),
-        ({"report_to": "wandb", "keep_rollouts_every": 0}, 0),
+        ({}, [0, 10, 12]),  # every tenth, and the last of 13
+        ({"report_to": "wandb", "keep_rollouts": 2}, [0, 10, 12]),
+        ({"keep_rollouts_every": 7}, [0, 7]),
+        ({"keep_rollouts_every": 0}, []),
     ],
 )
-def test_a_tracker_is_shown_every_tenth_rollout(options: dict[str, Any], every: int, tmp_path: Path) -> None:
-    assert keeper(tmp_path, OneOf(), **options).every == every
+def test_clips_of_some_rollouts_are_kept_by_default(
+    options: dict[str, Any], rollouts: list[int], tmp_path: Path
+) -> None:
+    found = keeper(tmp_path, OneOf(), train_steps=25, **options)  # two steps for each rollout
+    assert [k for k in range(13) if found.wants(RolloutSample(k, 0, Prompt("a", ""), 0))] == rollouts

@@ -1,0 +1,105 @@
+"""`finetrainers init`: a commented config file for a directory of clips."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.errors import Problem
+from finetrainers.utils import exit_codes
+from finetrainers.utils.files import folder_problem, write_text_atomic
+from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.progress import Stages
+from finetrainers.utils.text import plural, printable
+
+from .overview import described
+
+_MORE = """Asks for what no flag answers, or takes defaults with --yes and where the input is not a terminal. Reads the
+clips as `check` does, chooses memory options by the estimate, and validates the result as a dry run does. Rank,
+learning rate, steps and sizes are chosen by each run, so the file has them as comments. Loads no weights, and
+overwrites no file."""
+#: Answers that flags give; `complete` reads their values.
+_FLAGS = ("model", "card", "kind", "trigger_word", "output_dir")
+_MAX_NAMES = 5
+
+
+def add_init(commands: Any) -> None:
+    """Add the subcommand to the parser."""
+    about = "write a commented config file for a directory of clips"
+    examples = (
+        "init",
+        "init clips --kind style --trigger_word MYSTYLE --yes",
+        "init clips --card 16GB --output run16.toml",
+    )
+    init = commands.add_parser("init", **described(about, *examples, more=" ".join(_MORE.split())))
+    init.add_argument("data_root", nargs="?", metavar="DIR", help="directory of clips or images, with captions [clips]")
+    init.add_argument("--model", metavar="NAME", help="a Hub ID, a directory, or a demo model [by the card]")
+    init.add_argument("--card", metavar="16GB", help="GPU by size or name; this, or cpu [this GPU, else cpu]")
+    init.add_argument("--kind", metavar="KIND", help="character, style, motion or general [style]")
+    init.add_argument("--trigger_word", metavar="WORD", help="calls up what the LoRA learned; none [by kind]")
+    init.add_argument("--output_dir", metavar="DIR", help="directory of the run [runs/WORD]")
+    init.add_argument("--output", type=Path, default=Path("run.toml"), metavar="FILE", help="the file [run.toml]")
+    init.add_argument("--yes", action="store_true", help="take defaults instead of asking")
+    init.set_defaults(run=_init, check=_read_flags)
+
+
+def _read_flags(arguments: argparse.Namespace) -> list[Problem]:
+    """Return the problems of the arguments, and replace them by their values."""
+    from finetrainers.tools.init.answers import QUESTIONS
+
+    problems = []
+    if arguments.output.exists() or arguments.output.is_symlink():
+        problems.append(Problem("--output", f"{arguments.output} exists; give another file", "occupied"))
+    elif (problem := folder_problem(arguments.output.parent)) is not None:
+        problems.append(Problem("--output", problem))
+    for name, question in QUESTIONS.items():
+        text = getattr(arguments, name)
+        try:
+            if text is not None:
+                setattr(arguments, name, question.read(text))
+        except ValueError as error:
+            problems.append(Problem.from_error(question.flag, error))
+    return problems
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from finetrainers.tools.init.answers import QUESTIONS, complete
+
+    quiet_progress_bars()
+    asks = not arguments.yes and sys.stdin is not None and sys.stdin.isatty()
+    flags = {name: value for name in QUESTIONS if (value := getattr(arguments, name)) is not None}
+    try:
+        answers = complete(flags, ask=input if asks else None)
+    except (KeyboardInterrupt, EOFError):
+        print("\nstopped; no file is written", file=sys.stderr)
+        return exit_codes.killed_by(signal.SIGINT)
+    return _write(answers, arguments.output)
+
+
+def _write(answers: dict[str, Any], output: Path) -> int:
+    """Write the file, and print what it is made from and what comes next."""
+    from finetrainers.tools.init.choose import propose
+    from finetrainers.tools.init.file import next_commands, write_file
+
+    with Stages() as progress:
+        proposal = propose(answers, progress=progress)
+    if proposal.rejected:
+        print(f"{plural(len(proposal.rejected), 'file')} of {answers['data_root']} cannot be used:")
+    for item in proposal.rejected[:_MAX_NAMES]:
+        print(f"  {printable(item['name'] + ': ' + item['reason'])}")
+    sizes = ", ".join(f"{row[1]} of {row[0]}" for row in proposal.checked.plan.table()[1:])
+    print(f"data: {proposal.usable}; trained on: {sizes}")
+    if proposal.short:
+        count = plural(proposal.short, "clip")
+        print(f"warning: {count} shorter than the model's shortest clip train as images; use longer ones")
+    if proposal.memory:
+        print(proposal.memory)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(output, write_file(output, proposal, answers))
+    print(f"wrote {output}; its dry run passes. Next:")
+    for command in next_commands(output):
+        print(f"  {command}")
+    return exit_codes.DONE

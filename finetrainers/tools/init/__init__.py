@@ -1,0 +1,1 @@
+"""First configuration of a LoRA: questions, data, memory, and the commented TOML file."""

@@ -1,0 +1,241 @@
+"""Options of a new run, chosen from its answers: data, memory, samples. Nothing is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.load import load_config
+from finetrainers.config.root import fields
+from finetrainers.config.target import target_device
+from finetrainers.data.inspect.probe_all import ProbeOptions
+from finetrainers.memory.advice import OTHER_REMEDIES
+from finetrainers.memory.estimate import GIB
+from finetrainers.memory.fit import fits, with_reserve
+from finetrainers.plan.check import examine
+from finetrainers.plan.dry_run import build_without_weights, unseen_reason
+from finetrainers.plan.memory_plan import RunMemory, planned_gib
+from finetrainers.plan.preflight import ResolvedRun
+from finetrainers.plan.ready import preflight_by_model
+from finetrainers.utils.progress import StageProgress
+from finetrainers.utils.text import file_size, listed, plural
+
+from .answers import CPU, THIS_GPU, Answers
+from .kinds import KINDS
+
+#: Usable items that allow holding some out for the evaluation loss, and the most that are held out.
+_HOLD_OUT_FROM, _MOST_HELD_OUT = 20, 16
+#: Intervals of samples and checkpoints; the longest that comes at least five times is chosen.
+_INTERVALS = (10, 25, 50, 100, 250, 500)
+_TIMES = 5
+#: Options that every new configuration sets.
+_COMMON = {"caption_dropout_p": 0.05, "precompute_conditions": True}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Options of a new run, with reasons.
+
+    Attributes:
+        options: by flat name.
+        reasons: comments on options, by flat name.
+        items: items of the data, as `check` reports them.
+        checked: the run.
+        memory: comment on planned memory.
+    """
+
+    options: Mapping[str, Any]
+    reasons: Mapping[str, str]
+    items: list[dict[str, Any]]
+    checked: ResolvedRun
+    memory: str
+
+    @property
+    def usable(self) -> str:
+        """Description of the items that can be used: `40 clips and 8 images`."""
+        kinds = Counter(item["kind"] for item in self.items if item["use"] in ("train", "eval"))
+        counts = [plural(kinds[kind], noun) for kind, noun in (("video", "clip"), ("image", "image")) if kinds[kind]]
+        return listed(counts)
+
+    @property
+    def short(self) -> int:
+        """Number of clips that train as images, since they are shorter than the model's shortest clip."""
+        return sum(item["kind"] == "video" and _is_image(item) for item in self.items)
+
+    @property
+    def rejected(self) -> list[dict[str, Any]]:
+        """Items that cannot be used."""
+        return [item for item in self.items if item["use"] == "rejected"]
+
+
+def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
+    """Return options of a new run that passes the checks of a dry run.
+
+    Args:
+        answers: to all questions.
+        progress: of reading the data.
+
+    Raises:
+        ConfigError: the run would be refused, or no item of the data can be used.
+    """
+    kind, trigger_word, planned = KINDS[answers["kind"]], answers["trigger_word"], _planning_options(answers["card"])
+    options: dict[str, Any] = {
+        "output_dir": str(answers["output_dir"]), "pretrained_model_name_or_path": answers["model"],
+        "data_root": str(answers["data_root"]), **_COMMON,
+    }  # fmt: skip
+    items, reading_options = _read_items({**options, **planned}, progress)
+    usable = [item for item in items if item["use"] == "train"]
+    if kind.needs_motion and all(map(_is_image, usable)):
+        message = f"{answers['kind']} needs clips of several frames, and {answers['data_root']} has none; add clips"
+        raise ConfigError([Problem("--kind", message, "conflict")], of="this command")
+    options |= reading_options
+    in_captions = bool(trigger_word) and any(_has_word(item["caption"], trigger_word) for item in usable)
+    if trigger_word and not in_captions:
+        options["id_token"] = trigger_word
+    if len(usable) >= _HOLD_OUT_FROM:
+        options["eval_num_items"] = min(len(usable) // 10, _MOST_HELD_OUT)
+
+    checked = preflight_by_model(load_config(**options, **planned))
+    options |= _recipe(checked) | _sampling_options(checked, usable, trigger_word, in_captions=in_captions)
+    checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
+    memory_options, reasons, memory = _memory_options(checked, answers["card"])
+    if memory_options:
+        options |= memory_options
+        checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
+    return Proposal(options, {**_data_reasons(items), **reasons}, items, build_without_weights(checked)[0], memory)
+
+
+def _recipe(checked: ResolvedRun) -> dict[str, Any]:
+    """Return the options of the family's recipe; without the model's configs, those that all its checkpoints share."""
+    is_seen, lora = unseen_reason(checked) is None, checked.facts.lora
+    options = {} if lora is None else lora.options
+    return {name: value for name, value in options.items() if is_seen or fields()[name].section != "model"}
+
+
+def _planning_options(card: str) -> dict[str, Any]:
+    """Return the options of a dry run that plans for a card."""
+    return {"dry_run": True, **({} if card in (CPU, THIS_GPU) else {"gpu": card})}
+
+
+def _read_items(options: Mapping[str, Any], progress: StageProgress) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return a report on each item of the data, and options that train on it although some cannot be used.
+
+    Raises:
+        ConfigError: no item can be used, or other options are wrong.
+    """
+    reading_options: dict[str, Any] = {}
+    while True:
+        report, problems = examine(load_config(**options, **reading_options), ProbeOptions(progress=progress))
+        if report is None or problems:
+            raise ConfigError(problems, of="this command")
+        statuses = report["counts"]["statuses"]
+        if "caption_missing" not in statuses or reading_options:
+            break
+        reading_options = {"caption_missing": "empty"}
+    if not report["counts"]["train"]:
+        names = [f"{item['name']}: {item['reason']}" for item in report["items"][:5]]
+        message = "".join(f"\n    {name}" for name in names)
+        raise ConfigError([Problem("data", f"no file of {options['data_root']} can be used{message}", "not_found")])
+    if rejected := report["counts"]["rejected"]:
+        reading_options["max_bad_samples"] = rejected
+    return report["items"], reading_options
+
+
+def _data_reasons(items: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return comments on options of the data."""
+    blank = sum(1 for item in items if item["use"] != "rejected" and not item["caption"])
+    return {
+        "id_token": "trigger word, put before every caption; put it before your prompts yourself",
+        "max_bad_samples": "unusable files that are left out; more are an error",
+        "caption_missing": f"{plural(blank, 'file')} without a caption; skip leaves them out",
+        "caption_dropout_p": "share of samples without a caption, for classifier-free guidance",
+        "precompute_conditions": "encode clips and captions once, before training",
+        "eval_num_items": "held out of training, to measure the evaluation loss",
+    }
+
+
+def _sampling_options(
+    checked: ResolvedRun, items: list[dict[str, Any]], trigger_word: str, *, in_captions: bool
+) -> dict[str, Any]:
+    """Return the options of samples, checkpoints and evaluation."""
+    steps = checked.config.training.train_steps or _TIMES * _INTERVALS[-2]
+    interval = max((length for length in _INTERVALS if length * _TIMES <= steps), default=1)
+    prompts = choose_prompts(items, trigger_word, checked.facts.scene, in_captions=in_captions)
+    options: dict[str, Any] = {
+        "checkpointing_steps": interval, "validation_prompts": ":::".join(prompts), "validation_steps": interval,
+    }  # fmt: skip
+    if checked.config.data.eval_num_items:
+        options["eval_steps"] = interval
+    if checked.facts.needs_image:
+        example = items[0]
+        option = "validation_images" if example["kind"] == "image" else "validation_videos"
+        options[option] = ":::".join([example["path"]] * len(prompts))
+    return options
+
+
+def choose_prompts(
+    items: Iterable[Mapping[str, Any]], trigger_word: str, scene: str, *, in_captions: bool
+) -> list[str]:
+    """Return prompts to sample: one like a caption, one of something else, and one that should stay as it was.
+
+    Args:
+        items: of the data.
+        trigger_word: or an empty text.
+        scene: the prompt for something else.
+        in_captions: whether captions contain the trigger word, so that it is not put before them.
+    """
+    captions = [item["caption"] for item in sorted(items, key=lambda item: item["kind"] == "image")]
+    usable = [text for text in captions if text.isprintable() and text and ":::" not in text and "@@@" not in text]
+    if in_captions:
+        usable.sort(key=lambda text: not _has_word(text, trigger_word))
+    before = f"{trigger_word} " if trigger_word else ""
+    if not usable:
+        return list(dict.fromkeys([f"{before}{scene}", scene]))
+    like = usable[0] if in_captions else f"{before}{usable[0]}"
+    elsewhere = f"{before}{scene}" if trigger_word else usable[len(usable) // 2]
+    return list(dict.fromkeys([like, elsewhere, scene]))
+
+
+def _is_image(item: Mapping[str, Any]) -> bool:
+    return str(item["bucket"]).startswith("1x")
+
+
+def _has_word(caption: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", caption, re.IGNORECASE) is not None
+
+
+def _memory_options(checked: ResolvedRun, card: str) -> tuple[dict[str, Any], dict[str, str], str]:
+    """Return the options that make the run fit, a comment on each, and one on the planned peak.
+
+    Raises:
+        ConfigError: nothing makes it fit.
+    """
+    gib, unseen = planned_gib(checked.config), unseen_reason(checked)
+    if unseen is not None:
+        options = {} if card == CPU or gib is None else {"memory_budget": gib}
+        return options, {}, f"{unseen}: training chooses memory options by the model's size when it starts"
+    memory = RunMemory(checked)
+    plan = memory.plan()
+    if card == CPU or gib is None:
+        return {}, {}, f"planned peak: {file_size(plan.peak + plan.machine_bytes)} of host memory"
+    reasons: dict[str, str] = {}
+    options, needed = {}, plan.peak
+    if not fits(plan.peak, GIB * gib):
+        advice = memory.advice(gib, device=target_device(checked.config))
+        if advice is None:
+            remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_REMEDIES)
+            message = (
+                f"{file_size(with_reserve(plan.peak))} are planned, more than {gib:.3g} GiB, and no set of options "
+                f"makes it fit; use a smaller model, or:{remedies}"
+            )
+            raise ConfigError([Problem("--card", message, "too_large")], of="this command")
+        needed = advice.outcome.peak
+        for applied in advice.switches:
+            options |= applied.switch.options
+            reasons[next(iter(applied.switch.options))] = applied.switch.cost
+    peak = f"planned peak: {file_size(with_reserve(needed))} of {gib:.3g} GiB on the GPU"
+    return options, reasons, f"{peak}; options that leave results the same are chosen when training starts"

@@ -1,0 +1,106 @@
+"""Commented TOML file of a new run."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from finetrainers.config.root import fields, sections
+from finetrainers.utils.text import plural
+
+from .answers import Answers
+from .choose import Proposal
+from .kinds import KINDS
+
+_WIDTH = 100
+#: Headings of options that are written as comments, since a run chooses them again.
+_SIZES = "Sizes, chosen from the clips when training starts; to fix them:"
+_RECOMMENDED = (
+    "Chosen for this model and number of clips while neither train_steps nor train_epochs is set; if you set the "
+    "steps, set rank, alpha and rate too:"
+)
+
+
+def write_file(path: Path, proposal: Proposal, answers: Answers) -> str:
+    """Return the text of the file `path`."""
+    lines = [
+        *_comment(
+            f"LoRA of {answers['model']} ({answers['kind']}: {KINDS[answers['kind']].about}) on {proposal.usable}. "
+            "Comments name further options; finetrainers train --help all describes each."
+        ),
+        *(f"#   {command}" for command in next_commands(path)),
+        "",
+        _option("output_dir", proposal.options["output_dir"]),
+    ]
+    by_section: dict[str, list[str]] = {}
+    for name in proposal.options:
+        if name != "output_dir":
+            by_section.setdefault(fields()[name].section, []).append(name)
+    comments = _section_comments(proposal, answers)
+    for section in sections():
+        if section in by_section or section in comments:
+            lines += ["", f"[{section}]"]
+            lines += [_commented(proposal, name) for name in by_section.get(section, [])]
+            lines += comments.get(section, [])
+    return "\n".join(lines) + "\n"
+
+
+def next_commands(path: Path) -> list[str]:
+    """Return the commands that follow."""
+    return [f"finetrainers check {path} --html check.html", f"finetrainers train {path}"]
+
+
+def _commented(proposal: Proposal, name: str) -> str:
+    """Return an option with the reason for it, behind it or above it."""
+    line, reason = _option(name, proposal.options[name]), proposal.reasons.get(name)
+    if reason is None:
+        return line
+    behind = f"{line}  # {reason}"
+    return behind if len(behind) <= _WIDTH and "\n" not in line else "\n".join([*_comment(reason), line])
+
+
+def _section_comments(proposal: Proposal, answers: Answers) -> dict[str, list[str]]:
+    """Return comments of each section: options that are chosen by default, and advice."""
+    config, kind = proposal.checked.config, KINDS[answers["kind"]]
+    plain = config.plain()
+    comments: dict[str, list[str]] = {}
+    for name in config.chosen:
+        section = fields()[name].section
+        heading = {"data": _SIZES, "training": _RECOMMENDED}.get(section)
+        comments.setdefault(section, _comment(heading or "")).append(f"# {_option(name, plain[name])}")
+    data = [*_comment(f"Captions: {kind.captions}"), *_comment(kind.advice)]
+    if proposal.rejected:
+        data += _comment(f"Cannot be used: {', '.join(item['name'] for item in proposal.rejected[:3])}.")
+    comments["data"] = [*comments.get("data", []), *data]
+    if answers["trigger_word"]:
+        lines = _comment("Keep other prompts as they were (a step takes about twice as long):")
+        prior = [f"# {_option('prior_preservation_weight', 1.0)}"]
+        if "id_token" not in proposal.options:
+            prior.append(f"# {_option('class_prompt', '')}")
+        comments[fields()["prior_preservation_weight"].section] = [*lines, *prior]
+    if proposal.memory:
+        comments["memory"] = _comment(f"{proposal.memory[0].upper()}{proposal.memory[1:]}.")
+    steps = proposal.options["validation_steps"]
+    comments["validation"] = _comment(
+        f"Sampled every {plural(steps, 'step')}: one prompt like a clip, one of something else, and one without the "
+        "trigger word, which should stay as it was."
+    )
+    return comments
+
+
+def _option(name: str, value: Any) -> str:
+    """Return an option as a line of TOML; prompts are a line each."""
+    if name.startswith("validation_") and isinstance(value, str) and ":::" in value:
+        entries = [tomli_w.dumps({"x": entry}).strip()[5:-1] for entry in value.split(":::")]
+        return "\n".join([f'{name} = """\\', ":::\\\n".join(f"  {entry}" for entry in entries) + "\\", '  """'])
+    if isinstance(value, list):
+        return f"{name} = [{', '.join(tomli_w.dumps({'x': entry}).strip()[4:] for entry in value)}]"
+    return tomli_w.dumps({name: value}).strip()
+
+
+def _comment(text: str) -> list[str]:
+    """Return a text as comment lines."""
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH - 2)]

@@ -1,0 +1,198 @@
+"""`finetrainers init`: its answers, its file, and that the file is checked and trained as it stands."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from every_family import FAMILIES
+from mixed_clips import CAPTION, write_mixed
+from refusals import refused_command
+
+from finetrainers.cli.main import main
+from finetrainers.config.load import load_config
+from finetrainers.config.prompts import parse_validation_prompts
+from finetrainers.config.root import TrainConfig
+from finetrainers.models.registry import families
+from finetrainers.plan.preflight import preflight
+from finetrainers.tools.init.choose import choose_prompts
+from finetrainers.utils import exit_codes
+
+DEMO = "demo://ltx"
+#: Less than the demo model takes.
+SMALL = "0.0185GiB"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], list[str]]:
+    """`terminal(lines)`: a terminal on which these lines are typed, then Ctrl-D; returns the list of what is asked."""
+
+    def type_lines(lines: list[str]) -> list[str]:
+        typed, prompts = iter(lines), []
+
+        def answer(prompt: str) -> str:
+            prompts.append(prompt)
+            try:
+                return next(typed)
+            except StopIteration:
+                raise EOFError from None
+
+        stdin = io.StringIO()
+        stdin.isatty = lambda: True  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr("builtins.input", answer)
+        return prompts
+
+    return type_lines
+
+
+def sampled(config: TrainConfig) -> list[str]:
+    return [prompt.prompt for prompt in parse_validation_prompts(config.validation)]
+
+
+def uncommented(path: Path) -> Path:
+    """A copy of a file in which the options that are comments are set."""
+    lines = [
+        line.removeprefix("# ") if line.startswith("# ") and line.split()[2:3] == ["="] else line
+        for line in path.read_text().splitlines()
+    ]
+    copy = path.with_name("set.toml")
+    copy.write_text("\n".join(lines))
+    return copy
+
+
+def test_a_mixed_directory_becomes_a_file_that_is_checked_and_trained(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = write_mixed(here / "clips", copies=4)
+    (here / "clips" / "cut.mp4").write_bytes(b"no video")
+    (here / "clips" / "cut.txt").write_text("a cut clip")
+    (here / "clips" / "photo-0.txt").unlink()
+    assert main(["init", "clips", "--trigger_word", "ZORK"]) == exit_codes.DONE
+    printed = capsys.readouterr().out
+    assert "16 clips and 4 images" in printed
+    assert "cut.mp4" in printed
+
+    config, path = load_config("run.toml"), Path("run.toml")
+    assert config.model.pretrained_model_name_or_path == DEMO  # there is no GPU
+    assert (config.data.id_token, config.data.max_bad_samples, config.data.caption_missing) == ("ZORK", 1, "empty")
+    assert (config.data.eval_num_items, config.run.output_dir) == (count // 10, Path("runs/zork"))
+    like, elsewhere, scene = sampled(config)
+    assert like.startswith(f"ZORK {CAPTION}")
+    assert elsewhere == f"ZORK {scene}"
+
+    checked = preflight(config)
+    lora = checked.facts.lora
+    assert lora is not None
+    assert {name: config.get(name) for name in lora.options} == dict(lora.options)
+    assert config.training.checkpointing_steps * 5 <= checked.config.training.train_steps
+    explicit = load_config(uncommented(path), prior_preservation_weight=0.0)
+    for name in checked.config.chosen:  # what the comments show is what a run chooses
+        assert explicit.get(name) == checked.config.get(name), name
+    assert explicit.is_given("rank")
+
+    commands = [shlex.split(line)[1:] for line in printed.splitlines() if line.startswith("  finetrainers")]
+    assert [words[0] for words in commands] == ["check", "train"]
+    assert main(commands[0]) == exit_codes.DONE
+    short = ["--train_steps", "2", "--rank", "2", "--lora_alpha", "2", "--validation_inference_steps", "2"]
+    short += ["--validation_prompts", "ZORK", "--eval_num_timesteps", "1"]
+    assert main([*commands[1], *short]) == exit_codes.DONE
+    assert (here / "runs" / "zork" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_questions_are_asked_on_a_terminal_until_answers_are_valid(
+    here: Path, terminal: Callable[[list[str]], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(here / "clips")
+    (here / "runs" / "zork").mkdir(parents=True)
+    answers = ["nowhere", "", "", "3 GB of memory", "cpu", "9", "1", "stile", "4", "ZORK", ""]
+    prompts = terminal(answers[1:2] + answers[3:])
+    assert main(["init", "--output", "new/my.toml"]) == exit_codes.DONE
+    assert len(prompts) == 9
+    config = load_config("new/my.toml")
+    assert (config.run.output_dir, config.data.id_token) == (Path("runs/zork-2"), "ZORK")
+    assert all(name in prompts[3] for name in [DEMO, *(name for f in families().values() for name in f.starters)])
+
+    asked = terminal(["nowhere"])
+    assert main(["init", "--output", "other.toml", "--kind", "general"]) == exit_codes.killed_by(2)
+    assert "nowhere" in asked[1]
+    assert not Path("other.toml").exists()
+    terminal([])
+    assert main(["init", "--output", "other.toml", "--kind", "general", "--yes"]) == exit_codes.DONE
+    assert load_config("other.toml").data.id_token is None
+    assert "prior_preservation" not in Path("other.toml").read_text()
+    capsys.readouterr()
+
+
+def test_what_cannot_become_a_run_is_refused(here: Path, tiny_repo: Callable[..., Path]) -> None:
+    assert refused_command(["init", "--model", "Lightricks/LTX-Video"]) == (
+        exit_codes.CONFIGURATION, [("DIR", "required"), ("--card", "required")],
+    )  # fmt: skip
+    write_mixed(here / "photos", images_only=True)
+    (here / "empty").mkdir()
+    (here / "run.toml").touch()
+    (here / "full").mkdir()
+    (here / "full" / "file").touch()
+    flags = {"--model": "Lightrick/LTX-Video", "--card": "8 apples", "--kind": "stile", "--output_dir": "full"}
+    code, problems = refused_command(["init", "nowhere", *(word for pair in flags.items() for word in pair)])
+    assert code == exit_codes.CONFIGURATION
+    assert problems == [
+        ("--output", "occupied"), ("DIR", "not_found"), ("--card", "unknown"), ("--model", "unknown"),
+        ("--kind", "unknown"), ("--output_dir", "occupied"),
+    ]  # fmt: skip
+    assert refused_command(["init", "photos", "--output", "x.toml", "--card", "this"])[1] == [("--card", "unavailable")]
+    (here / "broken").mkdir()
+    (here / "broken" / "cut.mp4").write_bytes(b"no video")
+    for data in ("empty", "broken"):
+        refusal = refused_command(["init", data, "--output", "x.toml"])
+        assert refusal == (exit_codes.UNUSABLE_DATA, [("data", "not_found")])
+    assert refused_command(["init", "photos", "--kind", "motion", "--output", "x.toml"])[1] == [("--kind", "conflict")]
+    tiny = ["--model", tiny_repo("ltx_video"), "--output", "x.toml"]
+    assert refused_command(["init", "photos", *tiny, "--card", "0.001GiB"])[1] == [("--card", "too_large")]
+    assert not Path("x.toml").exists()
+
+
+def test_the_nearest_model_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["init", "--model", "Lightrick/LTX-Video"])
+    assert "Lightricks/LTX-Video" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gets_a_file_that_passes_its_dry_run(
+    family: str, here: Path, tiny_repo: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(here / "clips")
+    assert main(["init", "clips", "--model", str(tiny_repo(family)), "--kind", "character"]) == exit_codes.DONE
+    assert main(["train", "run.toml", "--dry_run"]) == exit_codes.DONE
+    capsys.readouterr()
+
+
+def test_the_file_fits_the_card(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_mixed(here / "clips")
+    assert main(["init", "clips", "--model", DEMO, "--card", SMALL]) == exit_codes.DONE
+    assert main(["estimate", "run.toml", "--gpu", SMALL]) == exit_codes.DONE
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_prompts_show_what_was_learned_and_what_was_not() -> None:
+    items = [
+        {"kind": "image", "caption": "x"},
+        {"kind": "video", "caption": "a:::b"},
+        {"kind": "video", "caption": "y"},
+    ]
+    assert choose_prompts(items, "W", "boat", in_captions=False) == ["W y", "W boat", "boat"]
+    assert choose_prompts(items, "", "boat", in_captions=False) == ["y", "x", "boat"]
+    named: list[dict[str, Any]] = [*items, {"kind": "video", "caption": "a w"}]
+    assert choose_prompts(named, "W", "boat", in_captions=True) == ["a w", "W boat", "boat"]
+    assert choose_prompts([], "W", "boat", in_captions=False) == ["W boat", "boat"]
