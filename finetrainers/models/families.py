@@ -22,6 +22,7 @@ _LTX_LORA = LoRASettings(
 )
 _LTX_DEMO_LORA = LoRASettings(16, 2e-3, 600, _LINEAR)
 _HUNYUAN_LORA = LoRASettings(128, 3e-5, 500, {"flow_weighting_scheme": "logit_normal", **_CONSTANT})
+_WAN_LORA = LoRASettings(32, 1e-4, 1500, {"flow_shift": 3.0, **_CONSTANT})
 _COGVIDEOX_2B_LORA = LoRASettings(64, 1e-4, 1500, {"transformer_dtype": "fp16", **_CONSTANT})
 _COGVIDEOX_5B_LORA = LoRASettings(128, 3e-5, 1000, _CONSTANT)
 
@@ -237,7 +238,7 @@ def wan(configs: Configs) -> Facts:
         clip_parts=(*image_parts, "vae"),
         companions=image_parts,
         heads=transformer.get("num_attention_heads"),
-        lora=LoRASettings(32, 1e-4, 1500),
+        lora=_WAN_LORA,
         first_frame=kind if is_known else "unknown",
         any_frame=has_times or not is_known,
         first_frame_p=1.0 if on_channels else 0.1 if has_times else 0.0,
@@ -298,6 +299,8 @@ FAMILIES = (
             "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
             "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
         ),
+        starters={"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.3, "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14},
+        dtypes={"vae_dtype": "fp32"},  # as in diffusers' examples: bf16 shifts colors
         tiny="finetrainers.models.tiny_wan:build_wan",
         tiny_versions=("t2v", "i2v", "flf2v", "ti2v", "a14b", "a14b_i2v"),
     ),

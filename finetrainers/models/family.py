@@ -52,6 +52,7 @@ class Family:
         starters: those that train on clips and captions alone, with billions of parameters; `finetrainers init` offers
             them.
         tiny: `module:function` that builds a complete tiny random repository, or None.
+        dtypes: dtypes of frozen components by option, which apply unless the user sets them.
         tiny_versions: values of that function's `version`, if it has one; the first is its default.
     """
 
@@ -63,6 +64,7 @@ class Family:
     pipelines: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
     starters: Mapping[str, float] = field(default_factory=dict, hash=False)
+    dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
     tiny: str | None = None
     tiny_versions: tuple[str, ...] = ()
 
@@ -74,6 +76,10 @@ class Family:
     def facts(self) -> Facts:
         """Facts that the published checkpoints have in common."""
         return self.read({})
+
+    def with_dtypes(self, config: ModelSection) -> ModelSection:
+        """Return a section with the family's `dtypes` where the user has set none."""
+        return config.model_copy(update={n: d for n, d in self.dtypes.items() if n not in config.model_fields_set})
 
     def facts_of(self, config: ModelSection) -> Facts:
         """Return the facts about the configured checkpoint from its configs on this disk, else those of all published.

@@ -89,11 +89,13 @@ def _normalize(name: str) -> str:
 def with_family(model: ModelSection) -> ModelSection:
     """Return the section with the family found from the transformer's config or the Hub id, where it is `auto`.
 
+    Dtypes that the family declares apply where the user has set none.
+
     Raises:
         KeyError: neither shows a family.
     """
     if model.model_name != AUTO:
-        return model
+        return families()[model.model_name].with_dtypes(model) if model.model_name in families() else model
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
@@ -102,7 +104,7 @@ def with_family(model: ModelSection) -> ModelSection:
         with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
             kind = (part_config(model, trained_part(model)) or {}).get("_class_name") or kind
         if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
-            return model.model_copy(update={"model_name": name})
+            return family.with_dtypes(model.model_copy(update={"model_name": name}))
     reason = (
         f"{source} holds a {kind}, which no supported family trains"
         if kind

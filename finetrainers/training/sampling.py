@@ -188,7 +188,8 @@ def prompt_request(
         for name in spec.facts.media
         if prompt.video is not None  # checked at the start
     }
-    if (prompt.last_image or prompt.prefix) and not spec.facts.any_frame:
+    unsupported = prompt.prefix or (prompt.last_image and not spec.facts.last_frame)
+    if unsupported and not spec.facts.any_frame:
         message = f"{spec.name} supports no conditioning frame but the first; remove last_image and video_prefix"
         raise InputError(message, "unsupported")
     frames, height, width = size

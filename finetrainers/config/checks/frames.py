@@ -95,13 +95,16 @@ def media_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: 
         yield "video", f"this checkpoint takes {' and '.join(facts.media)}", "required"
     if facts.needs_image and any(not (prompt.image or prompt.video or prompt.video_prefix) for prompt in prompts):
         yield "image", "this checkpoint animates an image", "required"
+    if facts.last_frame and any(prompt.last_image is None for prompt in prompts):
+        yield "last_image", "this checkpoint is also given the last frame", "required"
     if facts.first_frame == "none" and any(prompt.image or (prompt.video and not facts.media) for prompt in prompts):
         yield "image", f"this {model} does not take a first frame", "unsupported"
 
 
 def prompt_problems(prompts: Sequence[ValidationPrompt], facts: Facts, *, model: str) -> Iterator[MediumProblem]:
     """Yield each conditioning input of the prompts that a model does not support, once."""
-    media = [name for name in ("last_image", "video_prefix") if any(getattr(prompt, name) for prompt in prompts)]
+    names = ("video_prefix",) if facts.last_frame else ("last_image", "video_prefix")
+    media = [name for name in names if any(getattr(prompt, name) for prompt in prompts)]
     if not facts.any_frame:
         for name in media:
             message = f"this {model} supports only the first frame; --list_models shows which models take any frame"

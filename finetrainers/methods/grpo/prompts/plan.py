@@ -135,6 +135,10 @@ def image_record(prompt: Prompt) -> dict[str, str]:
 
 def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
     """Yield why a checkpoint cannot take the prompts' images, or needs images that they lack."""
+    if facts.last_frame:
+        message = "this checkpoint needs a first and a last image, and prompts of rewards have one; use another"
+        yield Problem("--pretrained_model_name_or_path", message, "unsupported")
+        return
     for option, prompts in (("--prompts", plan.prompts), ("--eval_prompts", plan.eval_prompts)):
         without = [prompt.where for prompt in prompts if prompt.image is None]
         more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
