@@ -1,0 +1,105 @@
+"""Wan against diffusers' own pipelines, for each kind of checkpoint; and what only some kinds are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from PIL import Image
+from refusals import refused
+
+from finetrainers.config.sections import ModelSection
+from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoMeta
+from finetrainers.models.registry import get_family, with_family
+from finetrainers.models.wan import IMAGE_STATES, WanSpec
+from finetrainers.testing import same_calls
+
+KINDS = [
+    ("t2v", None), ("i2v", None), ("flf2v", None), ("ti2v", None), ("a14b", "high"), ("a14b", "low"),
+    ("a14b_i2v", "high"), ("a14b_i2v", "low"),
+]  # fmt: skip
+
+
+def spec_of(repo: Path, expert: Any = None) -> WanSpec:
+    section = ModelSection(
+        model_name="wan", pretrained_model_name_or_path=str(repo), expert=expert, text_encoder_dtype="fp32",
+        transformer_dtype="fp32", vae_dtype="fp32", part=["image_encoder=,fp32"],
+    )  # fmt: skip
+    spec = get_family("wan").load(section)
+    assert isinstance(spec, WanSpec)
+    return spec
+
+
+@pytest.mark.parametrize(("version", "expert"), KINDS)
+def test_calls_videos_and_samples_are_the_pipelines(
+    version: str, expert: str | None, tiny_repo: Callable[..., Path]
+) -> None:
+    repo = tiny_repo("wan", version)
+    equal = same_calls(spec_of(repo, expert), DiffusionPipeline.from_pretrained(repo, dtype=torch.float32))
+    assert ("calls" in equal) == (version in ("t2v", "ti2v", "a14b"))
+    assert ("calls from an image" in equal) == (version not in ("t2v", "a14b"))
+
+
+def test_a_clip_that_is_given_no_frame_has_an_empty_mask(tiny_repo: Callable[..., Path]) -> None:
+    """Mask, latents and image states are zero in its row alone."""
+    spec = spec_of(tiny_repo("wan", "i2v"))
+    encoders = spec.load_clip_encoders()
+    clip = spec.encode_clip(encoders, torch.randint(0, 256, (2, 3, 5, 32, 32), dtype=torch.uint8), None)
+    meta, stats = VideoMeta(fps=torch.full((2,), 16.0)), spec.vae_stats(encoders["vae"])
+    batch = Batch(clip["moments"], PromptEmbeds({}), meta, [(0, 0), (0, 1)], clip)
+    extra = spec.condition(batch, spec.latents(batch.moments, None, stats), [(0,), ()], stats)[0].extra
+    assert extra["first_frame"].shape == (2, 4 + 16, 2, 4, 4)
+    assert extra["first_frame"][0, :4].flatten(2).amax(2).sum() == 4.0 == extra["first_frame"][0, :4, 0].mean(0).sum() / 4
+    assert not extra["first_frame"][1].any()
+    assert extra[IMAGE_STATES][0].any()
+    assert not extra[IMAGE_STATES][1].any()
+
+
+def test_5b_samples_with_a_last_frame_in_its_place(tiny_repo: Callable[..., Path]) -> None:
+    """Clean at time 0 in every call of the network, as in training; and kept."""
+    spec = spec_of(tiny_repo("wan", "ti2v"))
+    network = spec.load_transformer(torch.float32)
+    pipeline = spec.pipeline(network, spec.load_vae(), FlowMatchEulerDiscreteScheduler())
+    pipeline.set_progress_bar_config(disable=True)
+    rows = spec.encode_text(spec.load_text_encoders(), ["a red ball", ""])
+    calls: list[dict[str, Any]] = []
+    network.register_forward_pre_hook(lambda _, args, kwargs: calls.append(dict(kwargs)), with_kwargs=True)
+    request = SampleRequest(9, 64, 32, 24.0, 3, 2.0, last_image=Image.new("RGB", (32, 64), (250, 10, 10)))
+    for given in (request, replace(request, image=Image.new("RGB", (32, 64), (10, 10, 250)))):
+        calls.clear()
+        spec.sample(pipeline, rows.rows([0]), rows.rows([1]), given, torch.Generator().manual_seed(1))
+        latents = torch.stack([call["hidden_states"][0] for call in calls])
+        times = torch.stack([call["timestep"][0].view(3, -1) for call in calls])
+        is_given = [given.image is not None, False, True]
+        for frame, is_clean in enumerate(is_given):
+            assert torch.equal(latents[:, :, frame], latents[:1, :, frame].expand_as(latents[:, :, frame])) == is_clean
+            assert bool((times[:, frame] == 0).all()) == is_clean
+
+
+def test_first_and_last_frame_checkpoints_need_both_images(tiny_repo: Callable[..., Path]) -> None:
+    spec = spec_of(tiny_repo("wan", "flf2v"))
+    empty = PromptEmbeds({"prompt_embeds": torch.zeros(1, 512, 32)})
+    request = SampleRequest(9, 64, 32, 16.0, 2, image=Image.new("RGB", (32, 64)))
+    with refused("required"):
+        spec.pipeline_call(empty, empty, request)
+    assert spec.pipeline_call(empty, empty, replace(request, last_image=request.image))["last_image"] is request.image
+
+
+def test_the_vae_is_in_fp32_unless_set(tiny_repo: Callable[..., Path]) -> None:
+    section = ModelSection(pretrained_model_name_or_path=str(tiny_repo("wan")))
+    assert with_family(section).vae_dtype == "fp32"
+    assert with_family(section.model_copy(update={"model_name": "wan"})).vae_dtype == "fp32"
+    chosen = ModelSection(pretrained_model_name_or_path=str(tiny_repo("wan")), vae_dtype="bf16")
+    assert with_family(chosen).vae_dtype == "bf16"
+
+
+def test_other_channels_are_refused() -> None:
+    read = get_family("wan").read
+    assert read({"transformer": {"in_channels": 36, "out_channels": 16}}).first_frame == "channels"
+    with refused("unsupported", "48"):
+        read({"transformer": {"in_channels": 48, "out_channels": 16}})
