@@ -141,9 +141,15 @@ def _default_card(answers: Answers) -> str | None:
 
 
 def _default_model(answers: Answers) -> str:
-    offered = list(offered_models())
-    on_gpu = [name for name in offered if not name.startswith(SCHEME)]
-    return offered[0] if answers.get("card") == CPU else on_gpu[0]
+    """Return the demo model for a CPU, else the first published model that fits the card by the estimate."""
+    demo, published = (
+        [name for name in offered_models() if name.startswith(SCHEME) is in_package] for in_package in (True, False)
+    )
+    if answers["card"] == CPU:
+        return demo[0]
+    from .fit import first_that_fits  # which imports torch
+
+    return first_that_fits(answers, published) or demo[0]
 
 
 def _default_output_dir(answers: Answers) -> str:
