@@ -95,6 +95,7 @@ def _write(answers: dict[str, Any], output: Path) -> int:
     for item in proposal.rejected[:_MAX_NAMES]:
         print(f"  {printable(item['name'] + ': ' + item['reason'])}")
     sizes = ", ".join(f"{row[1]} of {row[0]}" for row in proposal.checked.plan.table()[1:])
+    print(f"model: {answers['model']}")
     print(f"data: {proposal.usable}; trained on: {sizes}")
     if proposal.short:
         count = plural(proposal.short, "clip")

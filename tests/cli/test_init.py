@@ -18,6 +18,7 @@ from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.models.registry import families
 from finetrainers.plan.preflight import preflight
 from finetrainers.tools.init.choose import choose_prompts
@@ -135,7 +136,7 @@ def test_questions_are_asked_on_a_terminal_until_answers_are_valid(
     capsys.readouterr()
 
 
-def test_what_cannot_become_a_run_is_refused(here: Path, tiny_repo: Callable[..., Path]) -> None:
+def test_what_cannot_become_a_run_is_refused(here: Path) -> None:
     assert refused_command(["init", "--model", "Lightricks/LTX-Video"]) == (
         exit_codes.CONFIGURATION, [("DIR", "required"), ("--card", "required")],
     )  # fmt: skip
@@ -158,8 +159,6 @@ def test_what_cannot_become_a_run_is_refused(here: Path, tiny_repo: Callable[...
         refusal = refused_command(["init", data, "--output", "x.toml"])
         assert refusal == (exit_codes.UNUSABLE_DATA, [("data", "not_found")])
     assert refused_command(["init", "photos", "--kind", "motion", "--output", "x.toml"])[1] == [("--kind", "conflict")]
-    tiny = ["--model", tiny_repo("ltx_video"), "--output", "x.toml"]
-    assert refused_command(["init", "photos", *tiny, "--card", "0.001GiB"])[1] == [("--card", "too_large")]
     assert not Path("x.toml").exists()
 
 
@@ -183,6 +182,37 @@ def test_the_file_fits_the_card(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["init", "clips", "--model", DEMO, "--card", SMALL]) == exit_codes.DONE
     assert main(["estimate", "run.toml", "--gpu", SMALL]) == exit_codes.DONE
     assert "it fits" in capsys.readouterr().out
+
+
+#: Clips of these tests are tiny, so text encoders need most.
+@pytest.mark.parametrize(("card", "added"), [("8GB", ["quantize_text_encoders"]), ("24GB", [])])
+def test_a_published_model_is_planned_without_its_configs(
+    card: str, added: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(here / "clips")
+    assert main(["init", "clips", "--card", card, "--host", "32GB", "--yes"]) == exit_codes.DONE
+    printed, config = capsys.readouterr().out, load_config("run.toml")
+    assert config.model.pretrained_model_name_or_path == "Lightricks/LTX-Video"
+    options = {name for switch in MEMORY_OPTIONS for name in switch.options} - {"precompute_conditions"}
+    assert [name for name in options if config.is_given(name)] == added
+    assert "GPU and" in printed
+    assert "host memory" in Path("run.toml").read_text()
+    assert main(["estimate", "run.toml", "--gpu", card, "--host", "32GB"]) == exit_codes.DONE
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_is_refused_with_one_that_does(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(here / "clips")
+    large = ["init", "clips", "--model", "hunyuanvideo-community/HunyuanVideo", "--card"]
+    assert main([*large, "24GB", "--host", "16GB"]) == exit_codes.CONFIGURATION
+    assert "--model THUDM/" in capsys.readouterr().err
+    assert refused_command([*large, "cpu", "--host", "16GB"])[1] == [("--card", "too_large")]
+    assert not Path("run.toml").exists()
+    assert main(["init", "clips", "--card", "2GB"]) == exit_codes.DONE  # no published model fits
+    assert load_config("run.toml").model.pretrained_model_name_or_path == DEMO
+    capsys.readouterr()
 
 
 def test_prompts_show_what_was_learned_and_what_was_not() -> None:

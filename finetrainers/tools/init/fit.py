@@ -48,23 +48,33 @@ def memory_options(checked: ResolvedRun, answers: Answers) -> tuple[dict[str, An
     memory = RunMemory(sized, host_gib=answers.get("host_gib"))
     plan, source = memory.plan(), "" if unseen is None else ", by packaged configs"
     if gib is None:
+        planned = f"{file_size(plan.peak + plan.machine_bytes)} of host memory"
         if not _fits_cpu(memory, plan):
-            raise _too_large(answers, f"the CPU with {file_size(memory.host)} of host memory", plan)
-        return {}, {}, f"planned peak{source}: {file_size(plan.peak + plan.machine_bytes)} of host memory"
+            raise _too_large(answers, f"{file_size(memory.host)} of host memory", planned)
+        return {}, {}, f"planned peak{source}: {planned}"
     gpu = planned_gpu(checked.config)
-    name = f"{gib:.3g} GiB" if gpu is None else gpu.name
-    options, reasons, peak, host = {}, {}, plan.peak, plan.machine_bytes
+    size = f"{gib:.3g} GiB" if gpu is None else gpu.name
+    options: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    peak, host = plan.peak, plan.machine_bytes
     if not memory.fits(plan, gib):
         advice = memory.advice(gib, device=target_device(checked.config))
         if advice is None:
-            raise _too_large(answers, f"a GPU of {name} and {file_size(memory.host)} of host memory", plan)
+            raise _too_large(
+                answers, f"{size} with {file_size(memory.host)} of host memory", _describe(peak, host, "on the GPU")
+            )
         peak, host = advice.outcome.peak, advice.outcome.host
         for applied in advice.switches:
             options |= applied.switch.options
             reasons[next(iter(applied.switch.options))] = applied.switch.cost
-    planned = f"{file_size(with_reserve(peak))} of {name} on the GPU and {file_size(host)} of host memory"
+    planned = _describe(peak, host, f"of {size} on the GPU")
     automatic = "options that leave results the same are chosen when training starts"
     return options, reasons, f"planned peak{source}: {planned}; {automatic}"
+
+
+def _describe(peak: float, host: float, place: str) -> str:
+    """Return the memory of a run on a GPU as text, from bytes of tensors and of host memory."""
+    return f"{file_size(with_reserve(peak))} {place} and {file_size(host)} of host memory"
 
 
 def first_that_fits(answers: Answers, models: list[str]) -> str | None:
@@ -96,15 +106,15 @@ def _fits_cpu(memory: RunMemory, plan: RunPlan) -> bool:
     return plan.peak + plan.machine_bytes <= usable_host(memory.host)
 
 
-def _too_large(answers: Answers, card: str, plan: RunPlan) -> ConfigError:
-    """Return the error of a model that does not fit, with the largest one that does."""
-    larger_first = [model for model in reversed(offered_models()) if model != answers["model"]]
-    nearest = first_that_fits(answers, larger_first)
-    hint = "" if nearest is None else f" --model {nearest}, the largest that fits;"
-    remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_REMEDIES)
+def _too_large(answers: Answers, machine: str, planned: str) -> ConfigError:
+    """Return the error of a model that does not fit a machine, with one that does."""
+    smaller_first = [model for model in offered_models() if model != answers["model"]]
+    # A CPU is too slow for more than the demo model.
+    fitting = first_that_fits(answers, smaller_first if answers["card"] == CPU else smaller_first[::-1])
+    remedies = [] if fitting is None else [f"--model {fitting}, which fits"]
+    lines = "".join(f"\n    * {remedy}" for remedy in [*remedies, *OTHER_REMEDIES])
     message = (
-        f"{answers['model']} does not fit {card}: {file_size(with_reserve(plan.peak))} on the device and "
-        f"{file_size(plan.machine_bytes)} of host memory are planned, and no set of options makes it fit; use{hint} or:"
-        f"{remedies}"
+        f"{answers['model']} does not fit {machine}: {planned} are planned, and no set of options makes it fit; "
+        f"use one of:{lines}"
     )
     return ConfigError([Problem("--card", message, "too_large")], of="this command")
