@@ -20,7 +20,7 @@ from finetrainers.utils.text import file_size
 from .answers import CPU, THIS_GPU, Answers, offered_models
 
 #: Options of a run whose size is estimated before its data is read: encoded beforehand, with a sample.
-_USUAL = {
+_USUAL: dict[str, Any] = {
     "precompute_conditions": True, "validation_prompts": "a", "validation_steps": 1, "output_dir": "runs/estimate",
     "data_root": ".",
 }  # fmt: skip
