@@ -20,7 +20,7 @@ TEST = [
     *DOCS,
     "decord==0.6.0; platform_machine == 'x86_64'",
     "datasets==5.2.0",
-    "deepspeed==0.19.8",
+    *DEEPSPEED,
     "ninja==1.13.2",
     "tensorboard==2.21.0",
     "pytest==9.2.0",

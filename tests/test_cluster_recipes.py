@@ -318,9 +318,9 @@ def task(name: str) -> dict[str, Any]:
 
 
 def install_command() -> str:
-    """What README.md tells to install, first of all, and DeepSpeed."""
+    """What README.md tells to install, first of all."""
     [line] = re.findall(r"^pip install .*\[demo\].*$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    return line.replace("[demo]", "[demo,deepspeed]")
+    return line
 
 
 @pytest.mark.parametrize("name", TASKS)

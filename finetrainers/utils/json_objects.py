@@ -58,7 +58,11 @@ def _to_plain(value: Any) -> Any:
     address = f"{kind.__module__}:{kind.__qualname__}"
     values = _values(_class(address), value)
     if isinstance(value, BaseModel):  # what the user has set, and private attributes, are a part of its value
-        values = (*values, value.model_fields_set, {name: getattr(value, name) for name in _private_names(kind)})
+        values = (
+            *values,
+            sorted(value.model_fields_set),
+            {name: getattr(value, name) for name in _private_names(kind)},
+        )
     return [address, *_all_to_plain(values)]
 
 
@@ -82,7 +86,7 @@ def _from_plain(plain: Any) -> Any:
     if issubclass(cls, BaseModel):
         *values, set_fields, private = values
         # It was validated when it was created.
-        model = cls.model_construct(_fields_set=set_fields, **dict(zip(_names(cls), values, strict=True)))
+        model = cls.model_construct(_fields_set={*set_fields}, **dict(zip(_names(cls), values, strict=True)))
         for name, attribute in private.items():
             setattr(model, name, attribute)
         return model

@@ -51,8 +51,6 @@ INSTEAD = {
     "49x768x512": "9x64x32",
     "65x512x768": "25x32x64",
     "num_frames=49, height=512, width=768)": "num_frames=9, height=32, width=64, num_inference_steps=2)",
-    "resolutions = [512] ": "resolutions = [64] ",
-    "frame_buckets = [17, 49] ": "frame_buckets = [9, 17] ",
     "--validation_steps 250": "--validation_steps 250 --validation_inference_steps 2",
     "validation_steps = 250": "validation_steps = 250\nvalidation_inference_steps = 2",
     "--eval_num_items 4 --eval_steps 100": "--eval_num_items 1 --eval_steps 1",

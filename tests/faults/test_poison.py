@@ -51,5 +51,5 @@ def test_a_poisoned_reward_names_its_clip_or_is_left_out(
         assert files.checkpoints == []
     else:
         assert done.wait() == 0, done.stderr
-        assert re.search(r"\b4 clips of 4 \D* 0 ", done.stderr)
+        assert re.search(r"\b4 clips of 4 \D* 0;", done.stderr)
         assert files.checkpoints == [1, 2]

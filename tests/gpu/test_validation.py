@@ -40,7 +40,7 @@ def test_sampling_leaves_training_as_it_was(
         device, family, **options, validation_prompts="a red ball@@@9x64x64", validation_steps=1,
         validation_inference_steps=2, enable_model_cpu_offload=offload,
     )  # fmt: skip
-    assert seen == [1, 1]
+    assert seen == [1, 1, 1]  # before the first step, and after each
     if device == "cpu":
         return  # what other steps would have been is tested in training/
     straight = start(device, family, **options)

@@ -52,7 +52,7 @@ def test_the_page_shows_the_commands_and_explains_each_flag() -> None:
     _, guide, script = shown()
     assert sorted(guide) == sorted(DANCEGRPO_6GPUS)
     assert sorted(script) == sorted(DANCEGRPO)
-    table = PAGE.read_text(encoding="utf-8").partition("## The flags")[2].partition("\n## ")[0]
+    table = PAGE.read_text(encoding="utf-8").partition("## Flags")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`--.*?) \|", table, re.MULTILINE)
     explained = re.findall(r"--(\w+)", " ".join(cells))
     given = {word.removeprefix("--") for word in (*guide, *script) if word.startswith("--")}

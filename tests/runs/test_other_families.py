@@ -330,5 +330,5 @@ def test_an_expert_is_chosen_and_replaced(wan: Path, options: Callable[..., dict
     for network in (spec.load_transformer(torch.float32), spec.companions["transformer"]):
         assert all(map(torch.equal, network.state_dict().values(), first.values()))
     shutil.rmtree(wan / "transformer")
-    with pytest.raises(ConfigError, match="no folder 'transformer'"):
+    with pytest.raises(ConfigError, match="no directory 'transformer'"):
         preflight(config)

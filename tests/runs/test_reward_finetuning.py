@@ -323,7 +323,7 @@ def test_rewards_without_a_gradient_are_refused(options: Callable[..., dict[str,
     given = options(method="refl", num_generations=1, reward=["compressibility", "contrast=0.5", "demo.all=0"])
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(**given))
-    assert re.search("--reward: compressibility .*: aesthetic, brightness,", str(caught.value))
+    assert re.search("--reward: compressibility .* aesthetic, brightness,", str(caught.value))
     assert "demo" not in str(caught.value)
 
 
@@ -445,7 +445,7 @@ def test_rewards_compute_on_the_device_that_is_asked_for(
     ]
     for changes, pattern in (
         ({"reward": ["brightness"], "eval_reward": None}, "--reward_device: cpu: "),
-        ({"reward_device": "gpu"}, "--reward_device: gpu .* auto, cpu, cuda"),
+        ({"reward_device": "gpu"}, "--reward_device: .* auto, cpu, cuda.* gpu"),
     ):
         with pytest.raises(ConfigError, match=pattern):
             preflight(load_config(**{k: v for k, v in {**given, **changes}.items() if v is not None}))

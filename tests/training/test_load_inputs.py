@@ -27,7 +27,7 @@ def test_ranks_that_have_found_other_data_do_not_begin() -> None:
 
     plan = SimpleNamespace(fingerprint="one", fingerprint_of="files")
     checked: object = SimpleNamespace(config=None, plan=plan)
-    with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 .* files, .*--probe_dir"):
+    with pytest.raises(RuntimeError, match=r"rank 2 .* rank 0 .* files, .*--probe_dir"):
         load_text_conditioning(checked, None, Differing(0, 3), None)  # type: ignore[arg-type]
 
 

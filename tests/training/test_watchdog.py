@@ -180,10 +180,10 @@ def test_waiting_for_others_is_no_time_of_a_section_and_heartbeats_are_progress(
     clock.dog.enter("encoding")
     for noun in ("captions", "clips", "captions"):
         with Meter("encoded", noun, enabled=False) as meter:
-            for done in range(3):
+            for done in range(1, 4):
                 assert clock.limits() == NONE
                 clock.now += 200
-                meter(done, 4)
+                meter(done, 5)
             assert clock.limits() == (2000, 4000)
         assert clock.limits() == NONE
     # What happens once in a run, or depends on a network, is never ended; what closes a finished run is, soon.

@@ -29,7 +29,7 @@ def test_a_copy_is_watched_while_it_arrives(
     assert half.wait() == -9, half.stderr
     assert main(watch) == 0
     out = capsys.readouterr().out
-    assert re.search(r"step 2 .*: manifest\.json ", out)
+    assert re.search(r"step 2: .*manifest\.json ", out)
     assert "step 1, run: 2 clips" in out
     assert best_checkpoint(copy) == copy / "checkpoints" / "step-1"
     assert best_checkpoint(trained) is None  # of the copy alone

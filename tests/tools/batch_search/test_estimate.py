@@ -45,7 +45,7 @@ def test_sizes_fit_by_the_estimate_and_one_clip_more_does_not(
     printed, found = capsys.readouterr(), json.loads(output.read_text())
     assert [one["bucket"] for one in found["buckets"]] == [*names]
     assert re.search("no GPU: nothing ", printed.out)
-    assert re.search(f" {0.9 * gpu:.3g} of {gpu} GiB .*: 10 % ", printed.out)
+    assert re.search(f" {0.9 * gpu:.3g} of {gpu} GiB .*: 10% ", printed.out)
 
     def needed(bucket: str, clips: int) -> float:
         alone = ("--video_resolution_buckets", bucket, "--batch_size", str(clips), "--json")

@@ -50,7 +50,7 @@ def gradient_advice() -> Iterator[None]:
             raise
         # Without the allocator's message, which handlers would take for an OOM of a training step.
         raise NoMemoryForGradients(
-            "a rollout ran out of memory for gradients while sampling, although it computes them for one clip at a "
+            "a rollout cannot hold the gradients of its steps in memory, although it computes them for one clip at a "
             "time. To save memory, use --gradient_checkpointing; a smaller --rollout_size; --offload_trajectory, "
             "which keeps waiting gradients in host memory; with --rollout_gradients retain, --activation_memory "
             "offload, which does so for activations; a smaller --batch_size or --rank; or --rollout_gradients "
