@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.values import check_gpu
@@ -18,13 +18,10 @@ from finetrainers.utils.packaged import SCHEME, model_path, packaged_models
 from finetrainers.utils.text import nearest, quoted
 
 from .kinds import KINDS
+from .offers import CPU, THIS_GPU, Answers, offered_models
 
-#: Values of `--card`: no GPU, and the GPU of this machine.
-CPU, THIS_GPU = "cpu", "this"
 #: Answer for no trigger word.
 _NONE = "none"
-#: Values by question, as far as they are known.
-Answers: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -123,13 +120,6 @@ def read_output_dir(text: str) -> Path:
     if path.is_dir() and any(path.iterdir()):
         raise InputError(f"{path} holds files; give a new directory", "occupied")
     return path
-
-
-def offered_models() -> dict[str, str]:
-    """Return the models to begin with, smallest first, each with a description."""
-    starters = {name: size for family in families().values() for name, size in family.starters.items()}
-    demo = dict.fromkeys(packaged_models(), "in the package; colored shapes, trains on a CPU in minutes")
-    return {**demo, **{name: f"{starters[name]:g}B parameters" for name in sorted(starters, key=starters.__getitem__)}}
 
 
 def _default_card(answers: Answers) -> str | None:

@@ -19,9 +19,9 @@ from finetrainers.plan.ready import preflight_by_model
 from finetrainers.utils.progress import StageProgress
 from finetrainers.utils.text import listed, plural
 
-from .answers import Answers
 from .fit import memory_options, planning_options
 from .kinds import KINDS
+from .offers import Answers
 
 #: Usable items that allow holding some out for the evaluation loss, and the most that are held out.
 _HOLD_OUT_FROM, _MOST_HELD_OUT = 20, 16

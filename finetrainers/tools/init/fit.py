@@ -17,7 +17,7 @@ from finetrainers.plan.sizes_plan import plan_sizes
 from finetrainers.utils.packaged import SCHEME
 from finetrainers.utils.text import file_size
 
-from .answers import CPU, THIS_GPU, Answers, offered_models
+from .offers import CPU, THIS_GPU, Answers, offered_models
 
 #: Options of a run whose size is estimated before its data is read: encoded beforehand, with a sample.
 _USUAL: dict[str, Any] = {
