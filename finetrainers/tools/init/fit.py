@@ -44,7 +44,7 @@ def memory_options(checked: ResolvedRun, answers: Answers) -> tuple[dict[str, An
     if sized is None:
         card = answers["card"]
         budget = {} if gib is None else {"memory_budget": int(10 * gib) / 10 if card == THIS_GPU else card}
-        return budget, {}, f"{unseen}: training chooses memory options by the model's size when it starts"
+        return budget, {}, f"training chooses memory options by the model's size when it starts, since {unseen}"
     memory = RunMemory(sized, host_gib=answers.get("host_gib"))
     plan, source = memory.plan(), "" if unseen is None else ", by packaged configs"
     if gib is None:
