@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.facts import Facts
-from finetrainers.config.root import TrainConfig, by_current_names, fields
+from finetrainers.config.root import DATA, FAMILY, MEMORY, RUN, TrainConfig, by_current_names, fields
 from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, EXACT_CHOICES
 from finetrainers.methods.registry import method_spec
@@ -27,8 +27,6 @@ _LENGTH = ("train_steps", "train_epochs")
 #: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
 SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
 _SIZING = (*SIZES, "sliding_window_size")
-#: Sources of chosen values.
-FAMILY, DATA, RUN, MEMORY = "family", "data", "run", "memory"
 #: Memory options that a resumed run takes from its run: those that leave results the same.
 _MEMORY_OPTIONS = dict.fromkeys(
     ["fit_gpu", *ACTIVATION_OPTIONS, *(name for option in MEMORY_OPTIONS if option.is_exact for name in option.options)]
@@ -60,7 +58,7 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     if any(map(config.changed, _SIZING)):
         return config
     sizes = _read_sizes(checkpoint, has_areas=config.changed("resolutions"))
-    return config.with_chosen(sizes, DATA if sources.get(SIZES[0]) == DATA else RUN)
+    return config.with_chosen(sizes, DATA if DATA in sources.values() else RUN)
 
 
 def _take_memory_options(config: TrainConfig, stored: Mapping[str, Any], sources: Mapping[str, str]) -> TrainConfig:
