@@ -19,6 +19,7 @@ from finetrainers.models.registry import families
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import get_ready
+from finetrainers.plan.start_report import print_first_line
 from finetrainers.sampling.plan import plan_samples
 from finetrainers.sampling.watch.plan import plan_watch
 from finetrainers.utils.video import write_mp4
@@ -105,12 +106,34 @@ def test_dry_runs_print_what_is_chosen_and_its_source(
     assert "[chosen.family]" in printed
 
 
+def test_a_run_with_given_steps_notes_defaults_that_differ(
+    open_options: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def notes(**values: Any) -> list[str]:
+        print_first_line(preflight(load_config(**open_options(**values))))
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+    [note] = notes(train_steps=7)
+    assert all(text in note for text in ("train_steps", "rank 64, lora_alpha 64 and lr 0.0001"))
+    assert note.endswith(": --rank 16 --lora_alpha 16 --lr 0.002")
+    [note] = notes(train_epochs=1, rank=8, lora_alpha=8)
+    assert ("train_epochs" in note, "train_steps" in note, "lora_alpha" in note) == (True, False, False)
+    assert note.endswith(": --lr 0.002")
+    assert notes(train_steps=7, rank=8, lora_alpha=4, lr=1e-4) == notes() == []
+    assert notes(train_steps=7, training_type="full-finetune") == []
+
+
 def test_a_resumed_run_keeps_what_its_run_had(
-    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    open_options: Callable[..., dict], run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = open_options(clips=2)
     trained = run(**values, rank=2, lr=3e-3, train_steps=2)
+    [note] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: train_steps")]
+    assert note.endswith(": --lora_alpha 2")
     checkpoint = trained.root / "checkpoints" / "step-2"
+    capsys.readouterr()
+    dry_run_report(get_ready(load_config(**values, resume_from_checkpoint="latest", train_steps=3, dry_run=True)))
+    assert "note: train_steps" not in capsys.readouterr().out
     resumed = resolve(**values, resume_from_checkpoint="latest")
     assert settings(resumed) == (2, 64, 3e-3, 2)  # steps were given, so alpha was the default
     assert dict(resumed.chosen) == dict.fromkeys(("rank", "lr", "train_steps"), "run")
