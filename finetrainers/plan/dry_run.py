@@ -9,12 +9,11 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
-from finetrainers.config.root import TrainConfig, changed_options
+from finetrainers.config.root import MEMORY, TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.utils.text import plural
 
 from .automatic import record_choices
-from .chosen import MEMORY
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory

@@ -20,6 +20,7 @@ from finetrainers.utils.phases import PHASES, label
 from finetrainers.utils.text import file_size, plural
 from finetrainers.utils.train_log import PrintedLines
 
+from .chosen import describe_unused_recommendation
 from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
@@ -45,13 +46,17 @@ def print_start(checked: ResolvedRun) -> None:
 
 
 def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
-    """Print the training and its data, and the weights that come from single files."""
+    """Print the training and its data, the chosen values, and the weights that come from single files."""
     config = checked.config
     print_line(
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
     print_chosen(config, *dict.fromkeys(config.chosen.values()))
+    if checked.start.checkpoint is None:
+        note = describe_unused_recommendation(config, checked.facts, checked.start.initial)
+        if note is not None:
+            print_line(f"note: {note}")
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetrainers.config.facts import MEDIA
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import DATA, TrainConfig
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.process_state import gc_paused
 from finetrainers.utils.text import plural, quoted
@@ -94,7 +94,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         warnings=(*remarks, *collect(_oddities)),
         batches=batches,
         fingerprint=_fingerprint(items, clips, parts, repeats),
-        chosen=_chosen_options(parts[0]) if data.dataset is None else {},
+        chosen=_chosen_options(parts[0], config) if data.dataset is None else {},
         problem=_problem(items, data, has_batches=batches.any),
         dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
     )
@@ -210,8 +210,13 @@ def _unread_column_notes(part: Part) -> Iterator[str]:
         yield f"the column {MASK!r} is not read, so no loss is masked{hint}"
 
 
-def _chosen_options(part: Part) -> dict[str, Any]:
-    """Return the options that would list the buckets which were chosen from the clips, or none if they were not."""
+def _chosen_options(part: Part, config: TrainConfig) -> dict[str, Any]:
+    """Return the options that list the buckets which were chosen from the clips, or none if they were not.
+
+    A resumed run has those of its run.
+    """
+    if config.has_chosen_sizes:
+        return {name: config.get(name) for name, source in config.chosen.items() if source == DATA}
     videos = [bucket for bucket in part.buckets if bucket[0] > 1]
     images = [bucket[1:] for bucket in part.buckets if bucket[0] == 1]
     has_short_video = any(clip.kind == "video" and clip.bucket[0] == 1 for clip in part.clips)
