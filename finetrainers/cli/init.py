@@ -13,7 +13,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem, write_text_atomic
 from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.logs import quiet_progress_bars
-from finetrainers.utils.progress import Stages
+from finetrainers.utils.progress import Stages, working
 from finetrainers.utils.text import plural, printable
 
 from .options import make_argument_type
@@ -88,7 +88,7 @@ def _write(answers: dict[str, Any], output: Path) -> int:
     from finetrainers.tools.init.choose import propose
     from finetrainers.tools.init.file import next_commands, write_file
 
-    with Stages() as progress:
+    with working("planning the run"), Stages() as progress:
         proposal = propose(answers, progress=progress)
     if proposal.rejected:
         print(f"{plural(len(proposal.rejected), 'file')} of {answers['data_root']} cannot be used:")
