@@ -96,7 +96,8 @@ def _write(answers: dict[str, Any], output: Path) -> int:
         print(f"  {printable(item['name'] + ': ' + item['reason'])}")
     sizes = ", ".join(f"{row[1]} of {row[0]}" for row in proposal.checked.plan.table()[1:])
     print(f"model: {answers['model']}")
-    print(f"data: {proposal.usable}; trained on: {sizes}")
+    blank = f", {proposal.blank} without a caption" if proposal.blank else ""
+    print(f"data: {proposal.usable}{blank}; trained on: {sizes}")
     if proposal.short:
         count = plural(proposal.short, "clip")
         print(f"warning: {count} shorter than the model's shortest clip train as images; use longer ones")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -71,6 +72,41 @@ def uncommented(path: Path) -> Path:
     copy = path.with_name("set.toml")
     copy.write_text("\n".join(lines))
     return copy
+
+
+def test_missing_captions_are_counted_before_training(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(*arguments: str) -> list[str]:
+        assert main([*arguments]) == exit_codes.DONE
+        return capsys.readouterr().out.splitlines()
+
+    def warnings(lines: list[str]) -> list[str]:
+        return [line for line in lines if line.startswith("warning: ") and "caption" in line]
+
+    count = write_mixed(here / "clips", copies=1)
+    for file in (here / "clips").glob("*.txt"):
+        file.unlink()
+    [data] = [line for line in printed("init", "clips", "--trigger_word", "ZORK") if line.startswith("data: ")]
+    assert re.search(rf"\b{count} .*caption", data)
+    [warning] = warnings(printed("check", "run.toml"))
+    assert f"{count} of {count} " in warning
+    assert "ZORK" in warning
+    lines = printed("train", "run.toml", "--dry_run")
+    assert warnings(lines) == [warning]
+    assert not [line for line in lines if line.startswith("chosen (") and "resolution_buckets" in line]  # in a note
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = printed("check", "run.toml")
+    [start] = [number for number, line in enumerate(lines) if line.startswith("warning: ") and "caption" in line]
+    assert max(map(len, lines[start:])) <= 60
+    assert " ".join(lines[start:]).startswith(warning)
+
+    next((here / "clips").glob("*.mp4")).with_suffix(".txt").write_text("a caption")
+    [warning] = warnings(printed("check", "run.toml", "--id_token", ""))
+    assert f" {count - 1} of {count} " in warning
+    assert "ZORK" not in warning
 
 
 def test_a_mixed_directory_becomes_a_file_that_is_checked_and_trained(

@@ -22,6 +22,7 @@ from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import count_used_frames, item_index, non_overlapping
 from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
 from ..reading.items import DataError, Item, tables_in
+from ..reading.sources.captions import clean_caption
 from ..reading.sources.masks import MASK
 from ..reading.sources.rows import printable_name, summarize_items
 from .assign_buckets import Part, assign_buckets
@@ -31,6 +32,8 @@ from .masks import describe_masks
 from .plan import FINGERPRINTED, DatasetPlan
 from .probe_all import ProbeOptions
 from .usage import usage_warnings
+
+_MAX_NAMES = 5
 
 
 def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
@@ -255,12 +258,31 @@ def _fingerprint(
 def _remarks(part: Part) -> Iterator[str]:
     """Yield warnings of readers, of lost parts of clips, and of files that the configured library does not decode."""
     yield from (*part.dataset.warnings, *part.reading.warnings)
+    yield from _caption_warnings(part)
     yield from usage_warnings(part.reports, part.dataset.data)
     fallbacks = [f"{entry.item.name} ({entry.fallback_reason})" for entry in part.probed if entry.fallback_reason]
     if fallbacks:
         yield summarize_items(
             fallbacks, f"decoded by PyAV, since {part.dataset.data.video_backend} may show other pixels"
         )
+
+
+def _caption_warnings(part: Part) -> Iterator[str]:
+    """Yield a warning with the number of usable items that train without a caption."""
+    data = part.dataset.data
+    items = [entry.item for entry in part.probed if entry.unusable is None]
+    blank = clean_caption("", id_token=data.id_token)  # the trigger word, if there is one
+    names = [printable_name(item.name) for item in items if item.captions == (blank,)]
+    if not names:
+        return
+    verb = "has no caption and trains" if len(names) == 1 else "have no caption and train"
+    caption = f"with only the trigger word {quoted(blank)}" if blank else "with an empty one"
+    remedy = "add captions"
+    if len(names) < len(items):
+        more = ", ..." if len(names) > _MAX_NAMES else ""
+        remedy += f" to {', '.join(names[:_MAX_NAMES])}{more}, or leave these out with --caption_missing skip"
+    share = f"{len(names)} of {plural(len(items), 'item')} ({len(names) / len(items):.0%})"
+    yield f"{share} {verb} {caption}; {remedy}"
 
 
 def _oddities(part: Part) -> Iterator[str]:
@@ -276,7 +298,6 @@ def _oddities(part: Part) -> Iterator[str]:
             "cannot be used and is left out",
             [f"{item.name}: {item.reason}" for item in items if item.use == "rejected"],
         ),
-        ("have no caption", "has no caption", [item.name for item in items if "no_caption" in item.marks]),
         (
             f"are slower than {target_fps:g} fps and trained at their own rate",
             f"is slower than {target_fps:g} fps and trained at its own rate",

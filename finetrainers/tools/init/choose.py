@@ -58,6 +58,11 @@ class Proposal:
         return listed(counts)
 
     @property
+    def blank(self) -> int:
+        """Number of usable items without a caption."""
+        return sum(item["use"] in ("train", "eval") and not item["caption"] for item in self.items)
+
+    @property
     def short(self) -> int:
         """Number of clips that train as images, since they are shorter than the model's shortest clip."""
         return sum(item["kind"] == "video" and _is_image(item) for item in self.items)
