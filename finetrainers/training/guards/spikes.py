@@ -28,9 +28,10 @@ class SpikeDetector:
     """Detector of spikes: values more than `sigma` standard deviations above the mean of the last `window` values.
 
     Positive values must also be outliers on a logarithmic scale, by a share of `sigma` (`LOG_SHARES`), and all values
-    far above the largest of the window. Mean and deviation are computed in fp64 from the window itself, without the value that is judged, so that no error
-    builds up. A spike enters the window as the highest value that would not have been a spike: it cannot hide later
-    ones, and a series that stays on a higher level is after a while no longer called a spike.
+    far above the largest of the window. Mean and deviation are computed in fp64 from the window itself, without the
+    value that is judged, so that no error builds up. A spike enters the window as the highest value that is not an
+    outlier: it cannot hide later ones, and a series that stays on a higher level is after a while no longer called a
+    spike.
     """
 
     def __init__(self, *, window: int, sigma: float, run_dir: RunDirectory) -> None:
