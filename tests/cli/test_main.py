@@ -425,7 +425,7 @@ def test_config_files_of_another_kind_are_refused(content, said, tmp_path, capsy
 
 def test_config_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     for path, said in (
-        (tmp_path, ": Is a directory"),
+        (tmp_path, "finetrainers init "),
         (tmp_path / ("x" * 300), "too long"),
         ("a\0b", "NUL"),
     ):
