@@ -131,7 +131,7 @@ def print_error(text: object) -> None:
     sys.stderr.write(f"{wrap_prose(message, starts=('',)) if sys.stderr.isatty() else message}\n")
 
 
-def wrap_prose(text: str, *, starts: tuple[str, ...] = ("error:", "warning:", "note:", "  - ")) -> str:
+def wrap_prose(text: str, *, starts: tuple[str, ...] = ("error:", "warning:", "note:", "chosen (", "  - ")) -> str:
     """Return the text with lines that begin so wrapped between words at the terminal's width, and keep their indent."""
     wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_on_hyphens=False)
     wrapper.break_long_words = wrapper.replace_whitespace = False
