@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from finetrainers.config.arguments import ArgumentParser
@@ -135,59 +134,61 @@ def _path_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 def _print(report: dict[str, Any]) -> None:
     """Print the report for the terminal. Names come from files: they must not act on the terminal."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    _print_buckets(console, report["buckets"])
+    from finetrainers.plan.start_report import print_line
+
+    _print_buckets(report["buckets"])
     reasons = report["reasons"]
     width = max((len(row["kind"]) for row in reasons), default=0)
     for heading, rejected in (("cannot be used:", True), ("good to know:", False)):
         rows = [row for row in reasons if row["rejected"] == rejected]
         if rows:
-            console.print(heading)
+            print_line(heading)
         for row in rows:
             more = ", ..." if row["count"] > len(row["names"]) else ""
             names = ", ".join(map(printable, row["names"]))
-            console.print(f"  {row['kind']:<{width}}  {row['count']:>6}  {names}{more}")
+            print_line(f"  {row['kind']:<{width}}  {row['count']:>6}  {names}{more}")
     rejected_items = [item for item in report["items"] if item["use"] == "rejected"]
     if rejected_items:
-        console.print("why:")
+        print_line("why:")
     for item in rejected_items[:_MAX_REASONS]:
         where = f" ({item['where']})" if item["where"] else ""
-        console.print(f"  {printable(item['name'] + ': ' + item['reason'] + where)}")
+        print_line(f"  - {printable(item['name'] + ': ' + item['reason'] + where)}")
     if len(rejected_items) > _MAX_REASONS:
-        console.print(
-            f"  ... and {len(rejected_items) - _MAX_REASONS} more; --json FILE and --html FILE have all of them"
-        )
-    _print_usage(console, report["items"])
+        print_line(f"  ... and {len(rejected_items) - _MAX_REASONS} more; --json FILE and --html FILE have all of them")
+    _print_usage(report["items"])
     for kind in ("warning", "note"):
         for text in report[f"{kind}s"]:
-            console.print(f"{kind}: {printable(text)}")
+            print_line(f"{kind}: {printable(text)}")
     counts = report["counts"]
     skipped = f"{counts['skipped']} skipped, " if counts["skipped"] else ""
-    console.print(
+    print_line(
         f"{plural(counts['items'], 'item')}: {counts['train']} trained on, {counts['eval']} held out, {skipped}"
         f"{counts['rejected']} cannot be used"
     )
     if report["problem"]:
-        console.print(f"this data cannot be trained on as it is: {printable(report['problem'])}")
+        print_line(f"error: this data cannot be trained on as it is: {printable(report['problem'])}")
 
 
-def _print_usage(console: Console, items: Sequence[Mapping[str, Any]]) -> None:
+def _print_usage(items: Sequence[Mapping[str, Any]]) -> None:
     """Print the clips that lose most, by area and frames."""
     from finetrainers.data.inspect.usage import MOST_LOST, describe_usage, frame_loss, least_used
+    from finetrainers.plan.start_report import print_line
 
     clips = least_used(items)
     if not clips:
         return
     count = sum(max(item["crop"], frame_loss(item)) > MOST_LOST for item in clips)
-    console.print(f"least used ({count} of {plural(sum(bool(item['bucket']) for item in items), 'clip')} lose over a "
+    print_line(f"least used ({count} of {plural(sum(bool(item['bucket']) for item in items), 'clip')} lose over a "
                   "third of their area or frames):")  # fmt: skip
     for item in clips[:_MAX_LEAST_USED]:
-        console.print(f"  {printable(item['name'])}: {describe_usage(item)}")
+        print_line(f"  {printable(item['name'])}: {describe_usage(item)}")
     if len(clips) > _MAX_LEAST_USED:
-        console.print(f"  ... and {len(clips) - _MAX_LEAST_USED} more that are not used whole")
+        print_line(f"  ... and {len(clips) - _MAX_LEAST_USED} more that are not used whole")
 
 
-def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
+def _print_buckets(rows: list[dict[str, Any]]) -> None:
+    from finetrainers.plan.start_report import print_line
+
     table = Table(box=None)
     for heading in ("bucket", "clips", "held out", "batches", "enlarged", "cropped", "fps"):
         table.add_column(heading, justify="left" if heading == "bucket" else "right")
@@ -198,4 +199,4 @@ def _print_buckets(console: Console, rows: list[dict[str, Any]]) -> None:
             f"{row['crop']:.1%}", low if low == high else f"{low}-{high}",
         )  # fmt: skip
     if rows:
-        console.print(table)
+        print_line(table)

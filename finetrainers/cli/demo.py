@@ -51,11 +51,7 @@ def add_demo(commands: Any) -> None:
     measure = parts.add_parser("measure", help="sample captions and measure what the samples show")
     measure.add_argument("directory", type=Path, help="directory of the figures and a contact sheet")
     measure.add_argument("--model", help="model in diffusers layout [the demo model]")
-    measure.add_argument(
-        "--lora",
-        type=Path,
-        help="{path} is damaged: {problem}; `latest` uses the newest complete one (by file sizes: {names})",
-    )
+    measure.add_argument("--lora", type=Path, help="LoRA, or a run directory with one")
     measure.add_argument("--items", type=positive_integer, default=200, help="number of captions [200]")
     measure.add_argument("--look", default="plain", help="look that the captions ask for [plain]")
     measure.set_defaults(run=_measure, check=_check_measure)

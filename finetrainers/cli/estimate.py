@@ -21,6 +21,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.launch import launcher_environment, print_error
 from finetrainers.utils.process_state import planning
+from finetrainers.utils.progress import working
 from finetrainers.utils.text import plural
 
 from .options import make_argument_type, positive_integer, read_run_config
@@ -87,7 +88,9 @@ def estimate_command(argv: Sequence[str]) -> int:
                 os.environ.update(planned_environment(arguments))
             except ConfigError as error:
                 problems += error.problems
-            return _estimate(read_run_config(parser, run_flags, problems), arguments)
+            config = read_run_config(parser, run_flags, problems)
+            with working("planning the memory of the run"):
+                return _estimate(config, arguments)
     except ConfigError as error:
         print_error(error)
         return exit_codes.refused([problem.where for problem in error.problems])

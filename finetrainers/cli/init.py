@@ -11,18 +11,18 @@ from typing import Any
 from finetrainers.config.errors import Problem
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem, write_text_atomic
+from finetrainers.utils.gpus import read_gib
 from finetrainers.utils.logs import quiet_progress_bars
-from finetrainers.utils.progress import Stages
+from finetrainers.utils.progress import Stages, working
 from finetrainers.utils.text import plural, printable
 
+from .options import make_argument_type
 from .overview import described
 
 _MORE = """Asks for what no flag answers, or takes defaults with --yes and where the input is not a terminal. Reads the
 clips as `check` does, chooses memory options by the estimate, and validates the result as a dry run does. Rank,
 learning rate, steps and sizes are chosen by each run, so the file has them as comments. Loads no weights, and
 overwrites no file."""
-#: Answers that flags give; `complete` reads their values.
-_FLAGS = ("model", "card", "kind", "trigger_word", "output_dir")
 _MAX_NAMES = 5
 
 
@@ -38,6 +38,9 @@ def add_init(commands: Any) -> None:
     init.add_argument("data_root", nargs="?", metavar="DIR", help="directory of clips or images, with captions [clips]")
     init.add_argument("--model", metavar="NAME", help="a Hub ID, a directory, or a demo model [by the card]")
     init.add_argument("--card", metavar="16GB", help="GPU by size or name; this, or cpu [this GPU, else cpu]")
+    init.add_argument(
+        "--host", type=make_argument_type(read_gib), metavar="64GB", help="host memory to plan for [this machine's]"
+    )
     init.add_argument("--kind", metavar="KIND", help="character, style, motion or general [style]")
     init.add_argument("--trigger_word", metavar="WORD", help="calls up what the LoRA learned; none [by kind]")
     init.add_argument("--output_dir", metavar="DIR", help="directory of the run [runs/WORD]")
@@ -71,6 +74,7 @@ def _init(arguments: argparse.Namespace) -> int:
     quiet_progress_bars()
     asks = not arguments.yes and sys.stdin is not None and sys.stdin.isatty()
     flags = {name: value for name in QUESTIONS if (value := getattr(arguments, name)) is not None}
+    flags |= {} if arguments.host is None else {"host_gib": arguments.host}
     try:
         answers = complete(flags, ask=input if asks else None)
     except (KeyboardInterrupt, EOFError):
@@ -84,14 +88,16 @@ def _write(answers: dict[str, Any], output: Path) -> int:
     from finetrainers.tools.init.choose import propose
     from finetrainers.tools.init.file import next_commands, write_file
 
-    with Stages() as progress:
+    with working("planning the run"), Stages() as progress:
         proposal = propose(answers, progress=progress)
     if proposal.rejected:
         print(f"{plural(len(proposal.rejected), 'file')} of {answers['data_root']} cannot be used:")
     for item in proposal.rejected[:_MAX_NAMES]:
         print(f"  {printable(item['name'] + ': ' + item['reason'])}")
     sizes = ", ".join(f"{row[1]} of {row[0]}" for row in proposal.checked.plan.table()[1:])
-    print(f"data: {proposal.usable}; trained on: {sizes}")
+    print(f"model: {answers['model']}")
+    blank = f", {proposal.blank} without a caption" if proposal.blank else ""
+    print(f"data: {proposal.usable}{blank}; trained on: {sizes}")
     if proposal.short:
         count = plural(proposal.short, "clip")
         print(f"warning: {count} shorter than the model's shortest clip train as images; use longer ones")

@@ -21,6 +21,7 @@ from finetrainers.config.stages import Stage, read_stages
 from finetrainers.utils import exit_codes
 from finetrainers.utils.launch import launched_processes, print_error
 from finetrainers.utils.logs import quiet_progress_bars
+from finetrainers.utils.progress import working
 from finetrainers.utils.text import nearest, plural
 
 from .estimate import planned_environment
@@ -184,9 +185,13 @@ def _plan(stages: Sequence[Stage], arguments: argparse.Namespace, warnings_file:
 
     quiet_progress_bars()
     try:
-        warnings = plan_stages(
-            stages, again_from=arguments.again_from, keep_finished=arguments.keep_finished, trains=not arguments.plan
-        )
+        with working("checking the stages"):
+            warnings = plan_stages(
+                stages,
+                again_from=arguments.again_from,
+                keep_finished=arguments.keep_finished,
+                trains=not arguments.plan,
+            )
     except ConfigError as error:
         print_error(error)
         return exit_codes.CONFIGURATION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -135,6 +136,10 @@ def read_toml(path: Path) -> tuple[Path, str, dict[str, Any]]:
     """
     with suppress(OSError):  # a name that is too long
         path = path if path.is_file() else find_shared(path) or path
+        if path.is_dir():
+            config, command = path / "config.toml", f"finetrainers init {shlex.quote(str(path))}"
+            remedy = f"use {config}" if config.is_file() else f"`{command}` writes a config file for its clips"
+            raise ConfigError([Problem("--config", f"{path} is a directory; {remedy}")])
     path, text = read_text(path, option="--config", others=recipes())
     try:
         return path, text, tomllib.loads(text)

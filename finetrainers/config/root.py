@@ -27,6 +27,9 @@ from .sections import (
 )
 from .sft import SFTSection
 
+#: Sources of values that a run has chosen for open options.
+FAMILY, DATA, RUN, MEMORY = "family", "data", "run", "memory"
+
 
 def _table(section: type[Section]) -> Any:
     return Field(default=section(), description=section.__doc__)
@@ -56,6 +59,11 @@ class TrainConfig(Section):
     def chosen(self) -> Mapping[str, str]:
         """Source of each value that the run has chosen for an open option, such as `family`, by flat name."""
         return self._chosen
+
+    @property
+    def has_chosen_sizes(self) -> bool:
+        """True if the run has chosen sizes from its clips."""
+        return DATA in self._chosen.values()
 
     def with_chosen(self, values: Mapping[str, Any], source: str | Mapping[str, str]) -> TrainConfig:
         """Return a copy with these values by flat name, which count as chosen by `source` and not as given."""

@@ -324,7 +324,8 @@ class TrainingSection(Section):
     train_epochs: int = option(1, "Epochs to train, if `train_steps` is not set. Without either, a LoRA trained on "
         "clips takes steps, rank, alpha and learning rate from the recommended settings.", resume="free", ge=1)
     train_steps: int | None = option(None, "Optimizer steps to train; overrides `train_epochs`.", resume="free", ge=1)
-    rank: int = option(64, "Rank of the LoRA; see `train_epochs`.", resume="same",
+    rank: int = option(64, "Rank of the LoRA. With neither `train_steps` nor `train_epochs`, a LoRA on "
+        "clips has the recommended rank of its model.", resume="same",
         needs="training_type=lora", ge=1, le=16384)
     lora_alpha: float = option(64, "LoRA alpha. The update is scaled by alpha / rank.", resume="same",
         needs="training_type=lora", gt=0, le=1e6)
@@ -379,7 +380,7 @@ class MemorySection(Section):
     """Options that save GPU memory, and handling of OOM. See also [optimizer], [parallel] and [model]."""
 
     activation_memory: ActivationMemory | Literal["auto"] | None = option(None, "Activation storage per block: "
-        "`none` (all), `checkpoint`, `keep_attention`, `offload` or `auto` (see activation-memory.md). If unset, "
+        "`none` (all), `checkpoint`, `keep_attention`, `offload` or `auto` (see memory.md). If unset, "
         "`gradient_checkpointing` and, on a GPU, `fit_gpu` choose.", resume="free")
     gradient_checkpointing: bool = option(False, "Short for `--activation_memory checkpoint`: much less memory, more "
         "time.", resume="free", former_table="training")
@@ -441,7 +442,8 @@ class OptimizerSection(Section):
 
     optimizer: OptimizerName = option("adamw", "Optimizer; see docs/reference/optimizers.md.", resume="optimizer")
     use_8bit_bnb: bool = option(False, "Use the 8-bit variant of `adam` or `adamw` (bitsandbytes).", resume="optimizer")
-    lr: float = option(1e-4, "Learning rate.", resume="free", ge=0, le=100)
+    lr: float = option(1e-4, "Learning rate. With neither `train_steps` nor `train_epochs`, a LoRA on clips has the "
+        "recommended one of its model.", resume="free", ge=0, le=100)
     scale_lr: bool = option(False, "Multiply `lr` by gradient accumulation x batch size x number of processes.",
         resume="free")
     lr_scheduler: Literal[

@@ -100,7 +100,6 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
         {"rollout_gradients": "replay"}, "trained steps go through the network once more", 8,
         takes_back=True, is_exact=True,
     ),
-    MemoryOption({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 6),
     MemoryOption(
         {"overlap_gradient_exchange": False}, "gradients are averaged after the backward pass, not during it", 8,
         is_exact=True,
@@ -112,6 +111,8 @@ MEMORY_OPTIONS: tuple[MemoryOption, ...] = (
         is_exact=True,
     ),
     MemoryOption({"quantize_frozen": "int8"}, "frozen weights are rounded to int8, and dequantized for every use", 34),
+    # It changes results, so it costs more than recomputing all blocks, which takes up to a third of a step.
+    MemoryOption({"lora_autocast": False}, "norms and sums are computed in bf16, as in inference", 36),
     MemoryOption({"quantize_frozen": "nf4"}, "frozen weights are rounded to 4 bits, and dequantized for every use", 60),
     MemoryOption(
         {"layerwise_upcasting_modules": ["transformer"]}, "frozen weights are rounded to 8 bits, a cast per layer", 35,

@@ -51,7 +51,7 @@ def ltx_video(configs: Configs) -> Facts:
         first_frame_p=0.1,
         heads=transformer.get("num_attention_heads", 32),
         lora=_LTX_DEMO_LORA if is_small else _LTX_LORA,
-        scene="a circle moving right on a grey background" if is_small else Facts.scene,
+        scene="a red circle moving right on a grey background" if is_small else Facts.scene,
         least_steps=2,  # its schedule is stretched to end at its own level, which one step leaves undefined
     )
 

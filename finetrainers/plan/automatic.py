@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import MEMORY, TrainConfig
 from finetrainers.config.target import TargetDevice, target_device
 from finetrainers.memory.activation_auto import ASSUMED_FLOPS, ASSUMED_LINK, HOST_SHARE, UTILIZATION, with_choice
 from finetrainers.memory.activation_plan import Machine
@@ -26,7 +26,7 @@ from finetrainers.utils.phases import label
 from finetrainers.utils.process_state import free_memory
 from finetrainers.utils.text import file_size
 
-from .chosen import MEMORY, is_open
+from .chosen import is_open
 from .memory_lines import advice_lines
 from .memory_plan import RunMemory, run_memory, with_open_options
 from .once_per_node import once_per_node

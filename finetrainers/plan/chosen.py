@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetrainers.config.facts import Facts
-from finetrainers.config.root import TrainConfig, by_current_names, fields
+from finetrainers.config.facts import Facts, LoRASettings
+from finetrainers.config.root import DATA, FAMILY, MEMORY, RUN, TrainConfig, by_current_names, fields
 from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, EXACT_CHOICES
 from finetrainers.methods.registry import method_spec
@@ -18,6 +18,7 @@ from finetrainers.rundir.find import read_state
 from finetrainers.rundir.manifest import read_manifest
 from finetrainers.utils.files import read_jsonl
 from finetrainers.utils.launch import launched_processes
+from finetrainers.utils.text import listed
 
 from .initial_weights import InitialWeights
 
@@ -27,8 +28,6 @@ _LENGTH = ("train_steps", "train_epochs")
 #: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
 SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
 _SIZING = (*SIZES, "sliding_window_size")
-#: Sources of chosen values.
-FAMILY, DATA, RUN, MEMORY = "family", "data", "run", "memory"
 #: Memory options that a resumed run takes from its run: those that leave results the same.
 _MEMORY_OPTIONS = dict.fromkeys(
     ["fit_gpu", *ACTIVATION_OPTIONS, *(name for option in MEMORY_OPTIONS if option.is_exact for name in option.options)]
@@ -60,7 +59,7 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     if any(map(config.changed, _SIZING)):
         return config
     sizes = _read_sizes(checkpoint, has_areas=config.changed("resolutions"))
-    return config.with_chosen(sizes, DATA if sources.get(SIZES[0]) == DATA else RUN)
+    return config.with_chosen(sizes, DATA if DATA in sources.values() else RUN)
 
 
 def _take_memory_options(config: TrainConfig, stored: Mapping[str, Any], sources: Mapping[str, str]) -> TrainConfig:
@@ -142,14 +141,44 @@ def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeight
     steps = config.training.train_steps if "train_steps" in config.chosen else None
     by_memory = [name for name, source in config.chosen.items() if source == MEMORY]
     config = config.without_chosen((*_RECOMMENDED, *SIZES, *by_memory))
-    is_lora = config.training.training_type == "lora" and method_spec(config).learns_clips
-    if not is_lora or facts.lora is None or any(map(config.is_given, _LENGTH)):
+    if not _is_lora_on_clips(config) or facts.lora is None or any(map(config.is_given, _LENGTH)):
         return config
-    values: dict[str, Any] = {"lr": facts.lora.lr, "train_steps": steps or facts.lora.steps}
+    values = _recommended_values(config, facts.lora, initial)
+    if not config.is_given("train_steps"):
+        values["train_steps"] = steps or facts.lora.steps
+    return config.with_chosen(values, FAMILY)
+
+
+def _recommended_values(config: TrainConfig, lora: LoRASettings, initial: InitialWeights | None) -> dict[str, Any]:
+    """Return the recommended rank, alpha and learning rate, without given ones."""
+    values: dict[str, Any] = {}
     if initial is None or initial.kind != "lora":  # it has its own rank and alpha
-        rank = config.training.rank if config.is_given("rank") else facts.lora.rank
+        rank = config.training.rank if config.is_given("rank") else lora.rank
         values |= {"rank": rank, "lora_alpha": float(rank)}
-    return config.with_chosen({name: value for name, value in values.items() if not config.is_given(name)}, FAMILY)
+    values["lr"] = lora.lr
+    return {name: value for name, value in values.items() if not config.is_given(name)}
+
+
+def describe_unused_recommendation(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> str | None:
+    """Return a note if a new LoRA on clips has defaults instead of recommended settings, or None.
+
+    This is so if steps or epochs are given.
+    """
+    length = next(filter(config.is_given, _LENGTH), None)
+    if length is None or facts.lora is None or not _is_lora_on_clips(config):
+        return None
+    recommended = _recommended_values(config, facts.lora, initial)
+    recommended = {name: value for name, value in recommended.items() if value != config.get(name)}
+    if not recommended:
+        return None
+    defaults = listed([f"{name} {config.get(name):g}" for name in recommended])
+    flags = " ".join(f"--{name} {value:g}" for name, value in recommended.items())
+    verb = "is the program's default" if len(recommended) == 1 else "are the program's defaults"
+    return f"{length} is set, so {defaults} {verb}; recommended for this model: {flags}"
+
+
+def _is_lora_on_clips(config: TrainConfig) -> bool:
+    return config.training.training_type == "lora" and method_spec(config).learns_clips
 
 
 def choose_by_data(config: TrainConfig, facts: Facts, plan: TrainingSet, *, resumes: bool) -> TrainConfig:

@@ -9,12 +9,11 @@ from torch import nn
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
-from finetrainers.config.root import TrainConfig, changed_options
+from finetrainers.config.root import MEMORY, TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
 from finetrainers.utils.text import plural
 
 from .automatic import record_choices
-from .chosen import MEMORY
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
@@ -44,7 +43,7 @@ def dry_run_report(checked: ResolvedRun) -> None:
     """
     config, unseen = checked.config, unseen_reason(checked)
     checked, transformer = build_without_weights(checked)
-    packaged = None if unseen is None else _with_packaged_configs(checked)
+    packaged = None if unseen is None else with_packaged_configs(checked)
     print_first_line(checked, before="dry run: ")
     print_data(checked)
     steps = config.training.train_steps
@@ -145,7 +144,7 @@ def _print_options(config: TrainConfig) -> None:
     print_line(tomli_w.dumps({name: value for name, value in options.items() if value is not None}))
 
 
-def _with_packaged_configs(checked: ResolvedRun) -> ResolvedRun | None:
+def with_packaged_configs(checked: ResolvedRun) -> ResolvedRun | None:
     """Return the run with the configs of its published model that are packaged, or None if there are none."""
     model = checked.config.model.for_estimate()
     if checked.family.configs_not_here(model):

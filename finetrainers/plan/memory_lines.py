@@ -56,7 +56,7 @@ def _phase_lines(plan: RunPlan) -> list[str]:
     parts = sorted(plan.phases[peak].items(), key=lambda part: -part[1])
     lines += aligned([[f"  {part_name(name)}", file_size(size)] for name, size in parts if size >= 0.005 * plan.peak])
     lines.append(
-        f"allocated {file_size(plan.peak)}; reserved, with {100 * RESERVE:.0f} % for CUDA and fragmentation: "
+        f"allocated {file_size(plan.peak)}; reserved, with {100 * RESERVE:.0f}% for CUDA and fragmentation: "
         f"{file_size(with_reserve(plan.peak))}"
     )
     return lines

@@ -12,7 +12,7 @@ from finetrainers.config.checks.kernels import is_compiled
 from finetrainers.config.checks.options import check_block_swap, check_shared_sizes
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import is_network
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import MEMORY, TrainConfig
 from finetrainers.config.sections import ModelSection
 from finetrainers.config.target import TargetDevice, planned_gpu, target_device
 from finetrainers.memory.activation_auto import (
@@ -40,7 +40,7 @@ from finetrainers.utils.launch import launched_processes, local_world_size
 from finetrainers.utils.phases import LOADING, label
 from finetrainers.utils.text import file_size
 
-from .chosen import MEMORY, is_open
+from .chosen import is_open
 from .preflight import ResolvedRun, option_findings
 from .room import Needs, disk_needs
 from .start_report import print_line

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,11 +16,12 @@ from rich.table import Table
 
 from finetrainers.config.root import TrainConfig
 from finetrainers.utils.device import allocator_settings, likely_device_type
-from finetrainers.utils.launch import launched_rank
+from finetrainers.utils.launch import launched_rank, wrap_prose
 from finetrainers.utils.phases import PHASES, label
 from finetrainers.utils.text import file_size, plural
 from finetrainers.utils.train_log import PrintedLines
 
+from .chosen import describe_unused_recommendation
 from .preflight import ResolvedRun
 
 #: Descriptions of the sources of chosen values.
@@ -45,13 +47,19 @@ def print_start(checked: ResolvedRun) -> None:
 
 
 def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
-    """Print the training and its data, and the weights that come from single files."""
+    """Print the training and its data, the chosen values, and the weights that come from single files."""
     config = checked.config
     print_line(
         f"{before}{config.training.method} {config.training.training_type} of {config.model.model_name} "
         f"({config.model.pretrained_model_name_or_path}) on {plural(checked.plan.count, checked.plan.noun)}"
     )
-    print_chosen(config, *dict.fromkeys(config.chosen.values()))
+    # A note names the buckets that were just chosen; those of a resumed run have no note.
+    noted = "data" if getattr(checked.plan, "chosen", {}) else None
+    print_chosen(config, *(source for source in dict.fromkeys(config.chosen.values()) if source != noted))
+    if checked.start.checkpoint is None:
+        note = describe_unused_recommendation(config, checked.facts, checked.start.initial)
+        if note is not None:
+            print_line(f"note: {note}")
     single = checked.family.single_files(config.model)
     if single:
         print_line("from single files: " + ", ".join(f"{part_name(part)} {path}" for part, path in single.items()))
@@ -189,4 +197,7 @@ def print_line(content: str | Table) -> None:
             console = Console(
                 file=file, soft_wrap=True, highlight=False, force_jupyter=False, force_terminal=is_terminal
             )
-            console.print(content, markup=False)
+            if isinstance(content, str) and file is None and sys.stdout.isatty():
+                console.print(wrap_prose(content), markup=False)
+            else:
+                console.print(content, markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from finetrainers.config.parallel import ParallelSection
 from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_validation_prompts
 from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
+from finetrainers.data.buckets.buckets import sample_size
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_names, method_spec
 from finetrainers.models.registry import Family, text_encoders_digest, transformer_digest, vae_digest
@@ -327,19 +328,16 @@ def _prompts(
 
 
 def size_of_run(config: TrainConfig, target: Target) -> Size | None:
-    """Return the size of the run's validation samples, the largest that it trains on, or None if it is unknown."""
-    sizes: list[Size] = []
+    """Return the default size of the run's validation samples, or None if it is unknown; see `sample_size`."""
+    counts = Counter[Size]()
     if target.home is not None and (target.home / "manifest.jsonl").is_file():
-        buckets = {
-            str(record["bucket"])
-            for record in read_jsonl(target.home / "manifest.jsonl")[0]
-            if record.get("bucket") and record.get("use", "train") == "train"
-        }
-        parts = [text.split("x") for text in buckets]
-        sizes = [(int(p[0]), int(p[1]), int(p[2])) for p in parts if len(p) == 3 and all(map(str.isdecimal, p))]
-    if not sizes and config.training.method in method_names():
-        sizes = method_spec(config).sizes(config)
-    return max(sizes, key=math.prod, default=None)
+        for record in read_jsonl(target.home / "manifest.jsonl")[0]:
+            parts = str(record.get("bucket")).split("x")
+            if record.get("use", "train") == "train" and len(parts) == 3 and all(map(str.isdecimal, parts)):
+                counts[int(parts[0]), int(parts[1]), int(parts[2])] += int(record.get("examples") or 1)
+    if not counts and config.training.method in method_names():
+        counts.update(method_spec(config).sizes(config))
+    return sample_size(counts, has_chosen_buckets=config.has_chosen_sizes) if counts else None
 
 
 def _check(

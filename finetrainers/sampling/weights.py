@@ -12,11 +12,10 @@ from typing import Any, Literal
 from finetrainers.config.errors import Problem
 from finetrainers.config.given import RawOptions
 from finetrainers.config.load import file_source
-from finetrainers.config.root import by_current_names
+from finetrainers.config.root import MEMORY, by_current_names
 from finetrainers.config.sections import ModelSection
 from finetrainers.memory.automatic import EXACT_CHOICES
 from finetrainers.models.registry import is_hub_id
-from finetrainers.plan.chosen import MEMORY
 from finetrainers.plan.initial_weights import LORA_FILE, find_initial_weights, read_lora_header
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, scan_checkpoints, step_of
 from finetrainers.rundir.manifest import MANIFEST, read_manifest

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetrainers.config.root import MEMORY
 from finetrainers.memory.activation_plan import ActivationPolicy, select_evenly
 from finetrainers.memory.automatic import AutoSettings
 from finetrainers.memory.checkpointing import set_activation_memory
 from finetrainers.memory.estimate import GIB
 from finetrainers.methods.base import Step
-from finetrainers.plan.chosen import MEMORY
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.start_report import print_line
 

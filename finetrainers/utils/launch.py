@@ -126,15 +126,21 @@ def print_refusal(text: object) -> None:
 
 
 def print_error(text: object) -> None:
-    """Print to standard error after `error: `; on a terminal, lines wrap between words and keep their indent."""
-    lines = f"error: {text}".splitlines()
-    if sys.stderr.isatty():
-        wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_on_hyphens=False)
-        wrapper.break_long_words = wrapper.replace_whitespace = False
-        for number, line in enumerate(lines):
+    """Print to standard error after `error: `; on a terminal, lines wrap between words."""
+    message = f"error: {text}".rstrip("\n")
+    sys.stderr.write(f"{wrap_prose(message, starts=('',)) if sys.stderr.isatty() else message}\n")
+
+
+def wrap_prose(text: str, *, starts: tuple[str, ...] = ("error:", "warning:", "note:", "chosen (", "  - ")) -> str:
+    """Return the text with lines that begin so wrapped between words at the terminal's width, and keep their indent."""
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_on_hyphens=False)
+    wrapper.break_long_words = wrapper.replace_whitespace = False
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if line.startswith(starts):
             wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip().removeprefix("- ")))
             lines[number] = wrapper.fill(line)
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    return "\n".join(lines)
 
 
 def local_world_size() -> int:

@@ -54,7 +54,7 @@ def test_the_report_tells_all_and_training_probes_nothing_again(
     arguments = ["check", str(config), "--json", str(json_file), "--html", str(page_file), "--jobs", "1"]
     assert main(arguments) == exit_codes.UNUSABLE_DATA
     out = capfd.readouterr().out
-    assert re.search(r"^  pipe\.mp4: .*pipe", out, re.MULTILINE)
+    assert re.search(r"^  - pipe\.mp4: .*pipe", out, re.MULTILINE)
     assert "\x1b[31m" not in out  # of a file's name
     assert r"\x1b[31m.mp4" in out
 
@@ -174,7 +174,7 @@ def test_masks_are_counted_and_shown_below_their_clips(
     arguments = ["check", str(config), "--json", str(tmp_path / "check.json"), "--html", str(tmp_path / "check.html")]
     main([*arguments, "--max_bad_samples", "1"])
     out = capsys.readouterr().out
-    assert re.search(r"^  film\.mp4: .*film\.mask\.mp4: .*colors", out, re.MULTILINE)
+    assert re.search(r"^  - film\.mp4: .*film\.mask\.mp4: .*colors", out, re.MULTILINE)
     assert re.search(r"^note: 1 of 2 clips .* 25% ", out, re.MULTILINE)
     text = (tmp_path / "check.html").read_text()
     items = {item["name"]: item for item in json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])}
@@ -247,7 +247,7 @@ def test_wrong_configurations_are_told_apart(
     output = capsys.readouterr()
     assert "--decod" in output.err
     assert "lr" in output.err
-    assert "  pipe.mp4: " in output.out  # beside what becomes of the data
+    assert "  - pipe.mp4: " in output.out  # beside what becomes of the data
     code, refusals = refused_command(["check", config, "--data_root", tmp_path / "nowhere"])
     assert (code, sorted(kind for _, kind in refusals)) == (exit_codes.CONFIGURATION, ["invalid", "not_found"])
     wrong = write_config(tmp_path, data[0], video_resolution_buckets=["16x32x64"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import TrainConfig
+from finetrainers.memory.advice import MEMORY_OPTIONS
 from finetrainers.models.registry import families
 from finetrainers.plan.preflight import preflight
 from finetrainers.tools.init.choose import choose_prompts
@@ -70,6 +72,41 @@ def uncommented(path: Path) -> Path:
     copy = path.with_name("set.toml")
     copy.write_text("\n".join(lines))
     return copy
+
+
+def test_missing_captions_are_counted_before_training(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(*arguments: str) -> list[str]:
+        assert main([*arguments]) == exit_codes.DONE
+        return capsys.readouterr().out.splitlines()
+
+    def warnings(lines: list[str]) -> list[str]:
+        return [line for line in lines if line.startswith("warning: ") and "caption" in line]
+
+    count = write_mixed(here / "clips", copies=1)
+    for file in (here / "clips").glob("*.txt"):
+        file.unlink()
+    [data] = [line for line in printed("init", "clips", "--trigger_word", "ZORK") if line.startswith("data: ")]
+    assert re.search(rf"\b{count} .*caption", data)
+    [warning] = warnings(printed("check", "run.toml"))
+    assert f"{count} of {count} " in warning
+    assert "ZORK" in warning
+    lines = printed("train", "run.toml", "--dry_run")
+    assert warnings(lines) == [warning]
+    assert not [line for line in lines if line.startswith("chosen (") and "resolution_buckets" in line]  # in a note
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    lines = printed("check", "run.toml")
+    [start] = [number for number, line in enumerate(lines) if line.startswith("warning: ") and "caption" in line]
+    assert max(map(len, lines[start:])) <= 60
+    assert " ".join(lines[start:]).startswith(warning)
+
+    next((here / "clips").glob("*.mp4")).with_suffix(".txt").write_text("a caption")
+    [warning] = warnings(printed("check", "run.toml", "--id_token", ""))
+    assert f" {count - 1} of {count} " in warning
+    assert "ZORK" not in warning
 
 
 def test_a_mixed_directory_becomes_a_file_that_is_checked_and_trained(
@@ -135,7 +172,7 @@ def test_questions_are_asked_on_a_terminal_until_answers_are_valid(
     capsys.readouterr()
 
 
-def test_what_cannot_become_a_run_is_refused(here: Path, tiny_repo: Callable[..., Path]) -> None:
+def test_what_cannot_become_a_run_is_refused(here: Path) -> None:
     assert refused_command(["init", "--model", "Lightricks/LTX-Video"]) == (
         exit_codes.CONFIGURATION, [("DIR", "required"), ("--card", "required")],
     )  # fmt: skip
@@ -158,8 +195,6 @@ def test_what_cannot_become_a_run_is_refused(here: Path, tiny_repo: Callable[...
         refusal = refused_command(["init", data, "--output", "x.toml"])
         assert refusal == (exit_codes.UNUSABLE_DATA, [("data", "not_found")])
     assert refused_command(["init", "photos", "--kind", "motion", "--output", "x.toml"])[1] == [("--kind", "conflict")]
-    tiny = ["--model", tiny_repo("ltx_video"), "--output", "x.toml"]
-    assert refused_command(["init", "photos", *tiny, "--card", "0.001GiB"])[1] == [("--card", "too_large")]
     assert not Path("x.toml").exists()
 
 
@@ -183,6 +218,37 @@ def test_the_file_fits_the_card(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["init", "clips", "--model", DEMO, "--card", SMALL]) == exit_codes.DONE
     assert main(["estimate", "run.toml", "--gpu", SMALL]) == exit_codes.DONE
     assert "it fits" in capsys.readouterr().out
+
+
+#: Clips of these tests are tiny, so text encoders need most.
+@pytest.mark.parametrize(("card", "added"), [("8GB", ["quantize_text_encoders"]), ("24GB", [])])
+def test_a_published_model_is_planned_without_its_configs(
+    card: str, added: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(here / "clips")
+    assert main(["init", "clips", "--card", card, "--host", "32GB", "--yes"]) == exit_codes.DONE
+    printed, config = capsys.readouterr().out, load_config("run.toml")
+    assert config.model.pretrained_model_name_or_path == "Lightricks/LTX-Video"
+    options = {name for switch in MEMORY_OPTIONS for name in switch.options} - {"precompute_conditions"}
+    assert [name for name in options if config.is_given(name)] == added
+    assert "GPU and" in printed
+    assert "host memory" in Path("run.toml").read_text()
+    assert main(["estimate", "run.toml", "--gpu", card, "--host", "32GB"]) == exit_codes.DONE
+    assert "it fits" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_is_refused_with_one_that_does(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(here / "clips")
+    large = ["init", "clips", "--model", "hunyuanvideo-community/HunyuanVideo", "--card"]
+    assert main([*large, "24GB", "--host", "16GB"]) == exit_codes.CONFIGURATION
+    assert "--model THUDM/" in capsys.readouterr().err
+    assert refused_command([*large, "cpu", "--host", "16GB"])[1] == [("--card", "too_large")]
+    assert not Path("run.toml").exists()
+    assert main(["init", "clips", "--card", "2GB"]) == exit_codes.DONE  # no published model fits
+    assert load_config("run.toml").model.pretrained_model_name_or_path == DEMO
+    capsys.readouterr()
 
 
 def test_prompts_show_what_was_learned_and_what_was_not() -> None:

@@ -110,7 +110,7 @@ def test_all_options_are_a_word_away(capsys):
 @pytest.mark.usefixtures("narrow")
 def test_help_on_a_word(word, shown, said, capsys):
     text = helped(capsys, "train", "--help", word)
-    assert said in text.replace("\n                        ", " ").replace("\n               ", " ")
+    assert said in " ".join(text.split())
     assert "usage:" not in text
     if shown is not None:
         assert re.findall(r"^  --(\w+)", text, flags=re.MULTILINE) == shown
@@ -425,7 +425,7 @@ def test_config_files_of_another_kind_are_refused(content, said, tmp_path, capsy
 
 def test_config_files_that_cannot_be_read_are_refused(tmp_path, capsys):
     for path, said in (
-        (tmp_path, ": Is a directory"),
+        (tmp_path, "finetrainers init "),
         (tmp_path / ("x" * 300), "too long"),
         ("a\0b", "NUL"),
     ):

@@ -58,6 +58,9 @@ def test_recipes_are_found_by_name_if_no_file_has_it(name, tmp_path, monkeypatch
 )
 def test_names_of_recipes_are_suggested(name, suggested, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    with refused_options(("--config", "invalid")) as error:
+        load_config(tmp_path)
+    assert f"finetrainers init {tmp_path}" in str(error.value)
     with refused_options(("--config", "not_found")) as error:
         parse_flags(["--config", name])
     assert suggested in str(error.value)

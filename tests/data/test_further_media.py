@@ -66,7 +66,7 @@ def test_a_column_of_a_table(tmp_path: Path) -> None:
     data = DataSection(dataset_file=table, **CONTROL)
     assert controls(data) == [("a.mp4", "pa.mp4", None), ("b.mp4", "pb.mp4", "missing")]
     assert read_dataset(data).items[0].extra == {"by": "me"}
-    with refused("not_found", "t.jsonl line 1: ", "'depth'", "`extra_columns`", error=DataError):
+    with refused("not_found", "t.jsonl: ", "(2 rows)", "'depth'", "`extra_columns`", error=DataError):
         read_dataset(data.model_copy(update={"extra_columns": [("control_video", "depth")]}))
     table.write_text(json.dumps({**rows[0], "pose": None}))
     with refused("invalid", "t.jsonl line 1: ", "'pose'", " None", error=DataError):

@@ -324,6 +324,19 @@ def test_columns_of_other_programs_are_read(root: Path, header: str, media: str,
         read_dataset(DataSection(dataset_file=root / "list.jsonl", video_column="clip"))
 
 
+def test_wrong_column_names_are_one_problem_and_incomplete_rows_one_each(root: Path) -> None:
+    def problems(*rows: dict[str, str]) -> list[str]:
+        (root / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with refused("not_found", error=DataError) as caught:
+            read_dataset(DataSection(dataset_file=root / "list.jsonl"))
+        return [problem.partition(":")[0] for problem in caught.value.problems]
+
+    misnamed, complete = {"clip": "a.mp4", "about": "one"}, {"video": "a.mp4", "text": "one"}
+    assert problems(*[misnamed] * 30) == ["list.jsonl"]
+    assert problems(misnamed) == ["list.jsonl line 1"]
+    assert problems(complete, misnamed, misnamed) == ["list.jsonl line 2", "list.jsonl line 3"]
+
+
 def test_the_flags_that_name_unknown_columns_are_in_the_error(root: Path) -> None:
     def flags(row: dict[str, Any], **options: Any) -> str:
         (root / "list.jsonl").write_text(json.dumps(row) + "\n")

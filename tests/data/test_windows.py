@@ -107,11 +107,12 @@ def test_each_window_is_an_example_and_each_item_has_one_report(root: Path) -> N
     (root / "copy.mp4").write_bytes((root / "long.mp4").read_bytes())
     (root / "copy.txt").write_text("")
     try:
-        [left_out, blank] = plan(root, **SIZES, sliding_window_size=17, max_bad_samples=1).warnings
+        [blank, left_out] = plan(root, **SIZES, sliding_window_size=17, max_bad_samples=1).warnings
     finally:
         (root / "copy.mp4").unlink()
         (root / "copy.txt").unlink()
-    assert (left_out[:2], blank[:2], blank.partition(": ")[2]) == ("1 ", "1 ", "copy.mp4")
+    assert (left_out[:2], blank[:2]) == ("1 ", "1 ")
+    assert "copy.mp4" in blank
 
 
 def test_a_longer_bucket_bounds_the_clip(root: Path) -> None:

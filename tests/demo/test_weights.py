@@ -173,7 +173,7 @@ def test_a_build_goes_on_where_it_was(built: Built, capsys: pytest.CaptureFixtur
     shutil.rmtree(built.directory / "weights")
     with quick_build():
         build(built.directory, steps=2, clips=20, measured=2)
-    assert capsys.readouterr().out.count("keeping") == 3
+    assert capsys.readouterr().out.count("existing") == 3
     again = load_pipeline(built.directory / "weights").transformer.state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
 

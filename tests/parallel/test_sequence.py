@@ -206,7 +206,7 @@ def test_groups_train_as_processes_with_whole_clips(name: str, four: Jobs, alone
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
         kept = [sorted(path.name for path in one.glob("rollouts/*/*")) for one in (directory, whole)]
         assert kept[0] == kept[1]
-        assert bool(kept[0]) == (name == "grpo")
+        assert kept[0] != []
     else:
         close(directory, whole)
     assert len({rank["digest"] for rank in ranks}) == 1

@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import dump_toml, load_config
 from finetrainers.config.root import TrainConfig
+from finetrainers.config.sample import SampleSection
+from finetrainers.config.watch import WatchSection
 from finetrainers.models.registry import families
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.ready import get_ready
+from finetrainers.plan.start_report import print_first_line
+from finetrainers.sampling.plan import plan_samples
+from finetrainers.sampling.watch.plan import plan_watch
 from finetrainers.utils.video import write_mp4
 
 LORA = ("rank", "lora_alpha", "lr", "train_steps")
@@ -38,6 +44,14 @@ def resolve(**values: Any) -> TrainConfig:
 
 def settings(config: TrainConfig) -> tuple[Any, ...]:
     return tuple(config.get(name) for name in LORA)
+
+
+def default_sample_size(run: Path) -> tuple[int, int, int]:
+    """Return the size by `sample`, and by `watch`, which must agree."""
+    [sampled] = plan_samples([str(run)], SampleSection(prompts="a"), RawOptions()).sizes
+    watched = plan_watch(run, WatchSection(prompts="a", presets="run"), RawOptions()).presets["run"].sizes
+    assert watched == [sampled]
+    return sampled
 
 
 @pytest.mark.parametrize("family", sorted(families()))
@@ -92,12 +106,34 @@ def test_dry_runs_print_what_is_chosen_and_its_source(
     assert "[chosen.family]" in printed
 
 
+def test_a_run_with_given_steps_notes_defaults_that_differ(
+    open_options: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def notes(**values: Any) -> list[str]:
+        print_first_line(preflight(load_config(**open_options(**values))))
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+
+    [note] = notes(train_steps=7)
+    assert all(text in note for text in ("train_steps", "rank 64, lora_alpha 64 and lr 0.0001"))
+    assert note.endswith(": --rank 16 --lora_alpha 16 --lr 0.002")
+    [note] = notes(train_epochs=1, rank=8, lora_alpha=8)
+    assert ("train_epochs" in note, "train_steps" in note, "lora_alpha" in note) == (True, False, False)
+    assert note.endswith(": --lr 0.002")
+    assert notes(train_steps=7, rank=8, lora_alpha=4, lr=1e-4) == notes() == []
+    assert notes(train_steps=7, training_type="full-finetune") == []
+
+
 def test_a_resumed_run_keeps_what_its_run_had(
-    open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    open_options: Callable[..., dict], run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = open_options(clips=2)
     trained = run(**values, rank=2, lr=3e-3, train_steps=2)
+    [note] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: train_steps")]
+    assert note.endswith(": --lora_alpha 2")
     checkpoint = trained.root / "checkpoints" / "step-2"
+    capsys.readouterr()
+    dry_run_report(get_ready(load_config(**values, resume_from_checkpoint="latest", train_steps=3, dry_run=True)))
+    assert "note: train_steps" not in capsys.readouterr().out
     resumed = resolve(**values, resume_from_checkpoint="latest")
     assert settings(resumed) == (2, 64, 3e-3, 2)  # steps were given, so alpha was the default
     assert dict(resumed.chosen) == dict.fromkeys(("rank", "lr", "train_steps"), "run")
@@ -136,8 +172,11 @@ def test_buckets_are_chosen_once_for_a_run(
     assert chosen.data.video_resolution_buckets == [(9, 64, 128), (9, 64, 64)]
     assert chosen.chosen["video_resolution_buckets"] == "data"
     assert preflight(load_config(**{**values, "output_dir": str(tmp_path / "new")})).plan.size == (9, 64, 64)
+    assert default_sample_size(first.root) == (9, 64, 64)  # of most clips, as in the validation
     resuming = {**values, "resume_from_checkpoint": "latest", "train_steps": 2}
+    assert preflight(load_config(**resuming)).plan.size == (9, 64, 64)
     assert run(**resuming).state.step == 2
+    assert default_sample_size(first.root) == (9, 64, 64)
     write_mp4(clips / "d.mp4", np.full((9, 128, 64, 3), 90, dtype=np.uint8), fps=25)
     (clips / "d.txt").write_text("d")
     resumed = resolve(**resuming, reset=["data"])
@@ -146,13 +185,27 @@ def test_buckets_are_chosen_once_for_a_run(
     assert (9, 128, 64) in resolve(path=path, output_dir=str(tmp_path / "new")).data.video_resolution_buckets
 
 
+def test_samples_of_given_buckets_have_the_largest_one(
+    open_options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    values = open_options(rank=2, train_steps=1, data_root=str(tmp_path / "clips"))
+    for name, width in (("a", 64), ("b", 64), ("c", 128)):
+        write_mp4(tmp_path / "clips" / f"{name}.mp4", np.full((9, 64, width, 3), 90, dtype=np.uint8), fps=25)
+        (tmp_path / "clips" / f"{name}.txt").write_text(name)
+    values["video_resolution_buckets"] = ["9x64x64", "9x64x128"]
+    trained = run(**values)
+    assert trained.state.config.chosen == {}
+    assert preflight(load_config(**{**values, "output_dir": str(tmp_path / "new")})).plan.size == (9, 64, 128)
+    assert default_sample_size(trained.root) == (9, 64, 128)
+
+
 def test_buckets_of_a_run_of_before_are_those_of_its_data(
     open_options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     values = {**open_options(rank=2, train_steps=1), "video_resolution_buckets": []}
     with monkeypatch.context() as patch:  # one size for all clips, and no record of it
         patch.setattr("finetrainers.data.buckets.bucket_choice.default_buckets", lambda *_: [(9, 32, 64)])
-        patch.setattr("finetrainers.data.inspect.survey._chosen_options", lambda part: {})
+        patch.setattr("finetrainers.data.inspect.survey._chosen_options", lambda *_: {})
         run(**values)
     resumed = resolve(**values, resume_from_checkpoint="latest")
     assert resumed.data.video_resolution_buckets == [(9, 32, 64)]

@@ -17,7 +17,7 @@ from published_networks import NETWORKS, published_repository
 from safetensors.torch import load_file
 
 from finetrainers.config.load import load_config
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import MEMORY, TrainConfig
 from finetrainers.memory import activation_auto
 from finetrainers.memory.activation_plan import Machine
 from finetrainers.memory.automatic import EXACT_CHOICES
@@ -25,7 +25,6 @@ from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import with_reserve, without_reserve
 from finetrainers.plan import automatic
 from finetrainers.plan.automatic import choose_settings, record_choices
-from finetrainers.plan.chosen import MEMORY
 from finetrainers.plan.dry_run import dry_run_report
 from finetrainers.plan.memory_plan import RunMemory, with_open_options
 from finetrainers.plan.preflight import ResolvedRun, preflight, with_options

@@ -44,9 +44,9 @@ FOLDERS = (
     "data/loading",
 )
 OTHER_COMMANDS = (
-    "tools/batch_search", "plan/check.py", "tools/doctor", "results/export_formats.py", "results/reports", "sampling/",
-    "runs/stages", "tools/sync.py", "sampling/watch", "models/files/lora_formats.py", "models/tiny",
-    "rewards/server.py", "rewards/limits.py",
+    "tools/batch_search", "plan/check.py", "tools/doctor", "tools/init/", "results/export_formats.py",
+    "results/reports", "sampling/", "runs/stages", "tools/sync.py", "sampling/watch",
+    "models/files/lora_formats.py", "models/tiny", "rewards/server.py", "rewards/limits.py",
 )  # fmt: skip
 #: Functions whose refusals no dry run reaches, by the reason; with a count, how many places of each, else one.
 AFTER = {

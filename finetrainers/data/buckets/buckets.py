@@ -22,6 +22,18 @@ _RATIOS_PER_OCTAVE = 3
 _LEAST_USED = 2 / 3
 
 
+def sample_size(counts: Mapping[Bucket, int], *, has_chosen_buckets: bool) -> Bucket:
+    """Return the size of samples: the training bucket with most pixels or, if buckets were chosen, with most clips.
+
+    Among buckets of equally many clips it is the larger one, and among those of equal size the first.
+
+    Args:
+        counts: the number of clips in each bucket.
+        has_chosen_buckets: whether the run has chosen the buckets from its clips.
+    """
+    return max(counts, key=lambda bucket: (counts[bucket] if has_chosen_buckets else 0, math.prod(bucket)))
+
+
 def choose_bucket(frames: int, height: int, width: int, buckets: Sequence[Bucket]) -> Bucket | None:
     """Return the bucket of a clip with `frames` usable frames, or None if it is too short for every bucket.
 

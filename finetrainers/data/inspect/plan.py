@@ -13,7 +13,7 @@ from finetrainers.config.root import TrainConfig, critical_options
 from finetrainers.utils.files import write_json_lines_atomic, write_text_atomic
 from finetrainers.utils.text import plural
 
-from ..buckets.buckets import Bucket, bucket_text
+from ..buckets.buckets import Bucket, bucket_text, sample_size
 from ..buckets.clip import Clip, TextImageSource, all_cuts
 from ..buckets.windows import encoded_clip, encoded_clips
 from ..reading.items import DataError
@@ -45,8 +45,8 @@ class DatasetPlan:
         batches: of an epoch.
         fingerprint: hex digest that changes with any file, caption or bucket, and with the held-out items; stored with
             checkpoints.
-        chosen: options, by flat name, that would list the buckets which were chosen from the clips; empty if they are
-            listed.
+        chosen: options, by flat name, that list the buckets which this run, or the one that it resumes, has chosen from
+            its clips; empty if the user has listed them.
         problem: the reason why it cannot be trained on, or None if it can.
         dataset_toml: the file of several datasets, if they came from one.
         prior: the prior prompts of samples, or None if there are none.
@@ -92,12 +92,8 @@ class DatasetPlan:
 
     @property
     def size(self) -> Bucket:
-        """The size of samples: the training bucket with most pixels, `(frames, height, width)`.
-
-        Where buckets were chosen, it is that of most clips, the larger of equals.
-        """
-        counts = Counter(clip.bucket for clip in self.clips)
-        return max(counts, key=lambda bucket: (counts[bucket] if self.chosen else 0, math.prod(bucket)))
+        """The default size of samples, `(frames, height, width)`; see `sample_size`."""
+        return sample_size(Counter(clip.bucket for clip in self.clips), has_chosen_buckets=bool(self.chosen))
 
     def heaviest(self, config: TrainConfig) -> tuple[Bucket, int]:
         """Return the bucket whose batches have most pixels, and the number of clips in each."""

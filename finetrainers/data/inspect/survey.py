@@ -11,7 +11,7 @@ from typing import Any
 
 from finetrainers.config.facts import MEDIA
 from finetrainers.config.geometry import Geometry
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import DATA, TrainConfig
 from finetrainers.config.sections import DataSection
 from finetrainers.utils.process_state import gc_paused
 from finetrainers.utils.text import plural, quoted
@@ -22,6 +22,7 @@ from ..buckets.clip import Clip, cut_to
 from ..buckets.windows import count_used_frames, item_index, non_overlapping
 from ..reading.datasets import epoch_repeats, media_dir, read_all, read_datasets
 from ..reading.items import DataError, Item, tables_in
+from ..reading.sources.captions import clean_caption
 from ..reading.sources.masks import MASK
 from ..reading.sources.rows import printable_name, summarize_items
 from .assign_buckets import Part, assign_buckets
@@ -31,6 +32,8 @@ from .masks import describe_masks
 from .plan import FINGERPRINTED, DatasetPlan
 from .probe_all import ProbeOptions
 from .usage import usage_warnings
+
+_MAX_NAMES = 5
 
 
 def survey_dataset(config: TrainConfig, geometry: Geometry, *, options: ProbeOptions | None = None) -> DatasetPlan:
@@ -94,7 +97,7 @@ def _survey(config: TrainConfig, geometry: Geometry, options: ProbeOptions) -> D
         warnings=(*remarks, *collect(_oddities)),
         batches=batches,
         fingerprint=_fingerprint(items, clips, parts, repeats),
-        chosen=_chosen_options(parts[0]) if data.dataset is None else {},
+        chosen=_chosen_options(parts[0], config) if data.dataset is None else {},
         problem=_problem(items, data, has_batches=batches.any),
         dataset_toml=data.dataset.read_text(encoding="utf-8-sig") if data.dataset is not None else None,
     )
@@ -210,8 +213,13 @@ def _unread_column_notes(part: Part) -> Iterator[str]:
         yield f"the column {MASK!r} is not read, so no loss is masked{hint}"
 
 
-def _chosen_options(part: Part) -> dict[str, Any]:
-    """Return the options that would list the buckets which were chosen from the clips, or none if they were not."""
+def _chosen_options(part: Part, config: TrainConfig) -> dict[str, Any]:
+    """Return the options that list the buckets which were chosen from the clips, or none if they were not.
+
+    A resumed run has those of its run.
+    """
+    if config.has_chosen_sizes:
+        return {name: config.get(name) for name, source in config.chosen.items() if source == DATA}
     videos = [bucket for bucket in part.buckets if bucket[0] > 1]
     images = [bucket[1:] for bucket in part.buckets if bucket[0] == 1]
     has_short_video = any(clip.kind == "video" and clip.bucket[0] == 1 for clip in part.clips)
@@ -250,12 +258,31 @@ def _fingerprint(
 def _remarks(part: Part) -> Iterator[str]:
     """Yield warnings of readers, of lost parts of clips, and of files that the configured library does not decode."""
     yield from (*part.dataset.warnings, *part.reading.warnings)
+    yield from _caption_warnings(part)
     yield from usage_warnings(part.reports, part.dataset.data)
     fallbacks = [f"{entry.item.name} ({entry.fallback_reason})" for entry in part.probed if entry.fallback_reason]
     if fallbacks:
         yield summarize_items(
             fallbacks, f"decoded by PyAV, since {part.dataset.data.video_backend} may show other pixels"
         )
+
+
+def _caption_warnings(part: Part) -> Iterator[str]:
+    """Yield a warning with the number of usable items that train without a caption."""
+    data = part.dataset.data
+    items = [entry.item for entry in part.probed if entry.unusable is None]
+    blank = clean_caption("", id_token=data.id_token)  # the trigger word, if there is one
+    names = [printable_name(item.name) for item in items if item.captions == (blank,)]
+    if not names:
+        return
+    verb = "has no caption and trains" if len(names) == 1 else "have no caption and train"
+    caption = f"with only the trigger word {quoted(blank)}" if blank else "with an empty one"
+    remedy = "add captions"
+    if len(names) < len(items):
+        more = ", ..." if len(names) > _MAX_NAMES else ""
+        remedy += f" to {', '.join(names[:_MAX_NAMES])}{more}, or leave these out with --caption_missing skip"
+    share = f"{len(names)} of {plural(len(items), 'item')} ({len(names) / len(items):.0%})"
+    yield f"{share} {verb} {caption}; {remedy}"
 
 
 def _oddities(part: Part) -> Iterator[str]:
@@ -271,7 +298,6 @@ def _oddities(part: Part) -> Iterator[str]:
             "cannot be used and is left out",
             [f"{item.name}: {item.reason}" for item in items if item.use == "rejected"],
         ),
-        ("have no caption", "has no caption", [item.name for item in items if "no_caption" in item.marks]),
         (
             f"are slower than {target_fps:g} fps and trained at their own rate",
             f"is slower than {target_fps:g} fps and trained at its own rate",

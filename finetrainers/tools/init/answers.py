@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.values import check_gpu
@@ -18,13 +18,10 @@ from finetrainers.utils.packaged import SCHEME, model_path, packaged_models
 from finetrainers.utils.text import nearest, quoted
 
 from .kinds import KINDS
+from .offers import CPU, THIS_GPU, Answers, offered_models
 
-#: Values of `--card`: no GPU, and the GPU of this machine.
-CPU, THIS_GPU = "cpu", "this"
 #: Answer for no trigger word.
 _NONE = "none"
-#: Values by question, as far as they are known.
-Answers: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -125,13 +122,6 @@ def read_output_dir(text: str) -> Path:
     return path
 
 
-def offered_models() -> dict[str, str]:
-    """Return the models to begin with, smallest first, each with a description."""
-    starters = {name: size for family in families().values() for name, size in family.starters.items()}
-    demo = dict.fromkeys(packaged_models(), "in the package; colored shapes, trains on a CPU in minutes")
-    return {**demo, **{name: f"{starters[name]:g}B parameters" for name in sorted(starters, key=starters.__getitem__)}}
-
-
 def _default_card(answers: Answers) -> str | None:
     """Return this machine's GPU, else `cpu` unless the model given is a published one."""
     if likely_device_type() != "cpu":
@@ -141,9 +131,15 @@ def _default_card(answers: Answers) -> str | None:
 
 
 def _default_model(answers: Answers) -> str:
-    offered = list(offered_models())
-    on_gpu = [name for name in offered if not name.startswith(SCHEME)]
-    return offered[0] if answers.get("card") == CPU else on_gpu[0]
+    """Return the demo model for a CPU, else the first published model that fits the card by the estimate."""
+    demo, published = (
+        [name for name in offered_models() if name.startswith(SCHEME) is in_package] for in_package in (True, False)
+    )
+    if answers["card"] == CPU:
+        return demo[0]
+    from .fit import first_that_fits  # which imports torch
+
+    return first_that_fits(answers, published) or demo[0]
 
 
 def _default_output_dir(answers: Answers) -> str:

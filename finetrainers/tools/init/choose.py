@@ -11,21 +11,17 @@ from typing import Any
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import load_config
 from finetrainers.config.root import fields
-from finetrainers.config.target import target_device
 from finetrainers.data.inspect.probe_all import ProbeOptions
-from finetrainers.memory.advice import OTHER_REMEDIES
-from finetrainers.memory.estimate import GIB
-from finetrainers.memory.fit import fits, with_reserve
 from finetrainers.plan.check import examine
 from finetrainers.plan.dry_run import build_without_weights, unseen_reason
-from finetrainers.plan.memory_plan import RunMemory, planned_gib
 from finetrainers.plan.preflight import ResolvedRun
 from finetrainers.plan.ready import preflight_by_model
 from finetrainers.utils.progress import StageProgress
-from finetrainers.utils.text import file_size, listed, plural
+from finetrainers.utils.text import listed, plural
 
-from .answers import CPU, THIS_GPU, Answers
+from .fit import memory_options, planning_options
 from .kinds import KINDS
+from .offers import Answers
 
 #: Usable items that allow holding some out for the evaluation loss, and the most that are held out.
 _HOLD_OUT_FROM, _MOST_HELD_OUT = 20, 16
@@ -62,6 +58,11 @@ class Proposal:
         return listed(counts)
 
     @property
+    def blank(self) -> int:
+        """Number of usable items without a caption."""
+        return sum(item["use"] in ("train", "eval") and not item["caption"] for item in self.items)
+
+    @property
     def short(self) -> int:
         """Number of clips that train as images, since they are shorter than the model's shortest clip."""
         return sum(item["kind"] == "video" and _is_image(item) for item in self.items)
@@ -82,7 +83,7 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
     Raises:
         ConfigError: the run would be refused, or no item of the data can be used.
     """
-    kind, trigger_word, planned = KINDS[answers["kind"]], answers["trigger_word"], _planning_options(answers["card"])
+    kind, trigger_word, planned = KINDS[answers["kind"]], answers["trigger_word"], planning_options(answers["card"])
     options: dict[str, Any] = {
         "output_dir": str(answers["output_dir"]), "pretrained_model_name_or_path": answers["model"],
         "data_root": str(answers["data_root"]), **_COMMON,
@@ -102,9 +103,9 @@ def propose(answers: Answers, *, progress: StageProgress) -> Proposal:
     checked = preflight_by_model(load_config(**options, **planned))
     options |= _recipe(checked) | _sampling_options(checked, usable, trigger_word, in_captions=in_captions)
     checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
-    memory_options, reasons, memory = _memory_options(checked, answers["card"])
-    if memory_options:
-        options |= memory_options
+    added, reasons, memory = memory_options(checked, answers)
+    if added:
+        options |= added
         checked = preflight_by_model(load_config(**options, **planned), earlier=checked)
     return Proposal(options, {**_data_reasons(items), **reasons}, items, build_without_weights(checked)[0], memory)
 
@@ -114,11 +115,6 @@ def _recipe(checked: ResolvedRun) -> dict[str, Any]:
     is_seen, lora = unseen_reason(checked) is None, checked.facts.lora
     options = {} if lora is None else lora.options
     return {name: value for name, value in options.items() if is_seen or fields()[name].section != "model"}
-
-
-def _planning_options(card: str) -> dict[str, Any]:
-    """Return the options of a dry run that plans for a card."""
-    return {"dry_run": True, **({} if card in (CPU, THIS_GPU) else {"gpu": card})}
 
 
 def _read_items(options: Mapping[str, Any], progress: StageProgress) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -206,36 +202,3 @@ def _is_image(item: Mapping[str, Any]) -> bool:
 
 def _has_word(caption: str, word: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", caption, re.IGNORECASE) is not None
-
-
-def _memory_options(checked: ResolvedRun, card: str) -> tuple[dict[str, Any], dict[str, str], str]:
-    """Return the options that make the run fit, a comment on each, and one on the planned peak.
-
-    Raises:
-        ConfigError: nothing makes it fit.
-    """
-    gib, unseen = planned_gib(checked.config), unseen_reason(checked)
-    if unseen is not None:
-        options = {} if card == CPU or gib is None else {"memory_budget": gib}
-        return options, {}, f"{unseen}: training chooses memory options by the model's size when it starts"
-    memory = RunMemory(checked)
-    plan = memory.plan()
-    if card == CPU or gib is None:
-        return {}, {}, f"planned peak: {file_size(plan.peak + plan.machine_bytes)} of host memory"
-    reasons: dict[str, str] = {}
-    options, needed = {}, plan.peak
-    if not fits(plan.peak, GIB * gib):
-        advice = memory.advice(gib, device=target_device(checked.config))
-        if advice is None:
-            remedies = "".join(f"\n    * {remedy}" for remedy in OTHER_REMEDIES)
-            message = (
-                f"{file_size(with_reserve(plan.peak))} are planned, more than {gib:.3g} GiB, and no set of options "
-                f"makes it fit; use a smaller model, or:{remedies}"
-            )
-            raise ConfigError([Problem("--card", message, "too_large")], of="this command")
-        needed = advice.outcome.peak
-        for applied in advice.switches:
-            options |= applied.switch.options
-            reasons[next(iter(applied.switch.options))] = applied.switch.cost
-    peak = f"planned peak: {file_size(with_reserve(needed))} of {gib:.3g} GiB on the GPU"
-    return options, reasons, f"{peak}; options that leave results the same are chosen when training starts"

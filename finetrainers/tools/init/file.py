@@ -11,9 +11,9 @@ import tomli_w
 from finetrainers.config.root import fields, sections
 from finetrainers.utils.text import plural
 
-from .answers import Answers
 from .choose import Proposal
 from .kinds import KINDS
+from .offers import Answers
 
 _WIDTH = 100
 #: Headings of options that are written as comments, since a run chooses them again.

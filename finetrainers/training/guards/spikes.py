@@ -12,11 +12,11 @@ from finetrainers.rundir.run_dir import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-#: Numbers that are watched, and the share of `sigma` that a spike exceeds on a logarithmic scale as well. They are
-#: skewed: a gradient norm 10 standard deviations above its mean is normal, and less than 4 on a logarithmic scale.
-LOG_SHARES = {"loss": 0.5, "grad_norm": 0.75}
+#: Numbers that are watched, and how many times the largest value of the window a spike exceeds: with one clip per step,
+#: values differ by clip and noise level, so that a new largest value now and then is normal.
+MARGINS = {"loss": 1.5, "grad_norm": 2.5}
 #: Share of the window that must be filled before anything counts as a spike.
-_ENOUGH = 0.25
+_ENOUGH = 0.5
 #: The standard deviation is taken for at least this share of the mean: a series that hardly moves has no outliers.
 _LEAST_SPREAD = 1e-3
 
@@ -24,10 +24,10 @@ _LEAST_SPREAD = 1e-3
 class SpikeDetector:
     """Detector of spikes: values more than `sigma` standard deviations above the mean of the last `window` values.
 
-    Positive values must also be outliers on a logarithmic scale, by a share of `sigma` (`LOG_SHARES`). Mean and
-    deviation are computed in fp64 from the window itself, without the value that is judged, so that no error
-    builds up. A spike enters the window as the highest value that would not have been a spike: it cannot hide later
-    ones, and a series that stays on a higher level is after a while no longer called a spike.
+    They must also be far above the largest of these (`MARGINS`). Mean and deviation are computed in fp64 from the
+    window itself, without the value that is judged, so that no error builds up. A spike enters the window as the
+    highest value that is not an outlier: it cannot hide later ones, and a series that stays on a higher level is after
+    a while no longer called a spike.
     """
 
     def __init__(self, *, window: int, sigma: float, run_dir: RunDirectory) -> None:
@@ -39,16 +39,14 @@ class SpikeDetector:
         self.sigma = sigma
         self.run_dir = run_dir
         self.enough = max(2, math.ceil(_ENOUGH * window))
-        self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in LOG_SHARES}
+        self.recent: dict[str, deque[float]] = {name: deque(maxlen=window) for name in MARGINS}
         self.count = 0
 
     def check_step(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
         """Take a step's finite numbers, and return `spikes`, the number of steps with a spike, once there is one."""
         if not self.sigma:
             return {}
-        spikes = [
-            text for name in LOG_SHARES if name in record and (text := self._take(name, record[name])) is not None
-        ]
+        spikes = [text for name in MARGINS if name in record and (text := self._take(name, record[name])) is not None]
         if spikes:
             self.count += 1
             text = ", ".join(spikes)
@@ -66,10 +64,9 @@ class SpikeDetector:
         mean, spread = _mean_and_spread(recent)
         spread = max(spread, _LEAST_SPREAD * abs(mean))
         bound = mean + self.sigma * spread
-        if min(recent) > 0:
-            log_mean, log_spread = _mean_and_spread([math.log(value) for value in recent])
-            bound = max(bound, math.exp(min(700.0, log_mean + LOG_SHARES[name] * self.sigma * log_spread)))
+        largest = max(recent)
         recent.append(min(value, bound))
+        bound = max(bound, MARGINS[name] * largest)
         if value <= bound:
             return None
         above = f"{(value - mean) / spread:.1f} sigma above" if spread else "above"

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,15 +36,23 @@ def read_table(path: Path, data: DataSection, findings: Findings) -> list[Row]:
     columns = None
     rows = []
     is_masked = False
+    incomplete: dict[frozenset[str], list[Problem]] = defaultdict(list)  # by the columns that the rows lack
     for where, record in readers[suffix](path, findings):
         columns = columns or Columns(with_known_columns(data, record))
         is_masked = is_masked or (isinstance(record, dict) and columns.mask in record)
         if suffix == ".csv" and (missing := columns.missing(record)) is not None:  # otherwise every row would report it
             raise DataError(f"{path.name} line 1: {missing}", kind="not_found")
+        if isinstance(record, dict) and (absent := columns.needed - record.keys()):
+            incomplete[frozenset(absent)].append(Problem(where, str(columns.missing(record)), "not_found"))
+            continue
         try:
             rows.append(columns.row(where, record))
         except ValueError as error:
             findings.problems.append(Problem.from_error(where, error))
+    for problems in incomplete.values():
+        if not rows and len(problems) > 1:  # the columns have other names, rather than single rows fewer columns
+            problems = [Problem(path.name, f"{problems[0].message} ({len(problems)} rows)", "not_found")]
+        findings.problems += problems
     if rows and data.mask_column and not is_masked:
         raise DataError(f"{path.name}: no column {data.mask_column!r} (set by `mask_column`)", kind="not_found")
     return rows
@@ -122,15 +131,13 @@ class Columns:
         return {name: value for name, value in record.items() if name not in self._own_columns}
 
     def row(self, where: str, record: Any) -> Row:
-        """Return the row of a record whose media is a path.
+        """Return the row of a record that has the columns it needs, and whose media is a path.
 
         Raises:
             ValueError: it is malformed.
         """
         if not isinstance(record, dict):
             raise ValueError(f"must be an object, got {record!r}")
-        if not self.needed <= record.keys():
-            raise InputError(str(self.missing(record)), "not_found")
         media = record[self.media]
         if not isinstance(media, str) or not media.strip():
             raise ValueError(f"column {self.media!r} must be a path, got {media!r}")
