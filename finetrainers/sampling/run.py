@@ -17,6 +17,7 @@ import numpy as np
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.capabilities import capability_problems, sample_needs
 from finetrainers.plan.init_distributed import join
 from finetrainers.plan.trainable import check_lora_modules
 from finetrainers.rundir.lock import exclusive
@@ -103,6 +104,8 @@ def check_weights(plan: SamplePlan) -> None:
     """
     spec = plan.family.load(plan.config.model)
     problems, _ = spec.examine()
+    needs = sample_needs(plan.config.model, plan.facts, plan.prompts)
+    problems += capability_problems(needs, spec, name=plan.family.name)
     weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
     loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:
