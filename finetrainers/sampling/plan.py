@@ -24,7 +24,13 @@ from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_
 from finetrainers.data.buckets.buckets import sample_size
 from finetrainers.memory.estimate import computed_bytes
 from finetrainers.methods.registry import method_names, method_spec
-from finetrainers.models.registry import Family, text_encoders_digest, transformer_digest, vae_digest
+from finetrainers.models.registry import (
+    Family,
+    other_parts_digest,
+    text_encoders_digest,
+    transformer_digest,
+    vae_digest,
+)
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.plan.ownership import samples_problem
 from finetrainers.plan.preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
@@ -140,6 +146,8 @@ class SamplePlan:
         digests = [text_encoders_digest(model), vae_digest(model)]
         if not all(variant.weights.kind == "full" for variant in self.variants):
             digests.append(transformer_digest(model))
+        if (others := other_parts_digest(model, self.facts)) != "":  # so that clips of other families keep their keys
+            digests.append(others)
         if None not in digests:  # then their paths do not matter
             names = [name for name in names if not name.endswith(("_id", "_or_path"))]
         return {

@@ -59,6 +59,8 @@ def test_every_family_has_a_tiny_repository():
 def test_the_stock_pipeline_samples(pipeline, call):
     if "ImageToVideo" in type(pipeline).__name__:
         call["image"] = torch.rand(1, 3, 64, 64)
+    if getattr(pipeline.transformer.config, "pos_embed_seq_len", None) is not None:  # of a first and a last image
+        call["last_image"] = call["image"]
     if "Control" in type(pipeline).__name__:
         call["control_video"] = torch.rand(1, call.pop("num_frames"), 3, 64, 64)
     pipeline.set_progress_bar_config(disable=True)
