@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from every_family import CHECKPOINTS
+from random_predictions import spec_of
 from rank_jobs import Jobs
 from refusals import refused_options
 from test_two_processes import close, metrics, weights
 
 from finetrainers.config.load import load_config
-from finetrainers.models.registry import get_family
 from finetrainers.runs.training import train
 from finetrainers.utils.video import read_mp4
 
@@ -118,16 +118,17 @@ def four(options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_fa
     "model", ["ltx_video", *(pytest.param(name, marks=pytest.mark.rotating) for name in MODELS if name != "ltx_video")]
 )
 def test_a_shared_call_computes_the_same(
-    model: str, two: Jobs, tiny_repo: Callable[..., Path], options: Callable[..., dict]
+    model: str, two: Jobs, tiny_repo: Callable[..., Path], options: Callable[..., dict], tmp_path: Path
 ) -> None:
     family, version = MODELS[model]
-    run = load_config(**options(family, version=version, sp_size=2, dry_run=True))
-    spec = get_family(family).load(run.model)
+    repository = tiny_repo(family, version)
+    spec = spec_of(repository, family, "auto")
     if spec.token_plan is None:
+        changes = {"pretrained_model_name_or_path": str(repository), "sp_size": 2, "dry_run": True}
         with refused_options(("--sp_size", "unsupported")):
-            train(run)
+            train(load_config(**options(tmp_path, family, **changes)))
         return
-    [found, _] = two.do({"_case": "model", "model": model, "repository": str(tiny_repo(family, version))})
+    [found, _] = two.do({"_case": "model", "model": model, "repository": str(repository)})
     is_first = next(one for one in CHECKPOINTS if one[0] == family) == (family, version)
     assert ("odd" in found, "bf16" in found) == (spec.facts.geometry.sides is None, is_first)
     check_differences(found)
