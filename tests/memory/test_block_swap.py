@@ -71,7 +71,7 @@ def adapted(spec: ModelSpec, stored: ActivationMemory = "checkpoint") -> nn.Modu
 def passes(spec: ModelSpec, conditions: PromptEmbeds, network: Any) -> list[Tensor]:
     """All uses of a network in a run: two guidance passes, a reference without adapter, two micro-batches, a sample."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, network.config.out_channels, 3, 4, 4, generator=generator)
+    x = torch.randn(2, spec.latent_channels(network), 3, 4, 4, generator=generator)
     t = torch.tensor([0.3, 0.7]) if spec.facts.is_flow else torch.tensor([300, 700])
 
     def predict() -> Tensor:

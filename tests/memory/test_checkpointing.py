@@ -63,7 +63,7 @@ def passes(
 ) -> Passes:
     torch.manual_seed(0)
     network = spec.load_transformer(torch.float32)
-    x, t = torch.randn(2, network.config.out_channels, 3, 4, 4), torch.tensor([300, 700])
+    x, t = torch.randn(2, spec.latent_channels(network), 3, 4, 4), torch.tensor([300, 700])
     if spec.facts.is_flow:
         t = t / 1000
     if lora:

@@ -117,7 +117,8 @@ def models_cases(model: str, repository: str) -> dict[str, Any]:
         adapted = networks(spec, group, adapted="|".join(layers))
         set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
         found["dropout of a LoRA of every layer"] = differences(spec, adapted, group, {**odd, "batch": 2})
-        found |= two_sizes(spec, pair, group, ({}, {"batch": 2, **odd}))
+        if spec.text_varies:  # one family is enough
+            found |= two_sizes(spec, pair, group, ({}, {"batch": 2, **odd}))
     return found
 
 
