@@ -222,7 +222,7 @@ def plan_targets(
     elif (problem := samples_problem(output_dir)) is not None:
         findings.error("output_dir", problem, "occupied")
     if findings.errors:
-        raise ConfigError(_use_command_names(findings.errors))
+        raise ConfigError(use_command_names(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
     trigger = config.data.id_token
     if trigger and not any(trigger in prompt.prompt for prompt in prompts):
@@ -426,7 +426,7 @@ def _media_digests(prompt: ValidationPrompt) -> list[str]:
     return contents
 
 
-def _use_command_names(problems: Sequence[Problem]) -> list[Problem]:
+def use_command_names(problems: Sequence[Problem]) -> list[Problem]:
     """Return problems with the names that options have in this command."""
     renamed = []
     for problem in problems:

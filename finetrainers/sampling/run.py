@@ -33,7 +33,7 @@ from finetrainers.utils.video import write_mp4
 from .grid import Cell, Grid, Group, Row, page, sheet
 from .ledger import SampleIndex
 from .memory import offloads
-from .plan import Sample, SamplePlan, Variant
+from .plan import Sample, SamplePlan, Variant, use_command_names
 from .sampler import Sampler
 from .weights import under
 
@@ -105,7 +105,7 @@ def check_weights(plan: SamplePlan) -> None:
     spec = plan.family.load(plan.config.model)
     problems, _ = spec.examine()
     needs = sample_needs(plan.config.model, plan.facts, plan.prompts)
-    problems += capability_problems(needs, spec, name=plan.family.name)
+    problems += use_command_names(capability_problems(needs, spec, name=plan.family.name))
     weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
     loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:
