@@ -264,8 +264,13 @@ class ModelSpec(PretrainedModel):
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
 
-    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
-        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`."""
+    def encode_image(
+        self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`.
+
+        With `Facts.last_frame`, `last_CHW` is the image that they end with.
+        """
         return self.encode_clip(encoders, image_CHW[None, :, None], None)
 
     def given_pixels(self, video_BCTHW: Tensor) -> Tensor:
