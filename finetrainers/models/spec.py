@@ -433,7 +433,7 @@ class ModelSpec(PretrainedModel):
             "num_frames": request.num_frames,
             "num_inference_steps": request.num_inference_steps,
         }
-        optional = {"guidance_scale": request.guidance_scale, "image": request.image}
+        optional = {name: getattr(request, name) for name in ("guidance_scale", "guidance_scale_2", "image")}
         return call | {name: value for name, value in optional.items() if value is not None} | dict(request.extra)
 
     @property

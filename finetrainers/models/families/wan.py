@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from finetrainers.config.facts import Configs, Facts, LoRASettings
+from typing import Any
+
+from finetrainers.config.facts import Configs, Facts, Json, LoRASettings
 from finetrainers.config.geometry import Geometry
 from finetrainers.utils.failures import InputError
 
 from ..family import CONSTANT_LR, Family
 
-_LORA = LoRASettings(32, 1e-4, 1500, {"flow_shift": 3.0, **CONSTANT_LR})
+_LORA = LoRASettings(32, 1e-4, 1500, CONSTANT_LR)
+#: `sample_neg_prompt` of the original repositories' configs: overexposed, static, blurred, subtitles, paintings, gray,
+#: worst quality, artifacts, wrong anatomy, cluttered backgrounds, walking backwards.
+NEGATIVE_PROMPT = "\uff0c".join(
+    [
+        "色调艳丽", "过曝", "静态", "细节模糊不清", "字幕", "风格", "作品", "画作", "画面", "静止",
+        "整体发灰", "最差质量", "低质量", "JPEG压缩残留", "丑陋的", "残缺的", "多余的手指",
+        "画得不好的手部", "画得不好的脸部", "畸形的", "毁容的", "形态畸形的肢体", "手指融合",
+        "静止不动的画面", "杂乱的背景", "三条腿", "背景人很多", "倒着走",
+    ]
+)  # fmt: skip
 
 
 def read(configs: Configs) -> Facts:
@@ -37,6 +49,7 @@ def read(configs: Configs) -> Facts:
     on_channels, sees_image = inputs > latents, transformer.get("image_dim") is not None
     kind = "tokens" if has_times else "channels" if on_channels else "none"
     image_parts = ("image_processor", "image_encoder") if sees_image else ()
+    boundary = index.get("boundary_ratio")
     return Facts(
         Geometry(
             temporal=temporal,
@@ -55,8 +68,22 @@ def read(configs: Configs) -> Facts:
         first_frame_p=1.0 if on_channels else 0.1 if has_times else 0.0,
         last_frame=transformer.get("pos_embed_seq_len") is not None,
         sees_image=sees_image,
-        boundary=index.get("boundary_ratio"),
+        boundary=boundary,
+        defaults=_defaults(configs.get("scheduler", {}), boundary, is_image_to_video=on_channels),
     )
+
+
+def _defaults(scheduler: Json, boundary: float | None, *, is_image_to_video: bool) -> dict[str, Any]:
+    """Return the defaults of the original repositories' configs.
+
+    The scheduler's shift is that of the size which the checkpoint is made for, 3 at 480p and 5 at 720p. A14B has more,
+    with a guidance scale for each expert.
+    """
+    shift, scales = scheduler.get("flow_shift", 3.0), {"validation_guidance_scale": 5.0}
+    if boundary is not None:
+        shift, high, low = (5.0, 3.5, 3.5) if is_image_to_video else (12.0, 4.0, 3.0)
+        scales = {"validation_guidance_scale": high, "validation_guidance_scale_2": low}
+    return {"flow_shift": shift, **scales, "validation_negative_prompt": NEGATIVE_PROMPT}
 
 
 FAMILY = Family(
