@@ -13,14 +13,17 @@ from ..family import CONSTANT_LR, Family
 _LORA = LoRASettings(32, 1e-4, 1500, CONSTANT_LR)
 #: `sample_neg_prompt` of the original repositories' configs: overexposed, static, blurred, subtitles, paintings, gray,
 #: worst quality, artifacts, wrong anatomy, cluttered backgrounds, walking backwards.
-NEGATIVE_PROMPT = "\uff0c".join(
-    [
-        "色调艳丽", "过曝", "静态", "细节模糊不清", "字幕", "风格", "作品", "画作", "画面", "静止",
-        "整体发灰", "最差质量", "低质量", "JPEG压缩残留", "丑陋的", "残缺的", "多余的手指",
-        "画得不好的手部", "画得不好的脸部", "畸形的", "毁容的", "形态畸形的肢体", "手指融合",
-        "静止不动的画面", "杂乱的背景", "三条腿", "背景人很多", "倒着走",
-    ]
-)  # fmt: skip
+NEGATIVE_PROMPT = (
+    "\u8272\u8c03\u8273\u4e3d\uff0c\u8fc7\u66dd\uff0c\u9759\u6001\uff0c\u7ec6\u8282\u6a21\u7cca\u4e0d\u6e05\uff0c"
+    "\u5b57\u5e55\uff0c\u98ce\u683c\uff0c\u4f5c\u54c1\uff0c\u753b\u4f5c\uff0c\u753b\u9762\uff0c\u9759\u6b62\uff0c"
+    "\u6574\u4f53\u53d1\u7070\uff0c\u6700\u5dee\u8d28\u91cf\uff0c\u4f4e\u8d28\u91cf\uff0c"
+    "JPEG\u538b\u7f29\u6b8b\u7559\uff0c\u4e11\u964b\u7684\uff0c\u6b8b\u7f3a\u7684\uff0c"
+    "\u591a\u4f59\u7684\u624b\u6307\uff0c\u753b\u5f97\u4e0d\u597d\u7684\u624b\u90e8\uff0c"
+    "\u753b\u5f97\u4e0d\u597d\u7684\u8138\u90e8\uff0c\u7578\u5f62\u7684\uff0c\u6bc1\u5bb9\u7684\uff0c"
+    "\u5f62\u6001\u7578\u5f62\u7684\u80a2\u4f53\uff0c\u624b\u6307\u878d\u5408\uff0c"
+    "\u9759\u6b62\u4e0d\u52a8\u7684\u753b\u9762\uff0c\u6742\u4e71\u7684\u80cc\u666f\uff0c\u4e09\u6761\u817f\uff0c"
+    "\u80cc\u666f\u4eba\u5f88\u591a\uff0c\u5012\u7740\u8d70"
+)
 
 
 def read(configs: Configs) -> Facts:
