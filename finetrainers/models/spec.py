@@ -266,8 +266,13 @@ class ModelSpec(PretrainedModel):
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
 
-    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
-        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`."""
+    def encode_image(
+        self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`.
+
+        With `Facts.last_frame`, `last_CHW` is the image that they end with.
+        """
         return self.encode_clip(encoders, image_CHW[None, :, None], None)
 
     def given_pixels(self, video_BCTHW: Tensor) -> Tensor:
@@ -437,7 +442,7 @@ class ModelSpec(PretrainedModel):
             "num_frames": request.num_frames,
             "num_inference_steps": request.num_inference_steps,
         }
-        optional = {"guidance_scale": request.guidance_scale, "image": request.image}
+        optional = {name: getattr(request, name) for name in ("guidance_scale", "guidance_scale_2", "image")}
         return call | {name: value for name, value in optional.items() if value is not None} | dict(request.extra)
 
     @property

@@ -42,7 +42,7 @@ from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.versions import version_problem
 
-from .chosen import SIZES, choose_by_data, choose_recommended, take_from_run
+from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
 from .initial_weights import InitialWeights
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
@@ -141,7 +141,7 @@ def preflight(
         config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     if method is not None and checkpoint is None:
-        config = choose_recommended(config, facts, initial)
+        config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts, initial)
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))

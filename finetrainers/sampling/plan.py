@@ -12,7 +12,7 @@ from typing import Any
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.checks.kernels import kernel_problems
-from finetrainers.config.checks.options import check_sampling, quantization_problems
+from finetrainers.config.checks.options import check_sampling, quantization_problems, unguided_reason
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.given import RawOptions
@@ -32,6 +32,7 @@ from finetrainers.models.registry import (
     vae_digest,
 )
 from finetrainers.parallel.sharding import with_launcher
+from finetrainers.plan.chosen import choose_defaults
 from finetrainers.plan.ownership import samples_problem
 from finetrainers.plan.preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
 from finetrainers.utils.device import likely_device_type
@@ -88,7 +89,6 @@ class SamplePlan:
         prompts: all with a size.
         variants: the columns.
         seeds: of each prompt.
-        negative: the negative prompt.
         output_dir: where clips are written.
         warnings: for the user.
     """
@@ -100,9 +100,13 @@ class SamplePlan:
     prompts: Sequence[ValidationPrompt]
     variants: Sequence[Variant]
     seeds: Sequence[int]
-    negative: str
     output_dir: Path
     warnings: Sequence[str] = ()
+
+    @property
+    def negative(self) -> str:
+        """The negative prompt."""
+        return self.config.validation.validation_negative_prompt or ""
 
     @property
     def frame_rate(self) -> float:
@@ -150,10 +154,12 @@ class SamplePlan:
             digests.append(others)
         if None not in digests:  # then their paths do not matter
             names = [name for name in names if not name.endswith(("_id", "_or_path"))]
+        scale = validation.validation_guidance_scale_2
+        low = {} if scale is None else {"guidance_scale_2": scale}  # keeps the keys of other samples
         return {
             "model": digests, "options": {name: plain[name] for name in names},
             "num_inference_steps": validation.validation_inference_steps,
-            "guidance_scale": validation.validation_guidance_scale, "frame_rate": self.frame_rate,
+            "guidance_scale": validation.validation_guidance_scale, **low, "frame_rate": self.frame_rate,
             "negative_prompt": self.negative,
         }  # fmt: skip
 
@@ -214,6 +220,7 @@ def plan_targets(
     _fetch(family, config)
     facts = family.facts_of(config.model)
     config, prompts = _prompts(config, options, targets[0], findings, fixed_size=fixed_size)
+    config = choose_defaults(config, facts)
     _check(config, facts, prompts, options, targets, findings)
     variants = _variants(targets, options, findings)
     output_dir = options.output_dir or _default_place(targets[0])
@@ -228,8 +235,8 @@ def plan_targets(
     if trigger and not any(trigger in prompt.prompt for prompt in prompts):
         findings.warnings.insert(0, f"no prompt has the trigger word of the run, {trigger} (id_token)")
     return SamplePlan(
-        names, config, family, facts, prompts, variants, range(first, first + options.num), options.negative_prompt,
-        output_dir, findings.warnings,
+        names, config, family, facts, prompts, variants, range(first, first + options.num), output_dir,
+        findings.warnings,
     )  # fmt: skip
 
 
@@ -308,7 +315,11 @@ def _prompts(
         "validation_steps": None, "validation_epochs": None, "validation_at_start": None,
     }  # fmt: skip
     if options.guidance_scale is not None:
-        values["validation_guidance_scale"] = options.guidance_scale
+        values |= {"validation_guidance_scale": options.guidance_scale, "validation_guidance_scale_2": None}
+    if options.guidance_scale_2 is not None:
+        values["validation_guidance_scale_2"] = options.guidance_scale_2
+    if options.negative_prompt is not None:
+        values["validation_negative_prompt"] = options.negative_prompt
     if not use_run_prompts:
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     section = section.model_copy(update=values)
@@ -362,13 +373,7 @@ def _check(
     findings.errors += quantization_problems(config, device_type=device)
     if prompts and prompts[0].size is not None:
         check_prompt_videos(config, facts, prompts, prompts[0].size, findings)
-    scale = config.validation.validation_guidance_scale
-    if options.negative_prompt and (facts.guidance is not None or (scale is not None and scale <= 1)):
-        reason = (
-            "this model takes guidance as an input"
-            if facts.guidance is not None
-            else f"the guidance scale is {scale:g}"
-        )
+    if options.negative_prompt and (reason := unguided_reason(config, facts)) is not None:
         findings.error(
             "negative_prompt",
             f"has no effect: {reason}, so no second prompt is sampled; remove it",

@@ -248,8 +248,9 @@ class _Drawing:
         has_callback = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
         extra = {"callback_on_step_end": count} if has_callback else {}
         return SamplingSettings(
-            self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale, extra
-        )
+            self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale,
+            validation.validation_guidance_scale_2, extra,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -285,14 +286,13 @@ def show(plan: SamplePlan, drawn: SampleResult, *, text: PageText | None = None)
     unfinished.replace(sheet_path)
     weights = [variant.weights for variant in plan.variants if variant.weights.path is not None]
     validation = plan.config.validation
-    guidance = validation.validation_guidance_scale
     facts = [
         *text.facts,
         ("model", plan.config.model.pretrained_model_name_or_path),
         *(("weights", f"{w.label}: {w.path}") for w in dict.fromkeys(weights)),
         ("denoising", ", ".join([
             plural(validation.validation_inference_steps, "step"),
-            "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}",
+            validation.guidance_text or "the pipeline's own guidance",
             *([f"negative prompt {plan.negative!r}"] if plan.negative else []),
         ])),
         ("frames", f"{plan.frame_rate:g} per second"),
