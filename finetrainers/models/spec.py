@@ -266,6 +266,19 @@ class ModelSpec(PretrainedModel):
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
 
+    def clip_shapes(self, network: nn.Module, size: Size) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the part that makes each tensor of `encode_clip`, in whose dtype it is, and its shape for one clip.
+
+        Args:
+            network: the transformer, which tells the channels of latents.
+            size: frames, height and width of the clip.
+        """
+        frames = {MOMENTS: size[0], **{f"{name}_{MOMENTS}": size[0] for name in self.facts.media}}
+        if self.facts.first_frame == "channels":
+            frames[FIRST_FRAME] = self.given_pixels(torch.empty(1, 3, *size, device="meta")).shape[2]
+        channels, latent_shape = 2 * self.latent_channels(network), self.facts.geometry.latent_shape
+        return {name: ("vae", (channels, *latent_shape(number, *size[1:]))) for name, number in frames.items()}
+
     def encode_image(
         self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
     ) -> dict[str, Tensor]:
