@@ -27,7 +27,13 @@ from finetrainers.methods.registry import method_names, method_spec
 from finetrainers.models.registry import Family, text_encoders_digest, transformer_digest, vae_digest
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.plan.ownership import samples_problem
-from finetrainers.plan.preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
+from finetrainers.plan.preflight import (
+    check_paths,
+    check_prompt_videos,
+    read_prompts,
+    resolve_family,
+    resolve_other_expert,
+)
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
@@ -140,8 +146,10 @@ class SamplePlan:
         digests = [text_encoders_digest(model), vae_digest(model)]
         if not all(variant.weights.kind == "full" for variant in self.variants):
             digests.append(transformer_digest(model))
+        if model.other_expert is not None:
+            digests.append(file_sha256(Path(model.other_expert)))
         if None not in digests:  # then their paths do not matter
-            names = [name for name in names if not name.endswith(("_id", "_or_path"))]
+            names = [name for name in names if not name.endswith(("_id", "_or_path", "other_expert"))]
         return {
             "model": digests, "options": {name: plain[name] for name in names},
             "num_inference_steps": validation.validation_inference_steps,
@@ -198,6 +206,7 @@ def plan_targets(
     except ConfigError as error:
         raise ConfigError([*findings.errors, *error.problems]) from None
     check_paths(config, findings)
+    config = resolve_other_expert(config, family, findings)
     for weights in [] if findings.errors else dict.fromkeys(target.weights for target in targets):
         findings.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
     findings.errors[:] = dict.fromkeys(findings.errors)

@@ -18,7 +18,7 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.init_distributed import join
-from finetrainers.plan.trainable import check_lora_modules
+from finetrainers.plan.trainable import check_lora_modules, check_other_expert
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
 from finetrainers.utils.failures import user_message
@@ -103,6 +103,8 @@ def check_weights(plan: SamplePlan) -> None:
     """
     spec = plan.family.load(plan.config.model)
     problems, _ = spec.examine()
+    if plan.config.model.other_expert is not None and not problems:
+        check_other_expert(spec)
     weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
     loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:
