@@ -149,7 +149,13 @@ class PretrainedModel(ABC):
     @cached_property
     def companions(self) -> ModelComponents:
         """Frozen parts that sampling needs, such as another expert; loaded at the first sample, then on the CPU."""
-        return ModelComponents(self._load_shared(self.facts.companions))
+        modules = self._load_shared(self.facts.companions)
+        for name in self.facts.experts:
+            self._with_attention(modules[name])
+            if self.config.other_expert is not None:
+                self.load_lora(modules[name], Path(self.config.other_expert))
+                modules[name].requires_grad_(False)
+        return ModelComponents(modules)
 
     @property
     def experts(self) -> ModelComponents:

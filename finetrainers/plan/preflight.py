@@ -43,7 +43,7 @@ from finetrainers.utils.text import nearest, plural
 from finetrainers.utils.versions import version_problem
 
 from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
-from .initial_weights import InitialWeights
+from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
@@ -132,6 +132,7 @@ def preflight(
     if config.training.training_type == "lora" and not config.changed("target_modules"):
         config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
+    config = resolve_other_expert(config, family, findings)
     method = _find_method(config, findings)
     if weights and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
@@ -287,6 +288,15 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         if not findings.errors:
             findings.error("model_name", str(error.args[0]), "unknown" if is_named else "required")
         raise ConfigError(findings.errors) from None
+
+
+def resolve_other_expert(config: TrainConfig, family: Family, findings: Findings) -> TrainConfig:
+    """Return the configuration with the other expert's weights as files; see `with_other_expert`."""
+    if config.model.other_expert is not None:
+        with collecting_problems(findings.errors, "--other_expert"):
+            model = with_other_expert(config.model, family.facts_of(config.model))
+            return config.model_copy(update={"model": model})
+    return config
 
 
 def _find_weights(

@@ -34,7 +34,13 @@ from finetrainers.models.registry import (
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.plan.chosen import choose_defaults
 from finetrainers.plan.ownership import samples_problem
-from finetrainers.plan.preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
+from finetrainers.plan.preflight import (
+    check_paths,
+    check_prompt_videos,
+    read_prompts,
+    resolve_family,
+    resolve_other_expert,
+)
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
@@ -152,8 +158,10 @@ class SamplePlan:
             digests.append(transformer_digest(model))
         if (others := other_parts_digest(model, self.facts)) != "":  # so that clips of other families keep their keys
             digests.append(others)
+        if model.other_expert is not None:
+            digests.append(file_sha256(Path(model.other_expert)))
         if None not in digests:  # then their paths do not matter
-            names = [name for name in names if not name.endswith(("_id", "_or_path"))]
+            names = [name for name in names if not name.endswith(("_id", "_or_path", "other_expert"))]
         scale = validation.validation_guidance_scale_2
         low = {} if scale is None else {"guidance_scale_2": scale}  # keeps the keys of other samples
         return {
@@ -212,6 +220,7 @@ def plan_targets(
     except ConfigError as error:
         raise ConfigError([*findings.errors, *error.problems]) from None
     check_paths(config, findings)
+    config = resolve_other_expert(config, family, findings)
     for weights in [] if findings.errors else dict.fromkeys(target.weights for target in targets):
         findings.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
     findings.errors[:] = dict.fromkeys(findings.errors)
