@@ -197,7 +197,7 @@ def test_metadata_files_are_read(tmp_path: Path) -> None:
 
 
 def test_registering_a_model_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetrainers.models.family._FAMILIES", registry.families())
+    monkeypatch.setattr("finetrainers.models.family.FAMILIES.registered", registry.families())
     [block] = blocks(DOCS / "how-to" / "adding-a-model.md", "python")
     exec(compile(block.text, block.where, "exec"), {})
     family = registry.get_family("my_model")

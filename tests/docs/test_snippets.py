@@ -209,8 +209,8 @@ def in_turn(page: Path) -> Any:
 def test_page_runs(
     page: Path, here: Path, tmp_path: Path, python: Python, tiny_repo: Callable[..., Path], monkeypatch
 ) -> None:
-    monkeypatch.setattr(family, "_FAMILIES", family.families())
-    monkeypatch.setattr(rewards, "_REWARDS", dict(rewards._REWARDS))
+    monkeypatch.setattr(family.FAMILIES, "registered", family.families())
+    monkeypatch.setattr(rewards.REWARDS, "registered", dict(rewards.REWARDS.registered))
     (tmp_path / "scratch").mkdir()
     shell = Shell(python, here, tmp_path / "scratch")
     names: dict[str, object] = {"__name__": "__main__"}
