@@ -20,6 +20,8 @@ import finetrainers
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "finetrainers"
 
+#: Modules outside of packages: entry points, and what tests of other packages use.
+TOP_LEVEL = ("__init__.py", "__main__.py", "testing.py")
 #: Lower layers may not import higher ones; packages of one layer may, as long as there is no cycle.
 LAYERS = {
     "utils": 0,
@@ -117,7 +119,7 @@ def internal_imports() -> list[tuple[str, int, str, list[str]]]:
 def test_every_package_has_a_layer() -> None:
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert packages <= set(LAYERS), "give new packages a place in LAYERS and in docs/explanation/architecture.md"
-    assert not [path.name for path in PACKAGE.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    assert not [path.name for path in PACKAGE.glob("*.py") if path.name not in TOP_LEVEL]
 
 
 def test_packages_are_few_and_of_a_size_that_one_can_know() -> None:

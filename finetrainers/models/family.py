@@ -35,6 +35,9 @@ from .files.hub import OFFLINE, ask, download_advice
 if TYPE_CHECKING:
     from .spec import ModelSpec
 
+#: Learning rate of recipes that do not lower it: options of `LoRASettings`.
+CONSTANT_LR = {"lr_scheduler": "constant_with_warmup", "lr_warmup_steps": 100}
+
 
 @dataclass(frozen=True)
 class Family:

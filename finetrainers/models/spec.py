@@ -6,44 +6,35 @@ of the same shape; token packing, rotary positions, guidance and padding live in
 
 from __future__ import annotations
 
-import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
-from weakref import WeakValueDictionary
+from typing import Any, ClassVar, Literal
 
 import torch
-from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from finetrainers.config.attention import AUTO
-from finetrainers.config.errors import Problem
-from finetrainers.config.facts import Activations, Configs, Facts, Read, is_network
+from finetrainers.config.facts import Activations, Read
 from finetrainers.config.parallel import SpMode
 from finetrainers.config.sections import ModelSection
 from finetrainers.diffusion.process import FlowMatching, Process
 from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.hashed_files import Written
 
 from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
 from .common import DTYPES, fix_input_dtype, input_dtype
 from .compiling import compile_blocks, unwrap
 from .decoding import decode_gradient, decode_videos
-from .files import saving
-from .files.files import MODEL_INDEX, part_folder, read_configs, single_file
-from .files.lora_formats import Lora
+from .files.files import MODEL_INDEX
 from .files.saving import remove_full, weight_files
-from .files.weights import are_mapped, network_problems
+from .files.weights import are_mapped
 from .flops import AttentionSpec, FlopMeter, Flops, Stream, Tokens, flops_formula
 from .pixels import FIRST_FRAME, MOMENTS, encode_moments, pixel_size, to_unit_range
+from .pretrained import PretrainedModel
 from .sizes import frozen_bytes, vae_working_bytes
-from .split.attention import AttentionFn, check_attention, check_attention_choice, set_processors
+from .split.attention import check_attention, check_attention_choice
 from .split.ring import OPERATOR_BODIES
 from .split.sequence import SequenceParallelPlan, check_split, share_clips
 from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tiled_for_memory
@@ -61,27 +52,13 @@ Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1,
 VAE_BUDGET = 24 * 2**30
 
 
-class ModelSpec(ABC):
-    """A family's way to load, condition, call, decode and save its network. Holds no training state.
+class ModelSpec(PretrainedModel):
+    """A family's way to load, condition, call, decode and save its network. Holds no training state."""
 
-    Loading happens in three phases (text encoders, VAE, transformer), so that they never have to share memory.
-
-    Attributes:
-        config: names the checkpoint.
-        name: name of the family.
-        facts: facts read from the checkpoint's configs.
-        configs: the configs themselves, by part.
-    """
-
-    #: Class of each tokenizer and network, by the part of a repository that holds it, in loading order.
-    parts: ClassVar[Mapping[str, Any]] = {}
-    #: The diffusers pipeline that users load the results with, and the one that also takes a first frame, or None.
-    pipeline_class: Any = None
+    #: The diffusers pipeline that also takes a first frame, or None; see `pipeline_class`.
     image_pipeline_class: Any = None
     #: Names of the transformer's block lists, for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
-    #: Class of the processor that runs the blocks' attention by a chosen backend (`--attn_backend`), or None.
-    attention_processor: type[Any] | None = None
     #: Where the network's tensors have tokens that processes can share (`--sp_size`), or None if not known.
     token_plan: SequenceParallelPlan | None = None
     #: Whether the transformer sees text of the prompt's length, not of one length.
@@ -113,27 +90,10 @@ class ModelSpec(ABC):
     vae_graph_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
-        self.config = config
-        self.name = name
-        self._read = read
-        self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
+        super().__init__(config, name=name, read=read)
         self.vae_one_by_one, self.vae_too_large = set[Size](), set[Size]()  # after an OOM; see `retry_vae_on_oom`
 
     # ---- description -------------------------------------------------------------------------------------------
-
-    @cached_property
-    def configs(self) -> Configs:
-        """The checkpoint's configs by part; missing ones of diffusers' networks are downloaded."""
-        configs = read_configs(self.config, ("scheduler", *self.parts))
-        for part, cls in reversed([*self.parts.items()]):
-            if part not in configs and part in self._read(configs).parts and issubclass(cls, ModelMixin):
-                configs[part] = common.load_part(cls.load_config, self.config, part)
-        return configs
-
-    @cached_property
-    def facts(self) -> Facts:
-        """Facts about the checkpoint, read from its configs; ValueError if the family does not train its kind."""
-        return self._read(self.configs).of_expert(self.config.expert)
 
     def process(self, scheduler: Any) -> Process:
         """Return the noise process that the checkpoint was trained with; by default, flow matching.
@@ -173,72 +133,6 @@ class ModelSpec(ABC):
         video = latents.numel() // (clips * network.config.in_channels * cell)
         return Tokens(clips, video, call["encoder_hidden_states"].shape[1], call["timestep"].numel() // clips)
 
-    def examine(self) -> tuple[list[Problem], list[str]]:
-        """Compare the headers of weight files on this disk with the networks' classes; return problems and warnings."""
-        return network_problems(self.config, {n: self.parts[n] for n in self.facts.parts if is_network(n)})
-
-    def files_of(self, part: str) -> list[Path]:
-        """Return the files on this disk that a part would be loaded from."""
-        folder, single = part_folder(self.config, part), single_file(self.config, part)
-        return [*(sorted(folder.iterdir()) if folder else ()), *([single] if single else ())]
-
-    # ---- loading -----------------------------------------------------------------------------------------------
-
-    def load_text_encoders(self) -> ModelComponents:
-        """Load tokenizers and text encoders, on the CPU, in eval mode, in the configured dtypes."""
-        return common.load_frozen(self.parts, self.config, self.facts.text_parts)
-
-    def load_vae(self) -> nn.Module:
-        """Load the VAE, on the CPU, in eval mode, in `vae_dtype`, with the configured slicing and tiling."""
-        vae = common.load_frozen(self.parts, self.config, ["vae"])["vae"]
-        if self.config.enable_slicing:
-            vae.enable_slicing()
-        if self.config.enable_tiling:
-            vae.enable_tiling()
-        return vae
-
-    def load_clip_encoders(self) -> ModelComponents:
-        """Load the VAE and the family's other `clip_parts`, for `encode_clip`, on the CPU, in eval mode."""
-        others = self._load_shared([part for part in self.facts.clip_parts if part != "vae"])
-        return ModelComponents({"vae": self.load_vae(), **others})
-
-    def _load_shared(self, parts: Sequence[str]) -> dict[str, Any]:
-        """Load frozen parts, or return those that are still in use elsewhere, for encoding clips or for sampling."""
-        missing = [part for part in parts if part not in self._in_use]
-        modules = {part: self._in_use[part] for part in parts if part not in missing}
-        modules |= common.load_frozen(self.parts, self.config, missing).modules
-        self._in_use.update(modules)
-        return modules
-
-    def load_transformer(self, dtype: torch.dtype, *, folder: Path | None = None) -> nn.Module:
-        """Load the network that is trained, on the CPU, in `dtype`.
-
-        Args:
-            dtype: dtype of its weights.
-            folder: folder that it is read from instead of the checkpoint, such as the results of a run.
-
-        Raises:
-            ValueError: the checkpoint is of a kind that the family does not train.
-        """
-        part = self.facts.trained
-        network = common.load_network(self.parts[part], self.config, part, {"torch_dtype": dtype}, folder=folder)
-        return self._with_attention(network)
-
-    def load_scheduler(self) -> Any:
-        """Load the checkpoint's own scheduler."""
-        return common.load_scheduler(self.config)
-
-    def transformer_on_meta(self) -> nn.Module:
-        """Build the network that is trained on the meta device, without weights, for dry runs."""
-        return self._with_attention(common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained))
-
-    def _with_attention(self, network: nn.Module) -> nn.Module:
-        """Set the configured attention backend in the network's blocks, and return the network."""
-        if self.config.attn_backend != AUTO:
-            assert self.attention_processor is not None, "`check_attention` refuses it"
-            set_processors(self.block_modules(network), self.attention_processor(AttentionFn(self.config.attn_backend)))
-        return network
-
     def compile_blocks(self, network: nn.Module, *, num_sizes: int = 1) -> None:
         """Compile the network's blocks; see `compile_blocks`."""
         compile_blocks(self.block_modules(network), num_sizes=num_sizes, text_varies=self.text_varies)
@@ -254,20 +148,6 @@ class ModelSpec(ABC):
     def split_tokens(self, network: nn.Module, group: Any, mode: SpMode = "ulysses") -> None:
         """Split each call of the network over a group, or not if it is None; in place, after a LoRA is attached."""
         share_clips(self, network, group, mode)
-
-    @cached_property
-    def companions(self) -> ModelComponents:
-        """Frozen parts that sampling needs, such as another expert; loaded at the first sample, then on the CPU."""
-        return ModelComponents(self._load_shared(self.facts.companions))
-
-    @property
-    def experts(self) -> ModelComponents:
-        """The companions that denoise: the other expert, or none."""
-        return ModelComponents({n: self.companions[n] for n in self.facts.experts})
-
-    def network_at(self, quantile: float, trained: nn.Module) -> nn.Module:
-        """Return the network that denoises samples at a noise-level quantile: the trained one, or the other expert."""
-        return trained if self.facts.trains_at(quantile) else self.experts[self.facts.experts[0]]
 
     # ---- conditioning and latents ------------------------------------------------------------------------------
 
@@ -557,74 +437,3 @@ class ModelSpec(ABC):
             f"this checkpoint of {self.name} cannot start from an image; remove validation_images and "
             "validation_videos, or train an image-to-video checkpoint"
         )
-
-    # ---- saving ------------------------------------------------------------------------------------------------
-
-    def save_lora(
-        self, directory: Path, state_dict: Mapping[str, Tensor], adapter_metadata: dict[str, Any]
-    ) -> dict[Path, Written]:
-        """Write `pytorch_lora_weights.safetensors`, with alpha and rank, for `load_lora_weights`; return the file."""
-        return saving.save_lora(directory, state_dict, adapter_metadata, part=self.lora_prefix)
-
-    def lora_of(self, path: Path) -> Lora:
-        """Read a LoRA file in a format of `lora_names`, or another that the family's pipeline reads; safetensors only.
-
-        Raises:
-            ValueError: the file holds no LoRA of this network, or one with NaN or infinity.
-        """
-        network = self.transformer_on_meta
-        return saving.read_lora(self.pipeline_class, path, network, part=self.lora_prefix, family=self.name)
-
-    def read_lora(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Read a LoRA file: adapter weights by PEFT's names, and PEFT's settings; without these, alpha is the rank."""
-        lora = self.lora_of(path)
-        return lora.state(), dict(lora.settings)
-
-    def load_lora(self, transformer: nn.Module, path: Path) -> None:
-        """Load a LoRA file as the adapter `default`; see `read_lora`."""
-        (state, metadata), load = self.read_lora(path), cast(Any, transformer).load_lora_adapter
-        load(state, adapter_name="default", prefix=None, metadata=metadata or None)
-
-    def merge_lora(self, transformer: nn.Module, path: Path) -> None:
-        """Add a LoRA file to the weights for good; see `read_lora`."""
-        self.load_lora(transformer, path)
-        transformer.fuse_lora()  # type: ignore[operator]
-        transformer.unload_lora()  # type: ignore[operator]
-
-    @property
-    def lora_prefix(self) -> str:
-        """Name of the trained part in LoRA files: the pipeline's loader, if any, knows one name for both experts."""
-        return getattr(self.pipeline_class, "transformer_name", self.facts.trained)
-
-    @property
-    def _lora_options(self) -> dict[str, bool] | None:
-        """Options of the pipeline's LoRA loader, or None if it has none, so that the network itself reads the file."""
-        if not hasattr(self.pipeline_class, "transformer_name"):
-            return None
-        part = self.facts.trained
-        return {} if part == self.lora_prefix else {f"load_into_{part}": True}
-
-    def load_into(self, pipeline: Any, path: Path) -> None:
-        """Load a LoRA file that `save_lora` wrote into a pipeline, as its users do."""
-        part, options, folder = self.facts.trained, self._lora_options, str(path.parent)
-        if options is not None:
-            pipeline.load_lora_weights(folder, weight_name=path.name, **options)
-        else:
-            getattr(pipeline, part).load_lora_adapter(folder, prefix=part, weight_name=path.name)
-
-    def load_call(self, location: str) -> str:
-        """Return the call that loads such a LoRA from a location into a user's pipeline, for the model card."""
-        part, options, place = self.facts.trained, self._lora_options, json.dumps(location)
-        if options is not None:
-            return f"load_lora_weights({place}{''.join(f', {name}={value}' for name, value in options.items())})"
-        return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{saving.LORA_FILE}")'
-
-    def save_full(
-        self,
-        directory: Path,
-        transformer: nn.Module,
-        state_dict: Mapping[str, Tensor],
-        files: saving.StateDictSplit | None = None,
-    ) -> dict[Path, Written]:
-        """Write the network that is trained into a folder named after its part; see `saving.save_full`."""
-        return saving.save_full(directory / self.facts.trained, transformer, state_dict, files=files)

@@ -11,7 +11,7 @@ from every_family import CHECKPOINTS, FAMILIES
 
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
-from finetrainers.models import families
+from finetrainers.models.families import cogvideox, ltx_video
 from finetrainers.models.registry import get_family
 
 # The lines of the published `vae/config.json` and `transformer/config.json` that decide sizes.
@@ -38,7 +38,7 @@ def test_published_configs_give_what_is_known_without_them(name, vae, transforme
 
 
 def test_cogvideox_15_pairs_latent_frames_and_runs_at_16_fps():
-    geometry = families.cogvideox({"vae": COGVIDEOX_VAE, "transformer": COGVIDEOX_15}).geometry
+    geometry = cogvideox.read({"vae": COGVIDEOX_VAE, "transformer": COGVIDEOX_15}).geometry
     assert geometry == Geometry(temporal=4, spatial=8, patch=2, patch_t=2, fps=16.0)
     # 81 frames are 21 latent frames, hence 11 pairs.
     assert geometry.num_tokens(81, 768, 1360) == 11 * 48 * 85
@@ -52,7 +52,7 @@ def test_ltx_ratios_of_the_config_win_over_counting_stages():
         "spatial_compression_ratio": 32,
         "temporal_compression_ratio": 8,
     }
-    geometry = families.ltx_video({"vae": vae, "transformer": LTX_TRANSFORMER}).geometry
+    geometry = ltx_video.read({"vae": vae, "transformer": LTX_TRANSFORMER}).geometry
     assert (geometry.spatial, geometry.temporal) == (32, 8)
 
 

@@ -89,7 +89,7 @@ def test_the_family_is_asked_for_where_nothing_tells_it(tmp_path):
         with pytest.raises(KeyError) as error:
             with_family(ModelSection(pretrained_model_name_or_path=str(tmp_path)))
         assert value in error.value.args[0]
-        assert error.value.args[0].endswith(": cogvideox, hunyuan_video, ltx_video")
+        assert error.value.args[0].endswith(": cogvideox, hunyuan_video, ltx_video, wan")
 
 
 def test_the_fewest_sampling_steps_are_those_of_the_scheduler(tiny_repo):

@@ -54,7 +54,9 @@ def test_a_clip_that_is_given_no_frame_has_an_empty_mask(tiny_repo: Callable[...
     batch = Batch(clip["moments"], PromptEmbeds({}), meta, [(0, 0), (0, 1)], clip)
     extra = spec.condition(batch, spec.latents(batch.moments, None, stats), [(0,), ()], stats)[0].extra
     assert extra["first_frame"].shape == (2, 4 + 16, 2, 4, 4)
-    assert extra["first_frame"][0, :4].flatten(2).amax(2).sum() == 4.0 == extra["first_frame"][0, :4, 0].mean(0).sum() / 4
+    assert (
+        extra["first_frame"][0, :4].flatten(2).amax(2).sum() == 4.0 == extra["first_frame"][0, :4, 0].mean(0).sum() / 4
+    )
     assert not extra["first_frame"][1].any()
     assert extra[IMAGE_STATES][0].any()
     assert not extra[IMAGE_STATES][1].any()

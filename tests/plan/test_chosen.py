@@ -149,7 +149,7 @@ def test_chosen_values_are_stored_with_the_run(open_options: Callable[..., dict]
     small = type(lora)(rank=3, lr=lora.lr, steps=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("finetrainers.config.facts.LoRASettings.steps_for", lambda self, clips, per_step: 2)
-        patch.setattr("finetrainers.models.families._LTX_DEMO_LORA", small)
+        patch.setattr("finetrainers.models.families.ltx_video._DEMO_LORA", small)
         trained = run(**values)
     stored = json.loads((trained.root / "checkpoints" / "step-2" / "manifest.json").read_text())
     assert stored["chosen"] == dict.fromkeys(("rank", "lora_alpha", "train_steps"), "family")

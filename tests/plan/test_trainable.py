@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from finetrainers.config.facts import Configs, Facts
 from finetrainers.models import family
-from finetrainers.models.families import ltx_video
+from finetrainers.models.families.ltx_video import read as ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.runs.training import TrainResult
 

@@ -22,7 +22,7 @@ from finetrainers.config.facts import Configs, Facts
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.load import load_config
 from finetrainers.models import common, compiling, family
-from finetrainers.models.families import ltx_video
+from finetrainers.models.families.ltx_video import read as ltx_video
 from finetrainers.models.family import Family
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.spec import ModelComponents, ModelSpec, PromptEmbeds, VAEStats, to_unit_range

@@ -17,7 +17,7 @@ from PIL import Image
 
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.sections import ModelSection
-from finetrainers.models.families import ltx_video
+from finetrainers.models.families.ltx_video import read as ltx_video
 from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.models.spec import ModelComponents, SampleRequest
 from finetrainers.plan.trainable import make_trainable

@@ -1,0 +1,11 @@
+"""The model families of this package: how their checkpoints' configs are read. Imports no torch.
+
+Each module has a reader, which is given the configs on disk, and the `FAMILY` that names it. Keys that configs leave
+out mean the class's defaults, so that without any config a reader describes the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from . import cogvideox, hunyuan_video, ltx_video, wan
+
+FAMILIES = (ltx_video.FAMILY, hunyuan_video.FAMILY, cogvideox.FAMILY, wan.FAMILY)
