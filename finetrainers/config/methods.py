@@ -19,13 +19,14 @@ class TrainingMethod:
     Attributes:
         name: the value of `--method`.
         method: the class, or its address `module:Class`, which is called with `MethodParts`.
-        spec: the subclass of `MethodSpec`, or its address, in a module that imports no torch.
+        spec: the subclass of `MethodSpec`, or its address, in a module that imports no torch; None for the default,
+            training on clips.
         options: its options: a table that is called like the method, so that its flags are `--NAME.OPTION`; or None.
     """
 
     name: str
     method: str | type
-    spec: str | type = "finetrainers.methods.spec:MethodSpec"
+    spec: str | type | None = None
     options: type[Section] | None = None
 
 
@@ -39,7 +40,7 @@ def _problem(name: str, value: Any) -> str | None:
         if isinstance(address, str):
             if not all(address.partition(":")):
                 return f"needs an address module:attribute as its {attribute}, got {address!r}"
-        elif not isinstance(address, type):
+        elif address is not None and not isinstance(address, type):
             return f"needs a class or an address as its {attribute}, got {_describe(address)}"
     return None if value.options is None else _options_problem(name, value.options)
 
@@ -50,8 +51,8 @@ def _options_problem(name: str, options: Any) -> str | None:
         return f"needs a subclass of Section as its options, got {_describe(options)}"
     if not name.isidentifier():
         return "has options, so its name must consist of letters, digits and underscores"
-    if options.methods != (name,) or not options.qualified or options.in_plan:
-        return f'has options that must declare methods = ("{name}",) and qualified = True, and not in_plan'
+    if options.methods != (name,) or not options.qualified:
+        return f'has options that must declare methods = ("{name}",) and qualified = True'
     for key, field in options.model_fields.items():
         try:
             option = read_option(key, name, key, field)
@@ -72,4 +73,4 @@ def _is_same(first: TrainingMethod, second: TrainingMethod) -> bool:
     return same_name(first.method, second.method)
 
 
-METHODS: Registry[TrainingMethod] = Registry("method", "finetrainers.methods", problem=_problem, is_same=_is_same)
+METHODS: Registry[TrainingMethod] = Registry("method", "methods", problem=_problem, is_same=_is_same)

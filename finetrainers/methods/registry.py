@@ -21,7 +21,7 @@ def register_method(
     name: str,
     method: str | type,
     *,
-    spec: str | type[MethodSpec] = "finetrainers.methods.spec:MethodSpec",
+    spec: str | type[MethodSpec] | None = None,
     options: type[Section] | None = None,
 ) -> None:
     """Make a method available as `--method name`; classes may be given as addresses `module:attribute`.
@@ -50,21 +50,9 @@ def is_method(name: str) -> bool:
     return METHODS.get(name) is not None
 
 
-def _declaration(name: str) -> TrainingMethod:
-    """Return the declaration of a method.
-
-    Raises:
-        KeyError: there is none of this name.
-    """
-    method = METHODS.get(name)
-    if method is None:
-        raise KeyError(METHODS.unknown(name))
-    return method
-
-
 def load_method(name: str) -> Any:
     """Return the class of a method (imports torch)."""
-    return _resolve(_declaration(name).method)
+    return _resolve(METHODS[name].method)
 
 
 def method_class_problem(config: TrainConfig) -> str | None:
@@ -94,7 +82,7 @@ def _resolve(value: Any) -> Any:
 def spec_problem(name: str) -> str | None:
     """Return why a registered method has no usable `MethodSpec`, or None if it has."""
     try:
-        spec_class = _resolve(_declaration(name).spec)
+        spec_class = _resolve(METHODS[name].spec or MethodSpec)
     except (ImportError, AttributeError) as error:
         return f"the spec of {name} cannot be imported: {error}"
     if not (isinstance(spec_class, type) and issubclass(spec_class, MethodSpec)):
@@ -110,7 +98,7 @@ def load_source(config: TrainConfig) -> Any:
 
 def method_spec(config: TrainConfig) -> MethodSpec:
     """Return the `MethodSpec` of the configured method."""
-    spec: MethodSpec = _resolve(_declaration(config.training.method).spec)()
+    spec: MethodSpec = _resolve(METHODS[config.training.method].spec or MethodSpec)()
     return spec
 
 

@@ -254,7 +254,7 @@ def _problem(name: str, value: Any) -> str | None:
 
 FAMILIES: Registry[Family] = Registry(
     "model family",
-    "finetrainers.families",
+    "families",
     problem=_problem,
     is_same=lambda first, second: first.spec == second.spec and same_name(first.read, second.read),
 )

@@ -31,7 +31,7 @@ def _problem(name: str, scorer: Any) -> str | None:
 
 
 #: Rewards by name: `module:attribute`, or an object that was registered from outside.
-REWARDS: Registry[Any] = Registry("reward", "finetrainers.rewards", problem=_problem, is_same=same_name)
+REWARDS: Registry[Any] = Registry("reward", "rewards", problem=_problem, is_same=same_name)
 
 
 def register_reward(name: str, factory: Any = None) -> Any:

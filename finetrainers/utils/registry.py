@@ -25,7 +25,7 @@ class Registry(Generic[T]):
 
     Attributes:
         noun: the kind, for messages.
-        group: group of entry points.
+        group: group of entry points, after `finetrainers.`.
         registered: the objects that are known so far, by name.
         packages: package and version of those that an installed package offers, by name.
         broken: reasons why entry points cannot be used, each a sentence with the package and a remedy.
@@ -74,6 +74,17 @@ class Registry(Generic[T]):
             self._load(name)
         return self.registered.get(name)
 
+    def __getitem__(self, name: str) -> T:
+        """Return the object of a name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        value = self.get(name)
+        if value is None:
+            raise KeyError(self.unknown(name))
+        return value
+
     def all(self) -> dict[str, T]:
         """Return all objects by name, including those of installed packages."""
         self._load(None)
@@ -86,7 +97,7 @@ class Registry(Generic[T]):
 
     def _load(self, name: str | None) -> None:
         """Register what installed packages offer under a name, or under any name."""
-        points = _entry_points(self.group, tuple(sys.path))
+        points = _entry_points(f"finetrainers.{self.group}", tuple(sys.path))
         for point in sorted(points, key=lambda point: (point.name, _package(point))):
             if point in self._loaded or name not in (None, point.name):
                 continue
