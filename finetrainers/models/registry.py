@@ -70,7 +70,7 @@ def get_family(name: str) -> Family:
     supported = f"supported: {', '.join(sorted(registered))}{broken}"
     plain = _normalize(name)
     unsupported = _UNSUPPORTED.match(plain)
-    if unsupported and unsupported[0] not in map(_normalize, registered):
+    if unsupported and not any(_normalize(other).startswith(unsupported[0]) for other in registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
     similar = [
         other

@@ -97,6 +97,12 @@ ELSEWHERE = {
     "finetrainers report runs/look": "tests/cli/test_run.py",
     "finetrainers sync": "tests/tools/test_sync.py",
     "finetrainers doctor": "tests/cli/test_doctor.py",
+    "finetrainers models": "tests/test_installed_packages.py",
+    "finetrainers tiny skyreels_v2": "tests/test_installed_packages.py",
+    "finetrainers train --pretrained_model_name_or_path tiny-skyreels": "tests/test_installed_packages.py",
+    "finetrainers sample runs/skyreels": "tests/test_installed_packages.py",
+    "finetrainers export runs/skyreels": "tests/test_installed_packages.py",
+    "finetrainers train --method anchored": "tests/test_installed_packages.py",
     "finetrainers search-batch": "tests/tools/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
 }

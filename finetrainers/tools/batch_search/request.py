@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.registry import is_method, method_spec
+from finetrainers.methods.registry import is_method, load_method, method_class_problem, method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.plan.preflight import ResolvedRun
@@ -139,7 +139,10 @@ def why_not_measured(config: TrainConfig, *, no_data: bool) -> str | None:
         return f"this is planned for {processes} processes, and only one can be measured"
     if options.fsdp is not None or options.deepspeed:
         return "a strategy that shards weights cannot continue after an OOM"
-    return None
+    method = config.training.method
+    if is_method(method) and method_class_problem(config) is None:
+        return None if hasattr(load_method(method), "benchmark_steps") else f"{method} has no benchmark_steps"
+    return None  # the method's problem is reported with the others
 
 
 def without_clips(config: TrainConfig, searches: Sequence[BucketSearch]) -> list[Bucket]:
