@@ -56,6 +56,10 @@ class PretrainedModel(ABC):
         self._read = read
         self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, such as a decoding worker, without the loaded parts."""
+        return {**vars(self), "_in_use": {}}
+
     @cached_property
     def configs(self) -> Configs:
         """The checkpoint's configs by part; missing ones of diffusers' networks are downloaded."""

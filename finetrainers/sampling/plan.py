@@ -23,7 +23,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
 from finetrainers.data.buckets.buckets import sample_size
 from finetrainers.memory.estimate import computed_bytes
-from finetrainers.methods.registry import method_names, method_spec
+from finetrainers.methods.registry import is_method, method_spec
 from finetrainers.models.registry import (
     Family,
     other_parts_digest,
@@ -363,7 +363,7 @@ def size_of_run(config: TrainConfig, target: Target) -> Size | None:
             parts = str(record.get("bucket")).split("x")
             if record.get("use", "train") == "train" and len(parts) == 3 and all(map(str.isdecimal, parts)):
                 counts[int(parts[0]), int(parts[1]), int(parts[2])] += int(record.get("examples") or 1)
-    if not counts and config.training.method in method_names():
+    if not counts and is_method(config.training.method):
         counts.update(method_spec(config).sizes(config))
     return sample_size(counts, has_chosen_buckets=config.has_chosen_sizes) if counts else None
 
