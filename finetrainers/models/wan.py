@@ -242,18 +242,24 @@ class WanSpec(ModelSpec):
         tensors = super().encode_clip(encoders, video_BCTHW, generators, media)
         return tensors | self._image_states(encoders, [video_BCTHW[:, :, frame] for frame in self._given_places])
 
-    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
+    def encode_image(
+        self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Encode an image that clips of `frames` frames start from; on channels, between gray frames."""
         still = image_CHW[None, :, None]
         if self.facts.first_frame != "channels":
             return self.encode_clip(encoders, still, None)
-        given = self.given_pixels(still.expand(-1, -1, frames, -1, -1))
+        clip = still.repeat(1, 1, frames, 1, 1)
+        if self.facts.last_frame:
+            assert last_CHW is not None, "the prompts are checked"
+            clip[:, :, -1] = last_CHW
+        given = self.given_pixels(clip)
 
         def encode() -> dict[str, Tensor]:
             return {n: self.encode_video(encoders["vae"], v) for n, v in ((MOMENTS, still), (FIRST_FRAME, given))}
 
         moments = tiled_alike(self, (frames, *still.shape[3:]), encode)
-        return moments | self._image_states(encoders, [still[:, :, 0]])
+        return moments | self._image_states(encoders, [clip[:, :, place] for place in self._given_places])
 
     def clip_shapes(self, network: nn.Module, size: tuple[int, int, int]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Add CLIP's states, where the checkpoint sees images."""
