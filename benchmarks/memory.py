@@ -294,9 +294,8 @@ def _batch(text: Mapping[str, tuple[int, ...]], moments: tuple[int, ...], clips:
 
 def narrowed(network: Network, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of a network's text conditions with the widths of a tiny one."""
-    widths = {
-        4096: config.get("text_embed_dim") or config.get("caption_channels"), 768: config.get("pooled_projection_dim"),
-    }  # fmt: skip
+    text = next((config[name] for name in ("text_embed_dim", "caption_channels", "text_dim") if config.get(name)), None)
+    widths = {4096: text, 768: config.get("pooled_projection_dim")}
     return {name: tuple(widths.get(size, size) for size in shape) for name, shape in network.text.items()}
 
 
