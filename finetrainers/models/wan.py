@@ -235,7 +235,7 @@ class WanSpec(ModelSpec):
         generators: Sequence[torch.Generator] | None,
         media: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Encode clips; where the checkpoint sees images, also to CLIP's states `[B, 257, D]` of the first frame.
+        """Encode clips; where the checkpoint sees images, with CLIP's states `[B, 257, D]` of the first frame.
 
         With a last frame these are `[B, 514, D]`.
         """
