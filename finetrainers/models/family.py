@@ -85,15 +85,18 @@ class Family:
         return config.model_copy(update={n: d for n, d in self.dtypes.items() if n not in config.model_fields_set})
 
     def facts_of(self, config: ModelSection) -> Facts:
-        """Return the facts about the configured checkpoint from its configs on this disk, else those of all published.
+        """Return the facts about the configured checkpoint from its configs, else those of all published checkpoints.
+
+        Without its configs on this disk, those of a published checkpoint are the packaged ones.
 
         Raises:
             ValueError: the checkpoint is of a kind that is not trained, or a config cannot be read.
         """
-        configs = read_configs(config, self.facts.parts)
-        is_readable = {"vae", trained_part(config)} <= configs.keys() and not self._foreign_classes(config, configs)
-        facts = self.read(configs) if is_readable else self.facts
-        return facts.of_expert(config.expert)
+        for section in (config, config.for_estimate()):
+            configs = read_configs(section, self.facts.parts)
+            if {"vae", trained_part(config)} <= configs.keys() and not self._foreign_classes(config, configs):
+                return self.read(configs).of_expert(config.expert)
+        return self.facts
 
     def trains(self, config: ModelSection) -> bool:
         """Return whether the family trains the configured checkpoint; families may share a class of transformer."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from finetrainers.config.facts import Facts, is_network
 from finetrainers.config.sections import AUTO, ModelSection
 from finetrainers.utils.addresses import resolve
 
@@ -32,6 +33,7 @@ __all__ = [
     "families",
     "get_family",
     "noise_process_name",
+    "other_parts_digest",
     "register_model",
     "text_encoders_digest",
     "transformer_digest",
@@ -39,6 +41,8 @@ __all__ = [
     "with_family",
 ]
 
+#: Text encoders and tokenizers that `text_encoders_digest` covers; more would change digests that runs have recorded.
+_TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 _ENDS = 1 << 16  # bytes at both ends of a weight file that name it
 #: A file of weights, with its variant, if any: `fp16` of `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
 _WEIGHTS = re.compile(
@@ -161,16 +165,26 @@ def vae_digest(config: ModelSection) -> str | None:
 
 def text_encoders_digest(config: ModelSection) -> str | None:
     """Return a digest of all text encoders with their tokenizers, or None if they are not all on disk."""
-    digests: list[str | None] = []
-    for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-        folder = folder_on_disk(config, part)
-        if folder is not None:
-            digests += [_settings_digest(config, part), _weights_digest(config, part)]
-    for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
-        folder = folder_on_disk(config, part)
-        if folder is not None:
-            digests.append(files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
-    return _join_digests(digests)
+    present = [part for part in _TEXT_PARTS if folder_on_disk(config, part) is not None]
+    return _join_digests([digest for part in present for digest in _part_digests(config, part)])
+
+
+def other_parts_digest(config: ModelSection, facts: Facts) -> str | None:
+    """Return a digest of the frozen parts that have none yet, such as an image encoder or the other of two experts.
+
+    It is empty if the checkpoint has no such parts, and None if they are not all on disk.
+    """
+    known = ("scheduler", "vae", facts.trained, *_TEXT_PARTS)
+    digests = [digest for part in facts.parts if part not in known for digest in _part_digests(config, part)]
+    return _join_digests(digests) if digests else ""
+
+
+def _part_digests(config: ModelSection, part: str) -> list[str | None]:
+    """Return the digests of a network's settings and weights, or that of another part's files."""
+    if is_network(part):
+        return [_settings_digest(config, part), _weights_digest(config, part)]
+    folder = folder_on_disk(config, part)
+    return [files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]) if folder else None]
 
 
 def _weights_digest(config: ModelSection, part: str) -> str | None:

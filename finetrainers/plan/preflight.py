@@ -43,8 +43,8 @@ from finetrainers.utils.packaged import SCHEME, model_path
 from finetrainers.utils.text import plural
 from finetrainers.utils.versions import version_problem
 
-from .chosen import SIZES, choose_by_data, choose_recommended, take_from_run
-from .initial_weights import InitialWeights
+from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
+from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
@@ -132,6 +132,7 @@ def preflight(
     if config.training.training_type == "lora" and not config.changed("target_modules"):
         config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
+    config = resolve_other_expert(config, family, findings)
     method = _find_method(config, findings)
     if weights and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
@@ -141,7 +142,7 @@ def preflight(
         config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     if method is not None and checkpoint is None:
-        config = choose_recommended(config, facts, initial)
+        config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts, initial)
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))
@@ -287,6 +288,15 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         if not findings.errors:
             findings.error("model_name", str(error.args[0]), "unknown" if is_named else "required")
         raise ConfigError(findings.errors) from None
+
+
+def resolve_other_expert(config: TrainConfig, family: Family, findings: Findings) -> TrainConfig:
+    """Return the configuration with the other expert's weights as files; see `with_other_expert`."""
+    if config.model.other_expert is not None:
+        with collecting_problems(findings.errors, "--other_expert"):
+            model = with_other_expert(config.model, family.facts_of(config.model))
+            return config.model_copy(update={"model": model})
+    return config
 
 
 def _find_weights(
