@@ -104,8 +104,8 @@ def with_family(model: ModelSection) -> ModelSection:
         KeyError: neither shows a family.
     """
     if model.model_name != AUTO:
-        known = FAMILIES.get(model.model_name)
-        return model if known is None else known.with_dtypes(model)
+        family = FAMILIES.get(model.model_name)
+        return model if family is None else family.with_dtypes(model)
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None

@@ -102,7 +102,6 @@ ELSEWHERE = {
     "finetrainers train --pretrained_model_name_or_path tiny-skyreels": "tests/test_installed_packages.py",
     "finetrainers sample runs/skyreels": "tests/test_installed_packages.py",
     "finetrainers export runs/skyreels": "tests/test_installed_packages.py",
-    "finetrainers train --method anchored": "tests/test_installed_packages.py",
     "finetrainers search-batch": "tests/tools/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
 }
