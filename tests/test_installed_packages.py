@@ -157,7 +157,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'method = "anchored"\ntrain_steps = 1\ncheckpointing_steps = 1\nrank = 4\nlora_alpha = 4\nlr = 1e-2\n'
         'output_dir = "run"\nvalidation_prompts = "a red ball"\nvalidation_inference_steps = 1\n'
         'validation_steps = 2\neval_reward = ["redness"]\neval_steps = 2\neval_num_items = 1\n'
-        "dataloader_num_workers = 1\nprecompute_conditions = true\n\n[anchored]\nstrength = 0.5\n"
+        "dataloader_num_workers = 0\nprecompute_conditions = true\n\n[anchored]\nstrength = 0.5\n"
     )
     return work
 
