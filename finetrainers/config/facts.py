@@ -140,6 +140,11 @@ class Facts:
         return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
 
     @property
+    def expert(self) -> str | None:
+        """Name of the expert that is trained, `high` or `low`, or None if there is one network."""
+        return None if self.boundary is None else "low" if self.noise_range == (0.0, self.boundary) else "high"
+
+    @property
     def experts(self) -> tuple[str, ...]:
         """The companions that denoise: the expert that is not trained, or none."""
         return (

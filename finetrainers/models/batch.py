@@ -116,11 +116,12 @@ class ModelComponents:
         return self
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Move the networks to a device within the block, and after it to where each was."""
+    def on(self, device: torch.device | None) -> Iterator[None]:
+        """Move the networks to a device within the block, unless it is None, and after it to where each was."""
         networks = [module for module in self.modules.values() if isinstance(module, nn.Module)]
         before = [next(network.parameters()).device for network in networks]
-        self.to(device)
+        if device is not None:
+            self.to(device)
         try:
             yield
         finally:

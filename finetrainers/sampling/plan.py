@@ -23,12 +23,24 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
 from finetrainers.data.buckets.buckets import sample_size
 from finetrainers.memory.estimate import computed_bytes
-from finetrainers.methods.registry import method_names, method_spec
-from finetrainers.models.registry import Family, text_encoders_digest, transformer_digest, vae_digest
+from finetrainers.methods.registry import is_method, method_spec
+from finetrainers.models.registry import (
+    Family,
+    other_parts_digest,
+    text_encoders_digest,
+    transformer_digest,
+    vae_digest,
+)
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.plan.chosen import choose_defaults
 from finetrainers.plan.ownership import samples_problem
-from finetrainers.plan.preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
+from finetrainers.plan.preflight import (
+    check_paths,
+    check_prompt_videos,
+    read_prompts,
+    resolve_family,
+    resolve_other_expert,
+)
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
@@ -144,8 +156,12 @@ class SamplePlan:
         digests = [text_encoders_digest(model), vae_digest(model)]
         if not all(variant.weights.kind == "full" for variant in self.variants):
             digests.append(transformer_digest(model))
+        if (others := other_parts_digest(model, self.facts)) != "":  # so that clips of other families keep their keys
+            digests.append(others)
+        if model.other_expert is not None:
+            digests.append(file_sha256(Path(model.other_expert)))
         if None not in digests:  # then their paths do not matter
-            names = [name for name in names if not name.endswith(("_id", "_or_path"))]
+            names = [name for name in names if not name.endswith(("_id", "_or_path", "other_expert"))]
         scale = validation.validation_guidance_scale_2
         low = {} if scale is None else {"guidance_scale_2": scale}  # keeps the keys of other samples
         return {
@@ -204,6 +220,7 @@ def plan_targets(
     except ConfigError as error:
         raise ConfigError([*findings.errors, *error.problems]) from None
     check_paths(config, findings)
+    config = resolve_other_expert(config, family, findings)
     for weights in [] if findings.errors else dict.fromkeys(target.weights for target in targets):
         findings.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
     findings.errors[:] = dict.fromkeys(findings.errors)
@@ -221,7 +238,7 @@ def plan_targets(
     elif (problem := samples_problem(output_dir)) is not None:
         findings.error("output_dir", problem, "occupied")
     if findings.errors:
-        raise ConfigError(_use_command_names(findings.errors))
+        raise ConfigError(use_command_names(findings.errors))
     first = config.training.seed if options.seed is None else options.seed
     trigger = config.data.id_token
     if trigger and not any(trigger in prompt.prompt for prompt in prompts):
@@ -346,7 +363,7 @@ def size_of_run(config: TrainConfig, target: Target) -> Size | None:
             parts = str(record.get("bucket")).split("x")
             if record.get("use", "train") == "train" and len(parts) == 3 and all(map(str.isdecimal, parts)):
                 counts[int(parts[0]), int(parts[1]), int(parts[2])] += int(record.get("examples") or 1)
-    if not counts and config.training.method in method_names():
+    if not counts and is_method(config.training.method):
         counts.update(method_spec(config).sizes(config))
     return sample_size(counts, has_chosen_buckets=config.has_chosen_sizes) if counts else None
 
@@ -423,7 +440,7 @@ def _media_digests(prompt: ValidationPrompt) -> list[str]:
     return contents
 
 
-def _use_command_names(problems: Sequence[Problem]) -> list[Problem]:
+def use_command_names(problems: Sequence[Problem]) -> list[Problem]:
     """Return problems with the names that options have in this command."""
     renamed = []
     for problem in problems:

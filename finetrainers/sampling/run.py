@@ -17,8 +17,9 @@ import numpy as np
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
+from finetrainers.plan.capabilities import capability_problems, sample_needs
 from finetrainers.plan.init_distributed import join
-from finetrainers.plan.trainable import check_lora_modules
+from finetrainers.plan.trainable import check_lora_modules, check_other_expert
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
 from finetrainers.utils.failures import user_message
@@ -32,7 +33,7 @@ from finetrainers.utils.video import write_mp4
 from .grid import Cell, Grid, Group, Row, page, sheet
 from .ledger import SampleIndex
 from .memory import offloads
-from .plan import Sample, SamplePlan, Variant
+from .plan import Sample, SamplePlan, Variant, use_command_names
 from .sampler import Sampler
 from .weights import under
 
@@ -103,6 +104,10 @@ def check_weights(plan: SamplePlan) -> None:
     """
     spec = plan.family.load(plan.config.model)
     problems, _ = spec.examine()
+    needs = sample_needs(plan.config.model, plan.facts, plan.prompts)
+    problems += use_command_names(capability_problems(needs, spec, name=plan.family.name))
+    if plan.config.model.other_expert is not None and not problems:
+        check_other_expert(spec)
     weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
     loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:

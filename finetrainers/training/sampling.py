@@ -274,15 +274,15 @@ def _pipeline(spec: ModelSpec, parts: SamplingComponents, *, image_to_video: boo
     offload = parts.offload and parts.device.type != "cpu"
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
     pipeline.set_progress_bar_config(disable=True)
-    if not offload:
-        with spec.companions.on(parts.device):
+    # Clips may be encoded by some of these on the device between samples.
+    with spec.companions.on(None if offload else parts.device):
+        if not offload:
             yield pipeline
-        return
-    pipeline.enable_model_cpu_offload(device=parts.device)
-    try:
-        yield pipeline
-    finally:  # hooks would pull the transformer off the device in the next training step
-        pipeline.remove_all_hooks()
-        parts.transformer.to(parts.device)
-        parts.vae.to(parts.device)
-        spec.companions.to("cpu")
+            return
+        pipeline.enable_model_cpu_offload(device=parts.device)
+        try:
+            yield pipeline
+        finally:  # hooks would pull the transformer off the device in the next training step
+            pipeline.remove_all_hooks()
+            parts.transformer.to(parts.device)
+            parts.vae.to(parts.device)

@@ -172,6 +172,8 @@ def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     model = config.model
     if facts.boundary is None and model.expert is not None:
         yield "expert", "this model has one network for all noise levels; remove it", "unsupported"
+    if facts.boundary is None and model.other_expert is not None:
+        yield "other_expert", "this model has one network for all noise levels; remove it", "unsupported"
     if facts.boundary is not None and model.expert is None:
         yield (
             "expert",

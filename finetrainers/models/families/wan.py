@@ -99,7 +99,10 @@ FAMILY = Family(
         "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     ),
-    starters={"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.3, "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14},
+    starters={
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.3, "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 5,
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14,
+    },
     dtypes={"vae_dtype": "fp32"},  # as in diffusers' examples: bf16 shifts colors
     tiny="finetrainers.models.tiny_wan:build_wan",
     tiny_versions=("t2v", "i2v", "flf2v", "ti2v", "a14b", "a14b_i2v"),
