@@ -59,7 +59,7 @@ def test_it_learns_a_clip_and_resumes_exactly(
     done = run(**values)
     spec, trained = done.state.spec, done.state.parallel.unwrap(done.state.transformer)
     base = spec.load_transformer(torch.float32)
-    # Measured: 0.85 of the loss of 5B, whose noise has as many channels as the tiny network is wide; others 0.39 to 0.72.
+    # Measured: 0.85 for 5B, whose noise has as many channels as the tiny network is wide, and 0.39 to 0.72 for others.
     goal = 0.9 if spec.latent_channels(base) >= spec.width(base) else 0.78
     assert evaluate(done.state, trained) < goal * evaluate(done.state, base)
 
