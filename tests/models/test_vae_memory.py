@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from every_family import FAMILIES
+from published_networks import NETWORKS
 from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,19 @@ from finetrainers.config.sections import ModelSection
 from finetrainers.models.decoding import decode_gradient
 from finetrainers.models.registry import get_family
 from finetrainers.models.spec import VAE_BUDGET, ModelSpec, VAEStats, pixel_size, vae_working_bytes
+
+
+def load_published(name: str, **options: Any) -> ModelSpec:
+    """The spec of a published checkpoint, by its packaged configs."""
+    network = NETWORKS[name]
+    section = ModelSection(model_name=network.family, pretrained_model_name_or_path=network.hub_id, **options)
+    return get_family(network.family).load(section.for_estimate())
+
+
+def published_vae(spec: ModelSpec) -> Any:
+    """Its VAE, without weights."""
+    with torch.device("meta"):
+        return spec.parts["vae"].from_config(spec.configs["vae"]).to(torch.bfloat16).eval().requires_grad_(False)
 
 
 def load(family: str, repo: Path, **options: Any) -> ModelSpec:
@@ -57,19 +70,16 @@ def peak(work: Callable[[], Any]) -> int:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("family", "size"),
+    ("name", "size"),
     [
-        ("ltx_video", (9, 128, 128)), ("hunyuan_video", (17, 128, 128)), ("hunyuan_video", (17, 720, 1280)),
-        ("cogvideox", (17, 128, 128)),
+        ("LTX-Video", (9, 128, 128)), ("HunyuanVideo", (17, 128, 128)), ("HunyuanVideo", (17, 720, 1280)),
+        ("CogVideoX-2b", (17, 128, 128)), ("Wan2.1-1.3B", (17, 128, 128)), ("Wan2.2-5B", (17, 128, 128)),
     ],
 )  # fmt: skip
-def test_the_estimate_is_what_the_published_networks_take(
-    family: str, size: tuple[int, int, int], tmp_path: Path
-) -> None:
-    """The classes' default configs are the published VAEs; without weights, so that nothing is computed."""
-    spec = load(family, tmp_path)
-    with torch.device("meta"):
-        vae = getattr(diffusers, str(get_family(family).vae))().to(torch.bfloat16).eval()
+def test_the_estimate_is_what_the_published_networks_take(name: str, size: tuple[int, int, int]) -> None:
+    """Nothing is computed."""
+    spec = load_published(name)
+    vae = published_vae(spec)
     video = torch.empty(1, 3, *size, dtype=torch.bfloat16, device="meta")
     moments = vae.encode(video).latent_dist.parameters
     latents = torch.empty(1, moments.shape[1] // 2, *moments.shape[2:], dtype=torch.bfloat16, device="meta")
@@ -79,16 +89,21 @@ def test_the_estimate_is_what_the_published_networks_take(
 
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("family", "size"), [("ltx_video", (9, 64, 64)), ("hunyuan_video", (17, 64, 64)), ("cogvideox", (9, 64, 64))]
-)
+    ("name", "size", "large"),
+    [
+        ("LTX-Video", (9, 64, 64), (161, 1024, 1280)), ("HunyuanVideo", (17, 64, 64), (61, 544, 960)),
+        ("CogVideoX-2b", (9, 64, 64), (49, 480, 720)), ("Wan2.1-1.3B", (9, 64, 64), (81, 480, 832)),
+        ("Wan2.2-5B", (9, 64, 64), (49, 704, 1280)),
+    ],
+)  # fmt: skip
 def test_the_estimate_of_a_decode_with_its_backward(
-    family: str, size: tuple[int, int, int], tiny_repo: Callable[..., Path]
+    name: str, size: tuple[int, int, int], large: tuple[int, int, int]
 ) -> None:
-    spec = load(family, tiny_repo(family), vae_dtype="bf16")
-    with torch.device("meta"):
-        vae = spec.parts["vae"]().to(torch.bfloat16).eval().requires_grad_(False)
+    spec = load_published(name, vae_dtype="bf16")
+    vae = published_vae(spec)
     shape = spec.facts.geometry.latent_shape(*size)
-    latents = torch.empty(1, vae.config.latent_channels, *shape, device="meta")
+    channels = spec.latent_channels(spec.transformer_on_meta())
+    latents = torch.empty(1, channels, *shape, device="meta")
     stats = VAEStats(mean=torch.tensor(0.0), scale=torch.tensor(1.0))
 
     def differentiate(checkpointing: bool) -> int:
@@ -98,31 +113,30 @@ def test_the_estimate_of_a_decode_with_its_backward(
         return peak(lambda: decode_gradient(spec, vae, latents, stats, score, checkpointing=checkpointing))
 
     assert differentiate(True) == pytest.approx(vae_working_bytes(spec, size, gradient=True), rel=0.15)
-    if family == "ltx_video":  # the others take seconds
+    if name in ("LTX-Video", "Wan2.1-1.3B", "Wan2.2-5B"):  # the others take seconds
         assert differentiate(False) == pytest.approx(vae_working_bytes(spec, size, gradient=True, stored=True), rel=0.1)
-    large = {"ltx_video": (161, 1024, 1280), "hunyuan_video": (61, 544, 960), "cogvideox": (49, 480, 720)}[family]
     assert spec.tiles_by_size(large, gradient=True) > spec.tiles_by_size(large)
 
 
 @pytest.mark.parametrize(
-    ("family", "whole", "tiled"),
+    ("name", "whole", "tiled"),
     [
-        ("ltx_video", (161, 704, 1216), (257, 1024, 1280)),
-        ("hunyuan_video", (129, 544, 960), (129, 720, 1280)),
-        ("cogvideox", (81, 480, 832), (81, 768, 1360)),
+        ("LTX-Video", (161, 704, 1216), (257, 1024, 1280)),
+        ("HunyuanVideo", (129, 544, 960), (129, 720, 1280)),
+        ("CogVideoX-2b", (81, 480, 832), (81, 768, 1360)),
+        ("Wan2.1-1.3B", (81, 720, 1280), (81, 1440, 2560)),
+        ("Wan2.2-5B", (121, 704, 1280), (121, 1440, 2560)),
     ],
 )
 def test_large_clips_are_tiled_and_small_ones_are_not(
-    family: str, whole: tuple[int, int, int], tiled: tuple[int, int, int], tmp_path: Path
+    name: str, whole: tuple[int, int, int], tiled: tuple[int, int, int]
 ) -> None:
-    spec = load(family, tmp_path)
+    spec = load_published(name)
     assert not spec.tiles_by_size(whole)
     assert spec.tiles_by_size(tiled)
-    assert load(family, tmp_path, vae_dtype="fp32").vae_bytes(whole) == pytest.approx(
-        2 * spec.vae_bytes(whole), rel=0.3
-    )
+    assert load_published(name, vae_dtype="fp32").vae_bytes(whole) == pytest.approx(2 * spec.vae_bytes(whole), rel=0.3)
     for asked in (True, False):
-        assert not load(family, tmp_path, enable_tiling=asked).tiles_by_size(tiled)  # it is said, one way or the other
+        assert not load_published(name, enable_tiling=asked).tiles_by_size(tiled)  # it is said, one way or the other
 
 
 @pytest.mark.rotating

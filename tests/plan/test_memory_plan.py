@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from refusals import refused_options
 
 from finetrainers.config.errors import ConfigError
@@ -38,12 +39,12 @@ NETWORKS, SCORING, DECODER = "networks of rewards", "activations of rewards", "t
 @pytest.fixture
 def checked(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., ResolvedRun]:
     def make(**options: Any) -> ResolvedRun:
-        family = options.pop("family", "ltx_video")
+        family, version = options.pop("family", "ltx_video"), options.pop("version", None)
         data = {"video_resolution_buckets": ["49x512x768"], "data_root": str(tmp_path / "absent")}
         sizes = {} if options.get("method") in ("grpo", "refl") else data
         config = load_config(
-            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), output_dir=str(tmp_path / "run"),
-            rank=4, optimizer="adamw", train_steps=2, **{**sizes, **options},
+            model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, version)),
+            output_dir=str(tmp_path / "run"), rank=4, optimizer="adamw", train_steps=2, **{**sizes, **options},
         )  # fmt: skip
         without_data = method_spec(config).without_data(config)
         assert without_data is not None
@@ -100,6 +101,44 @@ def test_reward_finetuning_has_rollouts(checked: Callable[..., ResolvedRun]) -> 
     assert plan.unknown == ()
     absent = RunMemory(checked(family="hunyuan_video", **{**options, "reward": ["pickscore,path=a/b"]})).plan()
     assert absent.unknown == (NETWORKS,)
+
+
+def test_companions_count_where_they_are(checked: Callable[..., ResolvedRun], tmp_path: Path) -> None:
+    """The other expert: on the GPU in samples and rollouts, otherwise on the host. An image encoder: loaded once."""
+    sampled = {"validation_prompts": "a cat@@@49x512x768", "validation_steps": 1}
+    pair: dict[str, Any] = {"family": "wan", "version": "a14b", "expert": "low"}
+    memory = RunMemory(checked(precompute_conditions=True, **pair, **sampled))
+    without, plan = RunMemory(checked(precompute_conditions=True, **pair)).plan(), memory.plan()
+    other, vae = 2.0 * numbers(memory, "transformer"), 4.0 * numbers(memory, "vae")
+    assert plan.unknown == ()
+    assert plan.phases["validation"]["transformer"] == other
+    assert "transformer" not in plan.phases["training_step"]
+    assert plan.host["training_step"] == pytest.approx(without.host["training_step"] + other)
+    assert plan.host["validation"] == pytest.approx(without.host["training_step"])
+    # One expert at a time: the other one is as large as all that is trained.
+    options = {"precompute_conditions": True, "enable_model_cpu_offload": True, **pair, **sampled}
+    offloaded = RunMemory(checked(**options)).plan()
+    trained = plan.phases["validation"]["frozen weights"] + plan.phases["validation"]["trainable weights"]
+    assert offloaded.host["validation"] == pytest.approx(plan.host["validation"] + other + vae + trained)
+    options = {"method": "grpo", "rollout_size": "17x128x128", "reward": ["brightness"], "mixed_precision": "bf16"}
+    rollouts = RunMemory(checked(**pair, **options)).plan()
+    assert [phase for phase, parts in rollouts.phases.items() if "transformer" in parts] == ["rollout", "reward"]
+    assert rollouts.host["rollout"] == pytest.approx(rollouts.host["training_step"] - other)
+
+    animated: dict[str, Any] = {"family": "wan", "version": "i2v"}
+    Image.new("RGB", (96, 64)).save(tmp_path / "first.png")
+    images = {**sampled, "validation_images": str(tmp_path / "first.png")}
+    for precomputed in (False, True):
+        memory = RunMemory(checked(precompute_conditions=precomputed, **animated))
+        encoder = 2.0 * numbers(memory, "image_encoder")
+        without, plan = (
+            memory.plan(),
+            RunMemory(checked(precompute_conditions=precomputed, **animated, **images)).plan(),
+        )
+        assert plan.phases["validation"]["image_encoder"] == encoder
+        assert ("image_encoder" in plan.phases["training_step"]) is not precomputed
+        more = plan.host["training_step"] - without.host["training_step"]
+        assert more == pytest.approx(encoder if precomputed else 0.0)
 
 
 def test_processes_share(checked: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch) -> None:

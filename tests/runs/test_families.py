@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from every_family import CHECKPOINTS, FAMILIES
 from PIL import Image
 
+from finetrainers.cli.main import main
+from finetrainers.config.sections import ModelSection
 from finetrainers.models.cogvideox import CogVideoXSpec
+from finetrainers.models.registry import families
 from finetrainers.models.spec import Batch
 
 LEVELS = (0.3, 0.7)
@@ -160,3 +166,29 @@ def test_ltx_learns_with_a_given_first_frame(options: Callable[..., dict], run: 
     trained, batch = state.parallel.unwrap(state.transformer), first_batch(state)
     base = type(trained).from_pretrained(values["pretrained_model_name_or_path"], subfolder="transformer")
     assert (evaluate(state, trained, batch) < 0.95 * evaluate(state, base, batch)).all()
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("family", "version"), CHECKPOINTS)
+def test_the_planned_cache_is_the_written_one(
+    family: str, version: str | None, options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 16 bits and in 32, of every component that encodes."""
+    values = options(family, clips=2, version=version, precompute_conditions=True)
+    model = ModelSection(model_name=family, pretrained_model_name_or_path=values["pretrained_model_name_or_path"])
+    facts = families()[family].facts_of(model)
+    values |= {} if facts.boundary is None else {"expert": "low"}
+    values |= {"part": ["image_encoder=,fp32"]} if facts.sees_image else {}
+    for dtype in ("fp32", "bf16"):
+        cache = tmp_path / dtype
+        run = values | {"precompute_dir": str(cache), "vae_dtype": dtype}
+        if dtype == "bf16":
+            run = {name: value for name, value in run.items() if name != "part" and "text_encoder" not in name}
+        config = tmp_path / "run.toml"
+        config.write_text(tomli_w.dumps(run), encoding="utf-8")
+        assert main(["prepare", "--config", str(config)]) == 0
+        capsys.readouterr()
+        assert main(["estimate", "--config", str(config), "--json"]) == 0
+        planned = json.loads(capsys.readouterr().out)["disk"]["cache"]
+        written = sum(path.stat().st_size for path in cache.rglob("*.safetensors"))
+        assert planned == pytest.approx(written, rel=0.05)
