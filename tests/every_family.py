@@ -3,16 +3,29 @@ them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from finetrainers.config.facts import Facts
 from finetrainers.models.registry import families
+from finetrainers.utils.addresses import resolve
 
 #: Names of all families.
 FAMILIES = tuple(families())
-#: Versions that differ from others in how text and image are encoded alone, and have tests of their own.
-_ELSEWHERE = ("token_replace", "latent_concat")
-#: Family and version of every other tiny model; None: there is one version.
+#: Family and version of every tiny model; None: there is one version.
 CHECKPOINTS = tuple(
-    (name, version)
-    for name, family in families().items()
-    for version in family.tiny_versions or (None,)
-    if version not in _ELSEWHERE
+    (name, version) for name, family in families().items() for version in family.tiny_versions or (None,)
 )
+
+
+def deep_repo(tiny_repo: Callable[..., Path], family: str, *, layers: int) -> Path:
+    """A family's tiny model with at least four blocks: of two kinds, or `layers` of one."""
+    build: Any = resolve(families()[family].tiny or "")
+    return tiny_repo(family, **({"layers": layers} if "layers" in inspect.signature(build).parameters else {}))
+
+
+def required_options(facts: Facts) -> dict[str, Any]:
+    """Options that a run of a checkpoint must have, and others need not: the expert that is trained."""
+    return {} if facts.boundary is None else {"expert": "high"}

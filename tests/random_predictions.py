@@ -40,7 +40,7 @@ def predict(
     tensors = {name: normal(*tensor.shape) for name, tensor in conditions.tensors.items()}
     for name in masks:
         tensors[name] = (torch.arange(tensors[name].shape[1]) < text).expand(batch, -1)
-    x = spec.padded(normal(batch, network.config.out_channels, *spec.facts.geometry.denoised_shape(frames, *size)))
+    x = spec.padded(normal(batch, spec.latent_channels(network), *spec.facts.geometry.denoised_shape(frames, *size)))
     meta = SimpleNamespace(**{**vars(meta), "extra": {name: torch.zeros_like(x) for name in spec.facts.media}})
     t = torch.full((batch,), 0.5) if spec.facts.is_flow else torch.full((batch,), 500)
     if times_per_frame:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_family import required_options
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -112,17 +113,18 @@ def options(tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], tmp
     def build(family: str = "ltx_video", *, clips: int = 1, version: str | None = None, **changes: Any) -> dict:
         repository = tiny_repo(family, version)
         model = ModelSection(model_name=family, pretrained_model_name_or_path=str(repository))
-        media = families()[family].facts_of(model).media
+        facts = families()[family].facts_of(model)
         values: dict[str, Any] = {
             "model_name": family,
             "pretrained_model_name_or_path": str(repository),
-            "data_root": str(make_clips(clips, media=media)),
+            "data_root": str(make_clips(clips, media=facts.media)),
             "video_resolution_buckets": ["9x64x64"],
             "output_dir": str(tmp_path / "run"),
             "transformer_dtype": "fp32",
             "vae_dtype": "fp32",
             "train_steps": 3,
             "lr": 1e-2,
+            **required_options(facts),
         }
         parts = families()[family].facts.parts
         values |= {f"{part}_dtype": "fp32" for part in parts if part.startswith("text_encoder")}

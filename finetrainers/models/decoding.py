@@ -60,7 +60,7 @@ def decode_gradient(
     with retry_vae_on_oom(spec, vae, _size(spec, latents_BCTHW), batch=len(latents_BCTHW), gradient=True) as retry:
         if not checkpointing:
             return retry(work)
-        with _recompute_decoder(vae):
+        with spec.recompute_decoder(vae):
             return retry(work)
 
 
@@ -75,8 +75,8 @@ def _size(spec: Any, latents: Tensor) -> tuple[int, int, int]:
 
 
 @contextmanager
-def _recompute_decoder(vae: Any) -> Iterator[None]:
-    """Recompute the decoder in backward: calls store their inputs alone, and blocks theirs during recomputation.
+def recompute_decoder(vae: Any) -> Iterator[None]:
+    """Implement `ModelSpec.recompute_decoder`: calls store their inputs, and blocks theirs during recomputation.
 
     A decoder that is called once for each tile, or for a few frames at a time, then has the activations of one call.
     """

@@ -25,6 +25,7 @@ from .batch import ModelComponents
 from .files import saving
 from .files.files import part_folder, read_configs, single_file
 from .files.lora_formats import Lora
+from .files.original import ORIGINALS, Original
 from .files.weights import network_problems
 from .split.attention import AttentionFn, set_processors
 
@@ -45,7 +46,8 @@ class PretrainedModel(ABC):
     parts: ClassVar[Mapping[str, Any]] = {}
     #: The diffusers pipeline that users load the results with.
     pipeline_class: Any = None
-    #: Class of the processor that runs the blocks' attention by a chosen backend (`--attn_backend`), or None.
+    #: Class of the processor that runs the blocks' attention by a chosen backend, or None, so that `--attn_backend` and
+    #: `--sp_size` are refused.
     attention_processor: type[Any] | None = None
 
     def __init__(self, config: ModelSection, *, name: str, read: Read) -> None:
@@ -53,6 +55,10 @@ class PretrainedModel(ABC):
         self.name = name
         self._read = read
         self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, such as a decoding worker, without the loaded parts."""
+        return {**vars(self), "_in_use": {}}
 
     @cached_property
     def configs(self) -> Configs:
@@ -67,6 +73,11 @@ class PretrainedModel(ABC):
     def facts(self) -> Facts:
         """Facts about the checkpoint, read from its configs; ValueError if the family does not train its kind."""
         return self._read(self.configs).of_expert(self.config.expert)
+
+    @property
+    def single_file_layout(self) -> Original | None:
+        """Layout of the trained network by its authors, or None, so that full weights in `comfyui` are refused."""
+        return ORIGINALS.get(self.parts[self.facts.trained].__name__)
 
     def examine(self) -> tuple[list[Problem], list[str]]:
         """Compare the headers of weight files on this disk with the networks' classes; return problems and warnings."""
@@ -129,12 +140,13 @@ class PretrainedModel(ABC):
 
     def transformer_on_meta(self) -> nn.Module:
         """Build the network that is trained on the meta device, without weights, for dry runs."""
-        return self._with_attention(common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained))
+        network = common.on_meta(self.parts[self.facts.trained], self.config, self.facts.trained)
+        return network if self.attention_processor is None else self._with_attention(network)
 
     def _with_attention(self, network: nn.Module) -> nn.Module:
         """Set the configured attention backend in the network's blocks, and return the network."""
         if self.config.attn_backend != AUTO:
-            assert self.attention_processor is not None, "`check_attention` refuses it"
+            assert self.attention_processor is not None, "refused by `plan.capabilities`"
             set_processors(self.block_modules(network), self.attention_processor(AttentionFn(self.config.attn_backend)))
         return network
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from finetrainers.config.facts import Facts, is_network
 from finetrainers.config.sections import AUTO, ModelSection
 from finetrainers.utils.addresses import resolve
 
-from .families import FAMILIES
-from .family import Family, families, register_model
+from .families import FAMILIES as OWN_FAMILIES
+from .family import FAMILIES, Family, families, register_model
 from .files.files import (
     folder_on_disk,
     is_hub_id,
@@ -26,11 +27,13 @@ from .files.files import (
 )
 
 __all__ = [
+    "FAMILIES",
     "Family",
     "build_tiny",
     "families",
     "get_family",
     "noise_process_name",
+    "other_parts_digest",
     "register_model",
     "text_encoders_digest",
     "transformer_digest",
@@ -38,13 +41,15 @@ __all__ = [
     "with_family",
 ]
 
+#: Text encoders and tokenizers that `text_encoders_digest` covers; more would change digests that runs have recorded.
+_TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 _ENDS = 1 << 16  # bytes at both ends of a weight file that name it
 #: A file of weights, with its variant, if any: `fp16` of `diffusion_pytorch_model.fp16-00001-of-00002.safetensors`.
 _WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+?))?(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 )
 
-for _family in FAMILIES:
+for _family in OWN_FAMILIES:
     register_model(_family)
 
 #: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
@@ -61,13 +66,15 @@ def get_family(name: str) -> Family:
     Raises:
         KeyError: there is none; the message names the nearest, or all.
     """
+    family = FAMILIES.get(name)
+    if family is not None:
+        return family
     registered = families()
-    if name in registered:
-        return registered[name]
-    supported = f"supported: {', '.join(sorted(registered))}"
+    broken = "".join(f"; {reason}" for reason in FAMILIES.broken)
+    supported = f"supported: {', '.join(sorted(registered))}{broken}"
     plain = _normalize(name)
     unsupported = _UNSUPPORTED.match(plain)
-    if unsupported and unsupported[0] not in map(_normalize, registered):
+    if unsupported and not any(_normalize(other).startswith(unsupported[0]) for other in registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
     similar = [
         other
@@ -75,10 +82,12 @@ def get_family(name: str) -> Family:
         if (len(plain) > 2 and _normalize(other).startswith(plain)) or plain.startswith(_normalize(other))
     ]
     if len(similar) == 1:
-        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?")
+        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?{broken}")
     close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
     suggestion = next((other for other in registered if _normalize(other) in close), None)
-    raise KeyError(f"unknown model family {name!r}; {f'did you mean {suggestion!r}?' if suggestion else supported}")
+    raise KeyError(
+        f"unknown model family {name!r}; {f'did you mean {suggestion!r}?{broken}' if suggestion else supported}"
+    )
 
 
 def _normalize(name: str) -> str:
@@ -95,22 +104,26 @@ def with_family(model: ModelSection) -> ModelSection:
         KeyError: neither shows a family.
     """
     if model.model_name != AUTO:
-        return families()[model.model_name].with_dtypes(model) if model.model_name in families() else model
+        known = FAMILIES.get(model.model_name)
+        return model if known is None else known.with_dtypes(model)
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
-    for name, family in families().items():
-        is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
-        with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
-            kind = (part_config(model, trained_part(model)) or {}).get("_class_name") or kind
-        if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
-            return family.with_dtypes(model.model_copy(update={"model_name": name}))
+    with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
+        kind = (part_config(model, trained_part(model)) or {}).get("_class_name")
+    for searched in (lambda: dict(FAMILIES.registered), families):  # installed packages only if need be
+        for name, family in searched().items():
+            is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
+            if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
+                return family.with_dtypes(model.model_copy(update={"model_name": name}))
     reason = (
         f"{source} holds a {kind}, which no supported family trains"
         if kind
         else f"it cannot be detected from a config of {source} on this disk"
     )
-    raise KeyError(f"is required: {reason}; supported: {', '.join(sorted(families()))}")
+    raise KeyError(
+        "; ".join([f"is required: {reason}", f"supported: {', '.join(sorted(families()))}", *FAMILIES.broken])
+    )
 
 
 def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None = None) -> None:
@@ -152,16 +165,26 @@ def vae_digest(config: ModelSection) -> str | None:
 
 def text_encoders_digest(config: ModelSection) -> str | None:
     """Return a digest of all text encoders with their tokenizers, or None if they are not all on disk."""
-    digests: list[str | None] = []
-    for part in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-        folder = folder_on_disk(config, part)
-        if folder is not None:
-            digests += [_settings_digest(config, part), _weights_digest(config, part)]
-    for part in ("tokenizer", "tokenizer_2", "tokenizer_3"):
-        folder = folder_on_disk(config, part)
-        if folder is not None:
-            digests.append(files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]))
-    return _join_digests(digests)
+    present = [part for part in _TEXT_PARTS if folder_on_disk(config, part) is not None]
+    return _join_digests([digest for part in present for digest in _part_digests(config, part)])
+
+
+def other_parts_digest(config: ModelSection, facts: Facts) -> str | None:
+    """Return a digest of the frozen parts that have none yet, such as an image encoder or the other of two experts.
+
+    It is empty if the checkpoint has no such parts, and None if they are not all on disk.
+    """
+    known = ("scheduler", "vae", facts.trained, *_TEXT_PARTS)
+    digests = [digest for part in facts.parts if part not in known for digest in _part_digests(config, part)]
+    return _join_digests(digests) if digests else ""
+
+
+def _part_digests(config: ModelSection, part: str) -> list[str | None]:
+    """Return the digests of a network's settings and weights, or that of another part's files."""
+    if is_network(part):
+        return [_settings_digest(config, part), _weights_digest(config, part)]
+    folder = folder_on_disk(config, part)
+    return [files_digest([path for path in sorted(folder.iterdir()) if path.is_file()]) if folder else None]
 
 
 def _weights_digest(config: ModelSection, part: str) -> str | None:

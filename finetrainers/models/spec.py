@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +27,7 @@ from . import common, given_frames
 from .batch import Batch, ModelComponents, PromptEmbeds, SampleRequest, VAEStats, VideoMeta, even_bounds, noised
 from .common import DTYPES, fix_input_dtype, input_dtype
 from .compiling import compile_blocks, unwrap
-from .decoding import decode_gradient, decode_videos
+from .decoding import decode_gradient, decode_videos, recompute_decoder
 from .files.files import MODEL_INDEX
 from .files.saving import remove_full, weight_files
 from .files.weights import are_mapped
@@ -34,7 +35,7 @@ from .flops import AttentionSpec, FlopMeter, Flops, Stream, Tokens, flops_formul
 from .pixels import FIRST_FRAME, MOMENTS, encode_moments, pixel_size, to_unit_range
 from .pretrained import PretrainedModel
 from .sizes import frozen_bytes, vae_working_bytes
-from .split.attention import check_attention, check_attention_choice
+from .split.attention import check_attention
 from .split.ring import OPERATOR_BODIES
 from .split.sequence import SequenceParallelPlan, check_split, share_clips
 from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tiled_for_memory
@@ -55,11 +56,11 @@ VAE_BUDGET = 24 * 2**30
 class ModelSpec(PretrainedModel):
     """A family's way to load, condition, call, decode and save its network. Holds no training state."""
 
-    #: The diffusers pipeline that also takes a first frame, or None; see `pipeline_class`.
+    #: The diffusers pipeline that also takes a first frame, or None, so that images for samples are refused.
     image_pipeline_class: Any = None
     #: Names of the transformer's block lists, for checkpointing, wrapping, compiling, and the memory estimate.
     blocks: tuple[str, ...] = ("transformer_blocks",)
-    #: Where the network's tensors have tokens that processes can share (`--sp_size`), or None if not known.
+    #: Where the network's tensors have tokens that processes can share, or None, so that `--sp_size` is refused.
     token_plan: SequenceParallelPlan | None = None
     #: Whether the transformer sees text of the prompt's length, not of one length.
     text_varies: bool = False
@@ -77,6 +78,7 @@ class ModelSpec(PretrainedModel):
         "patch_embed", "pos_embed", "x_embedder", "context_embedder", "time_embed", "^proj_in$", "^proj_out$", "norm",
     )  # fmt: skip
     #: Tokens that go through each layer, by the first expression found in its name, and the attentions; see `flops`.
+    #: Without streams, dropout is refused with `--sp_size`.
     streams: ClassVar[Mapping[str, Stream]] = {}
     attentions: ClassVar[Sequence[AttentionSpec]] = ()
     #: What gets a separate noise level in training: a clip, or each latent frame, for networks with a time per frame.
@@ -103,7 +105,11 @@ class ModelSpec(PretrainedModel):
         return FlowMatching()
 
     def sampling_times(self, scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None) -> Tensor:
-        """Return the process times of `steps` denoising steps; see `diffusion.schedule.sampling_times`."""
+        """Return the process times of `steps` denoising steps; see `diffusion.schedule.sampling_times`.
+
+        A family whose sampling is not one trajectory over all latents sets it to None: methods that sample the clips
+        that they train on are refused.
+        """
         return sampling_times(scheduler, steps, num_tokens=num_tokens, shift=shift)
 
     def width(self, network: Any) -> int:
@@ -137,12 +143,8 @@ class ModelSpec(PretrainedModel):
         """Compile the network's blocks; see `compile_blocks`."""
         compile_blocks(self.block_modules(network), num_sizes=num_sizes, text_varies=self.text_varies)
 
-    def check_attention_choice(self) -> None:
-        """Refuse an attention backend that the family has no processor for."""
-        check_attention_choice(self)
-
     def check_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Refuse an attention backend without a processor, or that does not work; see `check_backend`."""
+        """Refuse an attention backend that does not work on a device; see `check_backend`."""
         check_attention(self, device, dtype)
 
     def split_tokens(self, network: nn.Module, group: Any, mode: SpMode = "ulysses") -> None:
@@ -264,8 +266,26 @@ class ModelSpec(PretrainedModel):
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
 
-    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
-        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`."""
+    def clip_shapes(self, network: nn.Module, size: Size) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the part that makes each tensor of `encode_clip`, in whose dtype it is, and its shape for one clip.
+
+        Args:
+            network: the transformer, which tells the channels of latents.
+            size: frames, height and width of the clip.
+        """
+        frames = {MOMENTS: size[0], **{f"{name}_{MOMENTS}": size[0] for name in self.facts.media}}
+        if self.facts.first_frame == "channels":
+            frames[FIRST_FRAME] = self.given_pixels(torch.empty(1, 3, *size, device="meta")).shape[2]
+        channels, latent_shape = 2 * self.latent_channels(network), self.facts.geometry.latent_shape
+        return {name: ("vae", (channels, *latent_shape(number, *size[1:]))) for name, number in frames.items()}
+
+    def encode_image(
+        self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`.
+
+        With `Facts.last_frame`, `last_CHW` is the image that they end with.
+        """
         return self.encode_clip(encoders, image_CHW[None, :, None], None)
 
     def given_pixels(self, video_BCTHW: Tensor) -> Tensor:
@@ -361,6 +381,13 @@ class ModelSpec(PretrainedModel):
         """Decode the VAE's own latents, on its device and in its dtype, to videos in [-1, 1]."""
         return vae.decode(z_BCTHW, return_dict=False)[0]  # type: ignore[operator]
 
+    def recompute_decoder(self, vae: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the VAE's decoder is computed again in backward, for `--checkpoint_vae`.
+
+        A family sets it to None if that is not possible for its VAE, so that the option is refused.
+        """
+        return recompute_decoder(vae)
+
     # ---- sampling ----------------------------------------------------------------------------------------------
 
     def pipeline(
@@ -428,7 +455,7 @@ class ModelSpec(PretrainedModel):
             "num_frames": request.num_frames,
             "num_inference_steps": request.num_inference_steps,
         }
-        optional = {"guidance_scale": request.guidance_scale, "image": request.image}
+        optional = {name: getattr(request, name) for name in ("guidance_scale", "guidance_scale_2", "image")}
         return call | {name: value for name, value in optional.items() if value is not None} | dict(request.extra)
 
     @property

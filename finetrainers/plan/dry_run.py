@@ -11,9 +11,11 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import MEMORY, TrainConfig, changed_options
 from finetrainers.config.target import planned_gpu, target_device
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.text import plural
 
 from .automatic import record_choices
+from .capabilities import capability_problems, run_needs
 from .init_distributed import check_device, check_strategy
 from .memory_lines import fit_lines, memory_lines
 from .memory_plan import RunMemory
@@ -84,6 +86,8 @@ def build_without_weights(checked: ResolvedRun) -> tuple[ResolvedRun, nn.Module]
             checked = examine_weights(checked)
         else:
             check_classes(checked)
+            family = checked.family
+            problems += capability_problems(run_needs(checked), resolve(family.spec), name=family.name)
     with collecting_problems(problems):
         transformer = network_without_weights(checked, stand_in=unseen is not None)
         if unseen is None:

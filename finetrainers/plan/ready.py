@@ -13,6 +13,7 @@ from finetrainers.methods.registry import method_class_problem, method_spec, pla
 from finetrainers.models.files.hub import ask
 from finetrainers.utils.progress import working
 
+from .capabilities import capability_problems, run_needs
 from .check_upload import check_upload
 from .once_per_node import once_per_node
 from .preflight import ResolvedRun, attribute_to_option, collecting_problems, plan_work_once, preflight
@@ -189,10 +190,9 @@ def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:
 
     config, spec, method = checked.config, checked.spec, method_spec(checked.config)
     problems: list[Problem] = []
+    problems += (missing := capability_problems(run_needs(checked), spec, name=spec.name))
     with collecting_problems(problems):
-        spec.check_attention_choice()
-    with collecting_problems(problems):
-        check_split(spec, config.parallel.sp_size, config.parallel.sp_mode, dropout=config.training.lora_dropout)
+        check_split(spec, config.parallel.sp_size, config.parallel.sp_mode)
     with collecting_problems(problems):
         check_number_of_blocks(config, spec)
     with collecting_problems(problems, "--pretrained_model_name_or_path"):
@@ -201,7 +201,7 @@ def check_network(checked: ResolvedRun, *, plan_known: bool = True) -> None:
         if config.diffusion.flow_resolution_shifting and "flow_resolution_shifting" not in method.unread:
             with collecting_problems(problems, "--flow_resolution_shifting"):
                 resolution_shift(config.diffusion, scheduler.config)
-    if plan_known:
+    if plan_known and not any(problem.where == "--method" for problem in missing):
         with collecting_problems(problems):
             method.check(checked.plan, config, spec=spec)
     if problems:

@@ -15,7 +15,14 @@ from finetrainers.data.loading.position import DataPosition
 from finetrainers.methods.registry import method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.models.files.lora_names import kind_of
-from finetrainers.models.registry import noise_process_name, text_encoders_digest, transformer_digest, vae_digest
+from finetrainers.models.registry import (
+    get_family,
+    noise_process_name,
+    other_parts_digest,
+    text_encoders_digest,
+    transformer_digest,
+    vae_digest,
+)
 from finetrainers.rundir.find import read_state, scan_checkpoints
 from finetrainers.rundir.manifest import is_sealed, read_manifest
 from finetrainers.rundir.run_dir import package_versions
@@ -39,7 +46,8 @@ from .lineage import began_from, short_digest
 _SAME_RATE = 1e-3
 #: Facts about the model and the data, which are not options, that must also be the same.
 _FACTS: dict[str, str | None] = {
-    "base": None, "noise_process": None, "vae": "data", "text_encoders": "data", "data": "data",
+    "base": None, "noise_process": None, "vae": "data", "text_encoders": "data", "other_parts": "data",
+    "data": "data",
 }  # fmt: skip
 #: Facts that are known only if the model's files are on disk, and the message if they differ.
 _MODEL_FACTS = {
@@ -48,6 +56,8 @@ _MODEL_FACTS = {
     "vae": "the VAE has changed (--pretrained_model_name_or_path, --vae_id)",
     "text_encoders": "the text encoders or tokenizers have changed (--pretrained_model_name_or_path, "
     "--text_encoder_id, --tokenizer_id)",
+    "other_parts": "an image encoder, the other expert or another frozen component has changed "
+    "(--pretrained_model_name_or_path, --part)",
 }
 
 
@@ -177,6 +187,7 @@ def _model_facts(config: TrainConfig) -> dict[str, Any]:
         "noise_process": noise_process_name(config.model),
         "vae": vae_digest(config.model),
         "text_encoders": text_encoders_digest(config.model),
+        "other_parts": other_parts_digest(config.model, get_family(config.model.model_name).facts_of(config.model)),
     }
 
 

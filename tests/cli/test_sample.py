@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from finetrainers.cli.main import main
 from finetrainers.cli.sample import own_options
 from finetrainers.config.sample import SampleSection, options_of_runs
+from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.sampling import run
 from finetrainers.utils.failures import Kind
 from finetrainers.utils.versions import __version__
@@ -135,6 +136,17 @@ def test_kinds_of_wrong_arguments(
 ) -> None:
     given = [tiny_repo("ltx_video") if word == "MODEL" else word for word in arguments]
     assert refused_command(["sample", *given]) == (2, [expected])
+
+
+def test_what_a_family_has_no_hook_for_is_refused(
+    tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for hook in ("attention_processor", "image_pipeline_class"):
+        monkeypatch.setattr(LTXVideoSpec, hook, None)
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    arguments = [tiny_repo("ltx_video"), *PROMPT, "--image", tmp_path / "a.png", "--attn_backend", "native"]
+    expected = [("--attn_backend", "unsupported"), ("--image", "unsupported")]
+    assert refused_command(["sample", *arguments]) == (2, expected)
 
 
 def test_a_launcher_that_splits_the_network_is_refused(

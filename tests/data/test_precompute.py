@@ -94,8 +94,10 @@ def test_batches_give_what_one_at_a_time_gives(
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(precompute.Meter, "__call__", lambda _, done, total: seen.append((done, total)))
     result = precompute_video(clips, encode, batched, OneOf(), loading=HERE)
-    # The largest bucket first; a batch has one bucket, and each batch's first frames are encoded, too.
-    assert sizes == [(2, 9, 64, 64), (2, 1, 64, 64), (1, 9, 64, 64), (1, 1, 64, 64), (2, 17, 32, 32), (2, 1, 32, 32)]
+    # The largest bucket first; a batch has one bucket, and the given frames of each batch are encoded, too.
+    given = {frames: spec.given_pixels(torch.zeros(1, 3, frames, 8, 8)).shape[2] for frames in (9, 17)}
+    batches = [(2, 9, 64, 64), (1, 9, 64, 64), (2, 17, 32, 32)]
+    assert sizes == [(n, size, *sides) for n, frames, *sides in batches for size in (frames, given[frames])]
     assert seen == [(0, 5), (2, 5), (3, 5), (5, 5)]
     entries = [(alone.cache.get(alone.video(clip)), batched.cache.get(batched.video(clip))) for clip in clips]
     for one, other in entries:

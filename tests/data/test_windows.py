@@ -299,7 +299,7 @@ def test_latents_from_within_a_clip_are_not_those_of_the_window(
     assert (cut - alone)[:, :, 1:].abs().max() > 1e-4
     # The c - 1 frames before the window are part of its first latent in one, and none of the other's business.
     pixels[:, start - ratio + 1 : start] = 127
-    assert (cut_latents(encode(pixels), window) - cut)[:, :, 0].abs().mean() > 0.01 * cut[:, :, 0].abs().mean()
+    assert (cut_latents(encode(pixels), window) - cut)[:, :, 0].abs().mean() > 0.002 * cut[:, :, 0].abs().mean()
     assert torch.equal(encode(pixels[:, start : start + length]), alone)
 
 

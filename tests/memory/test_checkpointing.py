@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_family import FAMILIES
+from every_family import FAMILIES, deep_repo
 from peft import LoraConfig
 from refusals import refused
 from torch import nn
@@ -27,10 +27,6 @@ from finetrainers.models.spec import ModelSpec, PromptEmbeds, VideoMeta
 
 def conditions_of(spec: ModelSpec) -> PromptEmbeds:
     return spec.encode_text(spec.load_text_encoders(), ["a red ball", "a dog runs"])
-
-
-#: Tiny networks of more than two blocks.
-DEEP: dict[str, dict[str, Any]] = {"ltx_video": {"layers": 4}, "cogvideox": {"layers": 4}}
 
 
 class AttentionCalls(TorchDispatchMode):
@@ -67,7 +63,7 @@ def passes(
 ) -> Passes:
     torch.manual_seed(0)
     network = spec.load_transformer(torch.float32)
-    x, t = torch.randn(2, network.config.out_channels, 3, 4, 4), torch.tensor([300, 700])
+    x, t = torch.randn(2, spec.latent_channels(network), 3, 4, 4), torch.tensor([300, 700])
     if spec.facts.is_flow:
         t = t / 1000
     if lora:
@@ -109,7 +105,7 @@ def test_gradients_are_the_same(family: str, tiny_repo: Callable[..., Path], mon
     )
     options = {f"text_encoder{end}_dtype": "fp32" for end in ("", "_2")}
     section = ModelSection(
-        model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, **DEEP.get(family, {}))), **options
+        model_name=family, pretrained_model_name_or_path=str(deep_repo(tiny_repo, family, layers=4)), **options
     )
     spec = get_family(family).load(section)
     conditions = conditions_of(spec)

@@ -24,7 +24,7 @@ def test_it_is_that_of_autograd(family: str, tiny_repo: Callable[..., Path]) -> 
     vae: Any = spec.load_vae()
     stats, geometry = spec.vae_stats(vae), spec.facts.geometry
     shape = geometry.latent_shape(9, 64, 64)
-    channels = spec.transformer_on_meta().config.out_channels
+    channels = spec.latent_channels(spec.transformer_on_meta())
     latents = torch.randn(2, channels, *shape, generator=torch.Generator().manual_seed(0))
     weights = torch.randn(2, 3, 9, 64, 64, generator=torch.Generator().manual_seed(1))
 

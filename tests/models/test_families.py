@@ -12,6 +12,7 @@ from every_family import CHECKPOINTS, FAMILIES
 from finetrainers.config.geometry import Geometry
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.families import cogvideox, ltx_video
+from finetrainers.models.files.files import MODEL_INDEX
 from finetrainers.models.registry import get_family
 
 # The lines of the published `vae/config.json` and `transformer/config.json` that decide sizes.
@@ -64,6 +65,7 @@ def test_the_networks_are_as_the_configs_tell(name, version, tiny_repo):
     spec, geometry = get_family(name).load(config), get_family(name).facts_of(config).geometry
     assert spec.facts == get_family(name).facts_of(config)
     assert {*spec.facts.parts} <= {"scheduler", *spec.parts}
+    assert {*spec.configs} <= {MODEL_INDEX, *spec.facts.parts}  # configs of parts that it does not have are not fetched
     assert spec.facts.trained in spec.parts
     network = spec.transformer_on_meta()
     assert len(spec.block_modules(network)) > 0

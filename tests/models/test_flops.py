@@ -98,7 +98,7 @@ def test_formula_agrees_with_the_counter(
             calls.append(spec.tokens_of(module, kwargs))
 
         network.register_forward_pre_hook(note, with_kwargs=True)
-        found[depth] = counted(spec, network, (network.config.out_channels, *latent), clips=2)
+        found[depth] = counted(spec, network, (spec.latent_channels(network), *latent), clips=2)
         [tokens] = calls
         assert (tokens.clips, tokens.video, tokens.times) == (2, geometry.num_tokens(*published.bucket), 1)
         found[depth] = (*found[depth], flops.of_forward(tokens), flops.of_backward(tokens))

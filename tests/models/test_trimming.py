@@ -35,7 +35,7 @@ def test_networks_that_mask_padding_do_not_miss_it(family: str, tiny_repo: Calla
     assert after < before
     assert trimmed["prompt_attention_mask"].sum() == conditions["prompt_attention_mask"].sum()
     transformer = spec.load_transformer(torch.float32)
-    x = torch.randn((2, transformer.config.out_channels, 3, 4, 4), generator=torch.Generator().manual_seed(0))
+    x = torch.randn((2, spec.latent_channels(transformer), 3, 4, 4), generator=torch.Generator().manual_seed(0))
     t, meta = torch.tensor([0.3, 0.8]), VideoMeta(fps=torch.tensor([8.0, 8.0]))
     with torch.no_grad():
         expected = spec.predict(transformer, x, t, conditions, meta)

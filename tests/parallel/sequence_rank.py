@@ -19,6 +19,7 @@ from unittest.mock import patch
 import rank
 import torch
 import torch.distributed as dist
+from every_family import CHECKPOINTS
 from peft import LoraConfig
 from random_predictions import predict, spec_of
 from refusals import problems
@@ -34,6 +35,8 @@ from finetrainers.models.batch import even_bounds
 from finetrainers.models.split.ring import ring_attention
 
 Pair = tuple[nn.Module, nn.Module]
+#: The versions of the families' tiny models that more is compared of.
+FIRST_VERSIONS = {family: (family, version) for family, version in reversed(CHECKPOINTS)}.values()
 
 
 def differences(spec: Any, pair: Pair, group: Any, *calls: dict[str, Any]) -> tuple[float, float, float]:
@@ -102,26 +105,32 @@ def models_cases(model: str, repository: str) -> dict[str, Any]:
     """The cases of one model, shared by exchanges of heads."""
     family, _, version = model.partition(" ")
     spec, group = spec_of(Path(repository), family, "auto"), dist.group.WORLD
-    odd, pair = odd_size(family), networks(spec, group)
+    odd, pair = odd_size(spec), networks(spec, group)
     found: dict[str, Any] = {"plain": differences(spec, pair, group, {}, {"batch": 2})}
-    if model != "cogvideox i2v":  # whose positions are learned for one size
+    if spec.facts.geometry.sides is None:  # else positions are learned for one size
         found["odd"] = differences(spec, pair, group, odd, {"batch": 2, **odd})
-    if family == "ltx_video":
+    if has_times_per_frame(spec):
         odd = {"batch": 2, "times_per_frame": True, **odd}
         found["noise levels per frame"] = differences(spec, pair, group, odd)
-    if version in ("", "t2v", "1.5"):
+    if (family, version or None) in FIRST_VERSIONS:
         layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
         adapted = networks(spec, group, adapted="|".join(layers))
         set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
         found["dropout of a LoRA of every layer"] = differences(spec, adapted, group, {**odd, "batch": 2})
-    if version == "t2v":
-        found |= two_sizes(spec, pair, group, ({}, {"batch": 2, **odd}))
+        if spec.text_varies:  # one family is enough
+            found |= two_sizes(spec, pair, group, ({}, {"batch": 2, **odd}))
     return found
 
 
-def odd_size(family: str) -> dict[str, Any]:
-    """A size that does not divide."""
-    return {"size": (96, 96) if family == "ltx_video" else (48, 80), "frames": 17}
+def has_times_per_frame(spec: Any) -> bool:
+    """Whether the network takes a noise level for each latent frame."""
+    return spec.facts.first_frame == "tokens" and spec.facts.any_frame
+
+
+def odd_size(spec: Any) -> dict[str, Any]:
+    """A size whose tokens do not divide."""
+    side = 3 * spec.facts.geometry.size_multiple
+    return {"size": (side, side), "frames": 17}
 
 
 def compiled_case(repository: str) -> dict[str, Any]:
@@ -156,8 +165,9 @@ def refused(repository: str) -> dict[str, Any]:
 def ring_cases(model: str, repository: str) -> dict[str, Any]:
     """Of a family's network by ring attention; HunyuanVideo's heads do not divide by four."""
     family, _, version = model.partition(" ")
-    spec, group, odd = spec_of(Path(repository), family, "auto"), dist.group.WORLD, odd_size(family)
-    if family == "ltx_video":
+    spec, group = spec_of(Path(repository), family, "auto"), dist.group.WORLD
+    odd = odd_size(spec)
+    if has_times_per_frame(spec):
         odd = {"batch": 2, "times_per_frame": True, **odd}  # whose noise levels are split as well
     found, pair = {}, networks(spec, group, mode="ring")
     if version == "1.5":

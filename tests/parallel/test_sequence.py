@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from every_family import CHECKPOINTS
+from random_predictions import spec_of
 from rank_jobs import Jobs
+from refusals import refused_options
 from test_two_processes import close, metrics, weights
 
 from finetrainers.config.load import load_config
@@ -92,7 +94,7 @@ def job(root: Path, folder: Path, options: Callable[..., dict], name: str, **cha
 
 #: Every version of a model, and those whose processes pass keys and values on in a ring.
 MODELS = {f"{family} {version}" if version else family: (family, version) for family, version in CHECKPOINTS}
-RINGS = ("ltx_video", "hunyuan_video t2v", "cogvideox 1.5")
+RINGS = ("ltx_video", "hunyuan_video t2v", "cogvideox 1.5", "wan ti2v")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "false", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -113,12 +115,23 @@ def four(options: Callable[..., dict], do_jobs: Callable[..., Jobs], tmp_path_fa
 
 
 @pytest.mark.parametrize(
-    "model", ["ltx_video", *(pytest.param(name, marks=pytest.mark.rotating) for name in MODELS if name != "ltx_video")]
+    "model", [next(iter(MODELS)), *(pytest.param(name, marks=pytest.mark.rotating) for name in [*MODELS][1:])]
 )
-def test_a_shared_call_computes_the_same(model: str, two: Jobs, tiny_repo: Callable[..., Path]) -> None:
-    [found, _] = two.do({"_case": "model", "model": model, "repository": str(tiny_repo(*MODELS[model]))})
-    more = {"ltx_video": 2, "hunyuan_video t2v": 5, "cogvideox 1.5": 1, "cogvideox i2v": -1}
-    assert len(found) == 2 + more.get(model, 0)
+def test_a_shared_call_computes_the_same(
+    model: str, two: Jobs, tiny_repo: Callable[..., Path], options: Callable[..., dict], tmp_path: Path
+) -> None:
+    family, version = MODELS[model]
+    repository = tiny_repo(family, version)
+    spec = spec_of(repository, family, "auto")
+    if spec.token_plan is None:
+        changes = {"pretrained_model_name_or_path": str(repository), "sp_size": 2, "dry_run": True}
+        with refused_options(("--sp_size", "unsupported")):
+            train(load_config(**options(tmp_path, family, **changes)))
+        return
+    [found, _] = two.do({"_case": "model", "model": model, "repository": str(repository)})
+    is_first = next(one for one in CHECKPOINTS if one[0] == family) == (family, version)
+    expected = (spec.facts.geometry.sides is None, is_first, is_first and spec.text_varies)
+    assert tuple(name in found for name in ("odd", "dropout of a LoRA of every layer", "bf16")) == expected
     check_differences(found)
 
 

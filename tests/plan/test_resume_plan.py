@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from refusals import refused_options
 from safetensors.torch import load_file, save_file
 
 from finetrainers.config.errors import ConfigError, Problem
+from finetrainers.config.given import RawOptions
 from finetrainers.config.load import load_config
 from finetrainers.config.root import critical_options
+from finetrainers.config.sample import SampleSection
 from finetrainers.methods.sft import SFT
 from finetrainers.plan.preflight import preflight
 from finetrainers.plan.resume_plan import changed_options, changes
 from finetrainers.rundir.manifest import write_manifest
+from finetrainers.sampling.plan import plan_samples
 from finetrainers.training.checkpoints.restore import check_restorable
 from finetrainers.utils.failures import Kind
 
@@ -304,3 +308,36 @@ def test_a_checkpoint_may_have_options_by_their_former_names():
     assert (change.text, change.reset) == ("sliding_window_size: 9 then, 5 now", "data")
     config = load_config(pretrained_model_name_or_path="repo", sliding_window_size=9, max_pixels=7)
     assert changed_options({**saved, "max_pixels": 8, "batch_size": 2}, config) == ["max_pixels 8 -> 7"]
+
+
+@pytest.mark.parametrize(
+    ("version", "part"), [("i2v", "image_encoder"), ("i2v", "image_processor"), ("a14b", "transformer_2")]
+)
+def test_other_frozen_parts_are_named(version: str, part: str, options: Callable[..., dict], tmp_path: Path) -> None:
+    """An image encoder, its processor and the other expert: for runs that continue, and for clips that are sampled."""
+    values = options("wan", version=version)
+    model, image = tmp_path / "model", tmp_path / "image.png"
+    shutil.copytree(values["pretrained_model_name_or_path"], model)
+    values["pretrained_model_name_or_path"] = str(model)
+    Image.new("RGB", (64, 64)).save(image)
+    flags = {"expert": "high"} if version == "a14b" else {}
+    section = SampleSection(prompts="a ball", size="9x64x64", image=None if flags else str(image))
+
+    def preflighted() -> tuple[Any, set[str]]:
+        samples = plan_samples([str(model)], section, RawOptions(dict(flags))).samples()
+        return preflight(load_config(**values)), {sample.key for sample in samples}
+
+    before, keys = preflighted()
+    if part == "image_processor":
+        [file] = (model / part).glob("*.json")
+        file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
+    else:
+        [file] = (model / part).glob("*.safetensors")
+        tensors = load_file(file)
+        save_file({key: tensor * 1.01 for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    after, other_keys = preflighted()
+    then, now = before.start.critical, after.start.critical
+    assert [(one.name, one.reset) for one in changes(then, now, plan=after.plan)] == [("other_parts", "data")]
+    assert keys.isdisjoint(other_keys)
+    older = {name: value for name, value in then.items() if name != "other_parts"}
+    assert changes(older, now, plan=after.plan) == []

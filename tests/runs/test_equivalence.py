@@ -13,6 +13,8 @@ from torch._dynamo import config as dynamo
 
 from finetrainers.memory.count import cuda_autocast
 from finetrainers.models import compiling
+from finetrainers.models.registry import families
+from finetrainers.utils.addresses import resolve
 
 #: Adam divides by the gradient's own size, which turns rounding of near-zero gradients into whole steps; this does not.
 SMOOTH = {"epsilon": 1e-3, "max_grad_norm": 0.02, "lr": 1e-2}
@@ -187,8 +189,12 @@ def test_a_lora_without_autocast(
     exact = curve("fp32")
     without = curve("without", transformer_dtype="bf16", lora_autocast=False)
     torch.testing.assert_close(without, exact, rtol=2e-2, atol=0)
-    # A CPU's autocast leaves norms in bf16: nothing else differs. CUDA's computes them in fp32.
-    assert torch.equal(curve("cpu", transformer_dtype="bf16"), without)
+    # A CPU's autocast leaves norms in bf16: nothing else differs, but where a network computes them in fp32 by itself.
+    # CUDA's computes them in fp32.
+    on_cpu = curve("cpu", transformer_dtype="bf16")
+    if resolve(families()[family].spec).parts["transformer"]._keep_in_fp32_modules is None:
+        assert torch.equal(on_cpu, without)
+    torch.testing.assert_close(on_cpu, exact, rtol=2e-2, atol=0)
     with cuda_autocast():
         under = curve("cuda", transformer_dtype="bf16")
     assert not torch.equal(under, without)

@@ -16,13 +16,9 @@ from finetrainers.models.spec import Batch
 LEVELS = (0.3, 0.7)
 #: The version of each family that the other tests train.
 DEFAULTS = dict(reversed(CHECKPOINTS)).items()
-# Steps, and evaluation loss after training over that before, at most: measured at least 5 % below. Noise has more
-# channels than these networks are wide (32 against 128 in LTX-Video), so most of the loss cannot be learnt.
-GOALS = {
-    ("ltx_video", "lora"): (40, 0.9), ("ltx_video", "full-finetune"): (40, 0.9),
-    ("hunyuan_video", "lora"): (12, 0.88), ("hunyuan_video", "full-finetune"): (12, 0.85),
-    ("cogvideox", "lora"): (12, 0.8), ("cogvideox", "full-finetune"): (12, 0.8),
-}  # fmt: skip
+#: Evaluation loss after 40 steps over that before, at most. Noise has more channels than these networks are wide (32
+#: against 128 in LTX-Video), so most of the loss cannot be learnt.
+FALLS_TO = 0.9
 
 
 def first_batch(state: Any) -> Batch:
@@ -65,13 +61,12 @@ LEARNED = [
 def test_learns_and_reloads(
     family: str, training_type: str, batch_size: int, options: Callable[..., dict], run: Callable[..., Any]
 ) -> None:
-    steps, falls_to = GOALS.get((family, training_type), (40, 0.9))
     values = options(
         family,
         clips=batch_size,
         training_type=training_type,
         batch_size=batch_size,
-        train_steps=steps,
+        train_steps=40,
         lr=2e-2,
         target_modules=["to_k", "to_q", "to_v", "to_out.0", "proj_out"],
     )
@@ -84,7 +79,7 @@ def test_learns_and_reloads(
     batch = first_batch(state)
     assert len(batch) == batch_size
     before, after = evaluate(state, base, batch), evaluate(state, trained, batch)
-    assert (after < falls_to * before).all()
+    assert (after < FALLS_TO * before).all()
 
     if training_type == "lora":
         pipeline = pipeline_class.from_pretrained(repository)
@@ -121,6 +116,8 @@ def test_every_other_version_trains_and_samples(
     pipeline = pipeline_class.from_pretrained(done.state.config.model.pretrained_model_name_or_path)
     spec.load_into(pipeline, done.root / "pytorch_lora_weights.safetensors")
     extra = {"image": Image.new("RGB", (64, 64), (200, 30, 30))} if takes_image else {}
+    if spec.facts.last_frame:
+        extra["last_image"] = Image.new("RGB", (64, 64), (30, 30, 200))
     extra |= {name: torch.rand(1, 9, 3, 64, 64) for name in spec.facts.media}
     assert torch.isfinite(sample(pipeline, done.state, **extra)).all()
 

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from PIL import Image
-from refusals import refused_options
+from refusals import refused_command, refused_options
 
 from finetrainers import Callback, ConfigError, load_config, train
 from finetrainers.cli.main import main
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.methods import registry as methods
 from finetrainers.methods.spec import MethodSpec
+from finetrainers.models.ltx_video import LTXVideoSpec
 from finetrainers.plan import check_upload, ready
 from finetrainers.results import export
 from finetrainers.utils import fetch
@@ -83,6 +84,43 @@ def test_sequence_parallelism_needs_a_plan_of_tokens(refused: Refused, options: 
     changes = {"version": "token_replace", "sp_size": 2}
     assert refused("hunyuan_video", **changes) == ["--sp_size"]
     assert estimated(options("hunyuan_video", **changes), "--num_processes", "2") == 2
+
+
+def test_what_a_family_has_no_hook_for_is_refused(
+    refused: Refused, options: Callable[..., dict], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the dry run, the run and the estimate; and by a dry run of a published model whose configs are not here."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64)).save("a.png")
+    Path("p.txt").write_text("a\n")
+    changes: dict[str, Any] = {
+        "method": "refl", "reward": ["brightness"], "prompts": "p.txt", "rollout_size": "9x64x64", "sampling_steps": 3,
+        "data_root": None, "video_resolution_buckets": None, "attn_backend": "native", "sp_size": 2,
+        "lora_dropout": 0.1, "validation_prompts": "a", "validation_images": "a.png",
+    }  # fmt: skip
+    values = {n: v for n, v in options(**changes, dry_run=True).items() if changes.get(n, 0) is not None}
+    train(load_config(**values))
+    hooks = {
+        "attention_processor": ["--attn_backend", "--sp_size"], "token_plan": ["--sp_size"], "streams": ["--sp_size"],
+        "image_pipeline_class": ["--validation_images"], "sampling_times": ["--method"],
+        "recompute_decoder": ["--checkpoint_vae"],
+    }  # fmt: skip
+    for hook in hooks:
+        monkeypatch.setattr(LTXVideoSpec, hook, None)
+    places = [option for places in hooks.values() for option in places]
+    assert sorted(refused(**changes)) == sorted(places)
+    with refused_options(*((option, "unsupported") for option in places)):
+        train(load_config(**{**values, "pretrained_model_name_or_path": "Lightricks/LTX-Video"}))
+    given = {**values, "reward": "brightness", "num_processes": 2}
+    del given["dry_run"]
+    code, problems = refused_command(["estimate", *(text for n, v in given.items() for text in (f"--{n}", v))])
+    assert (code, sorted(problems)) == (2, sorted((option, "unsupported") for option in places))
+
+
+def test_files_without_a_layout_of_the_family_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LTXVideoSpec, "single_file_layout", None)
+    changes = {"training_type": "full-finetune", "export_formats": ["comfyui"]}
+    assert refused(**changes) == ["--export_formats"]
 
 
 class Hub:
@@ -265,15 +303,15 @@ class Misspelled(MethodSpec):
 
 
 def test_methods_of_the_wrong_kind_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.setattr(methods.METHODS, "registered", dict(methods.METHODS.registered))
     for method in (Halfway, "collections:nothing", "no.such.module:Method", "math:pi"):
         methods.register_method("mine", method)
         assert refused(method="mine") == ["--method"]
-        del methods._METHODS["mine"]
+        del methods.METHODS.registered["mine"]
     for spec in ("no.such.module:Spec", "collections:OrderedDict", Misspelled):
         methods.register_method("mine", Halfway, spec=spec)
         assert refused(method="mine") == ["--method"]
-        del methods._METHODS["mine"]
+        del methods.METHODS.registered["mine"]
 
 
 def test_what_rewards_cannot_score_is_refused(refused: Refused, tmp_path: Path) -> None:

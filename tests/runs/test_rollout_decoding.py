@@ -105,7 +105,7 @@ def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[
     source.spec = spec
     vae = source.vae = spec.load_vae()
     source.plan = SimpleNamespace(size=(9, 64, 64))  # type: ignore[assignment]
-    channels = spec.transformer_on_meta().config.out_channels
+    channels = spec.latent_channels(spec.transformer_on_meta())
     shape = spec.facts.geometry.latent_shape(9, 64, 64)
     latents = torch.randn(3, channels, *shape, generator=torch.Generator().manual_seed(0))
     seen: list[int] = []
@@ -120,7 +120,7 @@ def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[
     spec.vae_one_by_one.add((9, 64, 64))
     one_by_one = source.decode(latents, spec.vae_stats(vae))
     assert seen == [3, 1, 1, 1]
-    torch.testing.assert_close(one_by_one, whole, rtol=0, atol=1e-5)  # kernels round by the size of a batch
+    torch.testing.assert_close(one_by_one, whole, rtol=0, atol=2e-5)  # kernels round by the size of a batch
 
 
 def test_text_encoders_are_gone_while_clips_are_sampled(

@@ -100,7 +100,7 @@ def test_the_gradient_is_that_of_replay(
         )
         # Steps that are trained are sampled clip by clip. Replay does the same, since products of other sizes round
         # differently.
-        assert error <= 2e-6 * size > 0, how
+        assert error <= 5e-6 * size > 0, how
         rollout = compared.without[how]
         norms = by_noise(rollout.gradient.norms, rollout.gradient.levels)
         for name, value in {**rollout.stats, **norms}.items():

@@ -78,17 +78,8 @@ def set_processors(blocks: Iterable[nn.Module], processor: Any) -> None:
                 module.set_processor(processor)  # type: ignore[operator]
 
 
-def check_attention_choice(spec: Any) -> None:
-    """Implement `ModelSpec.check_attention_choice`."""
-    name = spec.config.attn_backend
-    if name != AUTO and spec.attention_processor is None:
-        message = f"{name}: the attention of {spec.name} does not support other backends; remove it"
-        raise ConfigError([Problem("--attn_backend", message, "unsupported")])
-
-
 def check_attention(spec: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Implement `ModelSpec.check_attention`."""
-    check_attention_choice(spec)
     name = spec.config.attn_backend
     if name not in (AUTO, "native"):
         head_dim = spec.configs[spec.facts.trained].get("attention_head_dim", 64)

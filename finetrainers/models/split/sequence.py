@@ -35,7 +35,7 @@ from finetrainers.config.parallel import SpMode, heads_problem, ring_problem
 from ..batch import even_bounds
 from .attention import AttentionFn, set_processors
 from .ring import ring_attention
-from .sequence_dropout import no_streams, split_dropout
+from .sequence_dropout import split_dropout
 
 
 @dataclass(frozen=True)
@@ -197,25 +197,18 @@ class SplitAttend(AttentionFn):
         return received.unflatten(0, (size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
-def check_split(spec: Any, size: int, mode: SpMode = "ulysses", *, dropout: float = 0.0) -> None:
+def check_split(spec: Any, size: int, mode: SpMode = "ulysses") -> None:
     """Refuse to split clips over `size` processes where the network cannot be; before it is loaded.
 
     Args:
         spec: spec of the model.
         size: number of processes that share a clip.
         mode: way in which they share attention.
-        dropout: dropout of a LoRA.
 
     Raises:
-        ConfigError: the family has no `token_plan`, the heads of its network do not divide, or its attention does not
-            go around a ring.
+        ConfigError: the heads of the network do not divide, or its attention does not go around a ring.
     """
     heads = spec.configs[spec.facts.trained].get("num_attention_heads")
-    if size > 1 and spec.token_plan is None:
-        message = f"{spec.name} does not support sequence parallelism (`ModelSpec.token_plan`); remove it"
-        raise ConfigError([Problem("--sp_size", message, "unsupported")])
-    if size > 1 and dropout > 0 and not spec.streams:
-        raise ConfigError([Problem("--sp_size", no_streams(spec, "the LoRA"), "unsupported")])
     if mode == "ulysses" and heads is not None and heads % size:
         raise ConfigError([Problem("--sp_size", heads_problem(heads, size))])
     if mode == "ring" and size > 1 and (problem := ring_problem(spec.config.attn_backend)) is not None:

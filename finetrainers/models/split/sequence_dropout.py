@@ -50,11 +50,6 @@ class SplitDropout(nn.Dropout):
         return (tokens * mask * (1 / (1 - self.p))).view_as(x)
 
 
-def no_streams(spec: Any, name: str) -> str:
-    """Return why a layer with dropout cannot be split."""
-    return f"{spec.name} does not declare the tokens that pass through {name} (`ModelSpec.streams`); remove dropout"
-
-
 def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
     """Put `SplitDropout` in the place of each dropout that sees parts of clips, a LoRA's included; in place.
 
@@ -71,7 +66,8 @@ def split_dropout(network: nn.Module, spec: Any, sequence: Any) -> None:
         if not isinstance(module, nn.Dropout) or module.p == 0:
             continue
         if not spec.streams:
-            raise ConfigError([Problem("--sp_size", no_streams(spec, name), "unsupported")])
+            message = f"{spec.name} does not declare the tokens that pass through {name} (`ModelSpec.streams`)"
+            raise ConfigError([Problem("--sp_size", f"{message}; remove dropout", "unsupported")])
         stream = find_stream(name, spec.streams)
         sees_all = stream in ("text", "prompt", "image")
         if not sees_all and not name.startswith(tuple(f"{module}." for module in (*plan.outputs, *plan.whole))):
