@@ -14,12 +14,15 @@ _PUBLIC = {
     "ConfigError": "finetrainers.config.errors",
     "Facts": "finetrainers.config.facts",
     "Family": "finetrainers.models.registry",
+    "Section": "finetrainers.config.base",
     "TrainConfig": "finetrainers.config.root",
     "TrainResult": "finetrainers.runs.training",
     "TrainState": "finetrainers.training.state",
+    "TrainingMethod": "finetrainers.config.methods",
     "check": "finetrainers.plan.check",
     "load_config": "finetrainers.config.load",
     "model_path": "finetrainers.utils.packaged",
+    "option": "finetrainers.config.option",
     "register_method": "finetrainers.methods.registry",
     "register_model": "finetrainers.models.registry",
     "register_reward": "finetrainers.rewards.registry",
@@ -31,12 +34,15 @@ __all__ = [
     "ConfigError",
     "Facts",
     "Family",
+    "Section",
     "TrainConfig",
     "TrainResult",
     "TrainState",
+    "TrainingMethod",
     "check",
     "load_config",
     "model_path",
+    "option",
     "register_method",
     "register_model",
     "register_reward",
@@ -49,9 +55,12 @@ if TYPE_CHECKING:
     from finetrainers.training.callbacks.base import Callback
     from finetrainers.training.state import TrainState
 
+    from .config.base import Section
     from .config.errors import ConfigError
     from .config.facts import Facts
     from .config.load import load_config
+    from .config.methods import TrainingMethod
+    from .config.option import option
     from .config.root import TrainConfig
     from .methods.registry import register_method
     from .models.registry import Family, register_model

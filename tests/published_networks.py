@@ -61,6 +61,18 @@ NETWORKS = {
         "cogvideox", "THUDM/CogVideoX-5b", 5_570_283_072, (49, 480, 720), {"prompt_embeds": (226, 4096)},
         {"version": "5b"},
     ),
+    "Wan2.1-1.3B": Network(
+        "wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1_418_996_800, (49, 480, 832), {"prompt_embeds": (512, 4096)},
+        {"version": "t2v"},
+    ),
+    "Wan2.2-5B": Network(
+        "wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 4_999_787_712, (49, 704, 1280), {"prompt_embeds": (512, 4096)},
+        {"version": "ti2v"},
+    ),
+    "Wan2.1-14B": Network(
+        "wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14_288_491_584, (49, 480, 832), {"prompt_embeds": (512, 4096)},
+        {"version": "t2v"},
+    ),
 }  # fmt: skip
 
 

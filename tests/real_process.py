@@ -283,13 +283,14 @@ def _become(arguments: list[str], cwd: str, env: dict[str, str], streams: tuple[
     os.register_at_fork(after_in_child=make_pool)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     first, *rest = arguments
+    paths = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), str(ROOT)]
     if first in ("-c", "-m"):
         what, *rest = rest
-        sys.argv, sys.path = [first, *rest], [cwd, str(ROOT), *sys.path]
+        sys.argv, sys.path = [first, *rest], [cwd, *paths, *sys.path]
         if first == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv, sys.path = arguments, [str((Path(cwd) / first).parent), str(ROOT), *sys.path]
+        sys.argv, sys.path = arguments, [str((Path(cwd) / first).parent), *paths, *sys.path]
         runpy.run_path(first, run_name="__main__")

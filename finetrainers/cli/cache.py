@@ -180,8 +180,9 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         images = {image for _, image in prompts if isinstance(image, ConditioningImage)}
         vaes = recall_models(directory, config.model, "vae") if clips or images else []
         masked = [clip for clip in clips if clip.mask is not None]
+        image_paths = {path for image in images for path in (image.path, image.last) if path is not None}
         mask_paths = {clip.mask.path for clip in masked if clip.mask is not None}
-        digests.learn({path for clip in clips for path in clip.files} | mask_paths | {image.path for image in images})
+        digests.learn({path for clip in clips for path in clip.files} | mask_paths | image_paths)
         names = replace(CacheKeys.of(directory, config), digests=digests)
         keys.update(names.mask(clip) for clip in masked)
         for vae in vaes:

@@ -128,10 +128,10 @@ def checked_sizes(config: TrainConfig) -> tuple[ResolvedRun, bool]:
     Raises:
         ConfigError: it cannot be run, or the model's config files are not here.
     """
-    from finetrainers.methods.registry import method_names, method_spec
+    from finetrainers.methods.registry import is_method, method_spec
 
     config = config.model_copy(update={"model": config.model.for_estimate()})
-    without_data = method_spec(config).without_data(config) if config.training.method in method_names() else None
+    without_data = method_spec(config).without_data(config) if is_method(config.training.method) else None
     resolved_run = _check(without_data or config, has_data=without_data is None)
     missing = resolved_run.family.configs_not_here(resolved_run.config.model)
     if missing:

@@ -60,6 +60,10 @@ def add_export(commands: Any) -> None:
     export.add_argument("--use_ema", action=argparse.BooleanOptionalAction, default=True, help=about_ema)
     export.add_argument("--pretrained_model_name_or_path", metavar="MODEL", help="base model [from the run]")
     export.add_argument("--model_name", metavar="NAME", help="family of the model [from its files]")
+    about_expert = "expert that the weights are for, in a model with two [from the run]"
+    export.add_argument("--expert", choices=("high", "low"), help=about_expert)
+    about_other = "LoRA of the other expert: its run, a checkpoint or a file; both are written as a pair [from the run]"
+    export.add_argument("--other_expert", metavar="PATH", help=about_other)
     export.set_defaults(run=_export, check=_check)
 
 
@@ -81,7 +85,7 @@ def _check(arguments: argparse.Namespace) -> list[Problem]:
         problems.append(Problem("--one_file", message, "unsupported"))
     if (place := arguments.output_dir) is not None and (problem := folder_problem(place)) is not None:
         problems.append(Problem("--output_dir", problem))
-    names = ("pretrained_model_name_or_path", "model_name")
+    names = ("pretrained_model_name_or_path", "model_name", "expert", "other_expert")
     model_options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     try:
         source = find_source(arguments.source, options=model_options, use_ema=arguments.use_ema)

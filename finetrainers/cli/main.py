@@ -361,7 +361,7 @@ def _parser() -> CommandParser:
 
 def _add_models(commands: Any) -> None:
     """Add the subcommands on model families to the parser."""
-    about = "list the model families: names for --model_name, valid sizes and frame rates"
+    about = "list the model families, their sizes and frame rates, and the additions of installed packages"
     models = commands.add_parser("models", **described(about, "models"))
     models.set_defaults(run=_models)
 
@@ -378,7 +378,9 @@ def _add_models(commands: Any) -> None:
 
 
 def _models(_: argparse.Namespace | None) -> int:
-    from finetrainers.models.registry import families
+    from finetrainers.config.methods import METHODS
+    from finetrainers.models.registry import FAMILIES, families
+    from finetrainers.rewards.registry import REWARDS
 
     print(f"{'name':<16}{'frames':<10}{'size multiple':<15}{'fps':<6}{'process':<16}conditioning frames")
     for name, family in families().items():
@@ -388,6 +390,19 @@ def _models(_: argparse.Namespace | None) -> int:
         if facts.first_frame == "unknown":
             frames = f"up to {frames}, with I2V weights" if facts.any_frame else f"{frames}, with I2V weights"
         print(f"{name:<16}{f'{g.temporal}k+1':<10}{g.size_multiple:<15}{g.fps:<6g}{process:<16}{frames}")
+    registries = (FAMILIES, METHODS, REWARDS)
+    for registry in registries:
+        registry.all()
+    offers = [(r.noun, name, package) for r in registries for name, package in r.packages.items()]
+    if offers:
+        print("\nfrom installed packages:")
+    for noun, name, package in offers:
+        print(f"  {noun:<14}{name:<24}{package}")
+    broken = [reason for registry in registries for reason in registry.broken]
+    if broken:
+        print("\nnot usable:")
+    for reason in broken:
+        print(f"  {reason}")
     return 0
 
 

@@ -143,7 +143,7 @@ def _check_run(config: TrainConfig, arguments: argparse.Namespace) -> tuple[Reso
     Raises:
         ConfigError: all problems, at once.
     """
-    from finetrainers.methods.registry import method_names, method_spec
+    from finetrainers.methods.registry import is_method, method_spec
     from finetrainers.tools.batch_search.request import search_problems, searched_config, why_not_measured
 
     problems = search_problems(config)
@@ -151,7 +151,7 @@ def _check_run(config: TrainConfig, arguments: argparse.Namespace) -> tuple[Reso
     reason = _skip_reason(arguments)
     if reason is not None and arguments.gpu is not None:
         config = planned_for(config, arguments.gpu)
-    is_known = config.training.method in method_names()
+    is_known = is_method(config.training.method)
     no_data = is_known and method_spec(config).without_data(config) is not None
     try:
         reason = reason or why_not_measured(config, no_data=no_data)

@@ -98,9 +98,10 @@ def json_schema() -> dict[str, Any]:
         "required": ["stage"],
         "additionalProperties": False,
     }
+    other = {"anyOf": [text, {**init, "properties": {"stage": text}}]}
     stage = {
         "type": "object",
-        "properties": {**schema["properties"], "name": text, "config": text, "init": init},
+        "properties": {**schema["properties"], "name": text, "config": text, "init": init, "other_expert": other},
         "required": ["name"],
         "additionalProperties": False,
     }

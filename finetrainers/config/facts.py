@@ -92,6 +92,8 @@ class Facts:
         heads: attention heads of the network, over which processes can share a clip, or None if not known.
         media: further media that the network takes with every clip, one image per frame, such as `control_video`.
         lora: recommended settings of a LoRA, or None if there are none.
+        defaults: options that the checkpoint's publishers recommend for training and samples, by flat name; they apply
+            unless the user sets them.
         scene: prompt for something that the model can draw, which is unlike most users' clips.
         misread: the reason why a program takes a file of all weights for another network, by export format.
         read_notes: notes for users on a file that the program reads, by export format.
@@ -118,6 +120,7 @@ class Facts:
     media: tuple[str, ...] = ()
     heads: int | None = None
     lora: LoRASettings | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     scene: str = "a boat on a lake"
     misread: Mapping[str, str] = field(default_factory=dict, hash=False)
     read_notes: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -135,6 +138,11 @@ class Facts:
         """Return whether the trained part denoises at this quantile."""
         low, high = self.noise_range
         return self.noise_range == (0.0, 1.0) or low <= quantile < high or quantile == high == 1.0
+
+    @property
+    def expert(self) -> str | None:
+        """Name of the expert that is trained, `high` or `low`, or None if there is one network."""
+        return None if self.boundary is None else "low" if self.noise_range == (0.0, self.boundary) else "high"
 
     @property
     def experts(self) -> tuple[str, ...]:

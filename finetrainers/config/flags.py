@@ -140,9 +140,10 @@ def read_flags(
     Raises:
         SystemExit: after `--help`.
     """
+    arguments = [flat_flag(argument) for argument in argv]  # which adds the tables of installed packages' methods
     parser = make_parser(prog, guide=guide)
     first = ["--config"] if argv and not argv[0].startswith("-") else []
-    namespace, unknown = parser.parse_known_args([*first, *(flat_flag(argument) for argument in argv)])
+    namespace, unknown = parser.parse_known_args([*first, *arguments])
     values = vars(namespace)
     path = values.pop("config")
     values.pop("local_rank")

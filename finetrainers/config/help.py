@@ -13,8 +13,9 @@ from typing import Any
 from finetrainers.utils.packaged import SHARED, recipes
 
 from .errors import ConfigError, Problem
+from .methods import METHODS
 from .names import INSTEAD, SAME, other_names, suggest_option
-from .root import TrainConfig, fields
+from .root import TrainConfig, fields, has_table
 from .shape import choices, is_list, is_switch, kind, value_text
 
 _END = """more help:
@@ -105,6 +106,11 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    name = str(word).lstrip("-").replace("-", "_").lower()
+    if word == "all":
+        METHODS.all()
+    elif word is not None and name not in fields():
+        has_table(name.partition(".")[0])
     sections = _by_section(fields())
     if word in (None, "all"):
         examples = "\n".join(f"  {prog} {example}" for example in guide.examples)
@@ -117,7 +123,6 @@ def help_text(prog: str, word: str | None, *, guide: Guide = TRAIN) -> str:
         groups = guide.common if word is None else sections
     else:
         parser.usage = argparse.SUPPRESS
-        name = str(word).lstrip("-").replace("-", "_").lower()
         parser.description = _wrapped(INSTEAD.get(name, ""))
         groups = {name: sections[name]} if name in sections else _by_section(_matching_options(name))
         if not groups and not parser.description:

@@ -25,9 +25,10 @@ from .errors import ConfigError, Problem, value_kind, value_message
 from .files import read_text
 from .given import Locate, RawOptions
 from .grpo import COMPARING_METHODS
+from .methods import METHODS
 from .names import DEPENDENT, INSTEAD, SAME, VALUES, translate_dependent, translate_names, unknown_option
 from .presets import fill_preset
-from .root import TrainConfig, belongs, fields, flat_name, former_names, sections, split_name
+from .root import OWN_TABLES, TrainConfig, belongs, fields, flat_name, former_names, has_table, sections, split_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -100,18 +101,17 @@ def take_options(options: RawOptions, document: Mapping[str, Any], locate: Locat
     for entry, value in document.items():
         if not isinstance(value, Mapping):
             _take_option(options, *split_name(entry), value, locate)
-        elif entry in sections():
-            for name, inner in value.items():
-                _take_option(options, entry, name, inner, locate)
         elif entry == CHOSEN:
             for source, chosen in value.items():
                 for name, inner in chosen.items() if isinstance(chosen, Mapping) else ():
                     _take_option(options, *split_name(name), inner, locate)
                     options.chosen[name] = source
+        elif has_table(entry):
+            for name, inner in value.items():
+                _take_option(options, entry, name, inner, locate)
         else:
-            options.problems.append(
-                Problem(locate(entry, None), f"unknown table [{entry}]{nearest(entry, sections())}", "unknown")
-            )
+            message = "; ".join([f"unknown table [{entry}]{nearest(entry, sections())}", *METHODS.broken])
+            options.problems.append(Problem(locate(entry, None), message, "unknown"))
 
 
 def _take_option(options: RawOptions, table: str | None, name: str, value: Any, locate: Locate) -> None:
@@ -261,13 +261,14 @@ def dump_toml(config: TrainConfig, *, defaults: bool = True) -> str:
         config: the configuration.
         defaults: whether options at their defaults are written, too, if they were not given.
     """
-    values = {name: value for name, value in config.plain().items() if value is not None}
+    tables = OWN_TABLES | {config.training.method}  # tables of other packages' methods are called like these
+    values = {n: value for n, value in config.plain().items() if value is not None and fields()[n].section in tables}
     if "train_steps" in config.chosen:  # where epochs stand, steps are not chosen
         del values["train_epochs"]
     if not defaults:
         values = {name: value for name, value in values.items() if config.is_given(name) or config.changed(name)}
-    tables: dict[str, Any] = _by_table({name: value for name, value in values.items() if name not in config.chosen})
+    document: dict[str, Any] = _by_table({name: value for name, value in values.items() if name not in config.chosen})
     for name, source in config.chosen.items():
         if name in values:
-            tables.setdefault(CHOSEN, {}).setdefault(source, {})[name] = values[name]
-    return tomli_w.dumps(tables)
+            document.setdefault(CHOSEN, {}).setdefault(source, {})[name] = values[name]
+    return tomli_w.dumps(document)

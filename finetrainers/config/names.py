@@ -204,7 +204,7 @@ _INSTEAD = {
         "sample_steps",
     "guidance of samples is --validation_guidance_scale; networks that take guidance are trained at 1":
         "guidance_scale",
-    "samples have an empty negative prompt; remove it": "negative_prompt validation_negative_prompt neg",
+    "the negative prompt of samples is --validation_negative_prompt": "negative_prompt neg",
     "--seed also determines the noise of samples": "validation_seed",
     "use --logging_steps, in optimizer steps": "log_every logging_interval steps_per_print log_interval",
     "a run is named by its --output_dir, and its project by --tracker_name": "wandb_run_name",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr
+from pydantic.fields import FieldInfo
+
+from finetrainers.utils.json_objects import PACKAGES
 
 from .base import Section
 from .dpo import DPOSection
 from .grpo import GRPOSection
+from .methods import METHODS, TrainingMethod
 from .option import Option, read_option
 from .parallel import ParallelSection
 from .refl import ReFLSection
@@ -110,8 +114,20 @@ class TrainConfig(Section):
 
     def plain(self) -> dict[str, Any]:
         """Return all options that are written to disk, by flat name, as in JSON (`"49x512x768"`, paths as text)."""
-        values = self.model_dump(mode="json")
+        values = self._by_table()
         return {name: values[option.section][option.key] for name, option in fields().items() if option.dumped}
+
+    def _by_table(self) -> dict[str, dict[str, Any]]:
+        """Return the tables as in JSON."""
+        return {table: getattr(self, table).model_dump(mode="json") for table in sections()}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the defaults of a table that was added after this configuration was made."""
+            if name in TrainConfig.model_fields:
+                return TrainConfig.model_fields[name].annotation()
+            return super().__getattr__(name)
 
     def __repr_name__(self) -> str:
         return "load_config"
@@ -130,8 +146,39 @@ def changed_options(config: TrainConfig) -> dict[str, Any]:
 
     Values are as in TOML (`"49x512x768"`, paths as text). Secrets are masked.
     """
-    values = config.model_dump(mode="json")
+    values = config._by_table()
     return {name: values[o.section][o.key] for name, o in fields().items() if config.changed(name)}
+
+
+#: Tables that are listed above; the methods of other packages add theirs.
+OWN_TABLES = frozenset(TrainConfig.model_fields)
+
+
+def _add_table(name: str, method: TrainingMethod) -> str | None:
+    """Add the table of options of a method that this module does not list; return why it cannot be, or None if it is.
+
+    Classes of the method's packages may be sent to other processes of a run from then on.
+    """
+    addresses = (method.method, method.spec, method.options)
+    modules = [a.partition(":")[0] if isinstance(a, str) else a.__module__ for a in addresses if a is not None]
+    PACKAGES.update(module.partition(".")[0] for module in modules)
+    if method.options is None:
+        return None
+    if name in OWN_TABLES:
+        return f"has options, and [{name}] is another table; rename the method"
+    field = FieldInfo.from_annotated_attribute(method.options, _table(method.options))
+    TrainConfig.model_fields[name] = field
+    TrainConfig.model_rebuild(force=True)
+    fields.cache_clear()
+    return None
+
+
+METHODS.added = _add_table
+
+
+def has_table(name: str) -> bool:
+    """Return whether there is a table of options of this name, here or with the method of an installed package."""
+    return name in OWN_TABLES or (METHODS.get(name) is not None and name in sections())
 
 
 def sections() -> dict[str, type[Section]]:
@@ -159,7 +206,7 @@ def flat_name(key: str, table: str | None) -> str:
 def split_name(name: str) -> tuple[str | None, str]:
     """Return table and key of `TABLE.KEY`, or None and the name for any other name."""
     table, dot, key = name.partition(".")
-    return (table, key) if dot and table in sections() else (None, name)
+    return (table, key) if dot and has_table(table) else (None, name)
 
 
 def belongs(name: str, table: str | None) -> bool:

@@ -23,6 +23,8 @@ VALIDATION_NAMES = {
     "num_validation_videos": "num",
     "validation_inference_steps": "num_inference_steps",
     "validation_guidance_scale": "guidance_scale",
+    "validation_guidance_scale_2": "guidance_scale_2",
+    "validation_negative_prompt": "negative_prompt",
     "validation_frame_rate": "frame_rate",
 }
 #: Options of a run outside the section `model` that samples depend on.
@@ -52,7 +54,9 @@ class SampleSection(Section):
     video_prefix: str | None = Field(
         None, description="likewise, a video that the sample continues: all of it, or the last F frames of FILE:F"
     )
-    negative_prompt: str = Field("", description="negative prompt, for classifier-free guidance")
+    negative_prompt: str | None = Field(
+        None, description="negative prompt, for classifier-free guidance [the run's, or the model's, or an empty one]"
+    )
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
     lora_scale: list[Annotated[float, Field(ge=-10, le=10)]] = Field(
@@ -64,7 +68,10 @@ class SampleSection(Section):
     )
     num_inference_steps: int | None = Field(None, ge=1, le=10_000, description="denoising steps [the run's, or 50]")
     guidance_scale: float | None = Field(
-        None, ge=0, le=1000, description="guidance scale [the run's, or the pipeline's own]"
+        None, ge=0, le=1000, description="guidance scale [the run's, or the model's, or the pipeline's own]"
+    )
+    guidance_scale_2: float | None = Field(
+        None, ge=0, le=1000, description="guidance scale of the low-noise expert, where there are two [likewise]"
     )
     frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second [the run's, or the model's]")
     no_ema: bool = Field(False, description="sample a checkpoint's raw weights instead of its EMA")

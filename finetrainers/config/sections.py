@@ -68,6 +68,9 @@ class ModelSection(Section):
         "its weights.", resume="unlisted", encodes="both", place="model")
     expert: Literal["high", "low"] | None = option(None, "Network to train in a model with separate ones for high "
         "and low noise levels: `high` (its `transformer`) or `low` (its `transformer_2`).", resume="same")
+    other_expert: Place | None = option(None, "Weights of the expert that is not trained, for samples, rollouts and "
+        "exported pairs of LoRAs: a run, a checkpoint, a LoRA file or a directory in diffusers layout.", resume="free",
+        local=True, place="model")
     revision: str | None = option(None, "Git revision of the Hub repository.", resume="free", encodes="both")
     variant: str | None = option(None, "Variant of the weight files, for example `fp16`.", resume="free",
         encodes="both", max_length=64)
@@ -490,6 +493,14 @@ class ValidationSection(Section):
         """True if the validation prompts are sampled before the first step."""
         return self.is_scheduled if self.validation_at_start is None else self.validation_at_start
 
+    @property
+    def guidance_text(self) -> str | None:
+        """Guidance scales of samples, in words, or None for the pipeline's own."""
+        scale, low = self.validation_guidance_scale, self.validation_guidance_scale_2
+        if scale is None:
+            return None
+        return f"guidance {scale:g}" + ("" if low in (None, scale) else f" (low-noise expert {low:g})")
+
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
         ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")
     validation_images: str | None = option(None, "First frame of each prompt, as image paths or URLs joined by "
@@ -510,8 +521,13 @@ class ValidationSection(Section):
     validation_frame_rate: float | None = option(None, "Frames per second of samples. The default is the median of "
         "the training clips, or the model's own rate if it is within 2% of it.", resume="free", gt=0, le=1000)
     validation_inference_steps: int = option(50, "Denoising steps of a sample.", resume="free", ge=1, le=10_000)
-    validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the pipeline's.",
-        resume="free", ge=0, le=1000)
+    validation_guidance_scale: float | None = option(None, "Guidance scale of samples. The default is the model's, "
+        "else the pipeline's.", resume="free", ge=0, le=1000)
+    validation_guidance_scale_2: float | None = option(None, "Guidance scale of the low-noise expert, where there are "
+        "two. The default is `validation_guidance_scale` if that is set, else the model's.", resume="free", ge=0,
+        le=1000)
+    validation_negative_prompt: str | None = option(None, "Negative prompt of samples, for classifier-free guidance. "
+        "The default is the model's, else an empty one.", resume="free")
     enable_model_cpu_offload: bool | None = option(None, "Sample with the model's components in host memory, each on "
         "the GPU only while in use (CUDA). By default, only if sampling is estimated not to fit the GPU otherwise.",
         resume="free")

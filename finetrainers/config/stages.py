@@ -48,6 +48,7 @@ class Stage:
         name: unique name, and the directory of its run.
         config: its options; of a stage with problems, the valid ones, or None if these are not a configuration.
         init: the start from an earlier stage, or None to begin from the model or from its own `init_from`.
+        other_expert: the earlier stage that trains the other expert, or None without one.
         problems: problems of the stage.
         wrong: flat names of the options that `config` lacks.
     """
@@ -55,6 +56,7 @@ class Stage:
     name: str
     config: TrainConfig | None
     init: Init | None = None
+    other_expert: str | None = None
     problems: Sequence[Problem] = ()
     wrong: frozenset[str] = frozenset()
 
@@ -136,15 +138,19 @@ def _read_stage(
     problems: list[Problem] = []
     name = _read_name(table, locate, before, problems)
     init = _read_init(table, locate, before, problems)
+    options = {key: value for key, value in table.items() if key not in _KEYS}
+    other_expert = None
+    if isinstance(options.get("other_expert"), Mapping):
+        other_expert = _find_stage("other_expert", options.pop("other_expert"), locate, before, problems)
     here = RawOptions()
-    take_options(here, {key: value for key, value in table.items() if key not in _KEYS}, locate)
+    take_options(here, options, locate)
     find_inputs(here, directory)
     sources = [shared, here, flags]
     if "config" in table:
         try:
             sources.insert(1, file_source(Path(str(table["config"]))))
         except ConfigError as error:
-            return Stage(name, None, init, [*problems, *error.problems])
+            return Stage(name, None, init, problems=[*problems, *error.problems])
     for source in sources:
         _refuse(source, problems)
     config: TrainConfig | None
@@ -155,7 +161,7 @@ def _read_stage(
         problems += error.problems
         config, wrong = error.rest, error.wrong
     if config is None:
-        return Stage(name, None, init, problems, wrong)
+        return Stage(name, None, init, problems=problems, wrong=wrong)
     if init is not None and config.training.init_from is not None:
         place = here.where.get("init_from", "init_from")
         problems.append(
@@ -175,7 +181,7 @@ def _read_stage(
         problems.append(
             Problem(where, f"{config.run.output_dir} is also the directory of stage {clash.name}", "duplicate")
         )
-    return Stage(name, config, init, problems, wrong)
+    return Stage(name, config, init, other_expert and other_expert.name, problems, wrong)
 
 
 def _refuse(source: RawOptions, problems: list[Problem]) -> None:
@@ -214,18 +220,8 @@ def _read_init(
     if "init" not in table:
         return None
     entry, where = table["init"], locate(None, "init")
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("stage"), str):
-        example = f'init = {{ stage = "{before[-1].name if before else "low"}" }}'
-        problems.append(Problem(where, f"init: must name an earlier stage; write {example}", "required"))
-        return None
-    for key in entry:
-        if key not in ("stage", "load"):
-            problems.append(Problem(where, f"init: unknown key {key!r}{nearest(key, ('stage', 'load'))}", "unknown"))
-    source = next((stage for stage in before if stage.name == entry["stage"]), None)
+    source = _find_stage("init", entry, locate, before, problems, keys=("stage", "load"))
     if source is None:
-        names = [stage.name for stage in before]
-        hint = nearest(entry["stage"], names) if names else "; it is the first stage"
-        problems.append(Problem(where, f"init: no earlier stage {entry['stage']!r}{hint}", "unknown"))
         return None
     is_lora = source.config is not None and source.config.training.training_type == "lora"
     load = entry.get("load", "lora" if is_lora else "weights")
@@ -244,6 +240,27 @@ def _read_init(
         )
         return None
     return Init(source.name, load)
+
+
+def _find_stage(
+    key: str, entry: Any, locate: Locate, before: Sequence[Stage], problems: list[Problem],
+    keys: Sequence[str] = ("stage",),
+) -> Stage | None:  # fmt: skip
+    """Return the earlier stage that a key of a stage names, or None, with problems recorded if there is none."""
+    where = locate(None, key)
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("stage"), str):
+        example = f'{key} = {{ stage = "{before[-1].name if before else "low"}" }}'
+        problems.append(Problem(where, f"{key}: must name an earlier stage; write {example}", "required"))
+        return None
+    for name in entry:
+        if name not in keys:
+            problems.append(Problem(where, f"{key}: unknown key {name!r}{nearest(name, keys)}", "unknown"))
+    source = next((stage for stage in before if stage.name == entry["stage"]), None)
+    if source is None:
+        names = [stage.name for stage in before]
+        hint = nearest(entry["stage"], names) if names else "; it is the first stage"
+        problems.append(Problem(where, f"{key}: no earlier stage {entry['stage']!r}{hint}", "unknown"))
+    return source
 
 
 def _with_merged(stages: Sequence[Stage]) -> list[Stage]:

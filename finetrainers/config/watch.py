@@ -61,7 +61,7 @@ class WatchSection(Section):
     video: str | None = Field(None, description="control videos, as for `finetrainers sample`")
     last_image: str | None = Field(None, description="last frames, as for `finetrainers sample`")
     video_prefix: str | None = Field(None, description="videos that samples continue, as for `finetrainers sample`")
-    negative_prompt: str = Field("", description="as for `finetrainers sample`")
+    negative_prompt: str | None = Field(None, description="as for `finetrainers sample`")
     seed: int | None = Field(None, ge=0, description="first seed [the run's]")
     num: int = Field(1, ge=1, le=1000, description="seeds for each prompt, from the first one on [1]")
     frame_rate: float | None = Field(None, gt=0, le=1000, description="frames per second, as for `finetrainers sample`")

@@ -18,16 +18,50 @@ from finetrainers.config.sections import DiffusionSection
 from finetrainers.utils.failures import InputError
 
 
-def sample_quantiles(generators: Sequence[torch.Generator], config: DiffusionSection) -> Tensor:
-    """Return one quantile per generator, `[B]` fp32 on the generators' device."""
+def sample_quantiles(
+    generators: Sequence[torch.Generator], config: DiffusionSection, within: tuple[float, float] | None = None
+) -> Tensor:
+    """Return one quantile per generator, `[B]` fp32 on the generators' device.
+
+    Args:
+        generators: one for each quantile.
+        config: the distribution.
+        within: range that the distribution is truncated to, or None for all quantiles. Each quantile then has the same
+            rank in the truncated distribution as without it in the whole one, and is fp64.
+    """
     device = generators[0].device
     if config.flow_weighting_scheme == "logit_normal":
-        draws = [torch.randn((), generator=g, device=device, dtype=torch.float32) for g in generators]
-        return torch.sigmoid(config.flow_logit_mean + config.flow_logit_std * torch.stack(draws))
+        mean, std = config.flow_logit_mean, config.flow_logit_std
+        z = torch.stack([torch.randn((), generator=g, device=device, dtype=torch.float32) for g in generators])
+        return torch.sigmoid(mean + std * (z if within is None else _truncate_normal(z, within, mean, std)))
     v = torch.stack([torch.rand((), generator=g, device=device, dtype=torch.float32) for g in generators])
-    if config.flow_weighting_scheme == "mode":
-        return 1 - v - config.flow_mode_scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
-    return v
+    if within is not None:
+        low, high = within
+        if config.flow_weighting_scheme == "mode":
+            low, high = (_invert_mode(bound, config.flow_mode_scale) for bound in (high, low))
+        v = low + (high - low) * v.double()
+    return _mode(v, config.flow_mode_scale) if config.flow_weighting_scheme == "mode" else v
+
+
+def _mode(v: Tensor, scale: float) -> Tensor:
+    return 1 - v - scale * (torch.cos(math.pi * v / 2) ** 2 - 1 + v)
+
+
+def _invert_mode(u: float, scale: float) -> float:
+    """Return the uniform number that `_mode`, which decreases, maps to u."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(_mode(torch.tensor(middle).double(), scale)) > u else (low, middle)
+    return (low + high) / 2
+
+
+def _truncate_normal(z: Tensor, within: tuple[float, float], mean: float, std: float) -> Tensor:
+    """Map standard normal numbers to those of which `sigmoid(mean + std * z)` is within a range, by rank; fp64."""
+    bounds = (torch.logit(torch.tensor(within, dtype=torch.float64, device=z.device)) - mean) / std
+    side = -1.0 if bounds[0] > 0 else 1.0  # probabilities near 1 have few digits
+    low, high = torch.special.ndtr(side * bounds)
+    return side * torch.special.ndtri(low + (high - low) * torch.special.ndtr(z.double()))
 
 
 def shift_noise_level(sigma: Tensor, shift: float) -> Tensor:
@@ -114,13 +148,19 @@ class NoiseLevels:
         return math.exp(resolution_mu(num_tokens, self.resolution))
 
     def sample(self, generators: Sequence[torch.Generator], num_tokens: int) -> Tensor:
-        """Return quantiles `[B]` for one generator per sample."""
-        u = sample_quantiles(generators, self.config)
+        """Return quantiles `[B]` for one generator per sample, of the configured distribution within the range."""
         shift = self.shift(num_tokens) if self.is_flow else 1.0
-        return self.map_to_range(u if shift == 1.0 else shift_noise_level(u, shift))
+        if self.within == (0.0, 1.0):
+            u = sample_quantiles(generators, self.config)
+            return u if shift == 1.0 else shift_noise_level(u, shift)
+        low, high = self.within
+        # The inverse of a shift by s is the shift by 1 / s.
+        unshifted = shift_noise_level(torch.tensor(self.within, dtype=torch.float64), 1 / shift).clamp(0, 1).tolist()
+        u = sample_quantiles(generators, self.config, (unshifted[0], unshifted[1]))
+        return shift_noise_level(u, shift).clamp(low, high).float()  # it rounds
 
     def map_to_range(self, u: Tensor) -> Tensor:
-        """Map quantiles of all noise to the range of the network."""
+        """Map equally spaced quantiles of all noise to equally spaced ones of the network's range."""
         low, high = self.within
         return u if (low, high) == (0.0, 1.0) else low + (high - low) * u
 

@@ -204,7 +204,9 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         with live, cuda_autocast():
             x, target, *_others = (torch.empty(shape.batch_size, *shape.latent) for _ in range(4))  # x0 and noise
             dtype = torch.float32 if spec.facts.is_flow else torch.long
-            t = torch.zeros(shape.batch_size, dtype=dtype)
+            # Given frames are clean tokens, each with a time.
+            times = shape.latent[1:2] if spec.facts.first_frame == "tokens" else ()
+            t = torch.zeros(shape.batch_size, *times, dtype=dtype)
             with torch.autocast("cpu", shape.autocast, enabled=shape.autocast is not None):
                 prediction = spec.predict(net, x, t, conditions, meta)
             stored, forward = live.live - weights, live.peak - weights

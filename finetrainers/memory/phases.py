@@ -6,7 +6,7 @@ of the VAE and of sampling. `docs/reference/memory-estimate.md` names the source
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -203,8 +203,10 @@ class _Phases:
         self.texts = {name: parts[name] for name in facts.text_parts if name in parts and around.encodes_text}
         self.clip_parts = {name: parts[name] for name in facts.clip_parts if name in parts}
         self.vae = {"vae": parts["vae"]} if "vae" in parts else {}
-        #: On the GPU while clips are sampled, otherwise in host memory.
+        #: On the GPU while clips are sampled, otherwise in host memory, unless clips are encoded by them.
         self.companions = {name: parts[name] for name in facts.companions if name in parts}
+        #: Those of them that rollouts sample with.
+        self.experts = {name: parts[name] for name in facts.experts if name in parts} if self.samples else {}
         #: Networks that stay loaded while training.
         self.stays = {} if self.cached else dict(self.texts)
         if self.samples:
@@ -305,17 +307,18 @@ class _Phases:
         denoising = {**loaded, **self._sampling(size, branches), **self._rewards()}
         working = max(vae_working_bytes(self.spec, clip_size) for clip_size in self.around.sampled)
         decoding = {**loaded, "the VAE at work": working, **self._rewards()}
-        if self.config.validation.enable_model_cpu_offload:  # one of the network and the VAE at a time
-            for name in (*self.vae, *self.companions):
-                denoising.pop(name, None)
-                decoding.pop(name, None)
-            decoding |= self.vae
-            for name in self.weights:
-                decoding.pop(name, None)
-        return _largest(denoising, decoding)
+        if not self.config.validation.enable_model_cpu_offload:
+            return _largest(denoising, decoding)
+        # One network at a time is on the GPU: the trained one, another expert, or the VAE.
+        others = (*self.vae, *self.companions)
+        denoising = {name: size for name, size in denoising.items() if name not in others}
+        experts = {name: self.companions[name] for name in self.spec.facts.experts if name in self.companions}
+        by_other = {name: size for name, size in denoising.items() if name not in self.weights}
+        decoding = {name: size for name, size in decoding.items() if name not in (*self.weights, *self.companions)}
+        return _largest(denoising, decoding, *({**by_other, name: size} for name, size in experts.items()))
 
     def _rollout(self) -> Mapping[str, float]:
-        trajectories = {**self.rollout_parts, **self._rewards(), **self.companions}
+        trajectories = {**self.rollout_parts, **self._rewards(), **self.experts}
         if self.method.scores_while_sampling(self.config):
             trajectories["activations of rewards"] = self.around.scoring or 0.0
         batch = self.config.dataloader.batch_size
@@ -325,7 +328,7 @@ class _Phases:
         decoding = {**self.persistent_bytes, **trajectories, "the VAE at work": working}
         moments = [denoising, decoding]
         if self.computes_grads_in_rollout:
-            moments.append({**self.learning(), **self.companions})
+            moments.append({**self.learning(), **self.experts})
         return _largest(*moments)
 
     def _reward(self) -> Mapping[str, float]:
@@ -339,7 +342,7 @@ class _Phases:
             parts = {**scoring, "the VAE's decoder and its backward": working}
             # If the decoder is recomputed, that is after the rewards' backward: only one of the two is alive.
             scoring = parts if stored else dict([max(parts.items(), key=lambda part: part[1])])
-        return {**self.persistent_bytes, **self.rollout_parts, **self._rewards(), **scoring}
+        return {**self.persistent_bytes, **self.rollout_parts, **self._rewards(), **self.experts, **scoring}
 
     def _gathering(self) -> Mapping[str, float]:
         """Return the bytes while saving, which gathers sharded weights one at a time and copies them to the host."""
@@ -359,12 +362,20 @@ class _Phases:
         num_bytes = self._offloaded() + (0.0 if self.precomputed or not self.around.encoded else self._clips())
         if phase == CHECKPOINT:
             num_bytes += sum(self.saving())
-        offloads = self.config.validation.enable_model_cpu_offload
-        if (self.around.sampled or self.samples) and (offloads or phase not in (VALIDATION, ROLLOUT)):
-            num_bytes += sum(self.companions.values())
-        if phase == VALIDATION and offloads:
+        num_bytes += self._waiting(phase)
+        if phase == VALIDATION and self.config.validation.enable_model_cpu_offload:
             num_bytes += sum(self.weights.values()) + sum(self.vae.values())
         return num_bytes
+
+    def _waiting(self, phase: str) -> float:
+        """Return the bytes of companions that wait in host memory in a phase."""
+        offloads = self.config.validation.enable_model_cpu_offload
+        companions = {**(self.companions if self.around.sampled else {}), **self.experts}
+        if phase == VALIDATION:
+            on_gpu: Collection[str] = () if offloads else companions
+        else:
+            on_gpu = (*self.stays, *(self.experts if phase in (ROLLOUT, REWARD) else ()))
+        return sum(size for name, size in companions.items() if name not in on_gpu)
 
     def saving(self) -> tuple[float, float]:
         """Return the host bytes that saving takes in every process, and those of the process that writes the rest."""

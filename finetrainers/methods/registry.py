@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from finetrainers.config.base import Section
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.methods import METHODS, TrainingMethod
 from finetrainers.config.root import TrainConfig, fields
-from finetrainers.utils.addresses import resolve, same_name
-from finetrainers.utils.failures import InputError
+from finetrainers.utils.addresses import resolve
 from finetrainers.utils.text import nearest
 
 from .spec import MethodSpec, TrainingSet
@@ -17,17 +17,12 @@ from .spec import MethodSpec, TrainingSet
 Planner = Callable[..., TrainingSet | None]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    method: str | type
-    spec: str | type[MethodSpec]
-
-
-_METHODS: dict[str, _Entry] = {}
-
-
 def register_method(
-    name: str, method: str | type, *, spec: str | type[MethodSpec] = "finetrainers.methods.spec:MethodSpec"
+    name: str,
+    method: str | type,
+    *,
+    spec: str | type[MethodSpec] | None = None,
+    options: type[Section] | None = None,
 ) -> None:
     """Make a method available as `--method name`; classes may be given as addresses `module:attribute`.
 
@@ -36,35 +31,28 @@ def register_method(
             cells do.
         method: the class, which is called with `MethodParts`.
         spec: the subclass of `MethodSpec`, in a module that imports no torch; default: that of training on clips.
+        options: its table of options; see `TrainingMethod`.
 
     Raises:
-        ValueError: the name is taken, or an argument is neither a class nor an address.
+        ValueError: the name is taken, or an argument is of another type.
     """
-    for argument, value in (("method", method), ("spec", spec)):
-        if isinstance(value, str):
-            if not all(value.partition(":")):
-                raise ValueError(f"{argument} of {name!r}: expected an address module:attribute, got {value!r}")
-        elif not isinstance(value, type):
-            raise ValueError(f"{argument} of {name!r}: expected a class or an address, got a {type(value).__name__}")
     if isinstance(method, type) and issubclass(method, MethodSpec):
         raise ValueError(
             f"method of {name!r}: {method.__name__} is a MethodSpec; give it as spec=, and the method's class"
         )
     if isinstance(spec, type) and not issubclass(spec, MethodSpec):
         raise ValueError(f"spec of {name!r}: {spec.__name__} is not a subclass of MethodSpec")
-    if name in _METHODS and not same_name(_METHODS[name].method, method):
-        raise InputError(f"method {name!r} is registered already", "duplicate")
-    _METHODS[name] = _Entry(method, spec)
+    METHODS.add(name, TrainingMethod(name, method, spec, options))
 
 
-def method_names() -> list[str]:
-    """Return the registered names."""
-    return sorted(_METHODS)
+def is_method(name: str) -> bool:
+    """Return whether a method has this name, here or in an installed package."""
+    return METHODS.get(name) is not None
 
 
 def load_method(name: str) -> Any:
     """Return the class of a method (imports torch)."""
-    return _resolve(_METHODS[name].method)
+    return _resolve(METHODS[name].method)
 
 
 def method_class_problem(config: TrainConfig) -> str | None:
@@ -94,7 +82,7 @@ def _resolve(value: Any) -> Any:
 def spec_problem(name: str) -> str | None:
     """Return why a registered method has no usable `MethodSpec`, or None if it has."""
     try:
-        spec_class = _resolve(_METHODS[name].spec)
+        spec_class = _resolve(METHODS[name].spec or MethodSpec)
     except (ImportError, AttributeError) as error:
         return f"the spec of {name} cannot be imported: {error}"
     if not (isinstance(spec_class, type) and issubclass(spec_class, MethodSpec)):
@@ -110,7 +98,7 @@ def load_source(config: TrainConfig) -> Any:
 
 def method_spec(config: TrainConfig) -> MethodSpec:
     """Return the `MethodSpec` of the configured method."""
-    spec: MethodSpec = _resolve(_METHODS[config.training.method].spec)()
+    spec: MethodSpec = _resolve(METHODS[config.training.method].spec or MethodSpec)()
     return spec
 
 

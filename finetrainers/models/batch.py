@@ -116,11 +116,12 @@ class ModelComponents:
         return self
 
     @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """Move the networks to a device within the block, and after it to where each was."""
+    def on(self, device: torch.device | None) -> Iterator[None]:
+        """Move the networks to a device within the block, unless it is None, and after it to where each was."""
         networks = [module for module in self.modules.values() if isinstance(module, nn.Module)]
         before = [next(network.parameters()).device for network in networks]
-        self.to(device)
+        if device is not None:
+            self.to(device)
         try:
             yield
         finally:
@@ -236,6 +237,7 @@ class SampleRequest:
     """A validation sample: size in pixels and frames, how to denoise, and the frames or further media that are given.
 
     Attributes:
+        guidance_scale_2: guidance scale of the low-noise expert, or None for that of both.
         image: first frame, PIL's image or a tensor.
         last_image: last frame, PIL's image or a tensor.
         prefix: frames that the sample begins with, `[1, 3, F, H, W]` in [-1, 1].
@@ -248,6 +250,7 @@ class SampleRequest:
     frame_rate: float
     num_inference_steps: int
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
     image: Any = None
     last_image: Any = None
     prefix: Tensor | None = None

@@ -13,8 +13,8 @@ from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Configs, Facts, Read
 from finetrainers.config.sections import ModelSection
 from finetrainers.utils.addresses import resolve, same_name
-from finetrainers.utils.failures import InputError
 from finetrainers.utils.packaged import model_path
+from finetrainers.utils.registry import Registry
 
 from .files.files import (
     MODEL_INDEX,
@@ -85,22 +85,25 @@ class Family:
         return config.model_copy(update={n: d for n, d in self.dtypes.items() if n not in config.model_fields_set})
 
     def facts_of(self, config: ModelSection) -> Facts:
-        """Return the facts about the configured checkpoint from its configs on this disk, else those of all published.
+        """Return the facts about the configured checkpoint from its configs, else those of all published checkpoints.
+
+        Without its configs on this disk, those of a published checkpoint are the packaged ones.
 
         Raises:
             ValueError: the checkpoint is of a kind that is not trained, or a config cannot be read.
         """
-        configs = read_configs(config, self.facts.parts)
-        is_readable = {"vae", trained_part(config)} <= configs.keys() and not self._foreign_classes(config, configs)
-        facts = self.read(configs) if is_readable else self.facts
-        return facts.of_expert(config.expert)
+        for section in (config, config.for_estimate()):
+            configs = read_configs(section, self.facts.parts)
+            if {"vae", trained_part(config)} <= configs.keys() and not self._foreign_classes(config, configs):
+                return self.read(configs).of_expert(config.expert)
+        return self.facts
 
     def trains(self, config: ModelSection) -> bool:
         """Return whether the family trains the configured checkpoint; families may share a class of transformer."""
         try:
             self.read(read_configs(config, self.facts.parts))
         except ValueError:
-            return len([family for family in _FAMILIES.values() if family.transformer == self.transformer]) == 1
+            return len([family for family in families().values() if family.transformer == self.transformer]) == 1
         return True
 
     def problems(self, config: ModelSection, *, weights: bool = True, device_type: str | None = None) -> list[Problem]:
@@ -125,7 +128,7 @@ class Family:
         vae, transformer = (configs.get(part, {}) for part in ("vae", trained))
         foreign = self._foreign_classes(config, configs)
         for part, (actual, expected) in foreign.items():
-            others = [name for name, family in _FAMILIES.items() if actual in (family.transformer, family.vae)]
+            others = [name for name, family in families().items() if actual in (family.transformer, family.vae)]
             remedy = f"use --model_name {others[0]}" if others else "which is not supported by any model family here"
             source = replacement_source(config, part) or config.pretrained_model_name_or_path
             message = f"{source} holds a {actual}, and {self.name} is a {expected}; {remedy}"
@@ -245,7 +248,19 @@ class Fetched:
         return self.away == OFFLINE
 
 
-_FAMILIES: dict[str, Family] = {}
+def _problem(name: str, value: Any) -> str | None:
+    """Return why an object cannot be the family of a name, or None if it can."""
+    if not isinstance(value, Family):
+        return f"must be a Family, got {type(value).__name__}"
+    return None if value.name == name else f"must have the name of its family, {value.name!r}"
+
+
+FAMILIES: Registry[Family] = Registry(
+    "model family",
+    "families",
+    problem=_problem,
+    is_same=lambda first, second: first.spec == second.spec and same_name(first.read, second.read),
+)
 
 
 def register_model(family: Family) -> None:
@@ -254,12 +269,9 @@ def register_model(family: Family) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    earlier = _FAMILIES.get(family.name)
-    if earlier is not None and not (earlier.spec == family.spec and same_name(earlier.read, family.read)):
-        raise InputError(f"model family {family.name!r} is registered already", "duplicate")
-    _FAMILIES[family.name] = family
+    FAMILIES.add(family.name, family)
 
 
 def families() -> dict[str, Family]:
-    """Return all registered families by name."""
-    return dict(_FAMILIES)
+    """Return all families by name, including those of installed packages."""
+    return FAMILIES.all()

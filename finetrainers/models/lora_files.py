@@ -97,7 +97,7 @@ def write_lora(
 
     Args:
         directory: an empty folder.
-        name: name of the file, where the format leaves it free.
+        name: name of the file, where the format leaves it free; that of diffusers does for one of two experts.
         lora: the LoRA, in the dtype that is written.
         kind: `diffusers`, `peft`, `comfyui` or `kohya`.
         spec, network: its model; the network on the meta device.
@@ -105,7 +105,9 @@ def write_lora(
     """
     if kind == "diffusers":
         more = {**metadata, **_hashes(lora.state())}
-        (path,) = saving.save_lora(directory, lora.state(), lora.complete_settings(), part=spec.lora_prefix, more=more)
+        file = saving.LORA_FILE if spec.facts.expert is None else f"{name}.safetensors"
+        settings = lora.complete_settings()
+        (path,) = saving.save_lora(directory, lora.state(), settings, part=spec.lora_prefix, name=file, more=more)
         return path
     if kind == "peft":
         path = directory / "adapter_model.safetensors"

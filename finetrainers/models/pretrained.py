@@ -56,6 +56,10 @@ class PretrainedModel(ABC):
         self._read = read
         self._in_use: WeakValueDictionary[str, Any] = WeakValueDictionary()  # parts that are loaded, by name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, such as a decoding worker, without the loaded parts."""
+        return {**vars(self), "_in_use": {}}
+
     @cached_property
     def configs(self) -> Configs:
         """The checkpoint's configs by part; missing ones of diffusers' networks are downloaded."""
@@ -149,7 +153,13 @@ class PretrainedModel(ABC):
     @cached_property
     def companions(self) -> ModelComponents:
         """Frozen parts that sampling needs, such as another expert; loaded at the first sample, then on the CPU."""
-        return ModelComponents(self._load_shared(self.facts.companions))
+        modules = self._load_shared(self.facts.companions)
+        for name in self.facts.experts:
+            self._with_attention(modules[name])
+            if self.config.other_expert is not None:
+                self.load_lora(modules[name], Path(self.config.other_expert))
+                modules[name].requires_grad_(False)
+        return ModelComponents(modules)
 
     @property
     def experts(self) -> ModelComponents:

@@ -14,8 +14,8 @@ from finetrainers.config.facts import Facts, is_network
 from finetrainers.config.sections import AUTO, ModelSection
 from finetrainers.utils.addresses import resolve
 
-from .families import FAMILIES
-from .family import Family, families, register_model
+from .families import FAMILIES as OWN_FAMILIES
+from .family import FAMILIES, Family, families, register_model
 from .files.files import (
     folder_on_disk,
     is_hub_id,
@@ -27,6 +27,7 @@ from .files.files import (
 )
 
 __all__ = [
+    "FAMILIES",
     "Family",
     "build_tiny",
     "families",
@@ -48,7 +49,7 @@ _WEIGHTS = re.compile(
     r"(?:diffusion_pytorch_model|pytorch_model|model)(?:\.(\w+?))?(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
 )
 
-for _family in FAMILIES:
+for _family in OWN_FAMILIES:
     register_model(_family)
 
 #: Unsupported families that users may ask for, in plain letters; some names are like those of supported ones.
@@ -65,13 +66,15 @@ def get_family(name: str) -> Family:
     Raises:
         KeyError: there is none; the message names the nearest, or all.
     """
+    family = FAMILIES.get(name)
+    if family is not None:
+        return family
     registered = families()
-    if name in registered:
-        return registered[name]
-    supported = f"supported: {', '.join(sorted(registered))}"
+    broken = "".join(f"; {reason}" for reason in FAMILIES.broken)
+    supported = f"supported: {', '.join(sorted(registered))}{broken}"
     plain = _normalize(name)
     unsupported = _UNSUPPORTED.match(plain)
-    if unsupported and unsupported[0] not in map(_normalize, registered):
+    if unsupported and not any(_normalize(other).startswith(unsupported[0]) for other in registered):
         raise KeyError(f"model family {name!r} is not supported; {supported}")
     similar = [
         other
@@ -79,10 +82,12 @@ def get_family(name: str) -> Family:
         if (len(plain) > 2 and _normalize(other).startswith(plain)) or plain.startswith(_normalize(other))
     ]
     if len(similar) == 1:
-        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?")
+        raise KeyError(f"unknown model family {name!r}; did you mean {similar[0]!r}?{broken}")
     close = get_close_matches(plain, [_normalize(other) for other in registered], n=1, cutoff=0.8)
     suggestion = next((other for other in registered if _normalize(other) in close), None)
-    raise KeyError(f"unknown model family {name!r}; {f'did you mean {suggestion!r}?' if suggestion else supported}")
+    raise KeyError(
+        f"unknown model family {name!r}; {f'did you mean {suggestion!r}?{broken}' if suggestion else supported}"
+    )
 
 
 def _normalize(name: str) -> str:
@@ -99,22 +104,26 @@ def with_family(model: ModelSection) -> ModelSection:
         KeyError: neither shows a family.
     """
     if model.model_name != AUTO:
-        return families()[model.model_name].with_dtypes(model) if model.model_name in families() else model
+        known = FAMILIES.get(model.model_name)
+        return model if known is None else known.with_dtypes(model)
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
-    for name, family in families().items():
-        is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
-        with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
-            kind = (part_config(model, trained_part(model)) or {}).get("_class_name") or kind
-        if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
-            return family.with_dtypes(model.model_copy(update={"model_name": name}))
+    with contextlib.suppress(ValueError):  # a damaged file is reported later, for any family
+        kind = (part_config(model, trained_part(model)) or {}).get("_class_name")
+    for searched in (lambda: dict(FAMILIES.registered), families):  # installed packages only if need be
+        for name, family in searched().items():
+            is_published = _normalize(source) in map(_normalize, family.published) and is_hub_id(source)
+            if (kind == family.transformer and family.trains(model)) or (kind is None and is_published):
+                return family.with_dtypes(model.model_copy(update={"model_name": name}))
     reason = (
         f"{source} holds a {kind}, which no supported family trains"
         if kind
         else f"it cannot be detected from a config of {source} on this disk"
     )
-    raise KeyError(f"is required: {reason}; supported: {', '.join(sorted(families()))}")
+    raise KeyError(
+        "; ".join([f"is required: {reason}", f"supported: {', '.join(sorted(families()))}", *FAMILIES.broken])
+    )
 
 
 def build_tiny(name: str, directory: Path, *, seed: int = 0, version: str | None = None) -> None:

@@ -266,8 +266,26 @@ class ModelSpec(PretrainedModel):
         frames, height, width = video_BCTHW.shape[2:]
         return tiled_alike(self, (frames, height, width), encode)
 
-    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
-        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`."""
+    def clip_shapes(self, network: nn.Module, size: Size) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the part that makes each tensor of `encode_clip`, in whose dtype it is, and its shape for one clip.
+
+        Args:
+            network: the transformer, which tells the channels of latents.
+            size: frames, height and width of the clip.
+        """
+        frames = {MOMENTS: size[0], **{f"{name}_{MOMENTS}": size[0] for name in self.facts.media}}
+        if self.facts.first_frame == "channels":
+            frames[FIRST_FRAME] = self.given_pixels(torch.empty(1, 3, *size, device="meta")).shape[2]
+        channels, latent_shape = 2 * self.latent_channels(network), self.facts.geometry.latent_shape
+        return {name: ("vae", (channels, *latent_shape(number, *size[1:]))) for name, number in frames.items()}
+
+    def encode_image(
+        self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Encode an image of 8-bit pixels that clips of `frames` frames are sampled from; see `encode_clip`.
+
+        With `Facts.last_frame`, `last_CHW` is the image that they end with.
+        """
         return self.encode_clip(encoders, image_CHW[None, :, None], None)
 
     def given_pixels(self, video_BCTHW: Tensor) -> Tensor:
@@ -437,7 +455,7 @@ class ModelSpec(PretrainedModel):
             "num_frames": request.num_frames,
             "num_inference_steps": request.num_inference_steps,
         }
-        optional = {"guidance_scale": request.guidance_scale, "image": request.image}
+        optional = {name: getattr(request, name) for name in ("guidance_scale", "guidance_scale_2", "image")}
         return call | {name: value for name, value in optional.items() if value is not None} | dict(request.extra)
 
     @property

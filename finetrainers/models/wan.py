@@ -9,7 +9,8 @@ given frames are clean tokens at time 0.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import diffusers
@@ -20,6 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, UMT5EncoderModel
 
+from finetrainers.config.facts import Activations
 from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
@@ -41,6 +43,46 @@ _TIMESTEPS = 1000.0
 _IMAGE_TOKENS = 257
 #: Tensor of an encoded clip, and input of the network: CLIP's states of the image, or of the first and the last one.
 IMAGE_STATES = "image_embeds"
+#: Counted memory of activations as linear functions: a constant, the slope in the width of a feed-forward network over
+#: that of a token, and the further memory of a time per token and of an image. See `Activations`.
+_COUNTED: dict[str, dict[str, tuple[float, float, float, float]]] = {
+    "lora": {
+        "kept": (24.15, 1.06, 16.1, 2.0), "outside": (7.4, 0.7, 4.2, 0.0), "forward": (7.7, 1.35, 18.4, 1.0),
+        "backward": (31.6, 2.09, 21.3, 2.1), "between": (1.8, 0.18, 7.2, 0.0),
+    },
+    "lora without autocast": {
+        "kept": (20.1, 1.06, 16.1, 2.0), "outside": (7.3, 0.72, 4.2, 0.0), "forward": (5.9, 1.65, 18.6, 1.0),
+        "backward": (27.6, 2.09, 21.3, 2.1), "between": (1.8, 0.18, 7.2, 0.0),
+    },
+    "full-finetune": {
+        "kept": (36.2, 2.0, 16.1, 2.0), "outside": (9.8, 0.2, 16.2, 0.0), "forward": (6.2, 1.55, 21.8, 1.0),
+        "backward": (45.0, 2.2, 36.0, 2.1), "between": (4.8, 0.2, 11.4, 0.0),
+    },
+    "full-finetune without autocast": {
+        "kept": (34.2, 2.0, 16.1, 2.0), "outside": (9.8, 0.2, 12.3, 0.0), "forward": (5.9, 1.65, 21.7, 1.0),
+        "backward": (41.0, 2.2, 33.5, 2.1), "between": (4.8, 0.2, 11.4, 0.0),
+    },
+}  # fmt: skip
+_COUNTED["full-finetune-bf16"] = _COUNTED["full-finetune without autocast"]
+
+
+@dataclass(frozen=True)
+class _VAEMemory:
+    """Counted memory of a VAE; see the attributes of `ModelSpec` that start with `vae_`."""
+
+    pixel_bytes: float
+    frames_at_once: int
+    graph_bytes: tuple[float, float, float]
+    tile: tuple[int, int]
+
+
+#: The VAE of 2.1 and the residual one of 5B. Each call has 4 frames, and the features of the last 2 before each
+#: convolution; pixels and latents of all frames are far less. The residual one encodes tiles of 512 x 512, which take
+#: as much as decoding 336 x 336.
+_VAES = {
+    False: _VAEMemory(3500, 3, (19550, 1190, 11300), (256, 256)),
+    True: _VAEMemory(2780, 4, (11700, 900, 9200), (336, 336)),
+}
 
 
 class WanAttnProcessor(StockAttnProcessor):
@@ -113,6 +155,52 @@ class WanSpec(ModelSpec):
         AttentionSpec("blocks", "video", "prompt"),
     )
 
+    # ---- memory ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def activations(self) -> dict[str, Activations]:  # type: ignore[override]
+        """Memory of activations: of the sizes of the checkpoint's network, with a time per token where it takes one."""
+        config, facts = self.configs.get(self.facts.trained, {}), self.facts
+        tokens = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
+        terms = (
+            1.0,
+            config.get("ffn_dim", 13824) / tokens,
+            float(facts.first_frame == "tokens"),
+            float(facts.sees_image),
+        )
+        attention = 2.03 + (1.0 if facts.sees_image else 0.0)
+        kinds = {}
+        for kind, counted in _COUNTED.items():
+            units = {name: sum(a * b for a, b in zip(line, terms, strict=True)) for name, line in counted.items()}
+            kinds[kind] = Activations(kept=(units.pop("kept"),), checkpointed=1.0, attention=attention, **units)
+        return kinds
+
+    @property
+    def _vae_memory(self) -> _VAEMemory:
+        return _VAES[bool(self.configs.get("vae", {}).get("is_residual"))]
+
+    @property
+    def vae_pixel_bytes(self) -> float:  # type: ignore[override]
+        """Peak bytes of the VAE for each pixel."""
+        return self._vae_memory.pixel_bytes
+
+    @property
+    def vae_frames_at_once(self) -> float:  # type: ignore[override]
+        """Frames that those bytes are for."""
+        return self._vae_memory.frames_at_once
+
+    @property
+    def vae_graph_bytes(self) -> tuple[float, float, float]:  # type: ignore[override]
+        """Bytes per pixel of a decode and its backward."""
+        return self._vae_memory.graph_bytes
+
+    @property
+    def vae_tile(self) -> tuple[int, int]:  # type: ignore[override]
+        """Height and width of tiles in pixels."""
+        return self._vae_memory.tile
+
+    # ---- pipelines -------------------------------------------------------------------------------------------------
+
     @property
     def pipeline_class(self) -> Any:  # type: ignore[override]
         """Pipeline of the checkpoint, imported at first use: pipelines import schedulers and much else."""
@@ -154,18 +242,32 @@ class WanSpec(ModelSpec):
         tensors = super().encode_clip(encoders, video_BCTHW, generators, media)
         return tensors | self._image_states(encoders, [video_BCTHW[:, :, frame] for frame in self._given_places])
 
-    def encode_image(self, encoders: ModelComponents, image_CHW: Tensor, frames: int) -> dict[str, Tensor]:
+    def encode_image(
+        self, encoders: ModelComponents, image_CHW: Tensor, frames: int, last_CHW: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Encode an image that clips of `frames` frames start from; on channels, between gray frames."""
         still = image_CHW[None, :, None]
         if self.facts.first_frame != "channels":
             return self.encode_clip(encoders, still, None)
-        given = self.given_pixels(still.expand(-1, -1, frames, -1, -1))
+        clip = still.repeat(1, 1, frames, 1, 1)
+        if self.facts.last_frame:
+            assert last_CHW is not None, "the prompts are checked"
+            clip[:, :, -1] = last_CHW
+        given = self.given_pixels(clip)
 
         def encode() -> dict[str, Tensor]:
             return {n: self.encode_video(encoders["vae"], v) for n, v in ((MOMENTS, still), (FIRST_FRAME, given))}
 
         moments = tiled_alike(self, (frames, *still.shape[3:]), encode)
-        return moments | self._image_states(encoders, [still[:, :, 0]])
+        return moments | self._image_states(encoders, [clip[:, :, place] for place in self._given_places])
+
+    def clip_shapes(self, network: nn.Module, size: tuple[int, int, int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Add CLIP's states, where the checkpoint sees images."""
+        shapes = super().clip_shapes(network, size)
+        if self.facts.sees_image:
+            states = len(self._given_places) * _IMAGE_TOKENS, self.configs[self.facts.trained]["image_dim"]
+            shapes[IMAGE_STATES] = ("image_encoder", states)
+        return shapes
 
     @property
     def _given_places(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ where a run resumes, what it has chosen before. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ from .initial_weights import InitialWeights
 #: Options of the recommended settings of a LoRA, and the one that stands for steps where these are open.
 _RECOMMENDED = ("rank", "lora_alpha", "lr", "train_steps")
 _LENGTH = ("train_steps", "train_epochs")
+#: Options that have no default of the checkpoint where another one is set.
+_INSTEAD = {
+    "flow_shift": "flow_resolution_shifting", "validation_guidance_scale_2": "validation_guidance_scale"
+}  # fmt: skip
 #: Options of sizes that a run may have chosen, and all whose values leave nothing to choose.
 SIZES = ("video_resolution_buckets", "image_resolution_buckets", "frame_buckets")
 _SIZING = (*SIZES, "sliding_window_size")
@@ -48,7 +52,10 @@ def take_from_run(config: TrainConfig, checkpoint: Path) -> TrainConfig:
     manifest = read_manifest(checkpoint)
     stored, sources = by_current_names(manifest.get("config") or {}), manifest.get("chosen") or {}
     has_length = any(map(config.is_given, _LENGTH))
-    names = (name for name in dict.fromkeys((*_RECOMMENDED, *_LENGTH)) if not (has_length and name in _LENGTH))
+    defaults = [name for name, source in sources.items() if source == FAMILY]
+    names = (
+        name for name in dict.fromkeys((*_RECOMMENDED, *_LENGTH, *defaults)) if not (has_length and name in _LENGTH)
+    )
     values = {name: stored[name] for name in names if name in stored and not config.is_given(name)}
     chosen = {name: sources.get(name, RUN) for name, value in values.items() if value != fields()[name].default}
     config = config.without_chosen(list(config.chosen)).with_chosen(values, chosen)
@@ -131,6 +138,21 @@ def _read_dataset_buckets(manifest: Path) -> dict[str, list[tuple[int, int, int]
         if item.get("kind") == "video" and frames == 1:
             inexpressible.add(name)
     return {name: sorted(sizes, reverse=True) for name, sizes in buckets.items() if name not in inexpressible}
+
+
+def choose_defaults(config: TrainConfig, facts: Facts, *, unread: Collection[str] = ()) -> TrainConfig:
+    """Return a copy of `config` with the checkpoint's own defaults where options are open.
+
+    Args:
+        config: the options.
+        facts: of the checkpoint.
+        unread: options that the method does not read, which stay at the program's defaults.
+    """
+    config = config.without_chosen([n for n, s in config.chosen.items() if s == FAMILY and n not in _RECOMMENDED])
+    open_options = {name: value for name, value in facts.defaults.items() if not config.is_given(name)}
+    replaced = {name for name, other in _INSTEAD.items() if config.is_given(other) and config.get(other)}
+    names = open_options.keys() - replaced - set(unread)
+    return config.with_chosen({name: value for name, value in open_options.items() if name in names}, FAMILY)
 
 
 def choose_recommended(config: TrainConfig, facts: Facts, initial: InitialWeights | None) -> TrainConfig:

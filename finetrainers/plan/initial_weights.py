@@ -6,11 +6,16 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetrainers.config.sections import TrainingSection
+from finetrainers.config.errors import ConfigError
+from finetrainers.config.facts import Facts
+from finetrainers.config.load import load_config
+from finetrainers.config.sections import ModelSection, TrainingSection
+from finetrainers.config.values import split_part
 from finetrainers.models.files.lora_names import PREFIXES, kind_of
 from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
 from finetrainers.rundir.manifest import MANIFEST, damage
@@ -78,6 +83,33 @@ def find_initial_weights(source: str) -> InitialWeights:
         f"holds {', '.join(sorted(inner.name for inner in path.iterdir())[:8]) or 'nothing'}",
         "not_found",
     )
+
+
+def with_other_expert(model: ModelSection, facts: Facts) -> ModelSection:
+    """Return the model with the file of the other expert's LoRA, or its transformer among the replaced components.
+
+    Raises:
+        ValueError: the weights do not exist, or belong to another family or to the expert that is trained.
+    """
+    if model.other_expert is None or not facts.experts:
+        return model
+    weights = find_initial_weights(model.other_expert)
+    run = next((folder for folder in weights.path.resolve().parents[:3] if (folder / "config.toml").is_file()), None)
+    with suppress(ConfigError):  # of another version, which the weights do not depend on
+        made_by = None if run is None else load_config(run / "config.toml").model
+        if made_by is not None and made_by.model_name != model.model_name:
+            message = f"{run} trained a {made_by.model_name}, and this model is a {model.model_name}"
+            raise InputError(message, "mismatch")
+        if made_by is not None and made_by.expert == (model.expert or "high"):
+            message = f"{run} trained the expert `{made_by.expert}`, like this run; use a run of the other expert"
+            raise InputError(message, "mismatch")
+    path = str(weights.path.resolve())
+    if weights.kind == "lora":
+        return model.model_copy(update={"other_expert": path})
+    part = facts.experts[0]
+    if any(split_part(text)[0] == part for text in model.part):
+        raise InputError(f"would replace the {part} of --part; remove one of them", "conflict")
+    return model.model_copy(update={"other_expert": None, "part": [*model.part, f"{part}={path}"]})
 
 
 def stored_lora(checkpoint: Path, output_dir: Path | None, sha256: str) -> Path:

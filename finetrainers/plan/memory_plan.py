@@ -32,6 +32,7 @@ from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import TEXTS_AT_ONCE, RunPlan, RunSizes, plan_run
 from finetrainers.memory.quantized_encoders import encoder_bytes_saved, largest_layer_bytes
 from finetrainers.methods.registry import method_spec
+from finetrainers.models.files.files import frozen_dtype
 from finetrainers.models.spec import ModelSpec, frozen_bytes
 from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
@@ -202,23 +203,23 @@ class RunMemory:
         return disk_needs(self.checked, self.transformer)
 
     def cache_bytes(self) -> float:
-        """Return the bytes of the cache of encoded clips and prompts."""
-        config, plan = self.checked.config, self.checked.plan
-        spec = self.checked.spec
+        """Return the bytes of the tensors in the cache of encoded clips and prompts."""
+        config, plan, spec = self.checked.config, self.checked.plan, self.checked.spec
         total = 0.0
         if config.data.precompute_conditions and plan.encodes_clips:
-            channels = 2 * spec.latent_channels(self.transformer)
-            media = 1 + len(spec.facts.media)
             for clip in plan.encoded_clips():
-                shape = self.checked.geometry.denoised_shape(*clip.bucket)
-                total += media * channels * math.prod(shape) * DTYPE_BYTES[config.model.vae_dtype]
+                clip_shapes = spec.clip_shapes(self.transformer, clip.bucket).values()
+                total += sum(_encoded_bytes(config, part, shape) for part, shape in clip_shapes)
         if method_spec(config).caches_texts(config):
             try:
                 shapes = spec.text_shapes()
             except NotImplementedError:
                 return total
-            text_bytes = sum(math.prod(shape) * (1 if name.endswith("_mask") else 2) for name, shape in shapes.items())
-            total += text_bytes * len({"", *plan.all_captions()})
+            encoder = next((part for part in spec.facts.text_parts if is_network(part)), "text_encoder")
+            total += len({"", *plan.all_captions()}) * sum(
+                math.prod(shape) if name.endswith("_mask") else _encoded_bytes(config, encoder, shape)
+                for name, shape in shapes.items()
+            )
         return total
 
     def advice(
@@ -315,6 +316,11 @@ def gib_of_this_gpu() -> float | None:
     import torch
 
     return torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else None
+
+
+def _encoded_bytes(config: TrainConfig, part: str, shape: tuple[int, ...]) -> float:
+    """Return the bytes of a tensor that a frozen part makes; weights in 8 bits compute in 16."""
+    return math.prod(shape) * max(2, DTYPE_BYTES[frozen_dtype(config.model, part)])
 
 
 def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:

@@ -17,6 +17,7 @@ from finetrainers.config.checks.options import check_config, check_shared_sizes,
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.geometry import Geometry
+from finetrainers.config.methods import METHODS
 from finetrainers.config.prompts import MEDIA_OPTIONS, ValidationPrompt, parse_eval_prompts, parse_validation_prompts
 from finetrainers.config.root import TrainConfig, fields
 from finetrainers.config.sections import AUTO, ValidationSection
@@ -28,7 +29,7 @@ from finetrainers.data.reading.media import decoding, open_image
 from finetrainers.data.reading.status import InvalidSampleError
 from finetrainers.data.video.backends import backend_problem
 from finetrainers.memory.estimate import computed_bytes
-from finetrainers.methods.registry import Planner, method_names, method_spec, plan_work, spec_problem
+from finetrainers.methods.registry import Planner, is_method, method_spec, plan_work, spec_problem
 from finetrainers.methods.spec import MethodSpec, TrainingSet
 from finetrainers.models.files.lora_names import format_problem
 from finetrainers.models.registry import Family, get_family, with_family
@@ -39,11 +40,11 @@ from finetrainers.utils.fetch import is_url, start_fetching
 from finetrainers.utils.files import folder_problem
 from finetrainers.utils.launch import launch_problems, launched_processes, restart_warning
 from finetrainers.utils.packaged import SCHEME, model_path
-from finetrainers.utils.text import nearest, plural
+from finetrainers.utils.text import plural
 from finetrainers.utils.versions import version_problem
 
-from .chosen import SIZES, choose_by_data, choose_recommended, take_from_run
-from .initial_weights import InitialWeights
+from .chosen import SIZES, choose_by_data, choose_defaults, choose_recommended, take_from_run
+from .initial_weights import InitialWeights, with_other_expert
 from .ownership import MODEL_OPTIONS, model_sources, output_dir_problems
 from .resume_plan import Start, initial_weights, new_run, resume_run
 
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from finetrainers.models.spec import ModelSpec
 
 #: Folders that a run creates if they do not exist.
-_FOLDERS = [name for name, option in fields().items() if option.place == "folder"]
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, as a cache key
@@ -132,6 +132,7 @@ def preflight(
     if config.training.training_type == "lora" and not config.changed("target_modules"):
         config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
+    config = resolve_other_expert(config, family, findings)
     method = _find_method(config, findings)
     if weights and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
@@ -141,7 +142,7 @@ def preflight(
         config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
     if method is not None and checkpoint is None:
-        config = choose_recommended(config, facts, initial)
+        config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts, initial)
     prompts = read_prompts(config, findings)
     scored = _read_scored(config, method, findings)
     rules = option_findings(config, facts, prompts, scored, device=target_device(config))
@@ -214,11 +215,11 @@ def _find_facts(
 def _find_method(config: TrainConfig, findings: Findings) -> MethodSpec | None:
     """Return the method of the configuration, or None and an error among the findings if its name is unknown."""
     name = config.training.method
-    if name in method_names():
+    if is_method(name):
         if (problem := spec_problem(name)) is not None:
             raise ConfigError([Problem("--method", problem)])
         return method_spec(config)
-    findings.error("method", f"unknown method {name!r}{nearest(name, method_names())}", "unknown")
+    findings.error("method", METHODS.unknown(name), "unknown")
     return None
 
 
@@ -287,6 +288,15 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         if not findings.errors:
             findings.error("model_name", str(error.args[0]), "unknown" if is_named else "required")
         raise ConfigError(findings.errors) from None
+
+
+def resolve_other_expert(config: TrainConfig, family: Family, findings: Findings) -> TrainConfig:
+    """Return the configuration with the other expert's weights as files; see `with_other_expert`."""
+    if config.model.other_expert is not None:
+        with collecting_problems(findings.errors, "--other_expert"):
+            model = with_other_expert(config.model, family.facts_of(config.model))
+            return config.model_copy(update={"model": model})
+    return config
 
 
 def _find_weights(
@@ -388,7 +398,7 @@ def option_findings(
         device: that it trains on.
         updates_parts: see `optimizer_problems`.
     """
-    method = method_spec(config) if config.training.method in method_names() else None
+    method = method_spec(config) if is_method(config.training.method) else None
     unread = {} if method is None else method.unread
     findings = check_config(config, facts=facts, prompts=prompts, scored=scored, unread=unread)
     if method is not None:
@@ -465,7 +475,7 @@ def _has_problem(findings: Findings, options: Collection[str]) -> bool:
 def for_preparing(config: TrainConfig) -> TrainConfig:
     """Return the configuration for preparing a training run: the same data, and no run to continue."""
     config = with_options(config, "training", resume_from_checkpoint=None, init_from=None, reset=[])
-    if config.training.method not in method_names():  # its problem is reported with the others
+    if not is_method(config.training.method):  # its problem is reported with the others
         return config
     method = method_spec(config)
     config = method.for_preparing(config)
@@ -572,7 +582,7 @@ def check_paths(config: TrainConfig, findings: Findings) -> None:
         elif value and not Path(value).exists() and (value.startswith((".", "/", "~")) or value.count("/") > 1):
             message = f"{('file' if value.endswith('.safetensors') else 'directory')} not found: {value}"
             findings.error(option, message, "not_found")
-    for option in _FOLDERS:
+    for option in [name for name, option in fields().items() if option.place == "folder"]:
         folder = config.get(option)
         if folder is not None and (problem := folder_problem(folder)) is not None:
             findings.error(option, problem)

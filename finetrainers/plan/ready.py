@@ -136,6 +136,10 @@ def examine_weights(checked: ResolvedRun) -> ResolvedRun:
                 from .trainable import check_initial_lora
 
                 check_initial_lora(initial, checked.spec, checked.config.training)
+            if checked.config.model.other_expert is not None:
+                from .trainable import check_other_expert
+
+                check_other_expert(checked.spec)
         return warnings
 
     with working("examining the weight files"):

@@ -185,6 +185,19 @@ def check_initial_lora(initial: InitialWeights, spec: ModelSpec, training: Train
             check_lora(initial.path, {name: t.shape for name, t in state.items()}, settings, training)
 
 
+def check_other_expert(spec: ModelSpec) -> None:
+    """Refuse a LoRA of the other expert, in any format, that is of another network.
+
+    Raises:
+        ConfigError: with the difference.
+    """
+    path = Path(spec.config.other_expert or "")
+    try:
+        check_lora_modules(path, spec.read_lora(path)[0], spec.transformer_on_meta())
+    except ValueError as error:
+        raise ConfigError([Problem.from_error("--other_expert", error)]) from None
+
+
 @contextmanager
 def attribute_to_init_from() -> Iterator[None]:
     """Turn an error about a LoRA within the block into a problem of `--init_from`."""

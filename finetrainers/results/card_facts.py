@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,8 +137,8 @@ def facts(state: TrainState, checked: ResolvedRun) -> list[tuple[str, str]]:
         ("made with", ", ".join([f"finetrainers {__version__}", *(f"{name} {versions[name]}" for name in _LIBRARIES)])),
     ]
     if checked.prompts:
-        sampling, guidance = config.validation, config.validation.validation_guidance_scale
-        guidance_text = "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}"
+        sampling = config.validation
+        guidance_text = sampling.guidance_text or "the pipeline's own guidance"
         steps = f"{sampling.validation_inference_steps} denoising steps"
         rows.append(("samples", f"{steps}, {guidance_text}, seed {config.training.seed}, {checked.frame_rate:g} fps"))
     return rows
@@ -145,9 +146,13 @@ def facts(state: TrainState, checked: ResolvedRun) -> list[tuple[str, str]]:
 
 def sampling_arguments(config: TrainConfig, prompt: str) -> list[tuple[str, str]]:
     """Return the pipeline arguments for the validation sample of a prompt, as code."""
-    section, guidance = config.validation, config.validation.validation_guidance_scale
+    section = config.validation
     arguments = [("num_inference_steps", str(section.validation_inference_steps))]
-    arguments += [] if guidance is None else [("guidance_scale", f"{guidance:g}")]
+    for name in ("guidance_scale", "guidance_scale_2"):
+        if (scale := getattr(section, f"validation_{name}")) is not None:
+            arguments.append((name, f"{scale:g}"))
+    if section.validation_negative_prompt:
+        arguments.append(("negative_prompt", json.dumps(section.validation_negative_prompt, ensure_ascii=False)))
     seed = sample_seed(config.training.seed, prompt)
     return [*arguments, ("generator", f"torch.Generator().manual_seed({seed})")]
 

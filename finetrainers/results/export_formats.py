@@ -8,11 +8,12 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetrainers.config.checks.findings import Findings
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.given import RawOptions
@@ -23,6 +24,7 @@ from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, 
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
 from finetrainers.plan.ownership import EXPORTED, export_problem
+from finetrainers.plan.preflight import resolve_other_expert
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
@@ -48,7 +50,7 @@ class Source:
     Attributes:
         weights: their kind and path.
         config: of the run that made them, or of the model that they are of.
-        name: of files.
+        name: of the run or file; see `stem`.
         folder: that exports go into unless another is named.
         identity: of the run that made them, if it is known.
     """
@@ -68,6 +70,23 @@ class Source:
     def facts(self) -> Facts:
         """Facts of the exported network."""
         return self.family.facts_of(self.config.model)
+
+    @property
+    def stem(self) -> str:
+        """Name of its files; `_high_noise` or `_low_noise` at the end distinguishes two experts, as in ComfyUI."""
+        expert = self.facts.expert
+        return self.name if expert is None else f"{self.name}_{expert}_noise"
+
+    @cached_property
+    def experts(self) -> list[Source]:
+        """This source, and the LoRA of the other expert if it is known; that for high noise levels first."""
+        model = self.config.model
+        if self.weights.kind != "lora" or model.other_expert is None:
+            return [self]
+        swapped = {"expert": "high" if model.expert == "low" else "low", "other_expert": None, "transformer_id": None}
+        config = self.config.model_copy(update={"model": model.model_copy(update=swapped)})
+        other = replace(self, weights=Weights("result", "lora", Path(model.other_expert)), config=config)
+        return sorted([self, other], key=lambda source: source.facts.expert or "")
 
     @cached_property
     def is_dora(self) -> bool:
@@ -108,17 +127,30 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
     except KeyError as error:
         kind: Kind = "required" if config.model.model_name == AUTO else "unknown"
         raise ConfigError([Problem("--model_name", str(error.args[0]), kind)]) from None
+    findings = Findings()
+    config = resolve_other_expert(config, family, findings)
     path, model = target.weights.path, target.weights.on(config.model)
+    if not findings.errors and model.expert is None and family.facts_of(model).boundary is not None:
+        message = "required: this model has two networks; set the one that the weights are for, `high` or `low`"
+        findings.error("expert", message, "required")
+    if findings.errors:
+        raise ConfigError(findings.errors)
     if (options or path.is_file()) and (problems := family.problems(model, weights=model != config.model)):
         raise ConfigError(under("SOURCE", problems, target.weights))
     home = target.home or (path.parent if path.is_file() else path)
     step = step_of(path.parent) if target.weights.is_checkpoint else None
     named_itself = target.home is None and path.is_file() and path.name != LORA_FILE
-    name = path.stem if named_itself else home.resolve().name
+    name = re.sub(r"[_-](high|low)_noise$", "", path.stem) if named_itself else _run_name(home, config)
     stem, folder = _to_file_stem(name), home / FOLDER
     if step is not None:
         stem, folder = f"{stem}-step-{step}", folder / f"step-{step}"
     return Source(target.weights, config, stem, folder, read_identity(home))
+
+
+def _run_name(root: Path, config: TrainConfig) -> str:
+    """Return the name of a run's directory, or of the one around it if its own is the expert's, `high` or `low`."""
+    root = root.resolve()
+    return root.parent.name if root.name == config.model.expert else root.name
 
 
 def _to_file_stem(name: str) -> str:
@@ -131,16 +163,17 @@ def result_source(config: TrainConfig, root: Path) -> Source:
         weights = Weights("result", "lora", root / LORA_FILE)
     else:
         weights = Weights("result", "full", root / get_family(config.model.model_name).facts_of(config.model).trained)
-    return Source(weights, config, _to_file_stem(root.resolve().name), root / FOLDER, read_identity(root))
+    return Source(weights, config, _to_file_stem(_run_name(root, config)), root / FOLDER, read_identity(root))
 
 
 def source_problems(source: Source, formats: Sequence[str], folder: Path, *, overwrite: bool) -> list[Problem]:
     """Return the reasons why an export is impossible, as far as file headers show."""
     problems, is_lora = [], source.weights.kind == "lora"
+    is_dora = any(expert.is_dora for expert in source.experts)
     for weights_format in formats:
         final = folder / weights_format
         problem = format_problem(
-            source.family.name, weights_format, is_lora=is_lora, is_dora=source.is_dora, misread=source.facts.misread
+            source.family.name, weights_format, is_lora=is_lora, is_dora=is_dora, misread=source.facts.misread
         )
         if problem is not None:
             problems.append(Problem("--format", problem, "unsupported"))
@@ -210,31 +243,57 @@ def export_formats(
         raise ConfigError(problems)
     from finetrainers.models.spec import DTYPES
 
-    spec = source.family.load(source.config.model)
     torch_dtype = None if dtype is None else DTYPES[dtype]
     if source.weights.kind == "full":
+        spec = source.family.load(source.config.model)
         yield from _export_full(source, spec, formats, folder, torch_dtype, one_file=one_file)
         return
+    loras = [_load(expert) for expert in source.experts]
+    for weights_format in formats:
+        final, exports = folder / weights_format, []
+        with _publish(final, source) as temporary:
+            for lora in loras:
+                if weights_format == "merged":
+                    merge_dtype = torch_dtype or DTYPES["bf16"]
+                    _merge(lora.spec, lora.weights, temporary, merge_dtype, lora_scale, one_file=one_file)
+                    exports.append(Exported(weights_format, final / lora.spec.facts.trained, None))
+                    continue
+                path, checked = _write(lora, weights_format, temporary, torch_dtype)
+                exports.append(Exported(weights_format, final / path.relative_to(temporary), checked))
+        yield from exports
+
+
+@dataclass(frozen=True)
+class _LoadedLora:
+    """LoRA of a source with its model; the network is on the meta device."""
+
+    source: Source
+    spec: ModelSpec
+    network: nn.Module
+    weights: Lora
+
+
+def _load(source: Source) -> _LoadedLora:
+    spec = source.family.load(source.config.model)
+    network = spec.transformer_on_meta()
+    return _LoadedLora(source, spec, network, _read(source, spec, network))
+
+
+def _write(lora: _LoadedLora, weights_format: str, folder: Path, dtype: torch.dtype | None) -> tuple[Path, Checked]:
+    """Write a LoRA in a format, and read it back; PEFT's file names are fixed, so each expert has a directory."""
     from finetrainers.models.lora_files import cast, check_written, lora_metadata, write_lora
 
-    network = spec.transformer_on_meta()
-    lora = _read(source, spec, network)
+    source, spec, network = lora.source, lora.spec, lora.network
+    if weights_format == "peft" and (expert := source.facts.expert) is not None:
+        folder = folder / f"{expert}_noise"
+        folder.mkdir()
+    weights = cast(lora.weights, dtype)
     architecture = ARCHITECTURES.get(source.family.name, (source.family.name, ""))
-    for weights_format in formats:
-        final = folder / weights_format
-        if weights_format == "merged":
-            with _publish(final, source) as temporary:
-                _merge(spec, lora, temporary, torch_dtype or DTYPES["bf16"], lora_scale, one_file=one_file)
-            yield Exported(weights_format, final / spec.facts.trained, None)
-            continue
-        cast_lora = cast(lora, torch_dtype)
-        metadata = lora_metadata(lora, architecture=architecture, facts=_facts(source))
-        with _publish(final, source) as temporary:
-            file = write_lora(
-                temporary, source.name, cast_lora, weights_format, spec=spec, network=network, metadata=metadata
-            )
-            checked = check_written(file, cast_lora, spec=spec, network=network, kind=weights_format)
-        yield Exported(weights_format, final / file.name, checked)
+    metadata = lora_metadata(lora.weights, architecture=architecture, facts=_facts(source))
+    path = write_lora(
+        folder, source.stem, weights, weights_format, spec=spec, network=network, metadata=metadata
+    )  # fmt: skip
+    return path, check_written(path, weights, spec=spec, network=network, kind=weights_format)
 
 
 def _read(source: Source, spec: ModelSpec, network: nn.Module) -> Lora:
@@ -269,7 +328,7 @@ def _facts(source: Source) -> dict[str, Any]:
     assert path is not None
     license_facts = read_license(config)
     return {
-        "name": source.name,
+        "name": source.stem,
         "base": config.model.pretrained_model_name_or_path,
         "trigger": config.data.id_token,
         "license": license_facts.get("license_name") or license_facts.get("license"),
@@ -334,7 +393,7 @@ def _export_full(
                 _write_network(temporary, spec, network, state, one_file=one_file)
                 written = spec.facts.trained
             else:
-                written = f"{source.name}.safetensors"
+                written = f"{source.stem}.safetensors"
                 save_original(temporary / written, network, state)
         yield Exported(weights_format, folder / weights_format / written, None)
 

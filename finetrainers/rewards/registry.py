@@ -12,6 +12,7 @@ from finetrainers.config.rewards import RewardEntry
 from finetrainers.utils.addresses import resolve, same_name
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.launch import local_world_size
+from finetrainers.utils.registry import Registry
 from finetrainers.utils.text import nearest
 
 if TYPE_CHECKING:
@@ -19,8 +20,18 @@ if TYPE_CHECKING:
 
     from .base import ImageUse, Reward
 
-#: `module:attribute` by name, or the object that was registered from outside.
-_REWARDS: dict[str, Any] = {}
+
+def _problem(name: str, scorer: Any) -> str | None:
+    """Return why an object cannot be the reward of a name, or None if it can."""
+    if not name or set(name) & set(".:=, "):
+        return "must not contain '.', ':', '=', ',' or spaces"
+    if not callable(scorer) and not isinstance(scorer, str):
+        return f"must be a function or a Reward subclass, got {type(scorer).__name__}"
+    return None
+
+
+#: Rewards by name: `module:attribute`, or an object that was registered from outside.
+REWARDS: Registry[Any] = Registry("reward", "rewards", problem=_problem, is_same=same_name)
 
 
 def register_reward(name: str, factory: Any = None) -> Any:
@@ -33,15 +44,11 @@ def register_reward(name: str, factory: Any = None) -> Any:
     A function or class of the same module and name may be registered again, as notebook cells do.
 
     Raises:
-        ValueError: the name is registered already, or could be an address or a head.
+        ValueError: the name is registered already, or could be an address or a head, or nothing can be called.
     """
 
     def add(scorer: Any) -> Any:
-        if name in _REWARDS and not same_name(_REWARDS[name], scorer):
-            raise InputError(f"reward {name!r} is registered already", "duplicate")
-        if not name or set(name) & set(".:=, "):
-            raise ValueError(f"reward name {name!r} must not contain '.', ':', '=', ',' or spaces")
-        _REWARDS[name] = scorer
+        REWARDS.add(name, scorer)
         return scorer
 
     return add if factory is None else add(factory)
@@ -57,8 +64,8 @@ def current_name(name: str, names: Collection[str]) -> str:
 
 
 def reward_names() -> list[str]:
-    """Return the registered names."""
-    return sorted(_REWARDS)
+    """Return the names of all rewards, including those of installed packages."""
+    return sorted(REWARDS.all())
 
 
 def resolve_reward(name: str) -> type[Reward]:
@@ -73,10 +80,10 @@ def resolve_reward(name: str) -> type[Reward]:
         from .served import ServedReward
 
         return ServedReward.at(name)
-    scorer = _REWARDS.get(current_name(name, _REWARDS), name)
+    scorer = name if ":" in name else REWARDS.get(current_name(name, REWARDS.registered))
+    if scorer is None:
+        raise InputError(REWARDS.unknown(name), "unknown")
     if isinstance(scorer, str):
-        if ":" not in scorer:
-            raise InputError(f"unknown reward {name!r}{nearest(name, _REWARDS)}", "unknown")
         scorer = _import(scorer)
     if inspect.isclass(scorer) and issubclass(scorer, Reward):
         return scorer

@@ -11,13 +11,14 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from finetrainers.config.base import Section
 from finetrainers.config.load import CHOSEN
-from finetrainers.config.root import by_current_names, fields, flat_name, sections, split_name
+from finetrainers.config.root import by_current_names, fields, flat_name, has_table, sections, split_name
 from finetrainers.draw.curves import Points, is_number, points, read_metrics
 from finetrainers.utils.files import missing_path_problem, read_jsonl
 from finetrainers.utils.phases import PHASES
@@ -257,18 +258,22 @@ def _read_options(path: Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             options[table] = values
             continue
-        section = table if table in sections() else None
         if table == CHOSEN:  # a table for each source
             values = {name: value for chosen in values.values() for name, value in chosen.items()}
+        section = table if table != CHOSEN and has_table(table) else None
         options |= {flat_name(key, section): value for key, value in values.items()}
     return by_current_names(options)
 
 
-@cache
-def _defaults() -> dict[str, Any]:
+def _defaults() -> Mapping[str, Any]:
     """Return default values by flat name, as a file has them."""
+    return _defaults_of(tuple(sections().items()))
+
+
+@lru_cache(maxsize=1)
+def _defaults_of(tables: tuple[tuple[str, type[Section]], ...]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
-    for table, section in sections().items():
+    for table, section in tables:
         values = section.model_construct().model_dump(mode="json", warnings=False)
         defaults |= {flat_name(key, table): value for key, value in values.items()}
     return defaults

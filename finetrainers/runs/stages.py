@@ -41,6 +41,7 @@ class StageStatus:
         stage: as the file has it, with its valid options.
         config: its options at the start: `init` has become `init_from` and `transformer_id`.
         source: the stage that it begins from, if any.
+        other: the stage that trains its other expert, if any.
         is_done: whether it is finished, with a result.
         step: of its newest complete checkpoint; 0 if it has none.
         is_again: whether it is to be trained again, regardless of existing results.
@@ -49,6 +50,7 @@ class StageStatus:
     stage: Stage
     config: TrainConfig
     source: StageStatus | None = None
+    other: StageStatus | None = None
     is_done: bool = False
     step: int = 0
     is_again: bool = False
@@ -70,8 +72,8 @@ class StageStatus:
 
     @property
     def is_promised(self) -> bool:
-        """Whether the stage's source does not exist yet: an earlier stage will make it."""
-        return self.source is not None and not self.source.is_done
+        """Whether weights that the stage takes do not exist yet: an earlier stage will make them."""
+        return any(stage is not None and not stage.is_done for stage in (self.source, self.other))
 
     @property
     def checkpoint(self) -> Path | None:
@@ -102,7 +104,10 @@ def look_at(stages: Sequence[Stage], *, again_from: str | None = None) -> list[S
             [] if is_again else [checkpoint.step for checkpoint in scan_checkpoints(root) if checkpoint.damage is None]
         )
         config = _with_source(stage, stage.config, source)
-        statuses[stage.name] = StageStatus(stage, config, source, is_done, max(steps, default=0), is_again)
+        other = statuses.get(stage.other_expert or "")
+        if other is not None:
+            config = with_options(config, "model", other_expert=str(other.root))
+        statuses[stage.name] = StageStatus(stage, config, source, other, is_done, max(steps, default=0), is_again)
     return list(statuses.values())
 
 
@@ -181,7 +186,7 @@ def _change_reason(status: StageStatus) -> str | None:
     origin = began_from(status.root)
     if origin is None:
         return f"was started without {status.source.name}" if status.is_done else None
-    if status.is_promised:
+    if not status.source.is_done:
         return f"was started from {status.source.name}, which is no longer finished"
     now = _origin_now(status)
     names = ("digest", "checkpoint", "run_id")  # a digest covers the ends of weight files, and all of a checkpoint
@@ -239,11 +244,12 @@ def missing_before(statuses: Sequence[StageStatus], first: str) -> list[Problem]
     """Return problems of unfinished stages before `--from` that later ones begin from."""
     names = [status.name for status in statuses]
     before = names[: names.index(first)]
-    needed = {status.source.name for status in statuses if status.name not in before and status.source is not None}
+    later = [status for status in statuses if status.name not in before]
+    needed = {stage.name for status in later for stage in (status.source, status.other) if stage is not None}
     return [
         Problem(
             "--from",
-            f"stage {status.name}, which a later stage starts from, is not finished; use --from {status.name}",
+            f"stage {status.name}, which a later stage requires, is not finished; use --from {status.name}",
             "required",
         )
         for status in statuses

@@ -136,8 +136,14 @@ def _inside_problems(status: StageStatus, statuses: Sequence[StageStatus]) -> li
 
 
 def _init_problems(status: StageStatus, checked: Mapping[str, _Checked]) -> list[Problem]:
-    """Return the problem that a stage cannot begin from its source."""
-    source, load = status.source, status.load
+    """Return the problem that a stage cannot begin from its source, or that both train the same expert."""
+    source, other, load = status.source, status.other, status.load
+    if other and not status.is_done and {other.name, status.name} <= checked.keys():
+        there, here = (checked[name].config.model.expert for name in (other.name, status.name))
+        if there == here:
+            model = "a model with one network for all noise levels" if there is None else f"the expert `{there}`"
+            message = f"stage {other.name} trains {model}, like this stage; remove it, or set another --expert"
+            return [Problem("other_expert", message, "mismatch")]
     if not (source and load) or status.is_done or not {source.name, status.name} <= checked.keys():
         return []
     reasons = incompatibilities(checked[source.name].config, checked[status.name].config, load)

@@ -12,7 +12,7 @@ from typing import Any
 
 from finetrainers.config.checks.findings import Findings
 from finetrainers.config.checks.kernels import kernel_problems
-from finetrainers.config.checks.options import check_sampling, quantization_problems
+from finetrainers.config.checks.options import check_sampling, quantization_problems, unguided_reason
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.facts import Facts
 from finetrainers.config.given import RawOptions
@@ -23,7 +23,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.config.sample import VALIDATION_NAMES, SampleSection, options_of_runs
 from finetrainers.data.buckets.buckets import sample_size
 from finetrainers.memory.estimate import computed_bytes
-from finetrainers.methods.registry import method_names, method_spec
+from finetrainers.methods.registry import is_method, method_spec
 from finetrainers.models.registry import (
     Family,
     other_parts_digest,
@@ -32,8 +32,15 @@ from finetrainers.models.registry import (
     vae_digest,
 )
 from finetrainers.parallel.sharding import with_launcher
+from finetrainers.plan.chosen import choose_defaults
 from finetrainers.plan.ownership import samples_problem
-from finetrainers.plan.preflight import check_paths, check_prompt_videos, read_prompts, resolve_family
+from finetrainers.plan.preflight import (
+    check_paths,
+    check_prompt_videos,
+    read_prompts,
+    resolve_family,
+    resolve_other_expert,
+)
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
 from finetrainers.utils.video import slug
@@ -88,7 +95,6 @@ class SamplePlan:
         prompts: all with a size.
         variants: the columns.
         seeds: of each prompt.
-        negative: the negative prompt.
         output_dir: where clips are written.
         warnings: for the user.
     """
@@ -100,9 +106,13 @@ class SamplePlan:
     prompts: Sequence[ValidationPrompt]
     variants: Sequence[Variant]
     seeds: Sequence[int]
-    negative: str
     output_dir: Path
     warnings: Sequence[str] = ()
+
+    @property
+    def negative(self) -> str:
+        """The negative prompt."""
+        return self.config.validation.validation_negative_prompt or ""
 
     @property
     def frame_rate(self) -> float:
@@ -148,12 +158,16 @@ class SamplePlan:
             digests.append(transformer_digest(model))
         if (others := other_parts_digest(model, self.facts)) != "":  # so that clips of other families keep their keys
             digests.append(others)
+        if model.other_expert is not None:
+            digests.append(file_sha256(Path(model.other_expert)))
         if None not in digests:  # then their paths do not matter
-            names = [name for name in names if not name.endswith(("_id", "_or_path"))]
+            names = [name for name in names if not name.endswith(("_id", "_or_path", "other_expert"))]
+        scale = validation.validation_guidance_scale_2
+        low = {} if scale is None else {"guidance_scale_2": scale}  # keeps the keys of other samples
         return {
             "model": digests, "options": {name: plain[name] for name in names},
             "num_inference_steps": validation.validation_inference_steps,
-            "guidance_scale": validation.validation_guidance_scale, "frame_rate": self.frame_rate,
+            "guidance_scale": validation.validation_guidance_scale, **low, "frame_rate": self.frame_rate,
             "negative_prompt": self.negative,
         }  # fmt: skip
 
@@ -206,6 +220,7 @@ def plan_targets(
     except ConfigError as error:
         raise ConfigError([*findings.errors, *error.problems]) from None
     check_paths(config, findings)
+    config = resolve_other_expert(config, family, findings)
     for weights in [] if findings.errors else dict.fromkeys(target.weights for target in targets):
         findings.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
     findings.errors[:] = dict.fromkeys(findings.errors)
@@ -214,6 +229,7 @@ def plan_targets(
     _fetch(family, config)
     facts = family.facts_of(config.model)
     config, prompts = _prompts(config, options, targets[0], findings, fixed_size=fixed_size)
+    config = choose_defaults(config, facts)
     _check(config, facts, prompts, options, targets, findings)
     variants = _variants(targets, options, findings)
     output_dir = options.output_dir or _default_place(targets[0])
@@ -228,8 +244,8 @@ def plan_targets(
     if trigger and not any(trigger in prompt.prompt for prompt in prompts):
         findings.warnings.insert(0, f"no prompt has the trigger word of the run, {trigger} (id_token)")
     return SamplePlan(
-        names, config, family, facts, prompts, variants, range(first, first + options.num), options.negative_prompt,
-        output_dir, findings.warnings,
+        names, config, family, facts, prompts, variants, range(first, first + options.num), output_dir,
+        findings.warnings,
     )  # fmt: skip
 
 
@@ -308,7 +324,11 @@ def _prompts(
         "validation_steps": None, "validation_epochs": None, "validation_at_start": None,
     }  # fmt: skip
     if options.guidance_scale is not None:
-        values["validation_guidance_scale"] = options.guidance_scale
+        values |= {"validation_guidance_scale": options.guidance_scale, "validation_guidance_scale_2": None}
+    if options.guidance_scale_2 is not None:
+        values["validation_guidance_scale_2"] = options.guidance_scale_2
+    if options.negative_prompt is not None:
+        values["validation_negative_prompt"] = options.negative_prompt
     if not use_run_prompts:
         values |= {"validation_prompts": options.prompts, **dict.fromkeys(MEDIA_OPTIONS.values())}
     section = section.model_copy(update=values)
@@ -343,7 +363,7 @@ def size_of_run(config: TrainConfig, target: Target) -> Size | None:
             parts = str(record.get("bucket")).split("x")
             if record.get("use", "train") == "train" and len(parts) == 3 and all(map(str.isdecimal, parts)):
                 counts[int(parts[0]), int(parts[1]), int(parts[2])] += int(record.get("examples") or 1)
-    if not counts and config.training.method in method_names():
+    if not counts and is_method(config.training.method):
         counts.update(method_spec(config).sizes(config))
     return sample_size(counts, has_chosen_buckets=config.has_chosen_sizes) if counts else None
 
@@ -362,13 +382,7 @@ def _check(
     findings.errors += quantization_problems(config, device_type=device)
     if prompts and prompts[0].size is not None:
         check_prompt_videos(config, facts, prompts, prompts[0].size, findings)
-    scale = config.validation.validation_guidance_scale
-    if options.negative_prompt and (facts.guidance is not None or (scale is not None and scale <= 1)):
-        reason = (
-            "this model takes guidance as an input"
-            if facts.guidance is not None
-            else f"the guidance scale is {scale:g}"
-        )
+    if options.negative_prompt and (reason := unguided_reason(config, facts)) is not None:
         findings.error(
             "negative_prompt",
             f"has no effect: {reason}, so no second prompt is sampled; remove it",

@@ -19,7 +19,7 @@ from finetrainers.models.spec import ModelSpec
 from finetrainers.parallel.strategy import Strategy
 from finetrainers.plan.capabilities import capability_problems, sample_needs
 from finetrainers.plan.init_distributed import join
-from finetrainers.plan.trainable import check_lora_modules
+from finetrainers.plan.trainable import check_lora_modules, check_other_expert
 from finetrainers.rundir.lock import exclusive
 from finetrainers.training.sampling import EncodedPrompts, PromptRequest, SamplingSettings, prompt_request, sample_seed
 from finetrainers.utils.failures import user_message
@@ -106,6 +106,8 @@ def check_weights(plan: SamplePlan) -> None:
     problems, _ = spec.examine()
     needs = sample_needs(plan.config.model, plan.facts, plan.prompts)
     problems += use_command_names(capability_problems(needs, spec, name=plan.family.name))
+    if plan.config.model.other_expert is not None and not problems:
+        check_other_expert(spec)
     weights = list(dict.fromkeys(variant.weights for variant in plan.variants))
     loras = [candidate.path for candidate in weights if candidate.kind == "lora" and candidate.path is not None]
     if loras and not problems:
@@ -248,8 +250,9 @@ class _Drawing:
         has_callback = all("callback_on_step_end" in inspect.signature(cls.__call__).parameters for cls in classes)
         extra = {"callback_on_step_end": count} if has_callback else {}
         return SamplingSettings(
-            self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale, extra
-        )
+            self.plan.frame_rate, validation.validation_inference_steps, validation.validation_guidance_scale,
+            validation.validation_guidance_scale_2, extra,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -285,14 +288,13 @@ def show(plan: SamplePlan, drawn: SampleResult, *, text: PageText | None = None)
     unfinished.replace(sheet_path)
     weights = [variant.weights for variant in plan.variants if variant.weights.path is not None]
     validation = plan.config.validation
-    guidance = validation.validation_guidance_scale
     facts = [
         *text.facts,
         ("model", plan.config.model.pretrained_model_name_or_path),
         *(("weights", f"{w.label}: {w.path}") for w in dict.fromkeys(weights)),
         ("denoising", ", ".join([
             plural(validation.validation_inference_steps, "step"),
-            "the pipeline's own guidance" if guidance is None else f"guidance {guidance:g}",
+            validation.guidance_text or "the pipeline's own guidance",
             *([f"negative prompt {plan.negative!r}"] if plan.negative else []),
         ])),
         ("frames", f"{plan.frame_rate:g} per second"),

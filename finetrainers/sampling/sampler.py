@@ -131,7 +131,11 @@ class Sampler:
             self._network = self.parallel.one_at_a_time("loading the transformer", lambda: self._load(weights))
         if weights.kind != "base":
             self._loaded_weights = weights
-        _set_scale(self._network, 0.0 if weights.kind == "base" else scale)
+        networks = [self._network]
+        if self.config.model.other_expert is not None:
+            networks += self.spec.experts.modules.values()
+        for network in networks:
+            _set_scale(network, 0.0 if weights.kind == "base" else scale)
         return self._network
 
     def _set_weights(self, weights: Weights) -> bool:

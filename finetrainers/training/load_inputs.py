@@ -79,7 +79,10 @@ def _load_or_encode(
     watchdog.enter("encoding")
     with phase(ENCODING_TEXT):
         with parallel.raise_on_all_ranks("encoding the prompts"), working("encoding the prompts of samples"):
-            prompts = None if sampling is None else encode_prompts(spec, encoders, checked.sampled, sampling)
+            prompts = None if sampling is None else encode_prompts(
+                spec, encoders, checked.sampled, sampling,
+                negative=checked.config.validation.validation_negative_prompt or "",
+            )  # fmt: skip
         conditioning = texts.encode(encoders) if cached else texts.encode_on_demand(encoders)
     del encoders
     free_memory()

@@ -68,12 +68,14 @@ class SamplingSettings:
         frame_rate: frames per second of the samples.
         num_inference_steps: denoising steps.
         guidance_scale: guidance scale, or None for the pipeline's own.
+        guidance_scale_2: that of the low-noise expert, or None for the same.
         extra: further arguments of the pipeline's call.
     """
 
     frame_rate: float
     num_inference_steps: int
     guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -101,7 +103,7 @@ class PromptRequest:
     """A clip to sample.
 
     Attributes:
-        conditions, negative: of the prompt and of the empty one, with B = 1.
+        conditions, negative: of the prompt and of the negative one, with B = 1.
         request: size, frame rate, denoising steps, guidance, first frame.
         noise: draws the initial noise, on the host.
     """
@@ -196,6 +198,7 @@ def prompt_request(
     request = SampleRequest(
         num_frames=frames, height=height, width=width, frame_rate=settings.frame_rate,
         num_inference_steps=settings.num_inference_steps, guidance_scale=settings.guidance_scale,
+        guidance_scale_2=settings.guidance_scale_2,
         image=encoded.images[index], last_image=encoded.last_images[index],
         prefix=_prefix(spec, prompt, size, frame_rate=settings.frame_rate), media=media, extra=settings.extra,
     )  # fmt: skip
@@ -271,15 +274,15 @@ def _pipeline(spec: ModelSpec, parts: SamplingComponents, *, image_to_video: boo
     offload = parts.offload and parts.device.type != "cpu"
     pipeline = spec.pipeline(parts.transformer, parts.vae, parts.scheduler, image_to_video=image_to_video)
     pipeline.set_progress_bar_config(disable=True)
-    if not offload:
-        with spec.companions.on(parts.device):
+    # Clips may be encoded by some of these on the device between samples.
+    with spec.companions.on(None if offload else parts.device):
+        if not offload:
             yield pipeline
-        return
-    pipeline.enable_model_cpu_offload(device=parts.device)
-    try:
-        yield pipeline
-    finally:  # hooks would pull the transformer off the device in the next training step
-        pipeline.remove_all_hooks()
-        parts.transformer.to(parts.device)
-        parts.vae.to(parts.device)
-        spec.companions.to("cpu")
+            return
+        pipeline.enable_model_cpu_offload(device=parts.device)
+        try:
+            yield pipeline
+        finally:  # hooks would pull the transformer off the device in the next training step
+            pipeline.remove_all_hooks()
+            parts.transformer.to(parts.device)
+            parts.vae.to(parts.device)

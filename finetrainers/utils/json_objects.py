@@ -1,6 +1,6 @@
-"""Objects of this package as JSON text, for another process of the same run, and back: equal, and of the same types.
+"""Objects of a run as JSON text, for another process of the same run, and back: equal, and of the same types.
 
-Unlike a pickle, the text can only make plain values, paths, and dataclasses, named tuples and options of this package.
+Unlike a pickle, the text can only make plain values, paths, and dataclasses, named tuples and options of `PACKAGES`.
 Unlike pydantic's JSON, it needs no declared types, which protocols and `Any` do not have.
 """
 
@@ -18,7 +18,8 @@ from pydantic import BaseModel, SecretStr
 
 from .addresses import resolve
 
-_PACKAGE = __name__.partition(".")[0]
+#: Packages whose classes can be written: this one, and those of registered methods.
+PACKAGES = {__name__.partition(".")[0]}
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 _COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _TEXTS: dict[str, Callable[[str], Any]] = {"Path": Path, "SecretStr": SecretStr}
@@ -100,20 +101,22 @@ def _class(address: str) -> type:
     Raises:
         TypeError: it is another class, or one with more state than its fields.
     """
-    cls = resolve(address) if address.startswith(f"{_PACKAGE}.") else None
+    cls = resolve(address) if address.partition(":")[0].partition(".")[0] in PACKAGES else None
     if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, (BaseModel, tuple))):
-        raise TypeError(f"{address} is not a dataclass, named tuple or table of options of {_PACKAGE}")
+        raise TypeError(
+            f"{address} is not a dataclass, named tuple or table of options of {', '.join(sorted(PACKAGES))}"
+        )
     return cls
 
 
-@cache
 def _names(kind: Any) -> tuple[str, ...]:
     """Return the fields in the order of the class's arguments."""
-    if issubclass(kind, tuple):
-        return kind._fields
-    if issubclass(kind, BaseModel):
-        return tuple(kind.model_fields)
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(kind.model_fields) if issubclass(kind, BaseModel) else _fixed_names(kind)
+
+
+@cache
+def _fixed_names(kind: Any) -> tuple[str, ...]:
+    return kind._fields if issubclass(kind, tuple) else tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _private_names(kind: type[BaseModel]) -> tuple[str, ...]:

@@ -53,14 +53,16 @@ def packaged_configs(hub_id: str, part: str, *, estimated: bool = False) -> Path
 
     Args:
         hub_id: of the repository.
-        part: subfolder of the folder.
+        part: subfolder of the folder, or `""` for the folder of the repository's own `model_index.json`.
         estimated: whether it is for an estimate, which takes configs of more repositories than training does.
     """
     for path in sorted(_CONFIGS.glob("*/model_index.json")):
-        index = _read_index(path)
+        folder, index = path.parent, _read_index(path)
         if hub_id in (index["_published"] if estimated else [index.get("_name_or_path")]):
-            has_part = (path.parent / part).is_dir()
-            return path.parent if has_part or "_rest" not in index else _CONFIGS / index["_rest"]
+            while not (folder / part).is_dir() and "_rest" in index:
+                folder = _CONFIGS / index["_rest"]
+                index = _read_index(folder / path.name)
+            return folder
     return None
 
 

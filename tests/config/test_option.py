@@ -9,17 +9,17 @@ import pytest
 from pydantic import Field
 from refusals import refused_options
 
-from finetrainers.config import document, flags, load, root
-from finetrainers.config import help as help_module
 from finetrainers.config.base import Section
 from finetrainers.config.document import configuration_page, json_schema
 from finetrainers.config.flags import is_secret, parse_flags
 from finetrainers.config.help import help_text
 from finetrainers.config.load import dump_toml, load_config
+from finetrainers.config.methods import METHODS
 from finetrainers.config.option import Option, option, read_option
-from finetrainers.config.root import by_current_names, critical_options, fields, sections
+from finetrainers.config.root import TrainConfig, by_current_names, critical_options, fields, sections
 from finetrainers.config.shape import choices
 from finetrainers.data.inspect.plan import FINGERPRINTED
+from finetrainers.methods.registry import register_method
 
 BASE = {"pretrained_model_name_or_path": "repo", "data_root": "clips"}
 FLAGS = [part for name, value in BASE.items() for part in (f"--{name}", value)]
@@ -192,16 +192,12 @@ class Trial(Section):
 
 @pytest.fixture
 def with_trial(monkeypatch) -> Iterator[None]:
-    """A configuration with one more table: its class, and a line that registers it."""
-
-    class WithTrial(root.TrainConfig):
-        trial: Trial = root._table(Trial)
-
-    for module in (root, load, document, flags, help_module):
-        monkeypatch.setattr(module, "TrainConfig", WithTrial)
-    fields.cache_clear()
+    """Register a method with a table of options."""
+    monkeypatch.setattr(METHODS, "registered", dict(METHODS.registered))
+    register_method("trial", "finetrainers.methods.sft:SFT", options=Trial)
     yield
-    monkeypatch.undo()
+    del TrainConfig.model_fields["trial"]
+    TrainConfig.model_rebuild(force=True)
     fields.cache_clear()
 
 
@@ -209,7 +205,7 @@ def with_trial(monkeypatch) -> Iterator[None]:
 def test_a_table_may_be_part_of_its_options_names(tmp_path):
     assert list(sections())[-1] == "trial"
     assert critical_options("trial") == {"trial.rank": None}
-    config, _ = parse_flags([*FLAGS, "--trial.rank", "0.5", "--trial.fast", "--rank", "8"])
+    config, _ = parse_flags([*FLAGS, "--method=trial", "--trial.rank", "0.5", "--trial.fast", "--rank", "8"])
     assert (config.get("trial.rank"), config.get("trial.fast"), config.training.rank) == (0.5, True, 8)
     assert not parse_flags([*FLAGS, "--trial.fast", "--no-trial.fast"])[0].get("trial.fast")
     assert eval(repr(config), {"load_config": load_config}) == config

@@ -175,3 +175,42 @@ def test_one_of_two_experts_is_trained_on_its_range_of_noise(is_flow: bool) -> N
     half = make(within=(0.5, 0.75)).sample([torch.Generator().manual_seed(k) for k in range(200)], 8)
     torch.testing.assert_close(half, 0.5 + 0.25 * whole)
     assert make().map_to_range(whole) is whole
+
+
+def normal_cdf(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def mode_cdf(u: float, scale: float) -> float:
+    """Find the uniform v of u = 1 - v - scale (cos^2(pi v / 2) - 1 + v) in steps; u falls as v grows."""
+    v = 0.0
+    for step in (2.0**-k for k in range(1, 50)):
+        v += step if 1 - (v + step) - scale * (math.cos(math.pi * (v + step) / 2) ** 2 - 1 + v + step) > u else 0
+    return 1 - v
+
+
+@pytest.mark.parametrize("within", [(0.875, 1.0), (0.0, 0.9), (0.4, 0.6)])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("scheme", ["none", "logit_normal", "mode"])
+def test_the_distribution_of_an_expert_is_truncated(scheme: str, shift: float, within: tuple[float, float]) -> None:
+    """Within its range it has the density of all noise: the rank of each draw is that of the whole distribution."""
+
+    def cdf(t: float) -> float:
+        u = t / (shift - (shift - 1) * t)
+        if scheme == "logit_normal":
+            return float(u == 1) if u in (0, 1) else normal_cdf((math.log(u / (1 - u)) - 0.3) / 0.8)
+        return mode_cdf(u, 1.1) if scheme == "mode" else u
+
+    section = DiffusionSection(
+        flow_weighting_scheme=scheme, flow_shift=shift, flow_logit_mean=0.3, flow_logit_std=0.8, flow_mode_scale=1.1
+    )
+    make = partial(NoiseLevels, section, is_flow=True, scheduler_config={})
+    draws = [
+        make(within=bounds).sample([torch.Generator().manual_seed(k) for k in range(60)], 8).tolist()
+        for bounds in ((0.0, 1.0), within)
+    ]
+    low, high = map(cdf, within)
+    for whole, part in zip(*draws, strict=True):
+        assert within[0] - 1e-7 <= part <= within[1]
+        assert (cdf(part) - low) / (high - low) == pytest.approx(cdf(whole), abs=2e-5)
+    assert len(set(draws[1])) == 60

@@ -196,15 +196,6 @@ def test_metadata_files_are_read(tmp_path: Path) -> None:
         ]
 
 
-def test_registering_a_model_works_as_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetrainers.models.family._FAMILIES", registry.families())
-    [block] = blocks(DOCS / "how-to" / "adding-a-model.md", "python")
-    exec(compile(block.text, block.where, "exec"), {})
-    family = registry.get_family("my_model")
-    assert family.facts.geometry.spatial == 8
-    assert family.facts.geometry.problems(49, 512, 768) == []
-
-
 def anchors(path: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

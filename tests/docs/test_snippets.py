@@ -97,6 +97,12 @@ ELSEWHERE = {
     "finetrainers report runs/look": "tests/cli/test_run.py",
     "finetrainers sync": "tests/tools/test_sync.py",
     "finetrainers doctor": "tests/cli/test_doctor.py",
+    "finetrainers models": "tests/test_installed_packages.py",
+    "finetrainers tiny skyreels_v2": "tests/test_installed_packages.py",
+    "finetrainers train --pretrained_model_name_or_path tiny-skyreels": "tests/test_installed_packages.py",
+    "finetrainers sample runs/skyreels": "tests/test_installed_packages.py",
+    "finetrainers export runs/skyreels": "tests/test_installed_packages.py",
+    "finetrainers train --method anchored": "tests/test_installed_packages.py",
     "finetrainers search-batch": "tests/tools/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
 }
@@ -209,8 +215,8 @@ def in_turn(page: Path) -> Any:
 def test_page_runs(
     page: Path, here: Path, tmp_path: Path, python: Python, tiny_repo: Callable[..., Path], monkeypatch
 ) -> None:
-    monkeypatch.setattr(family, "_FAMILIES", family.families())
-    monkeypatch.setattr(rewards, "_REWARDS", dict(rewards._REWARDS))
+    monkeypatch.setattr(family.FAMILIES, "registered", family.families())
+    monkeypatch.setattr(rewards.REWARDS, "registered", dict(rewards.REWARDS.registered))
     (tmp_path / "scratch").mkdir()
     shell = Shell(python, here, tmp_path / "scratch")
     names: dict[str, object] = {"__name__": "__main__"}

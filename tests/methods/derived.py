@@ -33,6 +33,8 @@ class Setting:
         window_context: int = 0,
         window: int | None = None,
         prior_preservation_weight: float = 0.0,
+        expert: Any = None,
+        part: Sequence[str] = (),
         **diffusion: Any,
     ) -> None:
         self.spec = get_family(family).load(
@@ -41,6 +43,8 @@ class Setting:
                 pretrained_model_name_or_path=str(repository),
                 vae_dtype="fp32",
                 transformer_dtype="fp32",
+                expert=expert,
+                part=list(part),
             )
         )
         self.vae = self.spec.load_vae()

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 from refusals import refused
 
+from finetrainers.config.methods import METHODS
 from finetrainers.methods import registry
 from finetrainers.methods.spec import MethodSpec
 
 
 def test_sft_is_there() -> None:
-    assert "sft" in registry.method_names()
+    assert "sft" in METHODS.registered
     assert registry.load_method("sft").__name__ == "SFT"
 
 
 def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(METHODS, "registered", dict(METHODS.registered))
     registry.register_method("other", "collections:OrderedDict")
     assert registry.load_method("other").__name__ == "OrderedDict"
     with refused("duplicate", "'other'"):
@@ -26,7 +27,7 @@ def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_of_the_same_name_is_registered_again_and_other_kinds_never(monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook's cell that is run again makes another class of the same name."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(METHODS, "registered", dict(METHODS.registered))
 
     def cell() -> type:
         class Mine: ...

@@ -42,7 +42,7 @@ def test_families_that_do_not_exist(name, named):
 
 
 def test_a_family_that_is_added_is_meant_by_names_like_its_own(monkeypatch):
-    monkeypatch.setattr(family, "_FAMILIES", {"mochi": replace(get_family("ltx_video"), name="mochi")})
+    monkeypatch.setattr(family.FAMILIES, "registered", {"mochi": replace(get_family("ltx_video"), name="mochi")})
     with pytest.raises(KeyError, match=r"'mochi'\?"):
         get_family("mochi_1")
 
@@ -57,9 +57,9 @@ def test_families_may_share_the_class_of_their_transformer(monkeypatch, tiny_rep
 
     one = replace(get_family("ltx_video"), name="one", read=refuse)
     section = ModelSection(pretrained_model_name_or_path=str(tiny_repo("ltx_video")))
-    monkeypatch.setattr(family, "_FAMILIES", {"one": one, **family.families()})
+    monkeypatch.setattr(family.FAMILIES, "registered", {"one": one, **family.families()})
     assert with_family(section).model_name == "ltx_video"
-    monkeypatch.setattr(family, "_FAMILIES", {"one": one})
+    monkeypatch.setattr(family.FAMILIES, "registered", {"one": one})
     assert with_family(section).model_name == "one"  # whose reader then says why it is not trained
     [problem] = one.problems(section)
     assert (problem.where, problem.kind) == ("--pretrained_model_name_or_path", "unsupported")

@@ -60,7 +60,7 @@ def test_a_lora_on_clips_takes_the_recommended_settings(family: str, open_option
     lora = checked.facts.lora
     assert lora is not None
     assert settings(checked.config) == (lora.rank, lora.rank, lora.lr, lora.steps)
-    assert dict(checked.config.chosen) == dict.fromkeys(LORA, "family")
+    assert dict(checked.config.chosen) == dict.fromkeys((*checked.facts.defaults, *LORA), "family")
 
 
 def test_what_is_given_wins(open_options: Callable[..., dict]) -> None:

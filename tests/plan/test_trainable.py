@@ -61,7 +61,7 @@ def two(tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Monk
     known = family.Family(
         name="two", spec=f"{__name__}:TwoExpertsSpec", read=read, transformer="LTXVideoTransformer3DModel"
     )
-    monkeypatch.setattr(family, "_FAMILIES", {**family.families(), "two": known})
+    monkeypatch.setattr(family.FAMILIES, "registered", {**family.families(), "two": known})
     return repo
 
 

@@ -61,7 +61,7 @@ def red(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it, and `mine` is a module that can be imported."""
-    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    monkeypatch.setattr(registry.REWARDS, "registered", dict(registry.REWARDS.registered))
     module = ModuleType("mine")
     module.Mine, module.red, module.number = Mine, red, 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mine", module)
@@ -213,6 +213,12 @@ def test_names_that_cannot_be_told_apart_are_refused(name: str) -> None:
         register_reward(name, red)
 
 
+@pytest.mark.parametrize("scorer", [42, object()])
+def test_what_cannot_be_called_is_refused_at_once(scorer: Any) -> None:
+    with refused("invalid", "'odd'"):
+        register_reward("odd", scorer)
+
+
 def test_taken_names_are_refused_and_the_same_function_replaces_itself() -> None:
     with refused("duplicate", "'brightness'"):
         register_reward("brightness", red)
@@ -245,8 +251,8 @@ class Unfinished(Reward):
 @pytest.mark.parametrize(
     ("scorer", "kind"),
     [
-        (later, "unsupported"), (few, "mismatch"), (rated, "mismatch"), (Unfinished, "required"), (42, "invalid"),
-        (object(), "invalid"),
+        (later, "unsupported"), (few, "mismatch"), (rated, "mismatch"), (Unfinished, "required"),
+        ("math:pi", "invalid"),
     ],
 )  # fmt: skip
 def test_rewards_of_the_wrong_kind_are_refused_without_being_called(scorer: Any, kind: Kind) -> None:

@@ -72,7 +72,7 @@ def greedy(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REWARDS", dict(registry._REWARDS))
+    monkeypatch.setattr(registry.REWARDS, "registered", dict(registry.REWARDS.registered))
     register_reward("two", Two)
     register_reward("answers", Answers)
     register_reward("greedy", greedy)

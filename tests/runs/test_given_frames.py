@@ -138,7 +138,7 @@ class ReadsNone(SupervisedFinetuning):
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the method `mine`, which is that of clips but for what it declares that it does not read."""
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(registry.METHODS, "registered", dict(registry.METHODS.registered))
     registry.register_method("mine", "finetrainers.methods.sft:SFT", spec=ReadsNone)
 
 

@@ -35,7 +35,7 @@ from finetrainers.training.sampling import sample_seed
 def register(monkeypatch: pytest.MonkeyPatch, **entry: Any) -> None:
     """A family of this name, for one test."""
     known = Family(spec=f"{__name__}:{entry.pop('spec').__name__}", **entry)
-    monkeypatch.setattr(family, "_FAMILIES", {**family.families(), known.name: known})
+    monkeypatch.setattr(family.FAMILIES, "registered", {**family.families(), known.name: known})
 
 
 class Continuation(LTXVideoSpec):

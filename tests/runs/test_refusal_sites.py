@@ -147,14 +147,13 @@ AFTER = {
         memory/checkpointing.py: _run_keeping_attention
         memory/quantization.py: QuantizedLinear.__getattr__
         methods/grpo/no_replay/group_gradients.py: GroupClips.pop_selected, GroupGradients._factors
-        methods/registry.py: register_method 5
-        models/family.py: register_model
+        methods/registry.py: register_method 2
         models/registry.py: build_tiny 2
         models/split/sequence.py: SplitAttend.__call__
         models/spec.py: ModelSpec.encode_with_images, ModelSpec.text_shapes
         parallel/zero.py: ZeRO.load_optimizer
         rewards/base.py: Reward.differentiate
-        rewards/registry.py: register_reward.add 2
+        utils/registry.py: Registry.add 2
     """,
 }
 

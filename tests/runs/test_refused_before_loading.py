@@ -303,15 +303,15 @@ class Misspelled(MethodSpec):
 
 
 def test_methods_of_the_wrong_kind_are_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "_METHODS", dict(methods._METHODS))
+    monkeypatch.setattr(methods.METHODS, "registered", dict(methods.METHODS.registered))
     for method in (Halfway, "collections:nothing", "no.such.module:Method", "math:pi"):
         methods.register_method("mine", method)
         assert refused(method="mine") == ["--method"]
-        del methods._METHODS["mine"]
+        del methods.METHODS.registered["mine"]
     for spec in ("no.such.module:Spec", "collections:OrderedDict", Misspelled):
         methods.register_method("mine", Halfway, spec=spec)
         assert refused(method="mine") == ["--method"]
-        del methods._METHODS["mine"]
+        del methods.METHODS.registered["mine"]
 
 
 def test_what_rewards_cannot_score_is_refused(refused: Refused, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def check_config(
         _check_parallel(config),
         _check_sequence_parallel(config, facts, processes=processes),
         _check_validation(config, facts, prompts),
+        _check_negative_prompt(config, facts),
         _check_scored(config, facts, prompts, scored),
         _check_run(config),
         _check_method(config),
@@ -171,6 +172,8 @@ def _check_model(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     model = config.model
     if facts.boundary is None and model.expert is not None:
         yield "expert", "this model has one network for all noise levels; remove it", "unsupported"
+    if facts.boundary is None and model.other_expert is not None:
+        yield "other_expert", "this model has one network for all noise levels; remove it", "unsupported"
     if facts.boundary is not None and model.expert is None:
         yield (
             "expert",
@@ -466,6 +469,21 @@ def check_shared_sizes(
     )
 
 
+def unguided_reason(config: TrainConfig, facts: Facts) -> str | None:
+    """Return why samples have no second prompt, so that a negative one has no effect, or None if they have."""
+    scale = config.validation.validation_guidance_scale
+    if facts.guidance is not None:
+        return "this model takes guidance as an input"
+    return f"the guidance scale is {scale:g}" if scale is not None and scale <= 1 else None
+
+
+def _check_negative_prompt(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
+    is_set = config.is_given("validation_negative_prompt") and config.validation.validation_negative_prompt
+    if is_set and (reason := unguided_reason(config, facts)) is not None:
+        kind = "conflict" if facts.guidance is None else "unsupported"
+        yield "validation_negative_prompt", f"has no effect: {reason}, so no second prompt is sampled; remove it", kind
+
+
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:
     validation = config.validation
     if (validation.is_scheduled or validation.validation_at_start) and not prompts:
@@ -480,6 +498,9 @@ def _check_validation(config: TrainConfig, facts: Facts, prompts: list[Validatio
             f"the scheduler of {config.model.model_name} needs at least {facts.least_steps}, got "
             f"{validation.validation_inference_steps}",
         )
+    if validation.validation_guidance_scale_2 is not None and facts.boundary is None:
+        message = "this checkpoint has one network for all noise levels; use --validation_guidance_scale"
+        yield "validation_guidance_scale_2", message, "unsupported"
     for medium, problem, kind in media_problems(prompts, facts, model=config.model.model_name):
         remedy = "use one for each validation prompt" if kind == "required" else "remove the images and videos"
         yield MEDIA_OPTIONS[medium], f"{problem}; {remedy}", kind

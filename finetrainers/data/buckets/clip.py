@@ -132,10 +132,19 @@ class Clip:
 
 
 class ConditioningImage(NamedTuple):
-    """An image and the height and width of the clips that start from it: it is resized to cover these, and cropped."""
+    """An image and the height and width of the clips that start from it: it is resized to cover these, and cropped.
+
+    `last` is the image that they end with, or None if their end is free.
+    """
 
     path: Path
     size: tuple[int, int]
+    last: Path | None = None
+
+    @property
+    def ending(self) -> ConditioningImage | None:
+        """The last image by itself."""
+        return None if self.last is None else ConditioningImage(self.last, self.size)
 
 
 #: The source of the image that some text encoders see with a text: the first frame of a clip, or an image.

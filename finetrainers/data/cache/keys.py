@@ -147,11 +147,13 @@ class CacheKeys:
 
     def image(self, image: ConditioningImage) -> str:
         """Return the key of the moments of an image that clips start from; of its content, not its name."""
+        ending = {} if image.ending is None else {"last": self.shown(image.ending)}
         return self.cache.key(
             kind="image",
             vae=self.vae.identity,
             image=self.shown(image),
             first_frame=self.vae.with_first_frame,
+            **ending,
             **self._tiling((1, *image.size)),
         )
 

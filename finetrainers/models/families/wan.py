@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from finetrainers.config.facts import Configs, Facts, LoRASettings
+from typing import Any
+
+from finetrainers.config.facts import Configs, Facts, Json, LoRASettings
 from finetrainers.config.geometry import Geometry
 from finetrainers.utils.failures import InputError
 
 from ..family import CONSTANT_LR, Family
 
-_LORA = LoRASettings(32, 1e-4, 1500, {"flow_shift": 3.0, **CONSTANT_LR})
+_LORA = LoRASettings(32, 1e-4, 1500, CONSTANT_LR)
+#: `sample_neg_prompt` of the original repositories' configs: overexposed, static, blurred, subtitles, paintings, gray,
+#: worst quality, artifacts, wrong anatomy, cluttered backgrounds, walking backwards.
+NEGATIVE_PROMPT = (
+    "\u8272\u8c03\u8273\u4e3d\uff0c\u8fc7\u66dd\uff0c\u9759\u6001\uff0c\u7ec6\u8282\u6a21\u7cca\u4e0d\u6e05\uff0c"
+    "\u5b57\u5e55\uff0c\u98ce\u683c\uff0c\u4f5c\u54c1\uff0c\u753b\u4f5c\uff0c\u753b\u9762\uff0c\u9759\u6b62\uff0c"
+    "\u6574\u4f53\u53d1\u7070\uff0c\u6700\u5dee\u8d28\u91cf\uff0c\u4f4e\u8d28\u91cf\uff0c"
+    "JPEG\u538b\u7f29\u6b8b\u7559\uff0c\u4e11\u964b\u7684\uff0c\u6b8b\u7f3a\u7684\uff0c"
+    "\u591a\u4f59\u7684\u624b\u6307\uff0c\u753b\u5f97\u4e0d\u597d\u7684\u624b\u90e8\uff0c"
+    "\u753b\u5f97\u4e0d\u597d\u7684\u8138\u90e8\uff0c\u7578\u5f62\u7684\uff0c\u6bc1\u5bb9\u7684\uff0c"
+    "\u5f62\u6001\u7578\u5f62\u7684\u80a2\u4f53\uff0c\u624b\u6307\u878d\u5408\uff0c"
+    "\u9759\u6b62\u4e0d\u52a8\u7684\u753b\u9762\uff0c\u6742\u4e71\u7684\u80cc\u666f\uff0c\u4e09\u6761\u817f\uff0c"
+    "\u80cc\u666f\u4eba\u5f88\u591a\uff0c\u5012\u7740\u8d70"
+)
 
 
 def read(configs: Configs) -> Facts:
@@ -37,6 +52,7 @@ def read(configs: Configs) -> Facts:
     on_channels, sees_image = inputs > latents, transformer.get("image_dim") is not None
     kind = "tokens" if has_times else "channels" if on_channels else "none"
     image_parts = ("image_processor", "image_encoder") if sees_image else ()
+    boundary = index.get("boundary_ratio")
     return Facts(
         Geometry(
             temporal=temporal,
@@ -55,8 +71,22 @@ def read(configs: Configs) -> Facts:
         first_frame_p=1.0 if on_channels else 0.1 if has_times else 0.0,
         last_frame=transformer.get("pos_embed_seq_len") is not None,
         sees_image=sees_image,
-        boundary=index.get("boundary_ratio"),
+        boundary=boundary,
+        defaults=_defaults(configs.get("scheduler", {}), boundary, is_image_to_video=on_channels),
     )
+
+
+def _defaults(scheduler: Json, boundary: float | None, *, is_image_to_video: bool) -> dict[str, Any]:
+    """Return the defaults of the original repositories' configs.
+
+    The scheduler's shift is that of the size which the checkpoint is made for, 3 at 480p and 5 at 720p. A14B has more,
+    with a guidance scale for each expert.
+    """
+    shift, scales = scheduler.get("flow_shift", 3.0), {"validation_guidance_scale": 5.0}
+    if boundary is not None:
+        shift, high, low = (5.0, 3.5, 3.5) if is_image_to_video else (12.0, 4.0, 3.0)
+        scales = {"validation_guidance_scale": high, "validation_guidance_scale_2": low}
+    return {"flow_shift": shift, **scales, "validation_negative_prompt": NEGATIVE_PROMPT}
 
 
 FAMILY = Family(
@@ -69,7 +99,10 @@ FAMILY = Family(
         "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     ),
-    starters={"Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.3, "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14},
+    starters={
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.3, "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 5,
+        "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14,
+    },
     dtypes={"vae_dtype": "fp32"},  # as in diffusers' examples: bf16 shifts colors
     tiny="finetrainers.models.tiny_wan:build_wan",
     tiny_versions=("t2v", "i2v", "flf2v", "ti2v", "a14b", "a14b_i2v"),

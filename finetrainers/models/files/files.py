@@ -224,6 +224,8 @@ def read_configs(config: ModelSection, parts: Sequence[str]) -> dict[str, Json]:
     configs = {part: part_config(config, part) for part in parts_to_read if not part.startswith("tokenizer")}
     root = model_path(config.pretrained_model_name_or_path)
     index = _on_disk(root, config, config.revision, f"{MODEL_INDEX}.json")
+    if index is None and config.is_estimated and (folder := packaged_configs(root, "", estimated=True)) is not None:
+        index = folder / f"{MODEL_INDEX}.json"
     if index is not None:
         with contextlib.suppress(ValueError):  # only newer checkpoints need it
             configs[MODEL_INDEX] = read_json(index)

@@ -36,9 +36,10 @@ def save_lora(
     metadata: dict[str, Any],
     *,
     part: str,
+    name: str = LORA_FILE,
     more: Mapping[str, str] | None = None,
 ) -> dict[Path, Written]:
-    """Write `pytorch_lora_weights.safetensors`, with rank and alpha as metadata, like pipelines' `save_lora_weights`.
+    """Write a LoRA file, with rank and alpha as metadata, like pipelines' `save_lora_weights`.
 
     `load_lora_weights` of the family's pipeline reads it. Where the pipeline has no such method,
     `load_lora_adapter(..., prefix=part)` of the network does.
@@ -48,6 +49,7 @@ def save_lora(
         state_dict: the weights, by PEFT's names.
         metadata: PEFT's settings.
         part: diffusers' name of the network.
+        name: file name.
         more: further metadata of the file.
 
     Returns:
@@ -57,9 +59,9 @@ def save_lora(
     # JSON.
     plain = {k: sorted(v) if isinstance(v, set | frozenset) else getattr(v, "value", v) for k, v in metadata.items()}
     text = json.dumps({f"{part}.{name}": value for name, value in plain.items()}, indent=2, sort_keys=True)
-    path = directory / LORA_FILE
+    path = directory / name
     written = save_safetensors(
-        {f"{part}.{name}": value.detach().cpu() for name, value in state_dict.items()},
+        {f"{part}.{key}": value.detach().cpu() for key, value in state_dict.items()},
         path,
         metadata={"format": "pt", **(more or {}), LORA_ADAPTER_METADATA_KEY: text},
     )

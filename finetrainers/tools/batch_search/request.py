@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from finetrainers.config.errors import Problem
 from finetrainers.config.root import TrainConfig
-from finetrainers.methods.registry import method_names, method_spec
+from finetrainers.methods.registry import is_method, load_method, method_class_problem, method_spec
 from finetrainers.methods.spec import TrainingSet
 from finetrainers.parallel.sharding import with_launcher
 from finetrainers.plan.preflight import ResolvedRun
@@ -77,7 +77,7 @@ def searched_config(config: TrainConfig) -> TrainConfig:
 def search_problems(config: TrainConfig) -> list[Problem]:
     """Return the reasons why batch sizes of a run cannot be searched."""
     problems = []
-    if config.training.method in method_names() and method_spec(config).samples:
+    if is_method(config.training.method) and method_spec(config).samples:
         message = (
             "has no buckets: clips are sampled at one size. `finetrainers estimate --batch_size N` estimates the "
             "memory for N clips"
@@ -139,7 +139,10 @@ def why_not_measured(config: TrainConfig, *, no_data: bool) -> str | None:
         return f"this is planned for {processes} processes, and only one can be measured"
     if options.fsdp is not None or options.deepspeed:
         return "a strategy that shards weights cannot continue after an OOM"
-    return None
+    method = config.training.method
+    if is_method(method) and method_class_problem(config) is None:
+        return None if hasattr(load_method(method), "benchmark_steps") else f"{method} has no benchmark_steps"
+    return None  # the method's problem is reported with the others
 
 
 def without_clips(config: TrainConfig, searches: Sequence[BucketSearch]) -> list[Bucket]:

@@ -66,8 +66,9 @@ class Validation(Callback):
         self.sizes = [prompt.size or self.size for prompt in self.encoded.prompts]
         assert section.validation_frame_rate is not None, "the model's own rate, unless another was set"
         self.settings = SamplingSettings(
-            section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale
-        )
+            section.validation_frame_rate, section.validation_inference_steps, section.validation_guidance_scale,
+            section.validation_guidance_scale_2,
+        )  # fmt: skip
 
     def on_start(self, state: TrainState) -> Record | None:
         return self._sample_and_score(state) if self.at_start and state.step == 0 else None
@@ -134,12 +135,10 @@ class Validation(Callback):
     def _settings(self, prompt: int, video: int, seed: int) -> str:
         """Return a readable description of how a sample is drawn."""
         frames, height, width = self.sizes[prompt]
-        guidance = self.section.validation_guidance_scale
         parts = [
             f"seed {seed + video}",
             f"{frames} x {height} x {width} at {self.settings.frame_rate:g} fps",
             f"{self.section.validation_inference_steps} denoising steps",
-            *([] if guidance is None else [f"guidance {guidance:g}"]),
-            *filter(None, [self.encoded.prompts[prompt].given]),
+            *filter(None, [self.section.guidance_text, self.encoded.prompts[prompt].given]),
         ]
         return " | ".join(parts)

@@ -94,6 +94,7 @@ class Spec:
     facts = Facts(Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0))
     companions = ModelComponents({})
     network_at = ModelSpec.network_at
+    latent_channels = ModelSpec.latent_channels
 
     def __init__(self, times: Tensor) -> None:
         self.times = times

@@ -87,11 +87,12 @@ def encode_images(
     keys.cache.hold()
     own_images = sorted(set(images))[parallel.rank :: parallel.world_size]
     with parallel.raise_on_all_ranks("encoding the images of prompts"):
-        keys.digests.learn([image.path for image in own_images])
+        keys.digests.learn([path for image in own_images for path in (image.path, image.last) if path is not None])
         by_key = {keys.image(image): image for image in own_images}
         for key in keys.cache.missing(by_key):
-            pixels = keys.picture(by_key[key])
-            entry = spec.encode_image(clip_encoders, pixels, size[0])
+            image = by_key[key]
+            last = None if image.ending is None else keys.picture(image.ending)
+            entry = spec.encode_image(clip_encoders, keys.picture(image), size[0], last)
             keys.cache.put(key, {n: t.cpu() for n, t in entry.items()}, keys.about_image(by_key[key]))
     keys.digests.refresh()  # other ranks have computed theirs
     if parallel.rank == 0:

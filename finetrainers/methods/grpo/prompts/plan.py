@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from finetrainers.data.buckets.clip import ConditioningImage, TextImageSource
 from finetrainers.utils.files import write_text_atomic
 from finetrainers.utils.text import plural
 
-from .prompts import IMAGE_KEY, Prompt, read_prompts
+from .prompts import Prompt, read_prompts
 
 _SHOWN = 3  # prompts named in an error
 _HOW = "key `image` in a .jsonl or .csv file"
@@ -81,7 +81,9 @@ class PromptPlan:
 
     def picture(self, prompt: Prompt) -> ConditioningImage | None:
         """Return the image of a prompt in the size of the clips, or None if it has none."""
-        return None if prompt.image is None else ConditioningImage(prompt.image, self.size[1:])
+        if prompt.image is None:
+            return None
+        return ConditioningImage(prompt.image, self.size[1:], prompt.last_image)
 
     def shown_texts(self) -> list[tuple[str, TextImageSource]]:
         """Return the prompts with the image that each is encoded with, where text encoders see images."""
@@ -129,17 +131,14 @@ class PromptPlan:
 
 
 def image_record(prompt: Prompt) -> dict[str, str]:
-    """Return the image of a prompt for a record of it; empty if it has none."""
-    return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image)}
+    """Return the images of a prompt for a record of it; empty if it has none."""
+    return {key: str(path) for key, path in prompt.images.items()}
 
 
 def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
     """Yield why a checkpoint cannot take the prompts' images, or needs images that they lack."""
-    if facts.last_frame:
-        message = "this checkpoint needs a first and a last image, and prompts of rewards have one; use another"
-        yield Problem("--pretrained_model_name_or_path", message, "unsupported")
-        return
     for option, prompts in (("--prompts", plan.prompts), ("--eval_prompts", plan.eval_prompts)):
+        yield from _last_image_problems(option, prompts, facts)
         without = [prompt.where for prompt in prompts if prompt.image is None]
         more = f" and {len(without) - _SHOWN} more" if len(without) > _SHOWN else ""
         examples = f"{', '.join(without[:_SHOWN])}{more}"
@@ -158,6 +157,20 @@ def image_problems(plan: PromptPlan, facts: Facts) -> Iterator[Problem]:
         size = "x".join(map(str, plan.size))
         message = f"{size}: the image is the complete clip, so nothing is left to sample; use more frames"
         yield Problem("--rollout_size", message, "conflict")
+
+
+def _last_image_problems(option: str, prompts: Sequence[Prompt], facts: Facts) -> Iterator[Problem]:
+    """Yield a problem if prompts lack the last image that the checkpoint needs, or have one that it does not take."""
+    places = [prompt.where for prompt in prompts if (prompt.last_image is None) == facts.last_frame]
+    if not places:
+        return
+    examples = f"{', '.join(places[:_SHOWN])}{f' and {len(places) - _SHOWN} more' if len(places) > _SHOWN else ''}"
+    if facts.last_frame:
+        message = f"this checkpoint also needs a last image for each prompt (key `last_image`): {examples} without"
+        yield Problem(option, message, "required")
+    else:
+        message = f"in rollouts this checkpoint takes no last image; remove `last_image` from {examples}"
+        yield Problem(option, message, "unsupported")
 
 
 def plan_prompts(config: TrainConfig, geometry: Geometry) -> PromptPlan | None:

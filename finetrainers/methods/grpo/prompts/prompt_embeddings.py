@@ -14,7 +14,7 @@ from finetrainers.models.spec import ModelSpec, PromptEmbeds
 from finetrainers.utils.files import write_json_atomic
 
 from .plan import PromptPlan
-from .prompts import EMPTY_FILE, ENCODED_KEYS, ENCODED_LIST, IMAGE_KEY, Prompt
+from .prompts import EMPTY_FILE, ENCODED_KEYS, ENCODED_LIST, Prompt
 
 _OPTION = "--prompt_embeddings_dir"
 
@@ -55,7 +55,7 @@ def embeddings_writer(
                 _write(folder, EMPTY_FILE, Prompt("", ""), texts, texts.keys.text(""), spec)
         if parallel.rank == 0:  # the others have written theirs; if one failed, all ranks have raised
             rows = [
-                {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text, **_image(prompt)}
+                {**dict.fromkeys(ENCODED_KEYS, f"{number}.pt"), "caption": prompt.text, **_images(prompt)}
                 for number, prompt in enumerate(plan.prompts)
             ]
             write_json_atomic(folder / ENCODED_LIST, rows)
@@ -63,9 +63,9 @@ def embeddings_writer(
     return write
 
 
-def _image(prompt: Prompt) -> dict[str, str]:
-    """Return the prompt's image, if any, under a name that does not depend on the directory of the list."""
-    return {} if prompt.image is None else {IMAGE_KEY: str(prompt.image.resolve())}
+def _images(prompt: Prompt) -> dict[str, str]:
+    """Return the prompt's images under names that do not depend on the directory of the list."""
+    return {key: str(path.resolve()) for key, path in prompt.images.items()}
 
 
 def _write(folder: Path, file: str, prompt: Prompt, texts: TextConditioning, key: str, spec: ModelSpec) -> None:

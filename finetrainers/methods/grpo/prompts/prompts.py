@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 #: Keys that may hold the prompt in a line of JSON.
 TEXT_KEYS = ("prompt", "caption", "text")
-#: The key of the image that a prompt's clips start from.
-IMAGE_KEY = "image"
+#: The keys of the images that a prompt's clips start from and end with.
+IMAGE_KEYS = ("image", "last_image")
 #: Keys of an entry of DanceGRPO's `videos2caption.json`, and the directories beside it that hold their files.
 ENCODED_KEYS = {"prompt_embed_path": "prompt_embed", "prompt_attention_mask": "prompt_attention_mask"}
 #: The list itself, as DanceGRPO's preprocessing names it.
@@ -43,7 +43,7 @@ class Prompt:
 
     `embedding` and `mask` are the files of a prompt that DanceGRPO's preprocessing has encoded: `[257, 4096]`, the
     pooled embedding in its first row, and the mask of the others. Either all prompts of a file have them or none.
-    `image` is the image that all clips of the prompt start from.
+    `image` is the image that all clips of the prompt start from, and `last_image` the one that they end with.
     """
 
     text: str
@@ -51,11 +51,18 @@ class Prompt:
     embedding: Path | None = None
     mask: Path | None = None
     image: Path | None = None
+    last_image: Path | None = None
 
     @property
-    def name(self) -> tuple[str, Path | None]:
-        """Text and image, which distinguish it from other prompts."""
-        return self.text, self.image
+    def images(self) -> dict[str, Path]:
+        """Its images, by the key in its file."""
+        images = dict(zip(IMAGE_KEYS, (self.image, self.last_image), strict=True))
+        return {key: path for key, path in images.items() if path is not None}
+
+    @property
+    def name(self) -> tuple[str | Path, ...]:
+        """Text and images, which distinguish it from other prompts."""
+        return self.text, *self.images.values()
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,8 @@ def read_prompts(path: Path) -> PromptFile:
     beside it.
 
     In all but `.txt`, `image` names the image that a prompt's clips start from, relative to the file's directory or to
-    the current one. Every image is decoded once, so that a damaged one is reported before anything is loaded.
+    the current one, and `last_image` the one that they end with. Every image is decoded once, so that a damaged one is
+    reported before anything is loaded.
 
     Raises:
         DataError: the file cannot be read or holds no prompts; its `problems` name every line that is wrong.
@@ -271,11 +279,11 @@ def _from_row(
         problem = f"has {'both ' if keys else ''}{' and '.join(names) or 'no keys'}"
         problems.append(f"{where} {problem}; expected one of {', '.join(TEXT_KEYS)}")
         return
-    unused |= set(row) - {*keys, IMAGE_KEY}
+    unused |= set(row) - {*keys, *IMAGE_KEYS}
     text = _text(row[keys[0]], f"{where}: {keys[0]!r}", problems)
-    image = _image(row, where, path, problems)
+    image, last_image = (_image(row, key, where, path, problems) for key in IMAGE_KEYS)
     if text:
-        yield Prompt(text, where, image=image)
+        yield Prompt(text, where, image=image, last_image=last_image)
 
 
 def _left_out(path: Path, item_name: str, unused: set[str]) -> list[str]:
@@ -301,14 +309,14 @@ def _from_encoded(path: Path, content: str, problems: list[str], notes: list[str
                 "preprocessing; use a .txt or .jsonl file for plain prompts"
             )
             continue
-        unused |= set(row) - {*required, IMAGE_KEY}
+        unused |= set(row) - {*required, *IMAGE_KEYS}
         text = _text(row["caption"], f"{where}: 'caption'", problems)
         files = [path.parent / folder / row[key] for key, folder in ENCODED_KEYS.items()]
         absent = [str(file) for file in files if not file.is_file()]
         problems += [f"{where}: file not found: {file}" for file in absent]
-        image = _image(row, where, path, problems)
+        images = [_image(row, key, where, path, problems) for key in IMAGE_KEYS]
         if text and not absent:
-            prompts.append(Prompt(text, where, files[0], files[1], image))
+            prompts.append(Prompt(text, where, *files, *images))
     notes += _left_out(path, "keys", unused)
     return prompts
 
@@ -350,14 +358,14 @@ def _text(value: Any, where: str, problems: list[str]) -> str:
     return ""
 
 
-def _image(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) -> Path | None:
-    """Return the path of the image that a row names: beside the prompts, else as validation's images are found."""
-    value = row.get(IMAGE_KEY)
+def _image(row: Mapping[str, Any], key: str, where: str, path: Path, problems: list[str]) -> Path | None:
+    """Return the path of an image that a row names: beside the prompts, else as validation's images are found."""
+    value = row.get(key)
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip():
         problems.append(
-            f"{where}: {IMAGE_KEY!r} must be a path, got {('an empty one' if isinstance(value, str) else _kind(value))}"
+            f"{where}: {key!r} must be a path, got {('an empty one' if isinstance(value, str) else _kind(value))}"
         )
         return None
     if value.startswith(("http://", "https://")):
@@ -369,7 +377,7 @@ def _image(row: Mapping[str, Any], where: str, path: Path, problems: list[str]) 
 
 def _image_problems(prompts: list[Prompt]) -> Iterator[str]:
     """Yield the problems with images; each image is decoded once."""
-    first = {prompt.image: prompt for prompt in reversed(prompts) if prompt.image is not None}
+    first = {image: prompt for prompt in reversed(prompts) for image in prompt.images.values()}
     for image, prompt in sorted(first.items(), key=lambda pair: prompts.index(pair[1])):
         try:
             with decoding(image), open_image(image) as picture:
@@ -384,7 +392,7 @@ def _kind(value: Any) -> str:
 
 
 def _repeated(path: Path, prompts: list[Prompt]) -> Iterator[str]:
-    first: dict[tuple[str, Path | None], Prompt] = {}
+    first: dict[tuple[str | Path, ...], Prompt] = {}
     repeats = [
         (prompt, first[prompt.name]) for prompt in prompts if first.setdefault(prompt.name, prompt) is not prompt
     ]
@@ -401,7 +409,7 @@ def _place(prompt: Prompt) -> str:
 
 def _fingerprint(prompts: list[Prompt]) -> str:
     files = [
-        [(file.name, file.stat().st_size) for file in (p.embedding, p.mask, p.image) if file is not None]
+        [(file.name, file.stat().st_size) for file in (p.embedding, p.mask, *p.images.values()) if file is not None]
         for p in prompts
     ]
     content = json.dumps([[prompt.text, names] for prompt, names in zip(prompts, files, strict=True)])
