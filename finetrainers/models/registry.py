@@ -174,8 +174,8 @@ def other_parts_digest(config: ModelSection, facts: Facts) -> str | None:
 
     It is empty if the checkpoint has no such parts, and None if they are not all on disk.
     """
-    known = ("scheduler", "vae", facts.trained, *_TEXT_PARTS)
-    digests = [digest for part in facts.parts if part not in known for digest in _part_digests(config, part)]
+    others = [part for part in facts.parts if part not in ("scheduler", "vae", facts.trained, *_TEXT_PARTS)]
+    digests = [digest for part in others for digest in _part_digests(config, part)]
     return _join_digests(digests) if digests else ""
 
 
