@@ -14,7 +14,9 @@ from finetrainers.utils.failures import InputError
 from .timesteps import resolution_mu
 
 
-def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None) -> Tensor:
+def sampling_times(
+    scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None, own_sigmas: bool = False
+) -> Tensor:
     """Return process times of `steps` denoising steps, `[S]`, from pure noise down to, but without, the clean end.
 
     Rectified flow visits equal parts of [0, 1], shifted as the checkpoint's scheduler says: statically, or by the
@@ -25,6 +27,8 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
         steps: number of steps.
         num_tokens: video tokens of the clip, for schedulers that shift by it.
         shift: a static shift instead of the checkpoint's.
+        own_sigmas: whether the family's pipelines leave the parts to the scheduler, whose last one ends at its lowest
+            training level.
 
     Raises:
         ValueError: a shift for a process that has none.
@@ -50,7 +54,7 @@ def sampling_times(scheduler: Any, steps: int, *, num_tokens: int, shift: float 
     arguments: dict[str, Any] = {}
     if fresh.config.get("use_dynamic_shifting"):
         arguments["mu"] = resolution_mu(num_tokens, config)
-    if "sigmas" in inspect.signature(fresh.set_timesteps).parameters:
+    if not own_sigmas and "sigmas" in inspect.signature(fresh.set_timesteps).parameters:
         fresh.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), **arguments)
     else:  # it has its own equal parts
         fresh.set_timesteps(steps, **arguments)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, UMT5EncoderModel
 
 from finetrainers.config.facts import Activations
+from finetrainers.diffusion.schedule import sampling_times
 from finetrainers.utils.failures import InputError
 
 from . import common, given_frames
@@ -386,6 +387,10 @@ class WanSpec(ModelSpec):
             times=1 if call["timestep"].ndim == 1 else video,
             image=0 if states is None else states.shape[0] * states.shape[1] // len(latents),
         )
+
+    def sampling_times(self, scheduler: Any, steps: int, *, num_tokens: int, shift: float | None = None) -> Tensor:
+        """Return the noise levels of the pipelines' schedule, which they round down to timesteps for the network."""
+        return sampling_times(scheduler, steps, num_tokens=num_tokens, shift=shift, own_sigmas=True)
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from finetrainers.config.root import TrainConfig
+from finetrainers.config.root import TrainConfig, fields
 from finetrainers.utils.device import allocator_settings, likely_device_type
 from finetrainers.utils.launch import launched_rank, wrap_prose
 from finetrainers.utils.phases import PHASES, label
-from finetrainers.utils.text import file_size, plural
+from finetrainers.utils.text import file_size, plural, shortened
 from finetrainers.utils.train_log import PrintedLines
 
 from .chosen import describe_unused_recommendation
@@ -66,14 +66,22 @@ def print_first_line(checked: ResolvedRun, *, before: str = "") -> None:
 
 
 def print_chosen(config: TrainConfig, *sources: str) -> None:
-    """Print the values that the run has chosen for open options, a line for each of these sources."""
+    """Print the values that the run has chosen for open options, a line for each of these sources.
+
+    Those of samples are left out if there are none.
+    """
     plain = {
         name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in config.plain().items()
     }
+    samples = config.validation.validation_prompts is not None
     for source in sources:
-        names = [name for name, by in config.chosen.items() if by == source and plain[name] is not None]
+        names = [
+            name
+            for name, by in config.chosen.items()
+            if by == source and plain[name] is not None and (samples or fields()[name].section != "validation")
+        ]
         if names:
-            values = ", ".join(f"{name} {plain[name]}" for name in names)
+            values = ", ".join(f"{name} {shortened(str(plain[name]), 24)}" for name in names)
             print_line(f"chosen ({_SOURCES.get(source, source)}): {values}")
 
 

@@ -59,13 +59,10 @@ def test_it_is_that_of_the_stock_network_in_float64(
 ) -> None:
     """With a shift, a loss weight, and masks; 5B is given the first frame of some clips, at time 0 of its tokens."""
     repo, is_token = tiny_repo("wan", version), version == "ti2v"
-    options = {
-        "flow_weighting_scheme": "sigma_sqrt",
-        "flow_shift": 3.0,
-        "expert": expert,
-        "part": ["image_encoder=,fp32"],
-    }
-    setting = Setting(repo, "wan", given=f"first={0.5 if is_token else 1}" if places else "", **options)
+    setting = Setting(
+        repo, "wan", given=f"first={0.5 if is_token else 1}" if places else "", expert=expert,
+        part=["image_encoder=,fp32"], flow_weighting_scheme="sigma_sqrt", flow_shift=3.0,
+    )  # fmt: skip
     spec, method, part = setting.spec, setting.method, setting.spec.facts.trained
     del spec.predict  # its own again
     times: list[Tensor] = []

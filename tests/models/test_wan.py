@@ -15,6 +15,7 @@ from refusals import refused
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.batch import Batch, PromptEmbeds, SampleRequest, VideoMeta
+from finetrainers.models.decoding import decode_gradient
 from finetrainers.models.registry import get_family, with_family
 from finetrainers.models.wan import IMAGE_STATES, WanSpec
 from finetrainers.testing import same_calls
@@ -81,6 +82,32 @@ def test_5b_samples_with_a_last_frame_in_its_place(tiny_repo: Callable[..., Path
         for frame, is_clean in enumerate(is_given):
             assert torch.equal(latents[:, :, frame], latents[:1, :, frame].expand_as(latents[:, :, frame])) == is_clean
             assert bool((times[:, frame] == 0).all()) == is_clean
+
+
+def test_the_gradient_of_the_residual_vae_is_that_without_recomputation(tiny_repo: Callable[..., Path]) -> None:
+    """Its decoder has a cache of features, of each frame before the next one."""
+    spec = spec_of(tiny_repo("wan", "ti2v"))
+    vae = spec.load_vae()
+    latents = torch.randn(1, 48, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(1, 3, 5, 32, 32, generator=torch.Generator().manual_seed(1))
+    gradients = [
+        decode_gradient(
+            spec, vae, latents, spec.vae_stats(vae), lambda video: ((video * weights).sum(), None), checkpointing=on
+        )[0]
+        for on in (False, True)
+    ]
+    assert gradients[0].abs().max() > 0
+    assert torch.equal(*gradients)
+
+
+def test_rollouts_take_the_levels_that_the_scheduler_rounds_down(tiny_repo: Callable[..., Path]) -> None:
+    """UniPC tells the network whole timesteps; rollouts and training tell it the exact noise level of the latents."""
+    spec = spec_of(tiny_repo("wan"))
+    scheduler = spec.load_scheduler()
+    times = spec.sampling_times(scheduler, 7, num_tokens=64)
+    scheduler.set_timesteps(7)
+    assert torch.equal(times, scheduler.sigmas[:-1])
+    assert torch.equal((1000 * times).long(), scheduler.timesteps)
 
 
 def test_first_and_last_frame_checkpoints_need_both_images(tiny_repo: Callable[..., Path]) -> None:
