@@ -309,9 +309,12 @@ REWARDS_AND_METHODS: list[Row] = [
         "a.mp4: does not exist; rejected b.mp4: does not exist",
     ),
     (lambda: register("reward", "brightness", max), "reward 'brightness' is registered already"),
-    (lambda: register("reward", "a.b", max), "reward name 'a.b' must not contain '.', ':', '=', ',' or spaces"),
+    (lambda: register("reward", "a.b", max), "reward 'a.b' must not contain '.', ':', '=', ',' or spaces"),
     (lambda: register("method", "sft", "collections:Counter"), "method 'sft' is registered already"),
-    (lambda: register("method", "new", 42), "method of 'new': expected a class or an address, got a int"),
+    (
+        lambda: register("method", "new", 42),
+        "method 'new' needs a class or an address as its method, got an object of type int",
+    ),
     (lambda: make_reward("nowhere:red"), "reward 'nowhere:red': No module named 'nowhere'"),
     (
         lambda: make_reward("http://"),

@@ -186,9 +186,12 @@ def _needed_keys(directory: Path, configs: Sequence[Path]) -> set[str]:
         names = replace(CacheKeys.of(directory, config), digests=digests)
         keys.update(names.mask(clip) for clip in masked)
         for vae in vaes:
-            encoded = replace(names, vae=vae, tiled=resolved_run.family.load(config.model).tiles_by_size)
+            spec = resolved_run.spec
+            encoded = replace(names, vae=vae, tiled=spec.tiles_by_size)
             keys.update(encoded.video(clip) for clip in clips)
-            keys.update(encoded.image(image) for image in images)
+            if images:
+                by_frames = replace(vae, with_first_frame=spec.image_version(plan.size[0]))
+                keys.update(replace(encoded, vae=by_frames).image(image) for image in images)
         if not (text_encoders and (vaes or not clips)):
             message = (
                 f"{directory} has not been used with the model of {path}, so the entries it needs are unknown; "

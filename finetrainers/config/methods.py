@@ -66,7 +66,7 @@ def _options_problem(name: str, options: Any) -> str | None:
 
 
 def _describe(value: Any) -> str:
-    return f"a {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
+    return f"an object of type {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
 
 
 def _is_same(first: TrainingMethod, second: TrainingMethod) -> bool:

@@ -68,9 +68,8 @@ class ModelSection(Section):
         "its weights.", resume="unlisted", encodes="both", place="model")
     expert: Literal["high", "low"] | None = option(None, "Network to train in a model with separate ones for high "
         "and low noise levels: `high` (its `transformer`) or `low` (its `transformer_2`).", resume="same")
-    other_expert: Place | None = option(None, "Weights of the expert that is not trained, for samples, rollouts and "
-        "exported pairs of LoRAs: a run, a checkpoint, a LoRA file or a directory in diffusers layout.", resume="free",
-        local=True, place="model")
+    other_expert: Place | None = option(None, "Weights of the expert that is not trained: a run, a checkpoint or a "
+        "LoRA file; for samples, rollouts and exports.", resume="free", local=True, place="model")
     revision: str | None = option(None, "Git revision of the Hub repository.", resume="free", encodes="both")
     variant: str | None = option(None, "Variant of the weight files, for example `fp16`.", resume="free",
         encodes="both", max_length=64)

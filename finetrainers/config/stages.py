@@ -141,7 +141,8 @@ def _read_stage(
     options = {key: value for key, value in table.items() if key not in _KEYS}
     other_expert = None
     if isinstance(options.get("other_expert"), Mapping):
-        other_expert = _find_stage("other_expert", options.pop("other_expert"), locate, before, problems)
+        other = _find_stage("other_expert", options.pop("other_expert"), locate, before, problems)
+        other_expert = None if other is None else other.name
     here = RawOptions()
     take_options(here, options, locate)
     find_inputs(here, directory)
@@ -181,7 +182,7 @@ def _read_stage(
         problems.append(
             Problem(where, f"{config.run.output_dir} is also the directory of stage {clash.name}", "duplicate")
         )
-    return Stage(name, config, init, other_expert and other_expert.name, problems, wrong)
+    return Stage(name, config, init, other_expert, problems, wrong)
 
 
 def _refuse(source: RawOptions, problems: list[Problem]) -> None:

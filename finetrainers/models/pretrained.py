@@ -224,12 +224,18 @@ class PretrainedModel(ABC):
         else:
             getattr(pipeline, part).load_lora_adapter(folder, prefix=part, weight_name=path.name)
 
-    def load_call(self, location: str) -> str:
-        """Return the call that loads such a LoRA from a location into a user's pipeline, for the model card."""
+    def load_call(self, location: str, file: str | None = None) -> str:
+        """Return the call that loads such a LoRA from a location into a user's pipeline, for the model card.
+
+        Args:
+            location: directory or Hub repository.
+            file: its file there, or None for that of a run.
+        """
         part, options, place = self.facts.trained, self._lora_options, json.dumps(location)
         if options is not None:
-            return f"load_lora_weights({place}{''.join(f', {name}={value}' for name, value in options.items())})"
-        return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{saving.LORA_FILE}")'
+            name = "" if file is None else f", weight_name={json.dumps(file)}"
+            return f"load_lora_weights({place}{name}{''.join(f', {key}={value}' for key, value in options.items())})"
+        return f'{part}.load_lora_adapter({place}, prefix="{part}", weight_name="{file or saving.LORA_FILE}")'
 
     def save_full(
         self,

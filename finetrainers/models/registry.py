@@ -104,8 +104,8 @@ def with_family(model: ModelSection) -> ModelSection:
         KeyError: neither shows a family.
     """
     if model.model_name != AUTO:
-        known = FAMILIES.get(model.model_name)
-        return model if known is None else known.with_dtypes(model)
+        family = FAMILIES.get(model.model_name)
+        return model if family is None else family.with_dtypes(model)
     single = single_file(model, trained_part(model)) is not None  # whose config is the base model's
     source = (None if single else model.transformer_id) or model.pretrained_model_name_or_path
     kind = None
@@ -174,8 +174,8 @@ def other_parts_digest(config: ModelSection, facts: Facts) -> str | None:
 
     It is empty if the checkpoint has no such parts, and None if they are not all on disk.
     """
-    known = ("scheduler", "vae", facts.trained, *_TEXT_PARTS)
-    digests = [digest for part in facts.parts if part not in known for digest in _part_digests(config, part)]
+    others = [part for part in facts.parts if part not in ("scheduler", "vae", facts.trained, *_TEXT_PARTS)]
+    digests = [digest for part in others for digest in _part_digests(config, part)]
     return _join_digests(digests) if digests else ""
 
 

@@ -31,6 +31,8 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 INITIAL_LORA = "initial_lora"
 #: Name of PEFT's settings, next to a LoRA in its format.
 PEFT_CONFIG = "adapter_config.json"
+#: Part of the names of the files of two experts.
+_EXPERT_NAME = re.compile(r"(high|low)[_-]?noise", re.IGNORECASE)
 _PART = re.compile(r"transformer(_\d+)?\.")
 _REGEX_CHARACTERS = re.compile(r"[*+?^$|()\[\]\\]")
 _LORA_NAME = re.compile(r"\.lora_?(A|B|down|up)\b|\.lora_magnitude_vector")
@@ -103,6 +105,10 @@ def with_other_expert(model: ModelSection, facts: Facts) -> ModelSection:
         if made_by is not None and made_by.expert == (model.expert or "high"):
             message = f"{run} trained the expert `{made_by.expert}`, like this run; use a run of the other expert"
             raise InputError(message, "mismatch")
+    named = _EXPERT_NAME.search(weights.path.stem)
+    if named is not None and named[1].lower() == (model.expert or "high"):
+        message = f"{weights.path} is named for the expert `{model.expert}`, which is trained; use the other file"
+        raise InputError(message, "mismatch")
     path = str(weights.path.resolve())
     if weights.kind == "lora":
         return model.model_copy(update={"other_expert": path})

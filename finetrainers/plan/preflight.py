@@ -132,7 +132,6 @@ def preflight(
     if config.training.training_type == "lora" and not config.changed("target_modules"):
         config = with_options(config, "training", target_modules=list(family.facts.lora_targets))
     findings = Findings()
-    config = resolve_other_expert(config, family, findings)
     method = _find_method(config, findings)
     if weights and not (preparing and config.data.precompute_dir):
         _check_output_dir(config, family, findings)
@@ -141,6 +140,7 @@ def preflight(
     if initial is not None and initial.kind == "full":
         config = with_options(config, "model", transformer_id=str(initial.path))
     facts, is_readable = _find_facts(config, family, initial, weights=weights, findings=findings)
+    config = resolve_other_expert(config, facts, findings)
     if method is not None and checkpoint is None:
         config = choose_recommended(choose_defaults(config, facts, unread=method.unread), facts, initial)
     prompts = read_prompts(config, findings)
@@ -290,12 +290,11 @@ def resolve_family(config: TrainConfig) -> tuple[TrainConfig, Family]:
         raise ConfigError(findings.errors) from None
 
 
-def resolve_other_expert(config: TrainConfig, family: Family, findings: Findings) -> TrainConfig:
+def resolve_other_expert(config: TrainConfig, facts: Facts, findings: Findings) -> TrainConfig:
     """Return the configuration with the other expert's weights as files; see `with_other_expert`."""
-    if config.model.other_expert is not None:
+    if config.model.other_expert is not None and not _has_problem(findings, ["other_expert"]):
         with collecting_problems(findings.errors, "--other_expert"):
-            model = with_other_expert(config.model, family.facts_of(config.model))
-            return config.model_copy(update={"model": model})
+            return config.model_copy(update={"model": with_other_expert(config.model, facts)})
     return config
 
 

@@ -24,7 +24,7 @@ from finetrainers.models.files.lora_names import ARCHITECTURES, format_problem, 
 from finetrainers.models.registry import Family, get_family, with_family
 from finetrainers.plan.initial_weights import LORA_FILE, read_lora_header
 from finetrainers.plan.ownership import EXPORTED, export_problem
-from finetrainers.plan.preflight import resolve_other_expert
+from finetrainers.plan.preflight import collecting_problems, resolve_other_expert
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.identity import Identity, read_identity
 from finetrainers.sampling.weights import Weights, find_target, under
@@ -128,7 +128,8 @@ def find_source(given: str, *, options: Mapping[str, Any], use_ema: bool = True)
         kind: Kind = "required" if config.model.model_name == AUTO else "unknown"
         raise ConfigError([Problem("--model_name", str(error.args[0]), kind)]) from None
     findings = Findings()
-    config = resolve_other_expert(config, family, findings)
+    with collecting_problems(findings.errors, "SOURCE"):
+        config = resolve_other_expert(config, family.facts_of(config.model), findings)
     path, model = target.weights.path, target.weights.on(config.model)
     if not findings.errors and model.expert is None and family.facts_of(model).boundary is not None:
         message = "required: this model has two networks; set the one that the weights are for, `high` or `low`"

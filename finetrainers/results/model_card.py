@@ -14,6 +14,7 @@ from huggingface_hub import ModelCardData
 
 from finetrainers.config.facts import Facts
 from finetrainers.config.root import TrainConfig, changed_options, fields
+from finetrainers.config.values import split_part
 from finetrainers.models.files.lora_names import READERS, format_problem
 from finetrainers.models.spec import ModelSpec
 from finetrainers.plan.preflight import ResolvedRun
@@ -35,6 +36,7 @@ from .card_facts import (
     read_license,
     sampling_arguments,
 )
+from .export_formats import FOLDER, result_source
 
 _CARD = """---
 {{ metadata }}
@@ -47,6 +49,8 @@ _CARD = """---
 {%- elif began_with %}, begun with the weights of `{{ began_with }}`{% endif %}, trained with finetrainers {{
     version }} for {{ state.step }} steps on {{ plural(plan.count, plan.noun) }}.
 {%- if data.id_token %} Put `{{ data.id_token }}` before your prompt.{% endif %}
+{%- if expert %} It is for {{ expert }} noise levels, the expert `{{ part }}`. Samples have {{
+    "`" + other_expert + "`" if other_expert else "the model's own weights" }} in the other expert.{% endif %}
 {% if grid %}
 ![Samples after step {{ state.step }}]({{ grid }})
 {% endif %}
@@ -85,7 +89,9 @@ pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_d
 {%- else %}
 pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
 {%- endif %}
-pipe.{{ load_call }}
+{%- for call in load_calls %}
+pipe.{{ call }}
+{%- endfor %}
 {%- if has_strength %}
 pipe.set_adapters(pipe.get_active_adapters(), 1.0)  # the strength
 {%- endif %}
@@ -227,9 +233,11 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         transformer=type(state.network).__name__,
         part=spec.facts.trained,
         location=location,
-        load_call=spec.load_call(location) if is_lora else "",
+        load_calls=_load_calls(config, spec, location) if is_lora else [],
+        expert=spec.facts.expert,
+        other_expert=_other_expert(config, spec.facts),
         comfyui=not packaged and _comfyui_reads(config, spec.facts),
-        has_strength=spec.facts.trained == "transformer",
+        has_strength=spec.facts.trained == "transformer" and config.model.other_expert is None,
         **_call(checked, spec),
         needs_image=needs_image,
         media=spec.facts.media,
@@ -240,6 +248,36 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         held_out=f"{plan.noun}s",
         settings=[(n, _format_value(value)) for n, value in changed_options(config).items() if not fields()[n].local],
     )
+
+
+def _load_calls(config: TrainConfig, spec: ModelSpec, location: str) -> list[str]:
+    """Return the calls that load the LoRA, or a pair of two experts' LoRAs from their export if there is one."""
+    if config.model.other_expert is None:
+        return [spec.load_call(location)]
+    pair = [
+        (source, source.family.load(source.config.model))
+        for source in result_source(config, config.run.output_dir).experts
+    ]
+    exported = next((name for name in ("diffusers", "comfyui") if name in config.run.export_formats), None)
+    if exported is not None:
+        names = [(other, f"{FOLDER}/{exported}/{source.stem}.safetensors") for source, other in pair]
+        return [other.load_call(location, name) for other, name in names]
+    other = Path(config.model.other_expert)
+    return [
+        spec.load_call(location)
+        if half.facts.trained == spec.facts.trained
+        else half.load_call(str(other.parent), other.name)
+        for _, half in pair
+    ]
+
+
+def _other_expert(config: TrainConfig, facts: Facts) -> str | None:
+    """Return the name of the weights in the expert that is not trained, or None if they are the model's own."""
+    if config.model.other_expert is not None:
+        source = result_source(config, config.run.output_dir)
+        return next(other.stem for other in source.experts if other.facts.expert != facts.expert)
+    replaced = (split_part(text) for text in config.model.part)
+    return next((source for part, source, _ in replaced if part in facts.experts), None)
 
 
 def _call(checked: ResolvedRun, spec: ModelSpec) -> dict[str, Any]:

@@ -267,11 +267,11 @@ def _read_options(path: Path) -> dict[str, Any]:
 
 def _defaults() -> Mapping[str, Any]:
     """Return default values by flat name, as a file has them."""
-    return _defaults_of(tuple(sections().items()))
+    return _table_defaults(tuple(sections().items()))
 
 
 @lru_cache(maxsize=1)
-def _defaults_of(tables: tuple[tuple[str, type[Section]], ...]) -> dict[str, Any]:
+def _table_defaults(tables: tuple[tuple[str, type[Section]], ...]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for table, section in tables:
         values = section.model_construct().model_dump(mode="json", warnings=False)

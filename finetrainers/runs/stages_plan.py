@@ -139,9 +139,9 @@ def _init_problems(status: StageStatus, checked: Mapping[str, _Checked]) -> list
     """Return the problem that a stage cannot begin from its source, or that both train the same expert."""
     source, other, load = status.source, status.other, status.load
     if other and not status.is_done and {other.name, status.name} <= checked.keys():
-        there, here = (checked[name].config.model.expert for name in (other.name, status.name))
-        if there == here:
-            model = "a model with one network for all noise levels" if there is None else f"the expert `{there}`"
+        expert, own_expert = (checked[name].config.model.expert for name in (other.name, status.name))
+        if expert == own_expert:
+            model = "a model with one network for all noise levels" if expert is None else f"the expert `{expert}`"
             message = f"stage {other.name} trains {model}, like this stage; remove it, or set another --expert"
             return [Problem("other_expert", message, "mismatch")]
     if not (source and load) or status.is_done or not {source.name, status.name} <= checked.keys():

@@ -220,7 +220,6 @@ def plan_targets(
     except ConfigError as error:
         raise ConfigError([*findings.errors, *error.problems]) from None
     check_paths(config, findings)
-    config = resolve_other_expert(config, family, findings)
     for weights in [] if findings.errors else dict.fromkeys(target.weights for target in targets):
         findings.errors += under("TARGET", family.problems(weights.on(config.model)), weights)
     findings.errors[:] = dict.fromkeys(findings.errors)
@@ -228,6 +227,7 @@ def plan_targets(
         raise ConfigError(findings.errors)
     _fetch(family, config)
     facts = family.facts_of(config.model)
+    config = resolve_other_expert(config, facts, findings)
     config, prompts = _prompts(config, options, targets[0], findings, fixed_size=fixed_size)
     config = choose_defaults(config, facts)
     _check(config, facts, prompts, options, targets, findings)

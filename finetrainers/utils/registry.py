@@ -117,7 +117,7 @@ class Registry(Generic[T]):
         try:
             self.add(point.name, value)
         except InputError:
-            owner = self.packages.get(point.name, "another one in this process")
+            owner = self.packages.get(point.name, "finetrainers, or in this process")
             return f"whose name is taken by {owner}; rename it, or {uninstall}"
         except ValueError as error:
             reason = str(error).removeprefix(f"{self.noun} {point.name!r} ")

@@ -28,7 +28,7 @@ from finetrainers.results import export_formats as module
 from finetrainers.sampling.weights import find_target
 
 LORA = "pytorch_lora_weights.safetensors"
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox")
+FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan")
 
 
 @pytest.fixture
@@ -36,17 +36,19 @@ def a_run(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple
     """`a_run(family, **settings)`: what a run leaves, and the trained network."""
 
     def build(
-        family: str = "ltx_video", *, full: bool = False, version: str | None = None, **settings: Any
-    ) -> tuple[Path, Any]:
-        root = tmp_path / f"my {family}{version or ''}"
-        kind = {"training_type": "full-finetune"} if full else {}
+        family: str = "ltx_video", *, full: bool = False, version: str | None = None, expert: str | None = None,
+        **settings: Any,
+    ) -> tuple[Path, Any]:  # fmt: skip
+        root = tmp_path / (f"my {family}{version or ''}" if expert is None else f"pair/{expert}")
+        kind: dict[str, Any] = {"expert": expert} if expert else {}
+        kind |= {"training_type": "full-finetune"} if full else {}
         config = load_config(
             model_name=family, pretrained_model_name_or_path=str(tiny_repo(family, version=version)), data_root="clips",
             output_dir=str(root), id_token="MYSTYLE", **kind,
         )  # fmt: skip
         spec = get_family(family).load(config.model)
         network: Any = spec.load_transformer(torch.float32)
-        root.mkdir()
+        root.mkdir(parents=True)
         if full:
             with torch.no_grad():
                 next(iter(network.parameters())).add_(1.0)
@@ -55,7 +57,7 @@ def a_run(tiny_repo: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple
             network.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=list(spec.facts.lora_targets), **settings))
             for name, parameter in network.named_parameters():
                 if "lora_B" in name:
-                    nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+                    nn.init.normal_(parameter, generator=torch.Generator().manual_seed(int(expert == "low")))
             spec.save_lora(root, get_peft_model_state_dict(network), network.peft_config["default"].to_dict())
         (root / "config.toml").write_text(dump_toml(config))
         return root, network
@@ -100,6 +102,41 @@ def test_all_formats_of_a_run(
     assert again.config.num_layers == network.config.num_layers
 
 
+def test_two_experts_are_exported_as_a_pair(
+    a_run: Callable[..., tuple[Path, Any]], tiny_repo: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each file is the LoRA of its run, under a name that tells them apart; a file alone is exported likewise."""
+    runs = {expert: a_run("wan", version="a14b", expert=expert)[0] for expert in ("high", "low")}
+    formats = ["comfyui", "kohya", "peft", "diffusers", "merged"]
+    command = ["export", str(runs["low"]), "--other_expert", str(runs["high"]), "--dtype", "fp32", "--format", *formats]
+    assert main(command) == 0
+    exported = tmp_path / "pair" / "low" / "export"
+    found = {str(path.relative_to(exported)) for path in exported.rglob("*.safetensors")}
+    pair = {expert: f"pair_{expert}_noise" for expert in runs}
+    assert found == {
+        *(f"{name}/{file}.safetensors" for name in ("comfyui", "kohya", "diffusers") for file in pair.values()),
+        *(f"peft/{expert}_noise/adapter_model.safetensors" for expert in pair),
+        *(f"merged/{part}/diffusion_pytorch_model.safetensors" for part in ("transformer", "transformer_2")),
+    }
+    for expert, root in runs.items():
+        spec = get_family("wan").load(load_config(root / "config.toml").model)
+        trained = spec.lora_of(root / LORA)
+        for name in ("kohya", "diffusers"):
+            layers = spec.lora_of(exported / name / f"{pair[expert]}.safetensors").layers
+            assert layers.keys() == trained.layers.keys()
+            assert all(layers[n].up.equal(one.up) and layers[n].scale == one.scale for n, one in trained.layers.items())
+        assert metadata(exported / "comfyui" / f"{pair[expert]}.safetensors")["modelspec.title"] == pair[expert]
+    base = ["--pretrained_model_name_or_path", str(tiny_repo("wan", version="a14b"))]
+    alone = [str(exported / "kohya" / "pair_low_noise.safetensors"), "--format", "comfyui", *base]
+    alone += ["--output_dir", str(tmp_path / "alone")]
+    assert refused_command(["export", *alone]) == (2, [("--expert", "required")])
+    assert main(["export", *alone, "--expert", "low", "--dtype", "fp32"]) == 0
+    (file,) = (tmp_path / "alone" / "comfyui").glob("*.safetensors")
+    assert load_file(file).keys() == load_file(exported / "comfyui" / file.name).keys()
+    same = ["export", runs["low"], "--other_expert", runs["low"], "--format", "kohya"]
+    assert refused_command(same) == (2, [("--other_expert", "mismatch")])
+
+
 def test_merged_weights_are_rounded_once(a_run: Callable[..., tuple[Path, Any]]) -> None:
     """In bf16, of a LoRA with DoRA: the sum is made in fp32."""
     root, network = a_run(use_dora=True)
@@ -125,6 +162,7 @@ def test_all_weights_of_a_full_finetuning(
     for family, key in (
         ("ltx_video", "model.diffusion_model.patchify_proj.weight"),
         ("hunyuan_video", "single_blocks.0.linear1.weight"),
+        ("wan", "model.diffusion_model.blocks.0.self_attn.q.weight"),
         ("cogvideox", "model.diffusion_model.blocks.0.q.weight"),
     ):
         root, network = a_run(family, full=True)

@@ -95,6 +95,10 @@ ELSEWHERE = {
     "OMP_NUM_THREADS=1 python benchmarks/checkpoint_kills.py": "tests/test_benchmark_checkpoint_kills.py",
     "finetrainers run ": "tests/cli/test_run.py",
     "finetrainers report runs/look": "tests/cli/test_run.py",
+    "CUDA_VISIBLE_DEVICES=0 finetrainers train --config tiger.toml": "tests/runs/test_expert_pairs.py",
+    "finetrainers export runs/tiger": "tests/cli/test_export.py",
+    "finetrainers sample runs/tiger": "tests/sampling/test_families.py",
+    "finetrainers sample style_low_noise.safetensors": "tests/sampling/test_families.py",
     "finetrainers sync": "tests/tools/test_sync.py",
     "finetrainers doctor": "tests/cli/test_doctor.py",
     "finetrainers models": "tests/test_installed_packages.py",
@@ -102,7 +106,6 @@ ELSEWHERE = {
     "finetrainers train --pretrained_model_name_or_path tiny-skyreels": "tests/test_installed_packages.py",
     "finetrainers sample runs/skyreels": "tests/test_installed_packages.py",
     "finetrainers export runs/skyreels": "tests/test_installed_packages.py",
-    "finetrainers train --method anchored": "tests/test_installed_packages.py",
     "finetrainers search-batch": "tests/tools/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def test_the_networks_are_as_the_configs_tell(name, version, tiny_repo):
     assert {*spec.facts.parts} <= {"scheduler", *spec.parts}
     assert {*spec.configs} <= {MODEL_INDEX, *spec.facts.parts}  # configs of parts that it does not have are not fetched
     assert spec.facts.trained in spec.parts
+    assert pickle.loads(pickle.dumps(spec)).facts == spec.facts  # decoding workers get it
     network = spec.transformer_on_meta()
     assert len(spec.block_modules(network)) > 0
     assert any(spec.width(network) in parameter.shape for parameter in network.parameters())

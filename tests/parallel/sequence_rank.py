@@ -116,7 +116,7 @@ def models_cases(model: str, repository: str) -> dict[str, Any]:
         layers = [one for one, module in pair[0].named_modules() if isinstance(module, nn.Linear | nn.Conv3d)]
         adapted = networks(spec, group, adapted="|".join(layers))
         set_activation_memory(adapted[1], "checkpoint")  # which drops the same places again
-        found["dropout of a LoRA of every layer"] = differences(spec, adapted, group, {**odd, "batch": 2})
+        found["dropout"] = differences(spec, adapted, group, {**odd, "batch": 2})
         if spec.text_varies:  # one family is enough
             found |= two_sizes(spec, pair, group, ({}, {"batch": 2, **odd}))
     return found

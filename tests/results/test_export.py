@@ -50,7 +50,9 @@ def finished(tmp_path, *, pretrained="owner/base", **options):
         parallel=SimpleNamespace(device=torch.device("cpu"), world_size=2),
         spec=SimpleNamespace(
             pipeline_class=LTXPipeline,
-            facts=SimpleNamespace(needs_image=False, trained="transformer", media=(), misread={}),
+            facts=SimpleNamespace(
+                needs_image=False, trained="transformer", media=(), misread={}, expert=None, experts=()
+            ),
             load_call=lambda place: f"load_lora_weights({json.dumps(place)})",
         ),
         run_dir=SimpleNamespace(root=tmp_path),

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from every_family import CHECKPOINTS, required_options
 from PIL import Image
+from refusals import refused_command
 
 from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.models.registry import get_family
@@ -23,14 +25,14 @@ PROMPT, SEED = "pattern number 0", 7
 FP32 = ("--transformer_dtype", "fp32", "--vae_dtype", "fp32", "--text_encoder_dtype", "fp32")
 
 
-def random_lora(family: str, repository: Path, folder: Path) -> Any:
+def random_lora(family: str, repository: Path, folder: Path, seed: int = 0) -> Any:
     """Write a LoRA of rank 4 and alpha 8 whose effect can be seen; the family's spec."""
     section = ModelSection(model_name=family, pretrained_model_name_or_path=str(repository))
     options = required_options(get_family(family).facts_of(section))
     spec = get_family(family).load(section.model_copy(update=options))
     network = spec.load_transformer(torch.float32)
     make_trainable(network, TrainingSection(rank=4, lora_alpha=8, target_modules=["to_k", "to_q", "to_v", "to_out.0"]))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     weights = {
         name.replace(".default", ""): 0.3 * torch.randn(value.shape, generator=generator)
         for name, value in network.state_dict().items()
@@ -107,3 +109,54 @@ def test_samples_are_those_of_the_pipeline(
     records = [json.loads(line) for line in (tmp_path / "out" / "ledger.jsonl").read_text().splitlines()]
     assert {record["file"] for record in records} == set(frames)
     assert {record["generator_seed"] for record in records} == {sample_seed(SEED, PROMPT)}
+
+
+def test_samples_have_the_loras_of_both_experts(
+    tiny_repo: Callable[..., Path], sample: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As users load a pair; the base model has neither, and another LoRA in the other expert gives other samples."""
+    repository = tiny_repo("wan", "a14b")
+    for seed, name in enumerate(("a_high_noise", "a_low_noise")):
+        random_lora("wan", repository, tmp_path / name, seed)
+    low, high = tmp_path / "a_low_noise", tmp_path / "a_high_noise"
+    flags = ["--pretrained_model_name_or_path", repository, "--prompts", PROMPT, "--size", "9x64x64", "--seed", SEED,
+             "--num_inference_steps", 3, "--guidance_scale", 1, "--expert", "low", "--output_dir", tmp_path / "out",
+             *FP32]  # fmt: skip
+    code, frames = sample(low, "--other_expert", high, "--compare", "base", *flags)
+    assert (code, len(frames)) == (0, 2)
+    assert sample(low, "--other_expert", high, "--compare", "base", *flags) == (0, {})
+    pipeline = DiffusionPipeline.from_pretrained(repository)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def stock() -> np.ndarray:
+        noise = torch.Generator().manual_seed(sample_seed(SEED, PROMPT))
+        made = pipeline(PROMPT, height=64, width=64, num_frames=9, num_inference_steps=3, guidance_scale=1.0,
+                        output_type="np", generator=noise)  # fmt: skip
+        return (np.asarray(made.frames[0]) * 255).round().astype(int)
+
+    assert np.array_equal(frames["pattern-number-0_base_seed-7.mp4"], stock())
+    pipeline.load_lora_weights(str(high))
+    only_high = stock()
+    pipeline.load_lora_weights(str(low), load_into_transformer_2=True)
+    (clip,) = (clip for name, clip in frames.items() if "base" not in name)
+    assert np.array_equal(clip, stock())
+    assert np.abs(clip - only_high).max() > 2
+    code, alone = sample(low, *flags)
+    assert code == 0
+    assert all(np.abs(other.astype(int) - clip).max() > 2 for other in alone.values())
+
+
+def test_files_of_experts_cannot_be_swapped(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
+    repository, video = tiny_repo("wan", "a14b"), tiny_repo("wan")
+    random_lora("wan", repository, tmp_path / "low")
+    (tmp_path / "low/pytorch_lora_weights.safetensors").rename(tmp_path / "my_low_noise.safetensors")
+    command = ["sample", tmp_path / "my_low_noise.safetensors", "--prompts", PROMPT, "--size", "9x64x64", "--dry_run",
+               "--other_expert"]  # fmt: skip
+    for other, model, kind in (
+        ("my_low_noise.safetensors", repository, "mismatch"),
+        ("nowhere", repository, "not_found"),
+        ("my_low_noise.safetensors", video, "unsupported"),
+    ):
+        expert = ["--expert", "low"] if model == repository else []
+        given = [*command, tmp_path / other, "--pretrained_model_name_or_path", model, *expert]
+        assert refused_command(given) == (2, [("--other_expert", kind)])

@@ -32,7 +32,7 @@ _PROBES = 12
 _OTHERS = re.compile(
     r"^(vae|first_stage_model|text_encoders?|cond_stage_model|conditioner|vision_tower|multi_modal_projector|lm_head"
     r"|loss)\.|per_channel_statistics\.|position_ids$|inv_freq$|^(logit_scale|text_projection\.weight)$"
-    r"|(^|\.)lm_head\.weight$"
+    r"|(^|\.)lm_head\.weight$|^spiece_model$"
 )
 
 

@@ -28,7 +28,7 @@ from finetrainers.utils.text import plural
 from .files import summarize
 from .layouts import Layout, Rows, build_layout, rename_layout
 from .lora_names import PREFIXES, kind_of
-from .original import COMFYUI, known_layouts, original_layout
+from .original import COMFYUI, ORIGINALS, known_layouts, original_layout
 from .single_file import check_buffers, computed_buffers, save_single_file
 
 #: Formats with separate names.
@@ -293,9 +293,18 @@ def from_stored(tensors: Mapping[str, Tensor], network: nn.Module, kind: Foreign
             "supported",
             "unsupported",
         )
+    changed = sorted(name for name in tensors if name.endswith((".diff", ".diff_b")))
+    if changed:
+        raise InputError(
+            f"holds {plural(len(changed), 'change')} of whole weights or biases ({summarize(changed)}), which a LoRA "
+            "cannot represent; add the file to the model in ComfyUI, save the model, and use it as --transformer_id",
+            "unsupported",
+        )
     stored_rows = _known_layers(network, kind)
     layers: dict[str, Factors] = {}
     stored = _by_layer(tensors, lambda name: re.sub(r"^(diffusion_model\.|transformer\.|lora_unet_)", "", name))
+    # VideoX-Fun's prefix ends with two underscores.
+    stored = {name if name in stored_rows else name.removeprefix("_"): layer for name, layer in stored.items()}
     unknown = sorted(name for name in stored if name not in stored_rows)
     if unknown:
         raise InputError(
@@ -373,5 +382,6 @@ def save_original(path: Path, network: nn.Module, tensors: Mapping[str, Tensor])
     name = _stock_class(network)
     # The layout of CogVideoX's authors is that of another program's checkpoints.
     kind = COMFYUI if name == _COG else None
-    save_single_file(path, name, {**computed_buffers(network), **tensors}, kind=kind)
-    check_buffers(path, network, name, complete=True)
+    has_buffers = name in ORIGINALS and ORIGINALS[name].has_buffers
+    save_single_file(path, name, {**(computed_buffers(network) if has_buffers else {}), **tensors}, kind=kind)
+    check_buffers(path, network, name, complete=has_buffers)

@@ -28,10 +28,12 @@ class Original:
         prefix: prefix of its names in their files.
         layouts: returns the layouts by name, from the names of the network's tensors; the first is the authors' own,
             which is written.
+        has_buffers: whether the files hold the buffers that diffusers computes from the config, such as positions.
     """
 
     prefix: str
     layouts: Callable[[list[str]], dict[str, Layout]]
+    has_buffers: bool = False
 
 
 def known_layouts(class_name: str, names: Iterable[str]) -> dict[str, Layout]:
@@ -384,7 +386,7 @@ def _wan_vae(names: list[str]) -> dict[str, Layout]:
 ORIGINALS: dict[str, Original] = {
     "HunyuanVideoTransformer3DModel": Original("", _hunyuan_transformer),
     "AutoencoderKLHunyuanVideo": Original("", _hunyuan_vae),
-    "CogVideoXTransformer3DModel": Original("model.diffusion_model.", _cog_transformer),
+    "CogVideoXTransformer3DModel": Original("model.diffusion_model.", _cog_transformer, has_buffers=True),
     "AutoencoderKLCogVideoX": Original("", _cog_vae),
     "LTXVideoTransformer3DModel": Original("model.diffusion_model.", _ltx_transformer),
     "AutoencoderKLLTXVideo": Original("vae.", _ltx_vae),

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import CogVideoXTransformer3DModel, HunyuanVideoTransformer3DModel, LTXVideoTransformer3DModel
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    HunyuanVideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
 from diffusers.loaders.lora_conversion_utils import _convert_hunyuan_video_lora_to_diffusers
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from refusals import refused
@@ -27,7 +32,7 @@ from finetrainers.models.registry import get_family
 from finetrainers.models.spec import ModelSpec
 from finetrainers.utils.failures import Kind
 
-FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox")
+FAMILIES = ("ltx_video", "hunyuan_video", "cogvideox", "wan")
 FORMATS = ("diffusers", "comfyui", "kohya", "peft")
 #: Networks of the published widths, with as few blocks as there are kinds of them.
 PUBLISHED = {
@@ -37,6 +42,10 @@ PUBLISHED = {
         {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
     ),
     "cogvideox": (CogVideoXTransformer3DModel, {"num_layers": 1, "ofs_embed_dim": 512}),
+    "wan": (
+        WanTransformer3DModel,
+        {"num_layers": 1, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
+    ),
 }
 
 
@@ -94,7 +103,7 @@ def write(directory: Path, lora: Lora, kind: str, spec: ModelSpec) -> Path:
 def test_every_format_computes_what_was_trained(family: str, spec_of: Callable[..., ModelSpec], tmp_path: Path) -> None:
     """Rank and alpha differ, also between layers: a network that reads a file predicts what the trained one does."""
     spec = spec_of(family)
-    other = "transformer_blocks.0.ff.net.2"
+    other = "blocks.0.ffn.net.2" if family == "wan" else "transformer_blocks.0.ff.net.2"
     network = trained(spec, rank_pattern={f"^{other}": 2}, alpha_pattern={f"^{other}": 5})
     expected, lora = output(spec, network), lora_of(network)
     base = output(spec, spec.load_transformer(torch.float32))
@@ -204,7 +213,7 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
             for name in names
         }  # fmt: skip
     else:
-        own = {*layouts[{"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'"}[family]]}
+        own = {*layouts[{"hunyuan_video": "ComfyUI's", "ltx_video": "Lightricks'", "wan": "Wan-AI's"}[family]]}
     found = set()
     for key in (f"diffusion_model.{name}" for name in own if name.endswith(".weight")):
         plain = key.removesuffix(".weight")
@@ -228,7 +237,7 @@ def comfyui_keys(family: str, network: nn.Module) -> set[str]:
 def test_comfyui_finds_every_layer(family: str) -> None:
     network, lora = adapter(family, device="meta")
     keys = comfyui_keys(family, network)
-    for kind in ("comfyui", *(["kohya"] if family == "ltx_video" else [])):
+    for kind in ("comfyui", *(["kohya"] if family in ("ltx_video", "wan") else [])):
         layers = {re.sub(r"\.(lora_(A|B|down|up)\.weight|alpha)$", "", name) for name in to_stored(lora, network, kind)}
         assert sorted(layers - keys) == []
 
@@ -280,6 +289,40 @@ def test_names_that_are_in_use() -> None:
             stored = dict(zip((f"{key}.{factor}" for factor in factors), (one.down, one.up), strict=True))
             assert kind_of(stored) == "comfyui"
             assert from_stored(stored, network, "comfyui").layers[name].up is one.up
+
+
+#: Layers of a block that musubi-tuner's `lora_wan` trains in an image-to-video model, as it names them.
+MUSUBI_WAN = {
+    *(f"{a}_attn_{x}" for a in ("self", "cross") for x in "qkvo"), "cross_attn_k_img", "cross_attn_v_img",
+    "ffn_0", "ffn_2",
+}  # fmt: skip
+
+
+def test_wan_has_the_names_of_musubi_tuner() -> None:
+    network, lora = adapter("wan", device="meta")
+    blocks = {name: one for name, one in lora.layers.items() if name.startswith("blocks.0.")}
+    stored = to_stored(Lora(blocks), network, "kohya")
+    assert {re.sub(r"^lora_unet_blocks_0_|\..*$", "", name) for name in stored} == MUSUBI_WAN
+
+
+def test_files_of_wan_that_are_in_use() -> None:
+    """VideoX-Fun's prefix, lightx2v's factors up and down; and its changes of biases, which no LoRA has."""
+    network, lora = adapter("wan", only=("blocks.0.attn1.to_q",))
+    (name, one), *_ = lora.layers.items()
+    factors = {"lora_down.weight": one.down, "lora_up.weight": one.up}
+    for key, kind in (
+        ("diffusion_model.blocks.0.self_attn.q", "comfyui"), ("lora_unet__blocks_0_self_attn_q", "kohya"),
+        ("lora_unet_blocks_0_self_attn_q", "kohya"),
+    ):  # fmt: skip
+        stored = {f"{key}.{factor}": tensor for factor, tensor in factors.items()}
+        assert kind_of(stored) == kind
+        read = from_stored(stored, network, kind)
+        assert read.layers[name].up is one.up
+        assert [*read.layers] == [name]
+    for change in ("blocks.0.self_attn.q.diff_b", "blocks.0.norm3.diff"):
+        stored = {f"diffusion_model.blocks.0.self_attn.q.{factor}": tensor for factor, tensor in factors.items()}
+        with refused("unsupported", change, "--transformer_id"):
+            from_stored({**stored, f"diffusion_model.{change}": torch.zeros(5120)}, network, "comfyui")
 
 
 def test_what_does_not_fit_is_named(spec_of: Callable[..., ModelSpec], tmp_path: Path) -> None:

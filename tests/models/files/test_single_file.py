@@ -22,6 +22,7 @@ from torch import nn
 
 from finetrainers.config.sections import ModelSection
 from finetrainers.models.files.layouts import stored_shapes, stored_tensors
+from finetrainers.models.files.lora_formats import save_original
 from finetrainers.models.files.original import DIFFUSERS, ORIGINALS, known_layouts, original_layout
 from finetrainers.models.files.single_file import (
     BY_DIFFUSERS,
@@ -69,11 +70,23 @@ FULL: dict[str, tuple[str, dict[str, Any]]] = {
          "patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 512, "sample_height": 96, "sample_width": 170},
     ),
     "CogVideoX VAE": ("AutoencoderKLCogVideoX", {}),
+    "Wan image-to-video transformer": (
+        "WanTransformer3DModel", {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "num_layers": 2},
+    ),
+    "Wan 2.1 VAE": ("AutoencoderKLWan", {}),
+    "Wan 2.2 VAE": (
+        "AutoencoderKLWan",
+        {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12,
+         "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16, "latents_mean": [0.0] * 48,
+         "latents_std": [1.0] * 48},
+    ),
 }  # fmt: skip
 CONVERTERS = {
     "HunyuanVideoTransformer3DModel": single_file_utils.convert_hunyuan_video_transformer_to_diffusers,
     "LTXVideoTransformer3DModel": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     "AutoencoderKLLTXVideo": single_file_utils.convert_ltx_vae_checkpoint_to_diffusers,
+    "WanTransformer3DModel": single_file_utils.convert_wan_transformer_to_diffusers,
+    "AutoencoderKLWan": single_file_utils.convert_wan_vae_to_diffusers,
 }
 
 
@@ -95,7 +108,9 @@ def one_column(network: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, (cls, _) in FULL.items() if cls in CONVERTERS])
+@pytest.mark.parametrize(
+    "name", [name for name, (cls, _) in FULL.items() if cls in CONVERTERS and name != "Wan 2.2 VAE"]
+)
 def test_original_layouts_are_what_diffusers_converts(name: str) -> None:
     """At full width, since diffusers' converter of HunyuanVideo knows no other."""
     cls, network = FULL[name][0], full(name)
@@ -168,6 +183,33 @@ def test_comfyui_has_these_names(name: str) -> None:
     assert set(COMFYUI[name]) - found.keys() == set()
 
 
+#: Names of ComfyUI's `WanModel` (comfy/ldm/wan/model.py) for first and last frame, without weight and bias: those of a
+#: block, and the others.
+COMFYUI_WAN = (
+    {
+        *(f"{a}_attn.{x}" for a in ("self", "cross") for x in ("q", "k", "v", "o", "norm_q", "norm_k")), "norm3",
+        "cross_attn.k_img", "cross_attn.v_img", "cross_attn.norm_k_img", "ffn.0", "ffn.2", "modulation",
+    },
+    {
+        "patch_embedding", "text_embedding.0", "text_embedding.2", "time_embedding.0", "time_embedding.2",
+        "time_projection.1", "head.head", "head.modulation", "img_emb.emb_pos",
+        *(f"img_emb.proj.{n}" for n in (0, 1, 3, 4)),
+    },
+)  # fmt: skip
+
+
+def test_wan_is_written_with_the_names_of_comfyui(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
+    """And no others: musubi-tuner refuses a file with the positions that diffusers computes."""
+    network = diffusers.WanTransformer3DModel.from_pretrained(tiny_repo("wan", "flf2v") / "transformer")
+    save_original(tmp_path / "a.safetensors", network, network.state_dict())
+    bare = {
+        re.sub(r"^model\.diffusion_model\.|\.(weight|bias)$", "", name)
+        for name in load_file(tmp_path / "a.safetensors")
+    }
+    block = {name.split(".", 2)[2] for name in bare if name.startswith("blocks.")}
+    assert (block, {name for name in bare if not name.startswith("blocks.")}) == COMFYUI_WAN
+
+
 def summary(names: dict[str, tuple[int, ...]]) -> dict[str, list[Any]]:
     """Names and shapes, with how many blocks have them."""
     counts = Counter((re.sub(r"(?<=\.)\d+(?=\.)", "*", name), shape) for name, shape in names.items())
@@ -237,12 +279,19 @@ def encoder_files(weights: dict[str, torch.Tensor], cls: str) -> list[dict[str, 
         return [
             {**{f"text_model.{n}": t for n, t in bare.items()}, "text_projection.weight": other, "logit_scale": other}
         ]
+    if cls == "UMT5EncoderModel":  # ComfyUI's file also holds the tokenizer
+        return [bare, {**bare, "spiece_model": torch.zeros(5, dtype=torch.uint8)}]
     return [bare, {**bare, "encoder.embed_tokens.weight": bare["shared.weight"].clone()}]
 
 
 @pytest.mark.parametrize(
     ("family", "part"),
-    [("ltx_video", "text_encoder"), ("hunyuan_video", "text_encoder"), ("hunyuan_video", "text_encoder_2")],
+    [
+        ("ltx_video", "text_encoder"),
+        ("hunyuan_video", "text_encoder"),
+        ("hunyuan_video", "text_encoder_2"),
+        ("wan", "text_encoder"),
+    ],
 )
 def test_text_encoders_are_read_as_the_folder_is(
     family: str, part: str, tiny_repo: Callable[..., Path], tmp_path: Path

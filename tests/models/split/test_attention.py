@@ -187,15 +187,3 @@ def test_flex_computes_as_native() -> None:
     """PyTorch has no backward pass of it on a CPU, and compiles it on a GPU (`tests/gpu`)."""
     q, k, v = (torch.randn(1, 24, 2, 16) for _ in range(3))
     torch.testing.assert_close(AttentionFn("flex")(q, k, v), AttentionFn("native")(q, k, v), rtol=1e-4, atol=1e-4)
-
-
-def test_a_family_without_a_processor_refuses_a_choice(
-    tiny_repo: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = spec_of(tiny_repo("ltx_video"), "ltx_video", "native")
-    spec.check_attention(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(type(spec), "attention_processor", None)
-    with refused_options(("--attn_backend", "unsupported")) as caught:
-        spec.check_attention(torch.device("cpu"), torch.float32)
-    assert "native" in str(caught.value)
-    assert "ltx_video" in str(caught.value)
