@@ -496,9 +496,8 @@ class ValidationSection(Section):
     def guidance_text(self) -> str | None:
         """Guidance scales of samples, in words, or None for the pipeline's own."""
         scale, low = self.validation_guidance_scale, self.validation_guidance_scale_2
-        if scale is None:
-            return None
-        return f"guidance {scale:g}" + ("" if low in (None, scale) else f" (low-noise expert {low:g})")
+        expert = "" if low in (None, scale) else f" (low-noise expert {low:g})"
+        return None if scale is None else f"guidance {scale:g}{expert}"
 
     validation_prompts: str | None = option(None, "Prompts to sample, as `PROMPT@@@FxHxW:::PROMPT...`, or a .txt, "
         ".jsonl or .toml file of prompts.", resume="free", local=True, place="input")

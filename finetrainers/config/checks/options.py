@@ -480,8 +480,8 @@ def unguided_reason(config: TrainConfig, facts: Facts) -> str | None:
 def _check_negative_prompt(config: TrainConfig, facts: Facts) -> Iterator[Finding]:
     is_set = config.is_given("validation_negative_prompt") and config.validation.validation_negative_prompt
     if is_set and (reason := unguided_reason(config, facts)) is not None:
-        kind = "conflict" if facts.guidance is None else "unsupported"
-        yield "validation_negative_prompt", f"has no effect: {reason}, so no second prompt is sampled; remove it", kind
+        message = f"has no effect: {reason}, so no second prompt is sampled; remove it"
+        yield "validation_negative_prompt", message, "conflict" if facts.guidance is None else "unsupported"
 
 
 def _check_validation(config: TrainConfig, facts: Facts, prompts: list[ValidationPrompt]) -> Iterator[Finding]:

@@ -265,10 +265,7 @@ class Watch:
         sampler = Sampler(self.plan.config, largest.family, self.parallel, offload=offload)
         prompts = list(dict.fromkeys(prompt for preset in self.plan.presets.values() for prompt in preset.prompts))
         failed: dict[int, Exception] = {}
-        negative = self.plan.options.negative_prompt
-        if negative is None:
-            negative = self.plan.config.validation.validation_negative_prompt or ""
-        encoded = sampler.encode(prompts, negative=negative, failed=failed)
+        encoded = sampler.encode(prompts, negative=largest.negative, failed=failed)
         for error in failed.values():
             if isinstance(error, MemoryError | torch.OutOfMemoryError):  # no prompt caused it
                 raise error
