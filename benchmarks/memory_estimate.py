@@ -297,7 +297,11 @@ def errors() -> Iterator[str]:
             for checkpointing in (True, False):
                 for batch in (1, 4):
                     latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
-                    found = count_step(spec, meta, StepShape(latent, batch, "checkpoint" if checkpointing else "none"))
+                    step = StepShape(
+                        latent, batch, "checkpoint" if checkpointing else "none",
+                        has_frame_times=network.has_frame_times,
+                    )  # fmt: skip
+                    found = count_step(spec, meta, step)
                     counted = (weights + max(found.forward, found.backward)) / GIB
                     memory = config.memory.model_copy(update={"gradient_checkpointing": checkpointing})
                     changed = config.model_copy(update={"memory": memory})

@@ -22,6 +22,7 @@ class Network:
         bucket: frames, height, width to train at.
         text: shape of each text condition of one clip.
         tiny: option of the family's tiny repository.
+        has_frame_times: whether its memory was counted with a time for each latent frame.
     """
 
     family: str
@@ -30,6 +31,7 @@ class Network:
     bucket: tuple[int, int, int]
     text: dict[str, tuple[int, ...]]
     tiny: dict[str, str]
+    has_frame_times: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -67,7 +69,7 @@ NETWORKS = {
     ),
     "Wan2.2-5B": Network(
         "wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", 4_999_787_712, (49, 704, 1280), {"prompt_embeds": (512, 4096)},
-        {"version": "ti2v"},
+        {"version": "ti2v"}, has_frame_times=True,
     ),
     "Wan2.1-14B": Network(
         "wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14_288_491_584, (49, 480, 832), {"prompt_embeds": (512, 4096)},

@@ -144,6 +144,7 @@ class StepShape:
         blocks_to_swap: number of blocks that wait in host memory.
         sharing: processes that share each clip.
         sp_mode: their exchange.
+        has_frame_times: whether each latent frame has a time, as clips with given frames do.
     """
 
     latent: tuple[int, int, int, int]
@@ -157,6 +158,7 @@ class StepShape:
     blocks_to_swap: int = 0
     sharing: int = 1
     sp_mode: SpMode = "ulysses"
+    has_frame_times: bool = False
 
 
 def count_step(spec: ModelSpec, network: nn.Module, shape: StepShape) -> Counted:
@@ -204,8 +206,7 @@ def _count(spec: ModelSpec, network: nn.Module, shape: StepShape, depths: Mappin
         with live, cuda_autocast():
             x, target, *_others = (torch.empty(shape.batch_size, *shape.latent) for _ in range(4))  # x0 and noise
             dtype = torch.float32 if spec.facts.is_flow else torch.long
-            # Given frames are clean tokens, each with a time.
-            times = shape.latent[1:2] if spec.facts.first_frame == "tokens" else ()
+            times = shape.latent[1:2] if shape.has_frame_times else ()
             t = torch.zeros(shape.batch_size, *times, dtype=dtype)
             with torch.autocast("cpu", shape.autocast, enabled=shape.autocast is not None):
                 prediction = spec.predict(net, x, t, conditions, meta)

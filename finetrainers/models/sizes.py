@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from diffusers import ModelMixin
 
+from finetrainers.config.sections import ModelSection
+
 from .common import DTYPES
 from .files.files import frozen_dtype
 
@@ -18,6 +20,11 @@ def frozen_bytes(spec: Any, part: str) -> float | None:
     """Return the bytes of a frozen network in its loading dtype, by its config, or None if that is not on this disk."""
     number = num_weights(spec, part)
     return None if number is None else float(number * DTYPES[frozen_dtype(spec.config, part)].itemsize)
+
+
+def encoded_bytes(config: ModelSection, part: str, shape: tuple[int, ...]) -> float:
+    """Return the bytes of a tensor that a frozen part makes; weights in 8 bits compute in 16."""
+    return float(math.prod(shape) * max(2, DTYPES[frozen_dtype(config, part)].itemsize))
 
 
 def num_weights(spec: Any, part: str) -> int | None:

@@ -34,7 +34,7 @@ from .files.weights import are_mapped
 from .flops import AttentionSpec, FlopMeter, Flops, Stream, Tokens, flops_formula
 from .pixels import FIRST_FRAME, MOMENTS, encode_moments, pixel_size, to_unit_range
 from .pretrained import PretrainedModel
-from .sizes import frozen_bytes, vae_working_bytes
+from .sizes import encoded_bytes, frozen_bytes, vae_working_bytes
 from .split.attention import check_attention
 from .split.ring import OPERATOR_BODIES
 from .split.sequence import SequenceParallelPlan, check_split, share_clips
@@ -43,7 +43,7 @@ from .tiling import Size, retry_vae_on_oom, sliced_for_memory, tiled_alike, tile
 __all__ = [
     "DTYPES", "FIRST_FRAME", "MOMENTS", "OPERATOR_BODIES", "Batch", "Conditions", "FlopMeter", "ModelComponents",
     "ModelSpec", "Parts", "PromptEmbeds", "SampleRequest", "VAEStats", "VideoMeta", "are_mapped", "check_split",
-    "decode_gradient", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
+    "decode_gradient", "encoded_bytes", "even_bounds", "fix_input_dtype", "frozen_bytes", "input_dtype", "pixel_size",
     "remove_full", "tiled_for_memory", "to_unit_range", "unwrap", "vae_working_bytes", "weight_files",
 ]  # fmt: skip
 Conditions, Parts = PromptEmbeds, ModelComponents  # their names in version 0.1, for families from outside

@@ -26,14 +26,13 @@ from finetrainers.memory.activation_plan import Machine
 from finetrainers.memory.advice import MEMORY_OPTIONS, Advice, Outcome, cheapest, sharing_options
 from finetrainers.memory.automatic import ACTIVATION_OPTIONS, AutoSettings, Run, choose_automatic, repeat_choices
 from finetrainers.memory.count_text import text_working_bytes
-from finetrainers.memory.estimate import DTYPE_BYTES, GIB
+from finetrainers.memory.estimate import GIB
 from finetrainers.memory.fit import fits, usable_host, with_reserve, without_reserve
 from finetrainers.memory.network_weights import NetworkWeights
 from finetrainers.memory.phases import TEXTS_AT_ONCE, RunPlan, RunSizes, plan_run
 from finetrainers.memory.quantized_encoders import encoder_bytes_saved, largest_layer_bytes
 from finetrainers.methods.registry import method_spec
-from finetrainers.models.files.files import frozen_dtype
-from finetrainers.models.spec import ModelSpec, frozen_bytes
+from finetrainers.models.spec import ModelSpec, encoded_bytes, frozen_bytes
 from finetrainers.parallel.sharding import expected_split, with_launcher
 from finetrainers.utils.device import likely_device_type
 from finetrainers.utils.host_memory import read_host_memory
@@ -209,7 +208,7 @@ class RunMemory:
         if config.data.precompute_conditions and plan.encodes_clips:
             for clip in plan.encoded_clips():
                 clip_shapes = spec.clip_shapes(self.transformer, clip.bucket).values()
-                total += sum(_encoded_bytes(config, part, shape) for part, shape in clip_shapes)
+                total += sum(encoded_bytes(config.model, part, shape) for part, shape in clip_shapes)
         if method_spec(config).caches_texts(config):
             try:
                 shapes = spec.text_shapes()
@@ -217,7 +216,7 @@ class RunMemory:
                 return total
             encoder = next((part for part in spec.facts.text_parts if is_network(part)), "text_encoder")
             total += len({"", *plan.all_captions()}) * sum(
-                math.prod(shape) if name.endswith("_mask") else _encoded_bytes(config, encoder, shape)
+                math.prod(shape) if name.endswith("_mask") else encoded_bytes(config.model, encoder, shape)
                 for name, shape in shapes.items()
             )
         return total
@@ -316,11 +315,6 @@ def gib_of_this_gpu() -> float | None:
     import torch
 
     return torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else None
-
-
-def _encoded_bytes(config: TrainConfig, part: str, shape: tuple[int, ...]) -> float:
-    """Return the bytes of a tensor that a frozen part makes; weights in 8 bits compute in 16."""
-    return math.prod(shape) * max(2, DTYPE_BYTES[frozen_dtype(config.model, part)])
 
 
 def _text_bytes(config: TrainConfig, spec: ModelSpec, clips: int) -> float:

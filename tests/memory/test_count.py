@@ -134,7 +134,8 @@ def test_the_estimate_agrees_with_counting(name: str, tiny_repo: Callable[..., P
             }
             weights = 2 * sizes[False] + (4 + 8) * sizes[True]  # with the state of AdamW
             latent = (meta.config.out_channels, *geometry.denoised_shape(*network.bucket))
-            found = count_step(spec, meta, StepShape(latent, batch_size, stored, share))
+            step = StepShape(latent, batch_size, stored, share, has_frame_times=network.has_frame_times)
+            found = count_step(spec, meta, step)
             counted = (weights + max(found.forward, found.backward)) / GIB
             memory = config.memory.model_copy(update={"activation_memory": stored, "selective_checkpointing": share})
             planned = estimate_for(
