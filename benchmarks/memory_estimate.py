@@ -5,7 +5,7 @@
     python benchmarks/memory_estimate.py --cards          # model and GPU -> what to set, planned peaks, slowdown
     python benchmarks/memory_estimate.py --recipes        # the planned peak of each command in examples/
     python benchmarks/memory_estimate.py --clusters       # model, clip, GPUs -> strategy, --sp_size, planned peak
-    python benchmarks/memory_estimate.py --cards --write  # writes that table into docs/how-to/memory.md and README.md
+    python benchmarks/memory_estimate.py --cards --write  # into docs/reference/memory-by-card.md and README.md
     python benchmarks/memory_estimate.py --clusters --write  # writes that one into docs/how-to/distributed.md
     python benchmarks/memory_estimate.py --sharing --write  # shared clips, into docs/how-to/sequence-parallel.md
     python benchmarks/memory_estimate.py --recipes --write  # writes those peaks into the recipes
@@ -55,7 +55,7 @@ from finetrainers.plan.trainable import make_trainable  # noqa: E402
 from finetrainers.utils.gpus import read_gpu  # noqa: E402
 from finetrainers.utils.phases import ENCODING_TEXT, TRAINING_STEP, label  # noqa: E402
 
-HOW_TO, README = ROOT / "docs" / "how-to", ROOT / "README.md"
+HOW_TO, REFERENCE, README = ROOT / "docs" / "how-to", ROOT / "docs" / "reference", ROOT / "README.md"
 #: Sizes of cards, in GB as they are sold.
 GPUS = (8, 12, 16, 24, 32, 48, 80)
 #: Memory of the machine that these GPUs are in.
@@ -408,7 +408,7 @@ def _tables(own: argparse.Namespace) -> Iterator[tuple[Path, str, str]]:
     if own.cards:
         for kind in RUNS:
             table = markdown([row for name in NETWORKS for row in cards(name, kind)])
-            yield HOW_TO / "memory.md", f"cards, {kind}", table
+            yield REFERENCE / "memory-by-card.md", f"cards, {kind}", table
         yield (
             README,
             "",

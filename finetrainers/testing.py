@@ -90,14 +90,14 @@ class _Checkpoint:
         """Compare texts, calls, decoding and a sample, and return their names."""
         suffix = " from an image" if with_image else ""
         conditions = self._conditions(_PROMPTS, with_image=with_image)
-        alone = [self._conditions([prompt], with_image=with_image) for prompt in _PROMPTS]
+        single = [self._conditions([prompt], with_image=with_image) for prompt in _PROMPTS]
         for name, tensor in conditions.tensors.items():
-            self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in alone]))
+            self._check(f"{name} of a batch{suffix}", tensor, torch.cat([row[name] for row in single]))
         calls, frames = self._run_pipeline(with_image=with_image)
         x, meta, trained = self._noisy_input(calls.noises[0], with_image=with_image)
         scale = self.pipelines[with_image].scheduler.config.num_train_timesteps if self.spec.facts.is_flow else 1
         for step, time in enumerate(calls.times):
-            self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, alone[0], trained, time / scale))
+            self._compare_call(f"step {step}{suffix}", calls, step, (x, meta, single[0], trained, time / scale))
         vae = self.encoders["vae"]
         latents = x[:, :, -self.spec.facts.geometry.latent_shape(*self.size)[0] :]
         decoded = self.spec.decode(vae, latents, self.spec.vae_stats(vae))

@@ -555,12 +555,12 @@ MODELS: list[Row] = [
         lambda: family(model_name="mochi"),
         "1 problem with this configuration:\n"
         "  - --model_name: model family 'mochi' is not supported; supported: cogvideox, hunyuan_video, "
-        "ltx_video",
+        "ltx_video, wan",
     ),
     (
         lambda directory: family(model_name="auto", pretrained_model_name_or_path=str(directory)),
         "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
-        "DIR on this disk; supported: cogvideox, hunyuan_video, ltx_video",
+        "DIR on this disk; supported: cogvideox, hunyuan_video, ltx_video, wan",
     ),
     (
         lambda directory: part(directory, "vae", file="transformer/config.json"),
@@ -977,8 +977,8 @@ def train_second_stage() -> str:
     """Train from the second of two stages, which begins from the first, unfinished one."""
     from finetrainers.runs.stages import missing_before
 
-    low: Any = SimpleNamespace(name="low", source=None, is_done=False)
-    [problem] = missing_before([low, SimpleNamespace(name="mid", source=low, is_done=False)], "mid")
+    low: Any = SimpleNamespace(name="low", source=None, other=None, is_done=False)
+    [problem] = missing_before([low, SimpleNamespace(name="mid", source=low, other=None, is_done=False)], "mid")
     return str(problem)
 
 
@@ -1007,7 +1007,7 @@ PLAN: list[Row] = [
     (
         lambda d: plan_demo_run(d, model_name="auto", pretrained_model_name_or_path="a/b"),
         "1 problem with this configuration:\n  - --model_name: is required: it cannot be detected from a config of "
-        "a/b on this disk; supported: cogvideox, hunyuan_video, ltx_video",
+        "a/b on this disk; supported: cogvideox, hunyuan_video, ltx_video, wan",
     ),
     (
         lambda d: plan_demo_run(d, method="stf"),
@@ -1090,7 +1090,7 @@ PLAN: list[Row] = [
     ),
     (
         train_second_stage,
-        "--from: stage low, which a later stage starts from, is not finished; use --from low",
+        "--from: stage low, which a later stage requires, is not finished; use --from low",
     ),
     (
         overwrite_page,

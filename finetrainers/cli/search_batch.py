@@ -213,7 +213,7 @@ def _run_search(resolved_run: ResolvedRun, arguments: argparse.Namespace, reason
     from finetrainers.plan.start_report import print_line, print_warnings
     from finetrainers.tools.batch_search.estimate import estimate_sizes
     from finetrainers.tools.batch_search.report import SearchResult, estimate_line
-    from finetrainers.tools.batch_search.request import buckets_of, tokens_of, without_clips
+    from finetrainers.tools.batch_search.request import buckets_of, count_tokens, without_clips
     from finetrainers.utils.host_memory import read_host_memory
 
     quiet_progress_bars()
@@ -236,7 +236,7 @@ def _run_search(resolved_run: ResolvedRun, arguments: argparse.Namespace, reason
         device, limit = (
             (None, None) if reason is not None else _measure(resolved_run, searches, arguments, size=size_gib)
         )
-    tokens = [tokens_of(resolved_run, search.bucket) for search in searches]
+    tokens = [count_tokens(resolved_run, search.bucket) for search in searches]
     return SearchResult(
         searches, noun, tokens, size_gib, margin, (planned_gib, limit), device=device, unmeasured=reason,
         on_gpu=not on_cpu, empty=without_clips(resolved_run.config, searches),

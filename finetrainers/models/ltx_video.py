@@ -172,9 +172,9 @@ class LTXVideoSpec(ModelSpec):
         )[0]
         return packed.float().transpose(1, 2).unflatten(2, (frames, height, width))
 
-    def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
+    def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
         """Count the tokens from the clip's size: processes that share it see a part of the tokens and noise levels."""
-        tokens, config = super().tokens_of(network, call), network.config
+        tokens, config = super().count_tokens(network, call), network.config
         cells = call["num_frames"] * call["height"] * call["width"]
         video = cells // (config.patch_size_t * config.patch_size**2)
         return replace(tokens, video=video, times=video if tokens.times > 1 else 1)

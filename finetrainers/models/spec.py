@@ -132,7 +132,7 @@ class ModelSpec(PretrainedModel):
             network, streams=self.streams, attentions=self.attentions, blocks=self.blocks, width=self.width(network)
         )
 
-    def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
+    def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
         """Count the tokens of a call of the network from its named arguments."""
         latents, geometry = call["hidden_states"], self.facts.geometry
         clips, cell = len(latents), geometry.patch_t * geometry.patch**2

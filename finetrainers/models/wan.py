@@ -142,7 +142,7 @@ class WanSpec(ModelSpec):
     blocks = ("blocks",)
     attention_processor = WanAttnProcessor
     token_plan = SequenceParallelPlan(
-        inputs={"timestep": 1}, outputs={"rope": 1}, entries={"blocks.0": 1}, whole=("patch_embedding",)
+        inputs={"timestep": 1}, outputs={"rope": 1}, entries={"blocks.0": 1}, unsplit=("patch_embedding",)
     )
     unquantized = ("^patch_embedding", "^condition_embedder", "norm", "^proj_out$")
     streams: ClassVar = {
@@ -254,10 +254,10 @@ class WanSpec(ModelSpec):
         if self.facts.last_frame:
             assert last_CHW is not None, "the prompts are checked"
             clip[:, :, -1] = last_CHW
-        given = self.given_pixels(clip)
+        given_video = self.given_pixels(clip)
 
         def encode() -> dict[str, Tensor]:
-            return {n: self.encode_video(encoders["vae"], v) for n, v in ((MOMENTS, still), (FIRST_FRAME, given))}
+            return {n: self.encode_video(encoders["vae"], v) for n, v in ((MOMENTS, still), (FIRST_FRAME, given_video))}
 
         moments = tiled_alike(self, (frames, *still.shape[3:]), encode)
         return moments | self._image_states(encoders, [clip[:, :, place] for place in self._given_places])
@@ -325,9 +325,9 @@ class WanSpec(ModelSpec):
         mask[:, :, 0] = 1.0
         if self.facts.last_frame:
             mask[:, -1, -1] = 1.0
-        given = torch.cat([mask * is_given.view(-1, 1, 1, 1, 1), latents], dim=1)
+        channels = torch.cat([mask * is_given.view(-1, 1, 1, 1, 1), latents], dim=1)
         states = {n: t * is_given.view(-1, 1, 1).to(t) for n, t in batch.clip.items() if n == IMAGE_STATES}
-        return replace(meta, extra={**meta.extra, "first_frame": given, **states}), None
+        return replace(meta, extra={**meta.extra, "first_frame": channels, **states}), None
 
     def vae_stats(self, vae: Any) -> VAEStats:
         mean, std = (torch.tensor(vae.config[name], dtype=torch.float32) for name in ("latents_mean", "latents_std"))
@@ -342,13 +342,13 @@ class WanSpec(ModelSpec):
             ValueError: a first frame is given on channels, and the checkpoint takes none.
         """
         network = unwrap(transformer)
-        dtype, given = input_dtype(network), meta.extra.get("first_frame")
+        dtype, first_frame = input_dtype(network), meta.extra.get("first_frame")
         x = x_BCTHW.to(dtype)
         if self.facts.first_frame == "channels":
             channels = network.config.in_channels - x.shape[1]
-            given = x.new_zeros(len(x), channels, *x.shape[2:]) if given is None else given.to(dtype)
-            x = torch.cat([x, given], dim=1)
-        elif given is not None:
+            shape = (len(x), channels, *x.shape[2:])
+            x = torch.cat([x, x.new_zeros(shape) if first_frame is None else first_frame.to(dtype)], dim=1)
+        elif first_frame is not None:
             raise InputError("this is a text-to-video checkpoint of wan: it takes no first frame", "unsupported")
         states = meta.extra.get(IMAGE_STATES)
         if self.facts.sees_image:
@@ -374,7 +374,7 @@ class WanSpec(ModelSpec):
             states = x.new_zeros(len(x), images * _IMAGE_TOKENS, config.image_dim)
         return states.to(x.dtype).unflatten(1, (images, -1)).flatten(0, 1)
 
-    def tokens_of(self, network: Any, call: Mapping[str, Any]) -> Tokens:
+    def count_tokens(self, network: Any, call: Mapping[str, Any]) -> Tokens:
         """Count the tokens from the clip's size: processes that share it see a part of the noise levels."""
         latents, geometry = call["hidden_states"], self.facts.geometry
         frames, height, width = latents.shape[2:]

@@ -43,7 +43,7 @@ def attach_flop_meter(spec: ModelSpec, network: nn.Module, *, sharing: int = 1) 
     flops = spec.flops(network)
     if flops is None:
         return None
-    meter = FlopMeter(flops, lambda call: spec.tokens_of(network, call), sharing=sharing)
+    meter = FlopMeter(flops, lambda call: spec.count_tokens(network, call), sharing=sharing)
     names = list(inspect.signature(network.forward).parameters)
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

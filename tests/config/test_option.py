@@ -78,6 +78,7 @@ def test_other_derived_sets_are_what_they_were():
         "dataloader_num_workers",
         "memory_budget",
         "fit_gpu",
+        "other_expert",
     }
     assert those(section="data", scope="run") == {
         "dataset", "bucket_keep_prob", "bucket_fall_shorter", "sliding_window_latents", "sliding_window_batching",

@@ -13,7 +13,7 @@ from published_networks import NETWORKS
 from finetrainers.utils.gpus import read_gpu
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "how-to" / "memory.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "memory-by-card.md").read_text(encoding="utf-8")
 RECIPES = [path for path in sorted(ROOT.glob("examples/*/*.toml")) if "# Planned peak: " in path.read_text()]
 
 

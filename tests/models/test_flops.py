@@ -95,7 +95,7 @@ def test_formula_agrees_with_the_counter(
         calls: list[Tokens] = []
 
         def note(module: Any, args: Any, kwargs: Any, calls: list[Tokens] = calls) -> None:
-            calls.append(spec.tokens_of(module, kwargs))
+            calls.append(spec.count_tokens(module, kwargs))
 
         network.register_forward_pre_hook(note, with_kwargs=True)
         found[depth] = counted(spec, network, (spec.latent_channels(network), *latent), clips=2)

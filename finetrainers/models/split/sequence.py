@@ -46,7 +46,7 @@ class SequenceParallelPlan:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
         entries: modules whose first argument is split, with that dimension.
-        whole: modules before these, which see all tokens.
+        unsplit: modules before these, which see all tokens.
         text_first: those modules whose output begins with text tokens: as many as their first argument has.
         last: the module whose output is joined, in dimension 1.
     """
@@ -54,7 +54,7 @@ class SequenceParallelPlan:
     inputs: Mapping[str, int] = field(default_factory=dict)
     outputs: Mapping[str, int] = field(default_factory=dict)
     entries: Mapping[str, int] = field(default_factory=dict)
-    whole: Sequence[str] = ()
+    unsplit: Sequence[str] = ()
     text_first: Sequence[str] = ()
     last: str = "proj_out"
 

@@ -151,7 +151,7 @@ def without_clips(config: TrainConfig, searches: Sequence[BucketSearch]) -> list
     return [bucket for bucket in dict.fromkeys(method_spec(config).sizes(config)) if bucket not in searched]
 
 
-def tokens_of(checked: ResolvedRun, bucket: Bucket) -> int:
+def count_tokens(checked: ResolvedRun, bucket: Bucket) -> int:
     """Return the transformer's tokens for a sample of a bucket, without those of its text; a pair is two clips."""
     clips = method_spec(checked.config).memory(checked.config, (1, *bucket), batch_size=1, trained=0.0, reference=0.0)
     return clips.batch_size * checked.geometry.num_tokens(*bucket)
