@@ -88,7 +88,7 @@ def test_other_derived_sets_are_what_they_were():
         "max_bad_share", "eval_num_items",
     }  # fmt: skip
     assert those(scope="dataset") <= those(section="data")
-    assert those(place="model") == {"pretrained_model_name_or_path", "part", *MODEL_PARTS}
+    assert those(place="model") == {"pretrained_model_name_or_path", "part", "other_expert", *MODEL_PARTS}
     assert those(place="folder") == {
         "output_dir", "precompute_dir", "prompt_embeddings_dir", "probe_dir", "cache_dir",
     }  # fmt: skip

@@ -104,7 +104,7 @@ ELSEWHERE = {
     "finetrainers models": "tests/test_installed_packages.py",
     "finetrainers tiny skyreels_v2": "tests/test_installed_packages.py",
     "finetrainers train --pretrained_model_name_or_path tiny-skyreels": "tests/test_installed_packages.py",
-    "finetrainers sample runs/skyreels": "tests/test_installed_packages.py",
+    "finetrainers sample --num_inference_steps 2 runs/skyreels": "tests/test_installed_packages.py",
     "finetrainers export runs/skyreels": "tests/test_installed_packages.py",
     "finetrainers search-batch": "tests/tools/batch_search/test_measure.py",
     "ruff check .": "tests/test_lint.py",
