@@ -19,19 +19,19 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Files that were probed are remembered below the user's cache, which tests must neither read nor fill; the hub's stays.
 os.environ["HF_HOME"] = os.environ.get("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="finetrainers-tests-")
+# Tests start many processes, and each would compile the package again; every worker would rewrite all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 
 import pytest
-import torch
-from loopback_hub import hub  # noqa: F401
 from real_process import Python, start_server
 from shares import in_shares
 
-pytest_plugins = ["rotation", "whole_runs"]
-torch.set_num_threads(1)
+sys.dont_write_bytecode = False
+pytest_plugins = ["rotation"]
 with contextlib.suppress(ImportError):  # the tests of `gpu` need none
     import hypothesis
 
@@ -41,12 +41,19 @@ with contextlib.suppress(ImportError):  # the tests of `gpu` need none
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No progress bars in test output."""
+    """Import the libraries, which show no progress bars, except in the process that only divides tests among
+    workers."""
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        return
     import diffusers
+    import torch
     import transformers
 
+    torch.set_num_threads(1)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    for plugin in ("loopback_hub", "whole_runs"):
+        config.pluginmanager.import_plugin(plugin)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -59,6 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Several workers begin with what takes long; tests marked `gpu` skip where there is no CUDA device."""
     if hasattr(config, "workerinput"):
         items[:] = in_shares(items, config.workerinput["workercount"])
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -119,6 +128,7 @@ def tiny_repo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled graphs are traced, and run operator by operator; nothing of it outlives the test."""
+    import torch
     from torch._dynamo import config as dynamo
     from torch._dynamo.utils import counters
 

@@ -32,10 +32,8 @@ def restored() -> Iterator[list[str]]:
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(environment_restored())
-        for name in [None, *logging.Logger.manager.loggerDict]:
-            logger = logging.getLogger(name)
-            undo.callback(logger.setLevel, logger.level)
-            undo.callback(setattr, logger, "propagate", logger.propagate)
+        loggers = [logging.getLogger(name) for name in [None, *logging.Logger.manager.loggerDict]]
+        undo.callback(_restore_loggers, [(logger, logger.level, logger.propagate) for logger in loggers])
         _reset_accelerate(undo)
         settings = [*_reset_modes(undo), *_reset_kernels(undo)]
         _restore_random_later(undo)
@@ -52,6 +50,13 @@ def environment_restored() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _restore_loggers(states: Sequence[tuple[logging.Logger, int, bool]]) -> None:
+    for logger, level, propagate in states:
+        logger.propagate = propagate
+        if logger.level != level:  # setting a level clears the caches of all loggers, of which libraries have hundreds
+            logger.setLevel(level)
 
 
 def _restore_random_later(undo: contextlib.ExitStack) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import cProfile
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -198,18 +197,10 @@ def _collect(node: ast.AST, module: str, function: str, line: int, path: str, fo
 
 def entered(work: Callable[[], None]) -> set[tuple[str, int]]:
     """File and first line of each function of the package that is called meanwhile."""
-    seen: set[Any] = set()
-
-    def note(frame: FrameType, _: str, __: Any) -> None:
-        seen.add(frame.f_code)
-
-    before = sys.gettrace()
-    sys.settrace(note)  # of calls alone, since it returns nothing
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return {(code.co_filename, code.co_firstlineno) for code in seen if code.co_filename.startswith(str(PACKAGE))}
+    profile = cProfile.Profile(subcalls=False, builtins=False)
+    profile.runcall(work)
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+    return {(code.co_filename, code.co_firstlineno) for code in codes if code.co_filename.startswith(str(PACKAGE))}
 
 
 def configurations(folder: Path) -> Iterator[dict[str, Any]]:
