@@ -51,7 +51,7 @@ def test_samples_are_those_of_the_pipeline(
     repository = tiny_repo(family, version)
     spec = random_lora(family, repository, tmp_path / "lora")
     flags: list[object] = []
-    given: dict[str, Any] = {"negative_prompt": ""}
+    given: dict[str, Any] = {"negative_prompt": spec.facts.defaults.get("validation_negative_prompt", "")}
     takes_image = spec.facts.first_frame != "none"
     if takes_image:
         Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
