@@ -49,7 +49,7 @@ from .guards.memory import advise_on_oom
 from .load_inputs import load_batch_source, load_text_conditioning
 from .sampling import EncodedPrompts
 from .state import TrainState
-from .trained_weights import load_trainable_transformer, mapped_dtype, store_initial_lora
+from .trained_weights import load_trainable_transformer, mapped_dtype, store_expert, store_initial_lora
 from .trainer import Trainer
 from .watchdog import Watchdog
 
@@ -79,6 +79,9 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     activations = activation_planner(checked, automatic, parallel.device)
     resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
+    swapped = chosen.memory.blocks_to_swap
+    assert swapped != "auto", "it was chosen"
+    spec.store_expert = partial(store_expert, config=chosen, spec=spec, device=parallel.device, swapped=swapped)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
