@@ -79,9 +79,6 @@ def assemble(checked: ResolvedRun, parallel: Strategy, watchdog: Watchdog, memor
     activations = activation_planner(checked, automatic, parallel.device)
     resolved, config = replace(checked, config=chosen), record_choices(config, automatic)
     transformer, optimizer = _load_trained(resolved, spec, parallel, lr=lr)
-    swapped = chosen.memory.blocks_to_swap
-    assert swapped != "auto", "it was chosen"
-    spec.store_expert = partial(store_expert, config=chosen, spec=spec, device=parallel.device, swapped=swapped)
     network = parallel.unwrap(transformer)
     method = load_method(config.training.method)(
         MethodParts(
@@ -138,6 +135,7 @@ def _load_trained(checked: ResolvedRun, spec: ModelSpec, parallel: Strategy, *, 
     """Return the transformer, with its adapter attached, and its optimizer, as the strategy has prepared them."""
     config, swapped = checked.config, checked.config.memory.blocks_to_swap
     assert swapped != "auto", "it was chosen"
+    spec.store_expert = partial(store_expert, config=config, spec=spec, device=parallel.device, swapped=swapped)
     dtype, mapped = trainable_dtype(config), mapped_dtype(checked, spec)
     with report_loading(checked, "transformer"):
         return parallel.prepare(

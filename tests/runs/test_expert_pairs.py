@@ -16,6 +16,7 @@ from real_process import Python
 from refusals import refused_command
 from safetensors.torch import load_file
 
+from finetrainers.cli.main import main
 from finetrainers.config.load import load_config
 from finetrainers.models import common
 from finetrainers.models.registry import get_family
@@ -165,6 +166,15 @@ _LORA = "pytorch_lora_weights.safetensors"
 def _prompts(folder: Path) -> str:
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a tiger"}) + "\n")
     return str(folder / "prompts.jsonl")
+
+
+def test_the_recipe_for_a_small_card_is_planned(
+    command: Callable[..., list], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = RECIPE.parents[1] / "a14b_pair_24gb" / "stages.toml"
+    assert main(["run", str(small), *command("a14b", "--plan")[4:]]) == 0
+    printed = capsys.readouterr().out
+    assert [stage in printed for stage in ("high", "low")] == [True, True]
 
 
 def test_stages_that_are_no_pair_are_refused(command: Callable[..., list], tmp_path: Path) -> None:
