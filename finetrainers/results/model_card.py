@@ -81,13 +81,13 @@ from finetrainers.models.files.single_file import load_single_file
 {%- if from_file %}
 settings = {{ transformer }}.load_config({{ base }}, subfolder="{{ part }}")
 {{ part }}, _ = load_single_file({{ transformer }}, settings, Path({{ own_transformer | tojson }}), {{ dtype }})
-pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtypes }})
 {%- elif own_transformer %}
 {{ part }} = {{ transformer }}.from_pretrained({{ own_transformer | tojson }}, {%
     if in_subfolder %}subfolder="{{ part }}", {% endif %}torch_dtype={{ dtype }})
-pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtypes }})
 {%- else %}
-pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, torch_dtype={{ dtypes }})
 {%- endif %}
 {%- for call in load_calls %}
 pipe.{{ call }}
@@ -97,7 +97,7 @@ pipe.set_adapters(pipe.get_active_adapters(), 1.0)  # the strength
 {%- endif %}
 {% else %}
 {{ part }} = {{ transformer }}.from_pretrained({{ location | tojson }}, subfolder="{{ part }}", torch_dtype={{ dtype }})
-pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtype }})
+pipe = {{ pipeline }}.from_pretrained({{ base }}, {{ part }}={{ part }}, torch_dtype={{ dtypes }})
 {% endif %}{% if not packaged %}pipe.to("cuda")
 {% endif %}video = pipe(
     prompt={{ example | tojson }},{% if needs_image %}
@@ -121,14 +121,17 @@ encode_video(video, fps={{ frame_rate | round | int }}, output_path="video.mp4")
 {% if comfyui %}
 ## Use in ComfyUI
 
-`{{ "pytorch_lora_weights.safetensors" if is_lora
+{% if not exported %}`{{ "pytorch_lora_weights.safetensors" if is_lora
     else part + "/" }}` has the names of diffusers. In its folder, this writes a file with those of ComfyUI:
 
 ```bash
 finetrainers export . --format comfyui
 ```
 
-{% if is_lora -%}
+{% endif %}{% if is_pair -%}
+Put the two files from `export/comfyui/` into `ComfyUI/models/loras`, with a node *LoraLoaderModelOnly* after each of
+the two *Load Diffusion Model* nodes: `_high_noise` for the first sampler, `_low_noise` for the second.
+{%- elif is_lora -%}
 Put the file from `export/comfyui/` into `ComfyUI/models/loras`, and choose it in the node *LoraLoaderModelOnly*, whose
 strength is the one above.
 {%- else -%}
@@ -208,6 +211,9 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
     root = state.run_dir.root
     samples = newest_samples(root, [prompt.prompt for prompt in checked.prompts])
     location = config.run.hub_model_id or str(config.run.output_dir)
+    dtype = "torch.float32" if packaged else "torch.bfloat16"
+    is_mixed = config.model.vae_dtype == "fp32" and not packaged
+    dtypes = dtype if not is_mixed else f'{{"vae": torch.float32, "default": {dtype}}}'
     return _template().render(
         metadata=_metadata(config, samples, needs_image=needs_image).to_yaml(),
         title=_title(config),
@@ -219,7 +225,8 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         is_lora=is_lora,
         packaged=packaged,
         base=f'model_path("{base}")' if packaged else json.dumps(base),
-        dtype="torch.float32" if packaged else "torch.bfloat16",
+        dtype=dtype,
+        dtypes=dtypes,
         own_transformer=own if is_lora else None,
         from_file=is_lora and own is not None and Path(own).is_file(),
         in_subfolder=own is not None and not (Path(own) / "config.json").is_file(),
@@ -236,6 +243,8 @@ def model_card(state: TrainState, checked: ResolvedRun) -> str:
         load_calls=_load_calls(config, spec, location) if is_lora else [],
         expert=spec.facts.expert,
         other_expert=_other_expert(config, spec.facts),
+        is_pair=is_lora and config.model.other_expert is not None,
+        exported="comfyui" in config.run.export_formats,
         comfyui=not packaged and _comfyui_reads(config, spec.facts),
         has_strength=spec.facts.trained == "transformer" and config.model.other_expert is None,
         **_call(checked, spec),

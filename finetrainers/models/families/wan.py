@@ -24,6 +24,8 @@ NEGATIVE_PROMPT = (
     "\u9759\u6b62\u4e0d\u52a8\u7684\u753b\u9762\uff0c\u6742\u4e71\u7684\u80cc\u666f\uff0c\u4e09\u6761\u817f\uff0c"
     "\u80cc\u666f\u4eba\u5f88\u591a\uff0c\u5012\u7740\u8d70"
 )
+#: Added in front for image-to-video checkpoints of 2.1: a shaky camera; and for those with a last frame: cuts.
+_SHAKY, _CUTS = "\u955c\u5934\u6643\u52a8\uff0c", "\u955c\u5934\u5207\u6362\uff0c"
 
 
 def read(configs: Configs) -> Facts:
@@ -52,7 +54,8 @@ def read(configs: Configs) -> Facts:
     on_channels, sees_image = inputs > latents, transformer.get("image_dim") is not None
     kind = "tokens" if has_times else "channels" if on_channels else "none"
     image_parts = ("image_processor", "image_encoder") if sees_image else ()
-    boundary = index.get("boundary_ratio")
+    boundary, has_last = index.get("boundary_ratio"), transformer.get("pos_embed_seq_len") is not None
+    negative_prompt = (_CUTS if has_last else "") + (_SHAKY if sees_image else "") + NEGATIVE_PROMPT
     return Facts(
         Geometry(
             temporal=temporal,
@@ -69,15 +72,18 @@ def read(configs: Configs) -> Facts:
         first_frame=kind if is_known else "unknown",
         any_frame=has_times or not is_known,
         first_frame_p=1.0 if on_channels else 0.1 if has_times else 0.0,
-        last_frame=transformer.get("pos_embed_seq_len") is not None,
+        last_frame=has_last,
         sees_image=sees_image,
         boundary=boundary,
-        defaults=_defaults(configs.get("scheduler", {}), boundary, is_image_to_video=on_channels),
+        defaults={
+            "validation_negative_prompt": negative_prompt,
+            **_noise_defaults(configs.get("scheduler", {}), boundary, is_image_to_video=on_channels),
+        },
     )
 
 
-def _defaults(scheduler: Json, boundary: float | None, *, is_image_to_video: bool) -> dict[str, Any]:
-    """Return the defaults of the original repositories' configs.
+def _noise_defaults(scheduler: Json, boundary: float | None, *, is_image_to_video: bool) -> dict[str, Any]:
+    """Return shift and guidance of the original repositories' configs.
 
     The scheduler's shift is that of the size which the checkpoint is made for, 3 at 480p and 5 at 720p. A14B has more,
     with a guidance scale for each expert.
@@ -86,7 +92,7 @@ def _defaults(scheduler: Json, boundary: float | None, *, is_image_to_video: boo
     if boundary is not None:
         shift, high, low = (5.0, 3.5, 3.5) if is_image_to_video else (12.0, 4.0, 3.0)
         scales = {"validation_guidance_scale": high, "validation_guidance_scale_2": low}
-    return {"flow_shift": shift, **scales, "validation_negative_prompt": NEGATIVE_PROMPT}
+    return {"flow_shift": shift, **scales}
 
 
 FAMILY = Family(

@@ -92,7 +92,7 @@ class Spec:
     """What a sampler asks of a model's spec."""
 
     facts = Facts(Geometry(temporal=8, spatial=8, patch=1, patch_t=1, fps=8.0))
-    companions = ModelComponents({})
+    experts = ModelComponents({})
     network_at = ModelSpec.network_at
     latent_channels = ModelSpec.latent_channels
 

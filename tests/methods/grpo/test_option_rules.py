@@ -12,7 +12,7 @@ from finetrainers.config.hacking import HackingRule, hacking_rule
 from finetrainers.config.load import load_config
 from finetrainers.config.prompts import parse_validation_prompts
 from finetrainers.config.root import fields
-from finetrainers.methods.registry import method_names, method_spec
+from finetrainers.methods.registry import is_method, method_spec
 from finetrainers.utils.launch import launched_processes
 
 MODEL = {"model_name": "m", "pretrained_model_name_or_path": "repo"}
@@ -30,7 +30,7 @@ VP = Facts(GEOMETRY, is_flow=False, first_frame="none")
 def findings(family=FLOW, world_size=1, base=BASE, **options):
     config = load_config(**{**base, **options})
     prompts = parse_validation_prompts(config.validation)
-    method = method_spec(config) if config.training.method in method_names() else None
+    method = method_spec(config) if is_method(config.training.method) else None
     unread = {} if method is None else method.unread
     found = check_config(config, facts=family, prompts=prompts, world_size=world_size, unread=unread)
     if method is not None:
