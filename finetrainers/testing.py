@@ -224,7 +224,12 @@ class _Checkpoint:
         arguments = self._arguments(with_image=with_image, guidance_scale=_GUIDANCE)
         if "frame_rate" in inspect.signature(stock.__call__).parameters:
             arguments["frame_rate"] = request.frame_rate
-        expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
+        networks, calls = [n for name, n in stock.components.items() if name.startswith("transformer") and n], _Calls()
+        with _recorded(networks, calls):
+            expected = torch.from_numpy(stock(**arguments, output_type="np").frames[0])
+        batch = len(calls.arguments[0]["hidden_states"])
+        if spec.facts.guidance is None and batch != (2 if spec.guides_in_one_call else 1):
+            raise AssertionError(f"guides_in_one_call is {spec.guides_in_one_call}: a guided call has {batch} clips")
         pipeline = spec.pipeline(
             self.network, self.encoders["vae"], stock.scheduler, image_to_video=with_image or spec.facts.needs_image
         )
