@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
