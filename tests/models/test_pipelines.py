@@ -35,7 +35,7 @@ def test_calls_videos_and_samples_are_the_pipelines(
     repo = tiny_repo(name, version)
     facts = spec_of(name, repo).facts
     if facts.media or facts.text_sees_image:
-        # Pipelines with a control video take no number of frames; those whose text sees the image put it into the noise.
+        # Pipelines with a control video take no number of frames; where text sees the image, it is in the noise, too.
         pytest.skip("compared in the family's own tests")
     for expert in (None,) if facts.boundary is None else ("high", "low"):
         spec = spec_of(name, repo, expert)

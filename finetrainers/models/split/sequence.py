@@ -45,7 +45,7 @@ class SequenceParallelPlan:
     Attributes:
         inputs: arguments of the network by name, with that dimension; those that do not have it are whole.
         outputs: modules whose output is split, with that dimension.
-        entries: modules whose first argument, also by name, is split, with that dimension.
+        entries: modules whose first argument, or the first one by name, is split, with that dimension.
         unsplit: modules before these, which see all tokens.
         text_first: those modules whose output begins with text tokens: as many as their first argument has.
         last: the module whose output is joined, in dimension 1.
