@@ -37,6 +37,8 @@ def memory_lines(memory: RunMemory, settings: AutoSettings) -> list[str]:
     lines += plan.step.swap.lines()
     if plan.unknown:
         lines.append(f"not in it, since not on this disk: {', '.join(map(part_name, plan.unknown))}")
+    if not memory.checked.spec.vae_pixel_bytes:
+        lines.append(f"not in it: activations of the VAE, which {memory.checked.spec.name} does not declare")
     if memory.checked.config.memory.compile != "none":
         lines.append("compiled blocks store less than this; how much is not known without a GPU")
     needs = memory.disk()
