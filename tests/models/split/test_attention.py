@@ -26,6 +26,7 @@ from finetrainers.utils.failures import Kind
 NAMES = ["-".join(filter(None, one)) for one in CHECKPOINTS]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("family", "version"), CHECKPOINTS, ids=NAMES)
 def test_native_is_the_default_bit_for_bit(family: str, version: str | None, tiny_repo: Callable[..., Path]) -> None:
     """Outputs and every gradient, for one clip and for two, of different weights than at a start."""
