@@ -1,14 +1,14 @@
 """Rotating tests: a run of the whole suite takes a tenth of those marked `rotating`, another tenth on each day.
 
-They repeat a mechanism with another family, strategy, launcher or benchmark. Of the cases of a parametrized test every
-run takes at least one. A run that names files, tests or keywords takes all that it names. `--rotation N` takes the
-tenth with this number, `-m ""` all tests.
+They repeat a mechanism with another family, strategy, launcher or benchmark. Each case of a parametrized test has its
+own turn; of ten cases and more, every run takes a tenth. A run that names files, tests or keywords takes all that it
+names. `--rotation N` takes the tenth with this number, `-m ""` all tests.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -39,23 +39,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (name := _name(item)) is not None:
             rotating.setdefault(name, []).append(item)
-    whole = [name for name, group in rotating.items() if _is_named(group[0]) or len(group) == 1]
-    turns = turns_of(whole)
+    parts = {name: 1 if _is_named(group[0]) else min(len(group), TURNS) for name, group in rotating.items()}
+    turns = turns_of(parts)
     for name, group in rotating.items():
         for number, item in enumerate(group):
-            if turn is None or (turns[name] == turn if name in turns else owns_item(number, len(group), turn)):
+            if turn is None or turns[name, number % parts[name]] == turn:
                 item.add_marker("today")
 
 
-def turns_of(names: Iterable[str]) -> dict[str, int]:
-    """Return the turn of each test or group, from 0 to `TURNS` - 1; the turns have as many each, or one more."""
-    return {name: number % TURNS for number, name in enumerate(sorted(set(names)))}
+def turns_of(parts: Mapping[str, int]) -> dict[tuple[str, int], int]:
+    """Return the turn, from 0 to `TURNS` - 1, of each part of each test or group; the turns have as many each, or one
+    more.
 
-
-def owns_item(number: int, cases: int, turn: int) -> bool:
-    """Return whether a case of a parametrized test has its turn: one case in every run, or a tenth of more than ten."""
-    cycle = min(cases, TURNS)
-    return number % cycle == turn % cycle
+    Args:
+        parts: number of parts of each test or group, at most `TURNS`: of a parametrized test a case each, or a tenth of
+            its cases; otherwise 1.
+    """
+    units = [(name, part) for name in sorted(parts) for part in range(parts[name])]
+    return {unit: number % TURNS for number, unit in enumerate(units)}
 
 
 def _name(item: pytest.Item) -> str | None:

@@ -21,18 +21,21 @@ def count(python: Python, *arguments: str, directory: Path) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@pytest.mark.rotating
 def test_every_kill_leaves_a_good_newest_checkpoint(python: Python, tmp_path: Path) -> None:
     good, hit = count(python, "--kills", "25", directory=tmp_path)
     assert good == 25
     assert hit >= 5, "too few kills came while something was being written"
 
 
+@pytest.mark.rotating
 def test_so_does_every_kill_during_a_save_in_the_background(python: Python, tmp_path: Path) -> None:
     good, hit = count(python, "--background", "--kills", "10", directory=tmp_path)
     assert good == 10
     assert hit >= 2, "too few kills came while something was being written"
 
 
+@pytest.mark.rotating
 def test_a_command_that_is_killed_while_it_saves_ends_like_any_other(python: Python, tmp_path: Path) -> None:
     done = python(str(SCRIPT), "--directory", str(tmp_path), "--command", "--kills", "3")
     assert done.wait(120) == 0, done.stderr

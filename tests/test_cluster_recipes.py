@@ -220,6 +220,7 @@ def test_node_alone_uses_all_gpus_and_goes_on_by_itself(stage: Stage) -> None:
     assert training(stage.call()["argv"]).training.resume_from_checkpoint == "40"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_becomes_the_stop_file(number: signal.Signals, stage: Stage) -> None:
     """The whole group gets it, as from Slurm or Ctrl-C; the launcher must not, since it would kill in half a minute."""

@@ -19,11 +19,11 @@ LONG = {
 
 @pytest.mark.parametrize(
     "command",
-    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["codespell_lib"]],
-    ids=["ruff", "format", "mypy", "codespell"],
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["codespell_lib"]],
+    ids=["ruff", "format", "codespell"],
 )
-@pytest.mark.timeout(180)
 def test_tool_is_content(command: list[str]) -> None:
+    """mypy, which takes half a minute in a fresh checkout, is a step of `.ci/run`."""
     result = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from real_process import Python
 
 from finetrainers.demo.data import training_scenes, write_clips
@@ -37,6 +38,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.rotating
 def test_what_only_posix_has_is_not_needed(tiny_repo: Callable[..., Path], python: Python, tmp_path: Path) -> None:
     write_clips(tmp_path / "data", training_scenes(2))
     process = python(

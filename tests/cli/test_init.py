@@ -221,6 +221,7 @@ def test_the_file_fits_the_card(here: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 #: Clips of these tests are tiny, so text encoders need most.
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("card", "added", "model"),
     [
@@ -243,6 +244,7 @@ def test_a_published_model_is_planned_without_its_configs(
     assert "it fits" in capsys.readouterr().out
 
 
+@pytest.mark.rotating
 def test_a_model_that_does_not_fit_is_refused_with_one_that_does(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

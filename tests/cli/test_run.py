@@ -73,6 +73,7 @@ def learning_rates(run: Path) -> list[float]:
     return [record["lr"] for record in records if "lr" in record]
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_a_killed_stage_resumes(small: Callable[[str], list[str]], tmp_path: Path, python: Python) -> None:
     """It ends bit for bit as one that was not killed."""

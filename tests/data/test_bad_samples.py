@@ -276,6 +276,7 @@ class Disturbed:
         return RawBatch(batch.clips, batch.sample_keys, batch.weight, pixels=(numbers,))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("deed", ["crash", "hang"])
 def test_lost_workers_are_started_again_at_the_same_batch(
     deed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +312,7 @@ def test_lost_workers_are_started_again_at_the_same_batch(
         take(3)
 
 
+@pytest.mark.rotating
 def test_the_start_of_workers_is_no_hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is not forked imports torch first."""
     begin = workers._begin
@@ -357,6 +359,7 @@ main()
 """
 
 
+@pytest.mark.rotating
 def test_a_process_that_fails_does_not_wait_for_its_workers() -> None:
     """They leave signals to the trainer, and the traceback keeps the loader until the very end."""
     done = subprocess.run(

@@ -16,6 +16,7 @@ from finetrainers.data.reading.items import Item
 from finetrainers.data.reading.status import InvalidSample
 
 
+@pytest.mark.rotating
 def test_crashes_hangs_and_bombs_reject_only_one_call() -> None:
     calls = [("well",), ("crash",), ("hang",), ("end",), ("bomb",), ("well again",)]
     results = dict(run_isolated(misbehave, calls, limits_s=[30, 30, 0.5, 30, 30, 30], jobs=2))

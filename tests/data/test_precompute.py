@@ -67,6 +67,7 @@ def keys_in(root: Path, *, first_frame: bool = False, batch_size: int = 1) -> Ca
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batches_give_what_one_at_a_time_gives(
     family: str, clips: list[Clip], tiny_repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_batches_give_what_one_at_a_time_gives(
     assert precompute_video(clips, encode, batched, OneOf(), loading=HERE) == Encoded(found=5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiling_and_slicing_are_really_on(family: str, tiny_repo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are made of clips larger than a tile; those of the published VAEs are 240 to 512 pixels wide."""

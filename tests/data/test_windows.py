@@ -303,6 +303,7 @@ def test_latents_from_within_a_clip_are_not_those_of_the_window(
     assert torch.equal(encode(pixels[:, start : start + length]), alone)
 
 
+@pytest.mark.rotating
 def test_windows_are_encoded_by_themselves_or_cut(tiny_repo: Callable[..., Path], clips: Path, tmp_path: Path) -> None:
     """With and without a cache, which then holds each clip once."""
     repo = tiny_repo("cogvideox")

@@ -14,6 +14,7 @@ from finetrainers.demo.measure import measure
 from finetrainers.demo.quickstart import quickstart
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(180)
 def test_quickstart_leaves_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -42,11 +42,13 @@ def test_rendered_clips_are_read_without_a_mistake(height: int) -> None:
     assert mistakes([render(scene, height=height) for scene in shown], shown) == []
 
 
+@pytest.mark.rotating
 def test_longer_clips_are_read_too() -> None:
     shown = scenes(30, "long")
     assert mistakes([render(scene, frames=17) for scene in shown], shown) == []
 
 
+@pytest.mark.rotating
 def test_noise_is_forgiven() -> None:
     shown = scenes(60, "noise")
     rng = np.random.default_rng(0)
@@ -56,6 +58,7 @@ def test_noise_is_forgiven() -> None:
     assert len(mistakes(noisy, shown)) <= 6
 
 
+@pytest.mark.rotating
 def test_compression_is_forgiven(tmp_path) -> None:
     shown, decoded = scenes(60, "mp4"), []
     for scene in shown:

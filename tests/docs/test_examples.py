@@ -195,6 +195,7 @@ def test_recipes_raise_no_warnings_about_options(clips: Path, tiny_repo: Callabl
         assert warnings_about_options(checked) == [], example_id(path)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("layout", ["texts", "lists", "metadata.csv", "metadata.jsonl"])
 def test_recipes_read_every_layout(layout: str, clips: Path, tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """Without any column: those that the pages on data teach, and those of diffusers and of Lightricks' trainer."""
@@ -246,6 +247,7 @@ def test_prompts_of_the_demo_are_captions_of_its_world() -> None:
     assert prompts_in("demo_prompts.txt") == [caption(scene, phrasing=i) for i, scene in enumerate(training_scenes(64))]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", DANCE)
 def test_dance_recipes(

@@ -39,7 +39,7 @@ else:
     import tomli as tomllib
 
 #: Pages that run every day; each of the others has its turn.
-FIRST_READ = ("README.md", "quickstart.md", "library.md")
+FIRST_READ = ("README.md", "docs/tutorials/quickstart.md", "docs/reference/python.md")
 SHELL, PYTHON = ("bash", "sh"), ("python", "py")
 TINY = "TINY_LTX_VIDEO"  # becomes the path of the tiny repository
 
@@ -212,7 +212,7 @@ def here(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def in_turn(page: Path) -> Any:
     """Return the page as a parameter that rotates unless it is one of those that most people read first."""
-    return page if page.name in FIRST_READ else pytest.param(page, marks=pytest.mark.rotating)
+    return page if page_id(page) in FIRST_READ else pytest.param(page, marks=pytest.mark.rotating)
 
 
 @pytest.mark.parametrize("page", [in_turn(p) for p in PAGES if runnable(p)], ids=page_id)

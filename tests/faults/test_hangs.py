@@ -14,6 +14,7 @@ from finetrainers.utils import exit_codes
 from finetrainers.utils.files import read_jsonl
 
 
+@pytest.mark.rotating
 def test_a_section_that_hangs_is_ended(train: Callable[..., Any], files: Any, tmp_path: Path) -> None:
     sections = {
         "step_timeout": ("hang@data:3", "in load_clips", [1, 2]),
@@ -73,6 +74,7 @@ def test_what_hangs_while_a_finished_run_is_closed_costs_nothing(
     assert "in _conclude" in (files.root / "hangs" / "rank-0.txt").read_text()
 
 
+@pytest.mark.rotating
 def test_a_step_that_takes_many_times_the_usual_is_reported_then_ended(
     python: Python, flags: Callable[..., list[str]], files: Any, tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ def test_moving_the_network_leaves_swapped_weights_where_they_are(spec_of: Calla
     assert set(where.values()) == {"meta"}
 
 
+@pytest.mark.rotating
 def test_the_estimate_agrees_with_counting(tiny_repo: Callable[..., Path], tmp_path: Path) -> None:
     """The published network with three blocks of each kind, which is as many as a second counts."""
     network, number = NETWORKS["HunyuanVideo"], 5

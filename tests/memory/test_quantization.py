@@ -47,6 +47,7 @@ def weights(std: float = 0.02, *, rows: int = 96, columns: int = 256) -> torch.T
     return (std * size * torch.randn(rows, columns, generator=generator)).to(BF16)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])

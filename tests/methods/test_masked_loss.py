@@ -166,6 +166,7 @@ def test_prior_preservation_is_not_masked(tiny_repo: Callable[..., Path]) -> Non
     assert torch.equal(ours, loss)
 
 
+@pytest.mark.rotating
 def test_what_a_mask_hides_is_not_learned() -> None:
     """The embedded model on a split screen, red beside blue: with a mask of the red half, it learns that half alone."""
     setting = Setting(Path(model_path("demo://ltx")), "ltx_video")

@@ -49,6 +49,7 @@ def image_states(repo: Path, clip: Tensor, places: tuple[int, ...]) -> Tensor:
         return encoder(pixels.double(), output_hidden_states=True).hidden_states[-2]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("version", "expert", "places"),
     [("t2v", None, ()), ("i2v", None, (0,)), ("flf2v", None, (0, -1)), ("ti2v", None, (0,)), ("a14b", "low", ()),

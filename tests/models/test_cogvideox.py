@@ -143,6 +143,7 @@ def stop(handles: list) -> None:
 # ---- conditioning and latents ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotating
 def test_text_is_encoded_as_the_pipeline_does(checkpoint):
     with torch.no_grad():
         expected, _ = checkpoint.pipe.encode_prompt([SHORT, LONG], do_classifier_free_guidance=False)
@@ -160,6 +161,7 @@ def test_text_is_padded_to_the_transformers_length(checkpoint_of, tmp_path):
     assert conditions["prompt_embeds"].shape[1] == 40
 
 
+@pytest.mark.rotating
 def test_latents_are_scaled_and_decoded_as_the_pipeline_does(checkpoint):
     """Also with `invert_scale_latents`: the pipelines decode `latents / scaling_factor` either way."""
     spec, pipe = checkpoint.spec, checkpoint.pipe
@@ -249,6 +251,7 @@ def encoded_control(checkpoint: Checkpoint, control: torch.Tensor) -> VideoMeta:
     return spec.condition(batch, latents(), [()], spec.vae_stats(encoders["vae"]))[0]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("version", "num_frames", "height", "width"),
     [
@@ -555,6 +558,7 @@ def test_images_and_checkpoints_must_match(checkpoint_of):
         image.spec.pipeline_call(*rows, sample_request(image, image=None))
 
 
+@pytest.mark.rotating
 def test_a_saved_lora_is_loaded_by_the_pipeline_with_its_alpha(checkpoint, tmp_path):
     spec = checkpoint.spec
     arguments = (denoised(checkpoint), torch.tensor([400]), checkpoint.conditions.rows([0]), meta_of(checkpoint))

@@ -46,6 +46,7 @@ def test_calls_videos_and_samples_are_the_pipelines(
         assert from_images == (spec.image_pipeline_class is not None)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("hook", ["predict", "sampling_times", "decode", "encode_text"])
 def test_a_wrong_hook_is_noticed(hook: str, tiny_repo: Callable[..., Path]) -> None:
     repo = tiny_repo("wan")

@@ -71,6 +71,7 @@ def test_the_stock_pipeline_samples(pipeline, call):
     assert torch.isfinite(frames).all()
 
 
+@pytest.mark.rotating
 def test_prompts_are_told_apart(pipeline):
     images = [torch.rand(1, 3, 64, 64)] if "image" in inspect.signature(pipeline.encode_prompt).parameters else []
 

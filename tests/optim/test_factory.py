@@ -179,6 +179,7 @@ def test_state_size_is_what_the_table_says(name: str) -> None:
     assert size / weight.numel() == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.05)
 
 
+@pytest.mark.rotating
 @needs_compiler
 def test_stochastic_rounding_resumes_exactly() -> None:
     check_learns_and_resumes("adamw", torch.bfloat16, sr=True)

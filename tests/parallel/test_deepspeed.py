@@ -130,6 +130,7 @@ def test_same_training_as_one_process(name: str, stage: int, jobs: Jobs, single:
     same_weights(jobs.directory(f"{name} {stage}"), single(name))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stage", SPLIT)
 def test_resuming_changes_nothing(stage: int, jobs: Jobs) -> None:
     straight, resumed = jobs[f"lora {stage}"][0], jobs[f"resumed {stage}"][0]
@@ -159,6 +160,7 @@ def test_quantized_weights_under_stage_2(jobs: Jobs, single: Callable[[str], Pat
     torch.testing.assert_close(curve(found, *columns), curve(read(single("quantized")), *columns), rtol=1e-5, atol=0)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stage", SPLIT)
 def test_a_step_that_is_not_finite_changes_nothing(
     stage: int, jobs: Jobs, options: Callable[..., dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ def ranks(python_of_module: Python, tmp_path_factory: pytest.TempPathFactory) ->
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.rotating
 def test_gradients_are_averaged_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
     for number, rank in enumerate(ranks):
         assert len(rank["exchanges"]) == 16

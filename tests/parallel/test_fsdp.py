@@ -264,6 +264,7 @@ def test_the_export_names_the_stock_class(jobs: Jobs) -> None:
     assert config["_class_name"] == "LTXVideoTransformer3DModel"
 
 
+@pytest.mark.rotating
 def test_resuming_changes_nothing(jobs: Jobs) -> None:
     """Nor does what blocks store for backward: everything in the one run, attention in the other."""
     straight, resumed = jobs["full"][0], jobs["resumed"][0]

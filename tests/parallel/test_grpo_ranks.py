@@ -198,6 +198,7 @@ def test_gradients_taken_while_sampling_are_those_of_replay(
         torch.testing.assert_close(value, theirs[key], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.rotating
 def test_deepspeed_has_no_gradients_of_one_process(ranks: Jobs) -> None:
     for rank in ranks["drawn, zero-2, reweighted"]:
         assert rank["places"] == ["--rollout_gradients"]

@@ -89,6 +89,7 @@ def kill_in_step(pair: Machines, killed: list[Any]) -> None:
     assert "[rank0]: Traceback" not in pair.said("killed", 0)
 
 
+@pytest.mark.rotating
 def test_a_machine_is_killed_and_the_same_command_continues(
     pair: Machines, python: Python, options: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_machine_is_killed_and_the_same_command_continues(
     assert results(tmp_path / "run") == results(tmp_path / "one") != {}
 
 
+@pytest.mark.rotating
 def test_a_machine_that_vanishes_ends_the_wait_of_the_others(pair: Machines, python: Python, tmp_path: Path) -> None:
     """It closes no connection, as without power or network; idle_timeout is for machines that answer."""
     company = {

@@ -63,6 +63,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.rotating
 def test_idle_ranks_wait_longer_than_a_step_may_take(python: Python, tmp_path: Path) -> None:
     """A rank that has nothing to do outlives the time-out of collectives; within a step the time-out counts."""
     started = python.ranks(2, "-c", IDLE, str(tmp_path))

@@ -110,6 +110,7 @@ def test_exchanging_gradients_late_changes_nothing(ranks: Jobs) -> None:
     assert ranks["late"] == ranks["straight"]
 
 
+@pytest.mark.rotating
 def test_one_rank_out_of_memory_halves_the_batches_of_both(ranks: Jobs) -> None:
     """Also where the other has a batch of one clip, at the end of an epoch of five."""
     assert len({rank["digest"] for rank in ranks["memory"]}) == 1
@@ -126,6 +127,7 @@ def test_a_directory_in_use_is_refused_on_both(ranks: Jobs) -> None:
     assert all(re.search(r"in use .*\(process \d+", rank["error"]) for rank in ranks["in use"])
 
 
+@pytest.mark.rotating
 def test_the_slow_rank_is_the_one_that_is_named(ranks: Jobs) -> None:
     """What is done with that is tested in `training/guards/test_straggler.py`: here the machine may make the other
     slow, now and then."""

@@ -158,6 +158,7 @@ def test_ranks_share_the_work_of_precomputing(ranks: Jobs) -> None:
     close(ranks.directory("precomputed"), ranks.directory("plain"))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("job", ["plain", "straight", *one_at_a_time("rounding", "ltx", "pairs")])
 def test_ranks_draw_different_noise_and_hold_the_same_weights(job: str, ranks: Jobs) -> None:
     one, other = ranks[job]

@@ -161,6 +161,7 @@ def test_a_checkpoint_exports_its_averages(stages: dict[str, Path], tmp_path: Pa
             assert_same({key: value.to(known[key].dtype) for key, value in found.items()}, known)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_all_weights_from_a_lora(
     use_dora: bool, options: Callable[..., dict], run: Callable[..., Any], begun: Callable[..., Any], tmp_path: Path

@@ -122,6 +122,7 @@ def test_chosen_options_change_no_bit_and_are_repeated(
     assert resume("cpu", None) == {}
 
 
+@pytest.mark.rotating
 def test_samples_from_host_memory_are_the_same(
     options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

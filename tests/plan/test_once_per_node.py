@@ -86,6 +86,7 @@ Path(sys.argv[1] + os.environ["RANK"]).write_text(json.dumps([len(opened), to_js
 """
 
 
+@pytest.mark.rotating
 def test_every_outcome_is_shared(python: Python, tmp_path: Path) -> None:
     first, second = python.ranks(2, "-c", QUESTIONS, str(tmp_path / "asks"))
     assert (first.wait(), second.wait()) == (-9, 0)

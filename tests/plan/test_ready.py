@@ -33,6 +33,7 @@ def from_hub(options: Callable[..., dict], tmp_path: Path) -> Callable[..., dict
     return build
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("mode", "why"), [("down", "Connection refused"), ("silent", "0.5 s"), ("broken", "503")])
 def test_a_hub_that_cannot_be_reached_is_said_once(
     mode: str, why: str, hub: Hub, from_hub: Callable[..., dict], monkeypatch: Any, capfd: pytest.CaptureFixture[str]

@@ -74,6 +74,7 @@ def rows(text: str) -> dict[str, str]:
     return {line[:26].strip(): line[26:] for line in takewhile(lambda line: line.startswith("  "), lines)}
 
 
+@pytest.mark.rotating
 def test_each_part_by_itself(
     halfway: Callable[..., dict],
     run: Callable[..., Any],

@@ -65,6 +65,7 @@ def two(tiny_repo: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Monk
     return repo
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("training_type", ["lora", "full-finetune"])
 def test_the_second_expert_is_trained_saved_resumed_and_loaded(
     training_type: str, two: Path, options: Callable[..., dict], run: Callable[..., Any], tmp_path: Path

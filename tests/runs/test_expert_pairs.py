@@ -128,6 +128,7 @@ def test_rollouts_and_samples_share_the_other_expert(
         assert other[adapter].equal(tensor.to(other[adapter].dtype))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("changes", [{"blocks_to_swap": 3}, {"quantize_frozen": "int8", "blocks_to_swap": 4}])
 def test_the_other_expert_is_stored_as_the_trained_one(
     changes: dict[str, Any], options: Callable[..., dict], run: Callable[..., Any],

@@ -48,6 +48,7 @@ def refusal(**values: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.rotating
 def test_training_and_validation_give_frames_and_a_run_resumes_exactly(
     options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path], media: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -125,6 +125,7 @@ def test_first_step(
     compare("one_step.json", f"{family} {training_type}", found, check)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("family", "training_type"), [("ltx_video", "lora"), ("hunyuan_video", "lora"), ("cogvideox", "full-finetune")]
 )

@@ -54,6 +54,7 @@ class Continuation(LTXVideoSpec):
         return super().predict(transformer, clip, times, conditions, meta)[:, :, 1:]
 
 
+@pytest.mark.rotating
 def test_a_section_is_trained_with_a_noise_level_for_every_frame(
     options: Callable[..., dict],
     run: Callable[..., Any],
@@ -115,6 +116,7 @@ class Animated(LTXVideoSpec):
         return super().predict(transformer, x, t, both, meta)
 
 
+@pytest.mark.rotating
 def test_an_image_encoder_encodes_clips_and_is_replaced_by_name(
     options: Callable[..., dict], run: Callable[..., Any], tiny_repo: Callable[..., Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -149,6 +149,7 @@ def test_lora_targets_may_be_an_expression(options: Callable[..., dict], run: Ca
     assert layers == {f"transformer.transformer_blocks.1.attn{i}.to_{x}" for i in (1, 2) for x in "qk"}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_dry_run_tells_the_plan_and_writes_nothing(
     family: str, options: Callable[..., dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -147,6 +147,7 @@ def test_every_family_trains(family: str, training_type: str, options: Callable[
         assert light > dark - 1  # the reward is brightness, but for what the video codec changes
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("changes", "factor"), [({"advantage_correction": 1}, (3 / 4) ** 0.5), ({"advantage_std_floor": 1e6}, 0.0)]
 )
@@ -160,6 +161,7 @@ def test_settings_of_the_advantage_are_used(
     assert changed == pytest.approx(factor * plain, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("given", "expected"), [(None, 6.0), (1.5, 1.5)])
 def test_clips_are_sampled_with_the_networks_guidance(
     given: float | None, expected: float, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -374,6 +376,7 @@ def test_a_checkpoint_with_a_multistep_solver(
             train(load_config(**given, dry_run=dry_run))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("limit", "stays"), [(2**28, True), (1, False)])
 def test_text_is_read_from_disk_once(
     limit: int, stays: bool, options: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -407,6 +410,7 @@ def test_text_is_encoded_once(
     assert calls == []
 
 
+@pytest.mark.rotating
 def test_rewards_compute_on_the_device_that_is_asked_for(
     options: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

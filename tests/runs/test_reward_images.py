@@ -200,6 +200,7 @@ def test_clips_of_a_prompt_start_from_its_image(
         assert calls.encoded == 3
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "changes",
     [{"method": "nft", "init_same_noise": False}, {"method": "refl", "draft_k": 2},

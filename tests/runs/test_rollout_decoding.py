@@ -97,6 +97,7 @@ def test_what_does_not_fit_is_decoded_one_by_one_and_then_in_tiles(
     assert not spec.vae_mode((9, 64, 64), batch=2)[0]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_clips_decoded_one_by_one_are_the_same(family: str, tiny_repo: Callable[..., Any]) -> None:
     section = ModelSection(model_name=family, pretrained_model_name_or_path=str(tiny_repo(family)), vae_dtype="fp32")

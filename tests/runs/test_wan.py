@@ -115,6 +115,7 @@ def condition_of_the_pipeline(spec: WanSpec, images: list[Image.Image]) -> tuple
     return condition, pipeline.encode_image(images, torch.device("cpu"))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("version", "keys", "changes"),
     [("flf2v", ("image", "last_image"), {}), ("i2v", ("image",), {"method": "nft", "init_same_noise": False}),

@@ -17,6 +17,7 @@ from finetrainers.runs.training import train
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_window_is_seen_once_in_an_epoch(
     family: str, options: Callable[..., dict], run: Callable[..., Any], make_clips: Callable[..., Path]
@@ -35,6 +36,7 @@ def test_every_window_is_seen_once_in_an_epoch(
     assert sorted(clip.start for [batch] in steps for clip in batch.clips) == [0, 1, 2, 3]
 
 
+@pytest.mark.rotating
 def test_the_published_file_trains(
     tiny_repo: Callable[..., Path], make_clips: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

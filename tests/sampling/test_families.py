@@ -112,6 +112,7 @@ def test_samples_are_those_of_the_pipeline(
     assert {record["generator_seed"] for record in records} == {sample_seed(SEED, PROMPT)}
 
 
+@pytest.mark.rotating
 def test_samples_have_the_loras_of_both_experts(
     tiny_repo: Callable[..., Path], sample: Callable[..., Any], tmp_path: Path
 ) -> None:

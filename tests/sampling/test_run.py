@@ -188,6 +188,7 @@ def test_one_clip_fails_alone(
     assert (code, len(found)) == (0, 3)
 
 
+@pytest.mark.rotating
 def test_processes_share_the_clips(validated: Callable[..., Any], python: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     root, _ = validated()
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "ACCELERATE_USE_CPU": "true"}

@@ -59,6 +59,7 @@ def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.rotating
 @needs_rsync
 def test_a_copy_over_ssh(run: Path, ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = tmp_path / "there" / "copy"
@@ -253,6 +254,7 @@ def content(root: Path) -> dict[str, bytes]:
     return {name: (root / name).read_bytes() for name in names(root)}
 
 
+@pytest.mark.rotating
 @needs_rsync
 @pytest.mark.parametrize("host", ["", "host:"])
 def test_another_run_is_never_overwritten(

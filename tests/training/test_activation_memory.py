@@ -43,6 +43,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {f"{p.relative_to(directory)} {n}": t for p in files for n, t in load_file(p).items()}
 
 
+@pytest.mark.rotating
 def test_a_plan_that_changes_between_steps_changes_no_bit(
     options: Callable[..., dict], run: Callable[..., Any], tiny_repo: Callable[..., Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

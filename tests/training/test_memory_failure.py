@@ -29,6 +29,7 @@ def first_option(text: str) -> str:
     return text[text.index("--") :]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("fault", "failed", "step", "change"),
     [

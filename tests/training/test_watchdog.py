@@ -72,6 +72,7 @@ with dog.running():
 """
 
 
+@pytest.mark.rotating
 def test_a_thread_has_a_clock_of_its_own(tmp_path: Path, python: Python) -> None:
     """Steps that go by do not set it back; each save starts it anew."""
     done = python("-c", _BESIDE, str(tmp_path / "hangs"))
@@ -104,6 +105,7 @@ with dog.running():
 """
 
 
+@pytest.mark.rotating
 def test_what_goes_on_and_what_waits_its_turn_is_not_ended(tmp_path: Path, python: Python) -> None:
     done = python("-c", _ALIVE, str(tmp_path / "hangs"))
     assert done.wait(25) == exit_codes.HUNG, done.stderr

@@ -107,6 +107,7 @@ def test_run_continues_by_its_configuration(earlier: Path, name: str, tmp_path: 
     assert {path: path.stat().st_mtime_ns for path in (run / "precomputed").rglob("*.safetensors")} == cached
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", RUNS)
 def test_run_continues_by_the_command_that_began_it(earlier: Path, name: str, python: Python) -> None:
     expected = json.loads((earlier / "expected.json").read_text())

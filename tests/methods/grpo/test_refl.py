@@ -123,6 +123,7 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor], *, rtol: float = 
         torch.testing.assert_close(found[name].double(), gradient.double(), rtol=rtol, atol=rtol * largest, msg=name)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "make_process"), [("draft-1", vp), ("draft-3", flow), ("draft-lv", vp), ("refl", flow), ("refl", vp)]
 )

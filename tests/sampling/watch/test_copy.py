@@ -17,6 +17,7 @@ from finetrainers.rundir.best import best_checkpoint
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
 
+@pytest.mark.rotating
 @needs_rsync
 def test_a_copy_is_watched_while_it_arrives(
     trained: Path, drawn: list[str], ssh: str, python: Any, capsys: pytest.CaptureFixture[str],

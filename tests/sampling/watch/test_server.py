@@ -146,6 +146,7 @@ def _frames(path: Path) -> bytes:
     return server._pixels(path).numpy().tobytes()
 
 
+@pytest.mark.rotating
 def test_what_vanishes_or_fails_costs_that_checkpoint_alone(
     trained: Path, drawn: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +187,7 @@ def test_what_vanishes_or_fails_costs_that_checkpoint_alone(
     assert {one["step"] for one in lines(trained / "watch" / "run" / "scores.jsonl")} == {3}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("point", ["sample.record:2", "watch.score", "watch.best"])
 def test_a_killed_watch_continues(trained: Path, python: Any, point: str, drawn: list[str]) -> None:
     arguments = ["watch", str(trained), "--once", "--reward", "brightness", "--best_by", "brightness"]
@@ -201,6 +203,7 @@ def test_a_killed_watch_continues(trained: Path, python: Any, point: str, drawn:
     assert not list(folder.glob(f"**/{MANIFEST}"))
 
 
+@pytest.mark.rotating
 def test_prompts_that_fail_are_left_out_and_named_once(
     trained: Path, drawn: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +245,7 @@ def test_prompts_that_fail_are_left_out_and_named_once(
     assert re.search("error: .*prompt", capsys.readouterr().err)
 
 
+@pytest.mark.rotating
 def test_a_reward_that_fails_is_asked_again_by_the_next_start(
     trained: Path, drawn: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

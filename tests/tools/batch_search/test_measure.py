@@ -164,6 +164,7 @@ def test_steps_are_real_and_leave_the_weights(options: Callable[..., dict], monk
         assert over.peak is not None
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("fault", "is_of_vae"),
     [("oom@loss:3", False), ("oom@update:2", False), ("oom@vae:2", True)],

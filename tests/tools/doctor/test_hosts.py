@@ -89,6 +89,7 @@ def cluster(ssh: str, tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
         yield ["doctor", "--hosts", str(tmp_path / "hosts"), *arguments], tmp_path
 
 
+@pytest.mark.rotating
 def test_machines_over_ssh(
     cluster: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def events_of(folder: Path) -> EventAccumulator:
     return found
 
 
+@pytest.mark.rotating
 def test_a_resumed_run_continues_its_tensorboard_curves(
     options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,6 +241,7 @@ def test_an_error_of_the_writer_ends_the_run(
     saved(root, 1)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("writer_fails", [False, True])
 def test_a_run_that_breaks_off_lets_the_writer_finish(
     writer_fails: bool,

@@ -247,6 +247,7 @@ def test_parts_have_all_clips_and_as_many_pieces_as_asked_for() -> None:
         assert all(piece.clips for piece in found)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "changes", [{}, {"gradient_accumulation_steps": 2, "on_nonfinite": "skip", "lora_dropout": 0.3}]
 )
@@ -273,6 +274,7 @@ def test_what_does_not_fit_is_found_by_a_dry_batch(
     assert kinds.index("out_of_memory") < kinds.index("dry_batch") < kinds.index("checkpoint")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "changes",
     [

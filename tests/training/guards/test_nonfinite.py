@@ -41,6 +41,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int], *, gradient_only: b
     monkeypatch.setattr(SFT, "loss", poisoned)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("gradient_only", [False, True])
 @pytest.mark.parametrize("logging_steps", [1, 10])
 def test_it_ends_the_run_before_the_update(
@@ -54,6 +55,7 @@ def test_it_ends_the_run_before_the_update(
     assert [found.step for found in scan_checkpoints(tmp_path / "run") if found.damage is None] == [1, 2]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("gradient_only", [False, True])
 def test_skipping_is_as_if_the_step_had_been_empty(
     gradient_only: bool, options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
@@ -252,6 +254,7 @@ def test_a_scaled_gradient_may_overflow(tmp_path: Path) -> None:
         guard.choose_action(1, {"loss": math.inf, "grad_norm": math.inf})
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("changes", [{"precompute_conditions": True}, {"dataloader_num_workers": 1}, {}])
 def test_a_run_goes_on_without_a_file_that_breaks_off(
     changes: dict[str, Any], options: Callable[..., dict], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
