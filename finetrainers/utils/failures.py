@@ -40,6 +40,20 @@ class InputError(ValueError):
         self.kind = kind
 
 
+class FileError(OSError, InputError):
+    """A file that cannot be used; an OSError, too, so that callers handle it like one of the system."""
+
+    def __init__(self, message: str, kind: Kind = "unreadable", number: int | None = None) -> None:
+        """Args: the message, its kind, and the system's error number if there is one."""
+        OSError.__init__(self, message)
+        self.kind = kind
+        self.errno = number
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file that does not exist."""
+
+
 def error_kind(error: BaseException) -> Kind:
     """Return the kind of problem that an error reports; `invalid` unless it has another."""
     return cast(Kind, getattr(error, "kind", "invalid"))
@@ -48,6 +62,8 @@ def error_kind(error: BaseException) -> Kind:
 def user_message(error: BaseException) -> str | None:
     """Return the sentence that a command prints for an expected error, or None for errors that need a traceback."""
     if isinstance(error, ExpectedError):
+        return str(error)
+    if isinstance(error, InputError) and getattr(error, "errno", None) not in _DISK_ERRORS:
         return str(error)
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTIONS):
         return _lost_connection(str(error))

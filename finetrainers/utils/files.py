@@ -66,22 +66,6 @@ def append_jsonl(path: Path, record: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the JSON objects of a file of JSON lines, and the invalid lines: truncated, not UTF-8, not objects."""
-    records: list[dict[str, Any]] = []
-    damaged: list[bytes] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            value = None
-        if isinstance(value, dict):
-            records.append(value)
-        elif line.strip():
-            damaged.append(line)
-    return records, damaged
-
-
 def fsync_tree(root: Path) -> None:
     """Flush every file and folder below `root` to disk."""
     for path in sorted(root.rglob("*")):

@@ -14,6 +14,7 @@ from typing import Any
 
 from .failures import InputError, Kind
 from .packaged import find_shared
+from .reading import parse_yaml, read_text
 
 #: Variables with an integer, and its minimum.
 _COUNTS = {
@@ -181,15 +182,14 @@ def launcher_environment(path: Path) -> dict[str, str]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    import yaml
-
     path = path if path.is_file() else find_shared(path) or path
     if not path.is_file():
         message = f"{path} cannot be read: {('not a file' if path.exists() else 'file not found')}"
         raise InputError(message, "not_found")
+    text = read_text(path)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        settings = parse_yaml(text)
+    except ValueError as error:
         raise InputError(f"{path} cannot be read: {error}", "unreadable") from None
     if not isinstance(settings, dict):
         raise InputError(f"{path} is not a config file of `accelerate launch`", "unreadable")

@@ -13,6 +13,8 @@ import av
 import numpy as np
 from PIL import Image
 
+from .reading import read_bytes
+
 #: Browsers show GIF frames of less than 20 ms more slowly than that.
 _GIF_MS = 20
 
@@ -89,7 +91,7 @@ def make_gif(path: Path, *, width: int) -> tuple[bytes, tuple[int, int]]:
 def web_video(path: Path, *, max_side: int = 512, max_bytes: int = 300_000) -> bytes:
     """Return a video file for a web page: unchanged if small, else encoded again with sides of at most `max_side`."""
     if path.stat().st_size <= max_bytes:
-        return path.read_bytes()
+        return read_bytes(path, limit=max_bytes)
     output = io.BytesIO()
     with av.open(str(path)) as source, av.open(output, "w", format="mp4") as container:
         source_stream = source.streams.video[0]
