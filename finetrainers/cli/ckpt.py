@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.rundir.best import best_checkpoint
-from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
+from finetrainers.rundir.find import checkpoints_dir, read_state, scan_checkpoints
 from finetrainers.rundir.manifest import MANIFEST, damage, is_optimizer_state, is_sealed, lacks_optimizer, read_manifest
 from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.headers import open_tensors
 from finetrainers.utils.text import duration, file_size
 
 from .overview import described
@@ -115,9 +115,8 @@ def _lora_damage(path: Path) -> str | None:
     """
     from finetrainers.plan.initial_weights import stored_lora
 
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    sha256 = (state.get("initial") or {}).get("sha256")
     try:
+        sha256 = (read_state(path).get("initial") or {}).get("sha256")
         if sha256 is not None:
             stored_lora(path, None, sha256)
     except ValueError as error:
@@ -161,7 +160,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return a checkpoint's recorded facts, by title."""
     manifest = read_manifest(path)
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = read_state(path)
     return {
         "step": {"step": state["step"], "total_steps": state["total_steps"]},
         "settings that must not change": state["critical"],
@@ -178,14 +177,14 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
 
 def _weight_changes(a: Path, b: Path) -> Iterator[str]:
     """Yield a line for each tensor that differs; one pair is in memory at a time."""
-    from safetensors import safe_open
 
     places = [_tensor_places(path) for path in (a, b)]
     for name in dict.fromkeys([*places[0], *places[1]]):
         if name not in places[0] or name not in places[1]:
             yield f"{name}: only in {a if name in places[0] else b}"
             continue
-        x, y = (safe_open(place[name], framework="pt").get_tensor(name.partition(": ")[2]) for place in places)
+        with open_tensors(places[0][name]) as first, open_tensors(places[1][name]) as second:
+            x, y = (file.get_tensor(name.partition(": ")[2]) for file in (first, second))
         if x.shape != y.shape or x.dtype != y.dtype:
             yield f"{name}: {x.dtype} {list(x.shape)} -> {y.dtype} {list(y.shape)}"
         elif not x.equal(y):
@@ -194,7 +193,6 @@ def _weight_changes(a: Path, b: Path) -> Iterator[str]:
 
 def _tensor_places(path: Path) -> dict[str, Path]:
     """Return the file of every tensor but the optimizer's, by `kind: name`; shards of a network count as one file."""
-    from safetensors import safe_open
 
     places = {}
     for file in sorted(path.rglob("*.safetensors")):
@@ -202,6 +200,6 @@ def _tensor_places(path: Path) -> dict[str, Path]:
         if is_optimizer_state(relative.as_posix()):
             continue
         kind = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-        with safe_open(file, framework="pt") as opened:
+        with open_tensors(file) as opened:
             places.update({f"{kind}: {name}": file for name in opened.keys()})  # noqa: SIM118 - no mapping
     return places

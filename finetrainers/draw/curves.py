@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from finetrainers.utils.failures import InputError
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]

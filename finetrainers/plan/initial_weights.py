@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +16,13 @@ from finetrainers.config.load import load_config
 from finetrainers.config.sections import ModelSection, TrainingSection
 from finetrainers.config.values import split_part
 from finetrainers.models.files.lora_names import PREFIXES, kind_of
-from finetrainers.rundir.find import checkpoints_dir, find_checkpoint
+from finetrainers.rundir.find import checkpoints_dir, find_checkpoint, read_state
 from finetrainers.rundir.manifest import MANIFEST, damage
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256
-from finetrainers.utils.headers import read_header
+from finetrainers.utils.headers import adapter_metadata, read_header
 from finetrainers.utils.packaged import model_path
+from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import plural
 
 #: Name under which diffusers looks for a LoRA in a folder.
@@ -150,8 +150,7 @@ def _find_in_checkpoint(source: str, path: Path) -> InitialWeights:
     weights = _find_in_folder(source, path)
     if weights is None:
         raise InputError(f"the checkpoint {path} holds no weights", "not_found")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    return replace(weights, model_name=state.get("critical", {}).get("model_name"))
+    return replace(weights, model_name=read_state(path).get("critical", {}).get("model_name"))
 
 
 def _find_in_folder(source: str, path: Path) -> InitialWeights | None:
@@ -193,9 +192,9 @@ def read_lora_header(path: Path) -> tuple[Mapping[str, tuple[int, ...]], dict[st
     header = read_header(path)
     if kind_of(header.shapes) == "peft":
         config = path.with_name(PEFT_CONFIG)
-        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        settings = read_json_object(config) if config.is_file() else {}
         return {name.removeprefix(PREFIXES["peft"]): shape for name, shape in header.shapes.items()}, settings
-    stored = json.loads(header.metadata.get("lora_adapter_metadata", "{}"))
+    stored = adapter_metadata(path, header)
     return header.shapes, {strip_component(k): v for k, v in stored.items() if strip_component(k) != k}
 
 

@@ -10,7 +10,7 @@ from finetrainers.models.registry import files_digest
 from finetrainers.rundir.find import checkpoints_dir, step_of
 from finetrainers.rundir.identity import read_identity
 from finetrainers.rundir.manifest import MANIFEST, seal_of
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_jsonl
 
 from .initial_weights import InitialWeights
 

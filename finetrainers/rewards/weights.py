@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from finetrainers.utils.failures import InputError
+from finetrainers.utils.headers import load_tensors
 from finetrainers.utils.text import plural, quoted
 
 DType = Literal["fp32", "bf16", "fp16"]
@@ -132,9 +133,7 @@ def read_tensors(path: Path, *, within: Sequence[str] = ()) -> dict[str, Tensor]
         ValueError: the file could run code, or has other content.
     """
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
+        return load_tensors(path)
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

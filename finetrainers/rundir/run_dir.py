@@ -20,7 +20,8 @@ from typing import Any
 from finetrainers.config.flags import is_secret
 from finetrainers.config.load import dump_toml
 from finetrainers.config.root import TrainConfig
-from finetrainers.utils.files import append_jsonl, read_jsonl, write_json_atomic, write_text_atomic
+from finetrainers.utils.files import append_jsonl, write_json_atomic, write_text_atomic
+from finetrainers.utils.reading import read_jsonl
 
 from .find import checkpoints_dir, step_of
 from .identity import take_identity

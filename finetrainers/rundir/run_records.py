@@ -5,8 +5,6 @@ They can be read while the run trains, after a crash, and from earlier versions:
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,17 +18,13 @@ from finetrainers.config.base import Section
 from finetrainers.config.load import CHOSEN
 from finetrainers.config.root import by_current_names, fields, flat_name, has_table, sections, split_name
 from finetrainers.draw.curves import Points, is_number, points, read_metrics
-from finetrainers.utils.files import missing_path_problem, read_jsonl
+from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.phases import PHASES
+from finetrainers.utils.reading import find_json_object, read_jsonl, read_text, read_toml
 
 from .find import checkpoints_dir
 from .health import HEALTH, reading
 from .lock import in_use
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _FILES = ("metrics.jsonl", "events.jsonl", "config.toml")
 _TAIL = 12  # displayed lines of a failure's text
@@ -173,7 +167,7 @@ def read_run(root: Path, *, name: str = "") -> RunRecords:
         root=root,
         name=name or "/".join(root.resolve().parts[-2:] if root.is_absolute() else root.parts) or root.resolve().name,
         options=_read_options(root / "config.toml"),
-        environment=_read_json(root / "env.json"),
+        environment=find_json_object(root / "env.json"),
         metrics=read_metrics(metrics) if metrics.is_file() else [],
         events=events,
         items=_read_lines(root / "manifest.jsonl"),
@@ -228,7 +222,7 @@ def _read_failures(root: Path) -> list[tuple[str, str]]:
     failures = []
     for path in [root / "traceback.txt", *paths]:
         if path.is_file():
-            lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+            lines = read_text(path, errors="replace").rstrip().splitlines()
             excerpt = lines[-_TAIL:] if path.name == "traceback.txt" else lines[: 2 * _TAIL]
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
             failures.append((f"{path.relative_to(root).as_posix()}, {when}", "\n".join(excerpt)))
@@ -239,19 +233,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path)[0] if path.is_file() else []
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _read_options(path: Path) -> dict[str, Any]:
     """Return the options of a `config.toml` by flat name; former options keep the name of their table."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        tables = read_toml(path)
+    except ValueError:
         return {}
     options: dict[str, Any] = {}
     for table, values in tables.items():

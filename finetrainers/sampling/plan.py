@@ -42,7 +42,8 @@ from finetrainers.plan.preflight import (
     resolve_other_expert,
 )
 from finetrainers.utils.device import likely_device_type
-from finetrainers.utils.files import file_sha256, folder_problem, read_jsonl
+from finetrainers.utils.files import file_sha256, folder_problem
+from finetrainers.utils.reading import read_jsonl
 from finetrainers.utils.video import slug
 
 from .weights import BASE, Target, Weights, find_target, in_order, named_apart, under

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from finetrainers.utils.failures import InputError
 from finetrainers.utils.files import file_sha256, missing_path_problem
 from finetrainers.utils.headers import read_header
 from finetrainers.utils.packaged import SCHEME, model_path
+from finetrainers.utils.reading import parse_yaml, read_json_object, read_text
 from finetrainers.utils.versions import __version__
 
 #: File of the EMA of the trained weights in a checkpoint.
@@ -126,7 +126,7 @@ def run_source(home: Path) -> RawOptions:
     for name in [name for name in EXACT_CHOICES if source.chosen.get(name) == MEMORY]:  # for the GPU of then
         del source.values[name], source.chosen[name]
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # the version of a run may be unknown
-        made_by = json.loads((home / "env.json").read_text(encoding="utf-8"))["packages"]["finetrainers"]
+        made_by = read_json_object(home / "env.json")["packages"]["finetrainers"]
         if source.problems and made_by != __version__:
             message = (
                 f"the run was made by finetrainers {made_by}, and this is {__version__}; install that version, or "
@@ -229,11 +229,9 @@ def _find_base(lora: Path) -> RawOptions:
     base = settings.get("base_model_name_or_path") or _exported_from(lora)
     card = lora.parent / "README.md"
     if not base and card.is_file():
-        import yaml
-
-        parts = card.read_text(encoding="utf-8", errors="replace").split("---\n")
-        with contextlib.suppress(yaml.YAMLError):
-            header = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
+        parts = read_text(card, errors="replace").split("---\n")
+        with contextlib.suppress(ValueError):
+            header = parse_yaml(parts[1]) if len(parts) > 2 and not parts[0].strip() else None
             base = header.get("base_model") if isinstance(header, Mapping) else None
     return _values(pretrained_model_name_or_path=base) if isinstance(base, str) and base else RawOptions()
 

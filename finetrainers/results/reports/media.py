@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -13,7 +12,7 @@ from finetrainers.plan.lineage import ancestors
 from finetrainers.rundir.find import step_of
 from finetrainers.rundir.run_records import RunRecords
 from finetrainers.sampling.grid import Cell, Grid, Group, Row
-from finetrainers.utils.files import read_jsonl
+from finetrainers.utils.reading import read_json_object, read_jsonl
 from finetrainers.utils.text import shortened
 from finetrainers.utils.video import evenly_spaced, read_comment
 
@@ -259,10 +258,10 @@ def _clip_record(scores: Mapping[str, Any], head: str, kind: str) -> Mapping[str
 
 def _read_scores(folder: Path) -> dict[str, Any]:
     try:
-        scores = json.loads((folder / "scores.json").read_bytes())
-    except (OSError, ValueError):
+        scores = read_json_object(folder / "scores.json")
+    except ValueError:
         return {}
-    return scores if isinstance(scores, dict) and step_of(folder) is not None else {}
+    return {} if step_of(folder) is None else scores
 
 
 def _caption(scores: Mapping[str, Any], clip: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
-from finetrainers.utils.files import missing_path_problem
+from finetrainers.utils.reading import parse_json, read_text
 from finetrainers.utils.text import printable, quoted
 
 from ..sync import login_problem
@@ -69,13 +68,9 @@ def read_hosts(path: Path) -> list[Node]:
         ConfigError: the file or some of its lines cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        if path.exists():
-            problem = Problem("--hosts", f"{path} cannot be read: {error}", "unreadable")
-        else:
-            problem = Problem("--hosts", f"{path} {missing_path_problem(path)}", "not_found")
-        raise ConfigError([problem]) from None
+        lines = read_text(path).splitlines()
+    except ValueError as error:
+        raise ConfigError([Problem.from_error("--hosts", error)]) from None
     nodes: dict[str, Node] = {}
     problems = []
     for line_number, line in enumerate(lines, 1):
@@ -191,7 +186,7 @@ async def _converse(node: Node, process: asyncio.subprocess.Process, question: s
             raise ValueError("the clock is not a number")
         trips.append((received - sent, remote_time - (sent + received) / 2))
     round_trip, skew = min(trips, default=(None, None))
-    facts = _make_printable(json.loads(await _request(process, question)))
+    facts = _make_printable(parse_json(await _request(process, question)))
     if not isinstance(facts, dict):
         raise ValueError("the facts are not a JSON object")
     return replace(node, facts=facts, clock_skew_s=skew, round_trip_s=round_trip)
