@@ -80,7 +80,7 @@ def test_random_draws_have_a_dtype_and_a_device() -> None:
     assert incomplete == set()
 
 
-#: Modules that read text from outside for all others; one reads JSON that this program has written; files of the kernel.
+#: Modules that read text from outside for all others; text that this program has written; files of the kernel.
 READERS = {"utils/reading.py", "utils/files.py", "utils/headers.py"}
 OWN_TEXT = {"utils/json_objects.py"}
 OF_THE_KERNEL = {"utils/host_memory.py", "utils/network.py", "rundir/health.py", "data/inspect/decode_worker.py"}

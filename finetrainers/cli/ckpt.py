@@ -10,10 +10,11 @@ from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.rundir.best import best_checkpoint
-from finetrainers.rundir.find import checkpoints_dir, read_state, scan_checkpoints
+from finetrainers.rundir.find import checkpoints_dir, scan_checkpoints
 from finetrainers.rundir.manifest import MANIFEST, damage, is_optimizer_state, is_sealed, lacks_optimizer, read_manifest
 from finetrainers.utils.files import missing_path_problem
 from finetrainers.utils.headers import open_tensors
+from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import duration, file_size
 
 from .overview import described
@@ -116,7 +117,7 @@ def _lora_damage(path: Path) -> str | None:
     from finetrainers.plan.initial_weights import stored_lora
 
     try:
-        sha256 = (read_state(path).get("initial") or {}).get("sha256")
+        sha256 = (read_json_object(path / "state.json").get("initial") or {}).get("sha256")
         if sha256 is not None:
             stored_lora(path, None, sha256)
     except ValueError as error:
@@ -160,7 +161,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _facts(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return a checkpoint's recorded facts, by title."""
     manifest = read_manifest(path)
-    state = read_state(path)
+    state = read_json_object(path / "state.json")
     return {
         "step": {"step": state["step"], "total_steps": state["total_steps"]},
         "settings that must not change": state["critical"],

@@ -43,11 +43,14 @@ class InputError(ValueError):
 class FileError(OSError, InputError):
     """A file that cannot be used; an OSError, too, so that callers handle it like one of the system."""
 
-    def __init__(self, message: str, kind: Kind = "unreadable", number: int | None = None) -> None:
-        """Args: the message, its kind, and the system's error number if there is one."""
+    def __init__(self, message: str, kind: Kind = "unreadable", cause: OSError | None = None) -> None:
+        """Args: the message, its kind, and the system's error if there was one."""
         OSError.__init__(self, message)
         self.kind = kind
-        self.errno = number
+        self.errno, self.strerror = (None, None) if cause is None else (cause.errno, cause.strerror)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class MissingFileError(FileError, FileNotFoundError):
@@ -72,7 +75,7 @@ def user_message(error: BaseException) -> str | None:
     if not is_disk_error and _FULL not in str(error):
         return None
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, FileError):
         text = error.strerror + (f": {error.filename}" if error.filename else "")
     if "free up space" in text.lower():
         return text  # it has the remedy already

@@ -8,7 +8,6 @@ what to change. Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -72,12 +71,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except FileError:
         raise
-    except FileNotFoundError:
-        raise MissingFileError(f"{_name(path)} {missing_path_problem(path)}", "not_found", errno.ENOENT) from None
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{_name(path)} {missing_path_problem(path)}", "not_found", error) from None
     except OSError as error:
         reason = error.strerror or str(error)
         verb = "" if reason.startswith("is ") else "cannot be read: "
-        raise FileError(f"{_name(path)} {verb}{reason}", number=error.errno) from None
+        raise FileError(f"{_name(path)} {verb}{reason}", cause=error) from None
 
 
 def check_regular(path: Path) -> None:

@@ -411,7 +411,7 @@ def _read_problem(path: Path) -> ValueError | None:
         with open_regular(path) as file:
             is_gguf = file.read(4) == b"GGUF"
     except OSError as error:
-        return FileError(f"{path} cannot be read: {error.strerror}", number=error.errno)
+        return FileError(f"{path} cannot be read: {error.strerror}", cause=error)
     if is_gguf or path.suffix == ".gguf":
         return InputError(f"{path} holds quantized weights (GGUF), {_GIVE_UNQUANTIZED}", "unsupported")
     if path.suffix in _PICKLES:
