@@ -17,6 +17,7 @@ from finetrainers.utils.headers import open_tensors
 from finetrainers.utils.reading import read_json_object
 from finetrainers.utils.text import duration, file_size
 
+from .options import path_argument
 from .overview import described
 
 #: Note on a checkpoint that `finetrainers sync` has copied.
@@ -34,20 +35,20 @@ def add_ckpt(commands: Any) -> None:
     actions = ckpt.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     ls = actions.add_parser("ls", help="list a run's checkpoints: step, size, age, complete or damaged (by file sizes)")
-    ls.add_argument("run_directory", type=Path, metavar="RUN", help="a run's --output_dir")
+    ls.add_argument("run_directory", type=path_argument, metavar="RUN", help="a run's --output_dir")
     ls.set_defaults(run=_ls, check=lambda arguments: _path_problems("RUN", [arguments.run_directory]))
 
     verify = actions.add_parser("verify", help="read every byte; exit code 1 if a file differs from the saved one")
     verify.add_argument(
-        "path", type=Path, nargs="+", metavar="PATH", help="checkpoints, or runs for all of their checkpoints"
+        "path", type=path_argument, nargs="+", metavar="PATH", help="checkpoints, or runs for all of their checkpoints"
     )
     verify.set_defaults(run=_verify, check=_check_verify)
 
     diff = actions.add_parser(
         "diff", help="compare settings, versions and weights of two checkpoints; exit code 1 if they differ"
     )
-    diff.add_argument("a", type=Path, metavar="A", help="a checkpoint")
-    diff.add_argument("b", type=Path, metavar="B", help="another")
+    diff.add_argument("a", type=path_argument, metavar="A", help="a checkpoint")
+    diff.add_argument("b", type=path_argument, metavar="B", help="another")
     diff.set_defaults(run=_diff, check=_check_diff)
 
 

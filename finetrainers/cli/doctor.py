@@ -23,7 +23,7 @@ from finetrainers.utils.process_state import planning
 from finetrainers.utils.text import plural
 
 from .estimate import checked_sizes
-from .options import make_number_type
+from .options import make_number_type, path_argument
 from .overview import described
 from .sync import seconds
 
@@ -53,20 +53,20 @@ def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", **described(about, *examples, more=_MORE))
     doctor.add_argument(
         "config",
-        type=Path,
+        type=path_argument,
         nargs="?",
         metavar="CONFIG",
         help="a run's config file or directory, to compare the disk with its checkpoints",
     )
     doctor.add_argument(
         "--hosts",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="file of machines to connect to over ssh: `host` or `host slots=8` per line",
     )
     doctor.add_argument(
         "--output_dir",
-        type=Path,
+        type=path_argument,
         metavar="DIR",
         help="directory whose disk is measured [the config's, or the current directory]",
     )
@@ -121,7 +121,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         if arguments.every is not None:
             return _watch(arguments)
         needs, folder = _needs(arguments.config)
-        folder = (arguments.output_dir or folder or Path()).expanduser().absolute()
+        folder = (arguments.output_dir or folder or Path()).absolute()
         nodes = _nodes(arguments, folder)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

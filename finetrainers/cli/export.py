@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 from finetrainers.config.errors import ConfigError, Problem
@@ -12,6 +11,7 @@ from finetrainers.models.files.lora_names import FORMATS
 from finetrainers.utils import exit_codes
 from finetrainers.utils.files import folder_problem
 
+from .options import path_argument
 from .overview import described
 
 _MORE = """A LoRA is written as diffusers, comfyui, kohya or peft, or added to the model's weights (merged). A full
@@ -44,7 +44,7 @@ def add_export(commands: Any) -> None:
     )
     export.add_argument(
         "--output_dir",
-        type=Path,
+        type=path_argument,
         metavar="FOLDER",
         help="output directory; one subdirectory per format [export/ of the run]",
     )

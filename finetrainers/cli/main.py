@@ -24,7 +24,7 @@ from finetrainers.config.root import TrainConfig
 from finetrainers.utils import exit_codes
 from finetrainers.utils.device import use_expandable_segments
 from finetrainers.utils.exit_in_time import exit_in_time
-from finetrainers.utils.failures import user_message
+from finetrainers.utils.failures import InputError, user_message
 from finetrainers.utils.launch import launch_problems, launched_rank, print_error, print_refusal
 from finetrainers.utils.logs import configure_logging, quiet_progress_bars, yield_idle_threads
 from finetrainers.utils.process_state import gc_paused, planning
@@ -41,6 +41,7 @@ from .estimate import estimate_command
 from .estimate import own_options as estimate_options
 from .export import add_export
 from .init import add_init
+from .options import path_argument
 from .overview import CommandParser, described, unknown_command
 from .plot import add_plot
 from .report import add_report
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _say_failure(error):
             raise
-        return exit_codes.FAILED
+        return exit_codes.CONFIGURATION if isinstance(error, InputError) else exit_codes.FAILED
 
 
 def _while_read(command: Callable[[], int], *, default: int) -> int:
@@ -177,7 +178,7 @@ def _run_unparsed(command: str, argv: Sequence[str]) -> int:
     except Exception as error:
         if not _say_failure(error):
             raise
-        return exit_codes.FAILED
+        return exit_codes.CONFIGURATION if isinstance(error, InputError) else exit_codes.FAILED
 
 
 def prepare_command(argv: Sequence[str]) -> int:
@@ -370,7 +371,7 @@ def _add_models(commands: Any) -> None:
     tiny = commands.add_parser("tiny", **described(about, "tiny FAMILY tiny-model", training))
     tiny.add_argument("family", help="name from `finetrainers models`")
     tiny.add_argument(
-        "directory", type=Path, help="new or empty directory, where the model is written in diffusers layout"
+        "directory", type=path_argument, help="new or empty directory, where the model is written in diffusers layout"
     )
     tiny.add_argument("--version", help="checkpoint of the family that it is modeled on [the first]")
     tiny.add_argument("--seed", type=int, default=0, help="seed; equal seeds give equal weights [0]")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from finetrainers.config.arguments import ArgumentParser, near_flag, split_unknown
+from finetrainers.config.base import read_path
 from finetrainers.config.errors import ConfigError, Problem
 from finetrainers.config.flags import flat_flag, parse_flags
 from finetrainers.config.given import RawOptions
@@ -50,6 +51,10 @@ def make_argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read_argument
+
+
+#: Type of arguments that are paths.
+path_argument = make_argument_type(read_path)
 
 
 def read_run_config(parser: ArgumentParser, flags: Sequence[str], problems: list[Problem]) -> TrainConfig:

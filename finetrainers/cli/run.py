@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -25,6 +24,7 @@ from finetrainers.utils.progress import working
 from finetrainers.utils.text import nearest, plural
 
 from .estimate import planned_environment
+from .options import path_argument
 
 #: Takes arguments, and returns an exit code.
 _Command = Callable[[Sequence[str]], int]
@@ -161,7 +161,7 @@ def _launcher_environment(launcher: Sequence[str]) -> dict[str, str]:
         ConfigError: its file cannot be read.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config_file", dest="accelerate_config", type=Path)
+    parser.add_argument("--config_file", dest="accelerate_config", type=path_argument)
     parser.add_argument("--num_processes", "--num-processes", type=_number)
     parser.add_argument("--num_machines", "--nnodes", type=_number)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", "--num_gpus", type=_number)

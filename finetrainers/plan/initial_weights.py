@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finetrainers.config.base import expand_home
 from finetrainers.config.errors import ConfigError
 from finetrainers.config.facts import Facts
 from finetrainers.config.load import load_config
@@ -62,7 +63,7 @@ def find_initial_weights(source: str) -> InitialWeights:
     Raises:
         ValueError: training cannot start from it; the message lists what may be given.
     """
-    path = Path(model_path(source)).expanduser()
+    path = Path(expand_home(model_path(source)))
     if path.is_file():
         return _find_in_file(source, path)
     if not path.is_dir():

@@ -12,6 +12,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from finetrainers.config.base import expand_home
 from finetrainers.utils.failures import InputError
 from finetrainers.utils.headers import load_tensors
 from finetrainers.utils.text import plural, quoted
@@ -57,7 +58,7 @@ def check_path(path: str) -> str:
     Raises:
         ValueError: it cannot be either.
     """
-    if not Path(path).expanduser().exists() and not _HUB_ID.fullmatch(path):
+    if not Path(expand_home(path)).exists() and not _HUB_ID.fullmatch(path):
         raise InputError(f"{quoted(path)} is not a file or directory here, or a Hub id (owner/name)", "not_found")
     return path
 
@@ -77,7 +78,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
     Raises:
         ValueError: there is no such file or folder, nor such a repository on the Hub.
     """
-    local = Path(path).expanduser()
+    local = Path(expand_home(path))
     if local.exists():
         return local
     check_path(path)
@@ -93,7 +94,7 @@ def fetch(path: str, *, files: Sequence[str]) -> Path:
 
 def on_disk(path: str) -> Path | None:
     """Return the file or folder at `path`, or the cached folder of a Hub id, or None. It does not contact the Hub."""
-    local = Path(path).expanduser()
+    local = Path(expand_home(path))
     if local.exists():
         return local
     if not _HUB_ID.fullmatch(path):

@@ -241,15 +241,16 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise ValueError("aliases (*name) are not supported; write the values out")
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("aliases (*name) are not supported; write the values out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ValueError(_TOO_DEEP)
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    if _is_deep(value):
-        raise ValueError(_TOO_DEEP)
     if _has_long_number(value):
         raise ValueError(_TOO_LONG)
     return value

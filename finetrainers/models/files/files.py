@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from finetrainers.config.base import expand_home
 from finetrainers.config.errors import Problem
 from finetrainers.config.facts import Json, is_network
 from finetrainers.config.sections import ModelSection
@@ -95,7 +96,7 @@ def single_file(config: ModelSection, part: str, folder: Path | None = None) -> 
         folder: folder that the part is read from instead.
     """
     source = (replacement_source(config, part) or "") if folder is None else str(folder)
-    path = Path(source).expanduser()
+    path = Path(expand_home(source))
     return path if source and (path.is_file() or (source.endswith(_SINGLE) and not path.is_dir())) else None
 
 

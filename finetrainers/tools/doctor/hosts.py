@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import shlex
 import signal
 import time
@@ -34,6 +35,7 @@ _AT_ONCE = 64
 _LINE_BYTES = 1 << 22
 #: Seconds that a connection may take to close; its exit code shows the failure.
 _END_S = 10.0
+_SLOTS = re.compile(r"[0-9]{1,5}")
 _SSH_FAILED = 255
 _NO_COMMAND = (126, 127)
 
@@ -81,11 +83,11 @@ def read_hosts(path: Path) -> list[Node]:
         slots, where = settings.get("slots", ""), f"{path}:{line_number}"
         if host.startswith("-") or "=" in host:
             problems.append(Problem(where, f"{quoted(host)} is not a host name"))
-        elif settings.keys() - {"slots", "max_slots", "max-slots"} or ("slots" in settings and not slots.isdecimal()):
+        elif settings.keys() - {"slots", "max_slots", "max-slots"} or not _SLOTS.fullmatch(settings.get("slots", "1")):
             problems.append(Problem(where, f"cannot parse {quoted(line.strip())}; write `host` or `host slots=8`"))
         elif host in nodes:
             problems.append(Problem(where, f"duplicate host {host}", "duplicate"))
-        nodes[host] = Node(host, int(slots) if slots.isdecimal() else None)
+        nodes[host] = Node(host, int(slots) if _SLOTS.fullmatch(slots) else None)
     if not nodes:
         problems.append(Problem("--hosts", f"{path} names no host; write one per line", "required"))
     if problems:
